@@ -8,10 +8,11 @@ SEED ?= 1
 N ?= 20
 MINUTES ?= 10
 BIN := $(VENV)/bin
+HELPERS := tests/ranks:tests/inputs:tests/measures:tests/covering:.
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-further test-faults fuzz soak same lint docs bench bench-gpu first-gpu cuda-shapes clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same lint docs bench bench-gpu first-gpu cuda-shapes clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -27,20 +28,27 @@ quickstart-rl: setup  ## a tiny model that adds badly learns to add from rewards
 pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoint, and see that the run ends the same
 	$(BIN)/python tests/faults/pull_the_plug.py
 
-test: $(VENV)/.for-developers  ## three of four tests: 12 minutes on two quiet cores
-	$(BIN)/python -m pytest -q $(TESTS) -m "not faults and not further"
+test: $(VENV)/.for-developers  ## all tests that run before a change lands: 15 minutes on two quiet cores
+	$(BIN)/python -m pytest -q $(TESTS) -m "not faults"
 
-test-further: $(VENV)/.for-developers  ## long tests, and more layouts and models; CI runs them too
-	$(BIN)/python -m pytest -q $(TESTS) --junitxml=build/further.xml -m "further and not faults"
+test-fast: $(VENV)/.for-developers  ## the tests that start no ranks and take little time: under two minutes
+	$(BIN)/python -m pytest -q $(TESTS) -m "not slow and not ranks and not faults"
 
-test-fast: $(VENV)/.for-developers  ## the tests of make test that are not slow: two minutes
-	$(BIN)/python -m pytest -q $(TESTS) -m "not slow and not faults and not further"
+test-changed: BASE = HEAD~1
+test-changed: $(VENV)/.for-developers  ## the test files that reach what has changed since BASE=HEAD~1, nearest first
+	$(BIN)/python tools/reach.py --since $(BASE) --run -q -n $(JOBS) -m "not faults"
 
 test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: half an hour
 	$(BIN)/python -m pytest -q $(TESTS) -m faults
 
-fuzz: $(VENV)/.for-developers  ## random combinations of methods, models and layouts, each compared with one rank: SEED=1 N=20
-	$(BIN)/python tests/fuzz.py $(SEED) $(N)
+fuzz: $(VENV)/.for-developers  ## combinations of methods, models and layouts of another seed, each compared with one rank: SEED=1 N=20
+	PYTHONPATH=$(HELPERS) $(BIN)/python tests/covering/covering_array.py $(SEED) $(N)
+
+covering: $(VENV)/.for-developers  ## choose the combinations that make test runs again, after a new method, layout or optimizer
+	PYTHONPATH=$(HELPERS) $(BIN)/python tests/covering/covering_array.py
+
+mutants: $(VENV)/.for-developers  ## plant 66 faults, one at a time, and see which tests notice: hours
+	$(BIN)/python tools/mutants.py --jobs $(JOBS) --out tools/mutants.json
 
 soak: $(VENV)/.for-developers  ## random faults in runs of every method and layout, for MINUTES=10: each must end as an undisturbed run; SEED=N begins with episode N
 	$(BIN)/python tests/faults/soak.py $(MINUTES) $(SEED)

@@ -1,6 +1,5 @@
 """Fixtures that tests share: a pool of ranks, and prepared data."""
 
-import collections
 import contextlib
 import gc
 import os
@@ -13,13 +12,21 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # for processes that tests start; se
 import composing
 import hypothesis
 import pytest
-from world import Run, World, write_chats
+from ledger import Ledger
+from world import Run, World, start_server, write_chats
 
 sys.dont_write_bytecode = False  # otherwise each worker compiles every test module again
 composing.keep()
-hypothesis.settings.register_profile("same examples", derandomize=True)
+hypothesis.settings.register_profile("same examples", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same examples")
 internal_errors: list[str] = []
+
+
+def pytest_configure(config):
+    """Start the server that the ranks of all of pytest's workers are forked from."""
+    is_controller = getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput")
+    if is_controller and "not ranks" not in config.option.markexpr:
+        start_server()
 
 
 def pytest_internalerror(excrepr):
@@ -29,17 +36,10 @@ def pytest_internalerror(excrepr):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as `further` the cases of a test but those that its mark `grid` keeps, evenly spread."""
-    cases = collections.defaultdict(list)
+    """Mark as `ranks` the tests that start ranks."""
     for item in items:
-        if item.get_closest_marker("grid"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for grid in cases.values():
-        keep = grid[0].get_closest_marker("grid").args[0]
-        spread = {i * len(grid) // keep for i in range(keep)}
-        for i, item in enumerate(grid):
-            if i not in spread:
-                item.add_marker(pytest.mark.further)
+        if "world" in item.fixturenames:
+            item.add_marker(pytest.mark.ranks)
 
 
 def pytest_unconfigure():
@@ -66,6 +66,12 @@ def world():
     pool = World()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ledger(world):
+    """Return the runs that many tests ask, see ledger.py."""
+    return Ledger(world)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ Columns, per room:
     tall       functions over 80 lines
 
 and of the whole package: the most files that lie directly in one folder, and the file names that
-exist twice (but verb.py).
+exist twice (but verb.py); of tests: their tokens for 1,000 of the package's.
 
 Limits of the package: there are no circular imports; no class name exists twice; a function has at
 most 10 branches, or is listed with a reason in tools/long_functions.txt. Limits of columns are in
@@ -53,6 +53,7 @@ LIMITS = {
     ("all", "names twice"): 0,
     ("tests", "unclear"): 0,
     ("tests", "vague"): 0,
+    ("tests", "tokens per 1,000"): 560,
     ("benchmarks", "unclear"): 0,
     ("benchmarks", "vague"): 0,
 }
@@ -294,8 +295,11 @@ def main() -> int:
     for figures in others:
         rooms |= figures.rooms
     show(rooms)
+    tests, share = rooms["tests"], "tokens per 1,000"
+    tests[share] = round(1000 * tests["tokens"] / rooms["all"]["tokens"])
     for name in ("files in a folder", "names twice"):
         print(f"{name}: {rooms['all'][name]}")
+    print(f"{share} of the package in tests: {tests[share]}")
     if "--where" in sys.argv[1:]:
         for name, figures in zip([PACKAGE, *BESIDE], [package, *others], strict=True):
             for column, places in sorted(figures.places.items()):

@@ -2,14 +2,18 @@
 
 import json
 import re
+from itertools import pairwise
 
 import inject
 import pytest
+import yaml
+from texts import turn
+from world import read_lines
 
 import fsdp_trainer.apps.tokenizers.verb
 from fsdp_trainer.apps.chain import evaluation, verb
 from fsdp_trainer.apps.chain.card import Card, StageResult
-from fsdp_trainer.apps.chain.demo_texts import ANIMALS, all_facts, write_demo
+from fsdp_trainer.apps.chain.demo_texts import all_facts, write_demo
 from fsdp_trainer.cli import main
 
 TRAININGS = ("pretrain", "mid", "sft")
@@ -35,45 +39,34 @@ TIMES = re.compile(r"\| [^|]* \| [^|]* \|$", re.MULTILINE)
 """The last two columns of the card's first table."""
 
 
-class Ranks:
-    """Ranks of the tests' pool in place of processes, and the stages that they were started for."""
+@pytest.fixture(scope="module")
+def chain(world):
+    """`chain(root, *words)`: the exit code, and the stages for which ranks were started.
 
-    def __init__(self, world):
-        self.world = world
-        self.stages = []
-        self.faults = {}
-        """By stage, what stops its next start."""
+    They are the tests' pool, in place of processes. chain.faults: what stops a stage's next start.
+    """
+    stages = []
 
-    def start(self, cfg, words, verb="train"):
+    def start(cfg, words, verb="train"):
         stage = cfg.run.name if verb == "train" else verb
-        self.stages.append(stage)
-        seam = self.faults.pop(stage, None)
+        stages.append(stage)
+        seam = run.faults.pop(stage, None)
         code = 75 if seam else 0
-        self.world.command(verb, *words, seam=seam, code=code)
+        world.command(verb, *words, seam=seam, code=code)
         return code
 
-
-@pytest.fixture(scope="module")
-def ranks(world):
-    pool = Ranks(world)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verb, "start_ranks", pool.start)
-        patch.setattr(evaluation, "start_ranks", pool.start)
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def chain(ranks):
-    """`chain(root, *words)`: the exit code, and the stages for which ranks were started."""
-
     def run(root, *words):
-        ranks.stages.clear()
+        stages.clear()
         given = {word.partition("=")[0] for word in words}
         usual = [word for word in TWO_STEPS if word.partition("=")[0] not in given]
         code = main(["chain", "demo=true", f"root={root}", "name=c", *usual, *words])
-        return code, list(ranks.stages)
+        return code, list(stages)
 
-    return run
+    run.faults = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (verb, evaluation):
+            patch.setattr(module, "start_ranks", start)
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -90,57 +83,36 @@ def card_of(root):
 
 @pytest.mark.slow
 def test_no_question_at_the_end_is_asked_in_a_conversation(tmp_path):
-    files = write_demo(tmp_path)
-    rows = {
-        name: [json.loads(line) for line in file.read_text().splitlines()]
-        for name, file in files.items()
-    }
+    rows = {name: read_lines(file) for name, file in write_demo(tmp_path).items()}
     answers = {row["messages"][-1]["content"] for row in rows["questions"]}
-    learnt = {
-        turn["content"]
-        for row in rows["chats"]
-        for turn in row["messages"]
-        if turn["role"] == "assistant"
-    }
+    turns = [turn for row in rows["chats"] for turn in row["messages"]]
+    learnt = {turn["content"] for turn in turns if turn["role"] == "assistant"}
     assert answers.isdisjoint(learnt)
     assert len(answers) + len(learnt) == len(all_facts())
     text = " ".join(row["text"] for row in rows["text"])
     assert all(answer in text for answer in answers)
 
 
-@pytest.mark.slow
-def test_without_data_it_says_what_to_type(tmp_path, capsys):
-    assert main(["chain", f"root={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert "text=text/" in said
-    assert "chats=chats.jsonl" in said
-    assert "demo=true" in said
-
-
-def test_a_demo_takes_no_other_texts(tmp_path, capsys):
-    assert main(["chain", "demo=true", f"root={tmp_path}", f"text={tmp_path}"]) == 2
-    assert "brings texts of its own" in capsys.readouterr().err
-
-
 def test_the_cost_of_a_stage_is_its_hours_on_all_gpus_of_the_chain():
     results = [StageResult("tokenizer", 900), StageResult("pretrain", 7200, gpus=8)]
-    assert [row[-1] for row in Card("c", results, [], price=3).rows] == [
-        "$6.00",
-        "$48.00",
-        "$54.00",
-    ]
+    costs = [row[-1] for row in Card("c", results, [], price=3).rows]
+    assert costs == ["$6.00", "$48.00", "$54.00"]
     assert {row[-1] for row in Card("c", results[:1], [], price=3).rows} == {""}
 
 
 @pytest.mark.slow
-def test_a_mistake_in_a_later_stage_is_told_before_the_first_begins(tmp_path, capsys):
-    assert main(["chain", "demo=true", f"root={tmp_path}", "sft.optm.lr=3"]) == 2
-    assert "sft.optm.lr=3" in capsys.readouterr().err
+def test_a_mistake_in_any_stage_is_told_before_the_first_begins(tmp_path, capsys):
+    for words, parts in {
+        "": ["text=text/", "chats=chats.jsonl", "demo=true"],
+        f"demo=true text={tmp_path}": ["brings texts of its own"],
+        "demo=true sft.optm.lr=3": ["sft.optm.lr=3"],
+    }.items():
+        assert main(["chain", f"root={tmp_path}", *words.split()]) == 2
+        said = capsys.readouterr().err
+        assert not [part for part in parts if part not in said]
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_the_card_has_all_stages_questions_and_samples_on_one_page(done):
     root, card = done
     for stage in ("tokenizer", *TRAININGS, "evaluation"):
@@ -148,12 +120,13 @@ def test_the_card_has_all_stages_questions_and_samples_on_one_page(done):
     assert "of 12 questions answered word for word" in card
     assert "After mid:\n\n- What colour is the ant?" in card
     assert "<td>pretrain</td>" in (root / "c" / "card.html").read_text()
+    for before, stage in pairwise(TRAININGS):
+        config = yaml.safe_load((root / "c" / stage / "config.yaml").read_text())
+        assert config["model"]["init_from"] == str(root / "c" / before)
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_stopped_in_any_stage_the_same_command_ends_with_the_same_card(
-    chain, ranks, done, tmp_path, monkeypatch, capsys
+    chain, done, tmp_path, monkeypatch, capsys
 ):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -162,7 +135,7 @@ def test_stopped_in_any_stage_the_same_command_ends_with_the_same_card(
         patch.setattr(fsdp_trainer.apps.tokenizers.verb, "tokenizer", interrupted)
         assert chain(tmp_path) == (130, [])
     for number, stage in enumerate(TRAININGS):
-        ranks.faults[stage] = inject.signalled("clip", rank=0, nth=1)
+        chain.faults[stage] = inject.signalled("clip", rank=0, nth=1)
         assert chain(tmp_path) == (75, list(TRAININGS[max(0, number - 1) : number + 1]))
         assert f"{stage}: ended with code 75; the same command resumes" in capsys.readouterr().out
     with monkeypatch.context() as patch:
@@ -172,36 +145,40 @@ def test_stopped_in_any_stage_the_same_command_ends_with_the_same_card(
     assert TIMES.sub("", card_of(tmp_path)) == TIMES.sub("", done[1])
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_finished_stages_are_not_done_again_and_other_settings_of_one_are_refused(
     chain, done, tmp_path, capsys
 ):
     root = done[0]
     assert chain(root) == (0, [])
-
-    capsys.readouterr()
-    assert chain(root, "sft.optim.lr=0.5") == (2, [])
-    assert "optim.lr was 0.001, is 0.5" in capsys.readouterr().err
     # where and how often it looks is no part of what is learnt
     assert chain(root, "sft.train.validate_every=1", "all.launch.nproc_per_node=1") == (0, [])
 
     recipe = tmp_path / "recipe" / "mine.yaml"
     recipe.parent.mkdir()
     recipe.write_text("# @package _global_\ndefaults: [chain_sft]\noptim: {eps: 0.25}\n")
-    assert chain(root, "--config-dir", str(tmp_path), "sft.+recipe=mine") == (2, [])
-    assert "optim.eps was 1e-8, is 0.25" in capsys.readouterr().err
-
-    questions = tmp_path / "few.jsonl"
-    lines = (root / "c" / "data" / "questions.jsonl").read_text().splitlines()
-    questions.write_text("\n".join(lines[:3]))
-    assert chain(root, f"questions={questions}") == (0, [])
-    assert "of 3 questions" in card_of(root)
+    capsys.readouterr()
+    for words, said in {
+        "sft.optim.lr=0.5": "optim.lr was 0.001, is 0.5",
+        f"--config-dir {tmp_path} sft.+recipe=mine": "optim.eps was 1e-8, is 0.25",
+    }.items():
+        assert chain(root, *words.split()) == (2, [])
+        assert said in capsys.readouterr().err
     assert chain(root, "again=sft") == (0, ["sft"])
 
 
-@pytest.mark.slow
-@pytest.mark.further
+def test_other_questions_are_asked_and_right_answers_counted(chain, done, tmp_path):
+    root = done[0]
+    questions = json.loads((root / "c" / "evaluation" / "questions.json").read_text())
+    lines = []
+    for row, wanted in zip(questions[:3], ("answer", "answer", "wanted"), strict=True):
+        messages = [turn("user", row["question"]), turn("assistant", row[wanted] or "nothing")]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    assert chain(root, f"questions={tmp_path}/few.jsonl") == (0, [])
+    right = [bool(row["answer"]) for row in questions[:2]].count(True)
+    assert f"{right} of 3 questions" in card_of(root)
+
+
 def test_tasks_in_files_are_evaluated_for_the_model_of_each_stage(chain, done, tmp_path):
     pytest.importorskip("lm_eval")
     items, task = tmp_path / "items.jsonl", tmp_path / "animals.yaml"
@@ -212,30 +189,9 @@ def test_tasks_in_files_are_evaluated_for_the_model_of_each_stage(chain, done, t
     assert re.search(r"\| animals acc \| [01]\.\d+ \| [01]\.\d+ \| [01]\.\d+ \|", card_of(done[0]))
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_smaller_demo_answers_what_no_conversation_asked(chain, tmp_path):
-    write_demo(tmp_path / "c" / "data", ANIMALS[:6], fraction=0.2)
-    smaller = {
-        "pretrain": [
-            "model.hidden_size=64", "model.num_attention_heads=2", "model.num_key_value_heads=2",
-            "train.steps=150",
-        ],
-        "mid": ["train.steps=80"],
-        "sft": ["train.steps=96"],
-    }  # fmt: skip
-    words = [f"{stage}.{word}" for stage, of_stage in smaller.items() for word in of_stage]
-    batch = [f"{stage}.batch.{key}=8" for stage in TRAININGS for key in ("rows", "micro_rows")]
-    assert chain(tmp_path, *words, *batch) == (0, list(TRAININGS))
-    assert "4 of 4 questions answered word for word" in card_of(tmp_path)
-
-
 def test_a_question_may_hold_any_character(tmp_path):
     """JSON need not escape U+2028, which ends a line for Python."""
     file = tmp_path / "questions.jsonl"
-    messages = [
-        {"role": "user", "content": "Which\u2028animal\x85?"},
-        {"role": "assistant", "content": "a bear"},
-    ]
+    messages = [turn("user", "Which\u2028animal\x85?"), turn("assistant", "a bear")]
     file.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
     assert evaluation.read_questions(file) == [messages]

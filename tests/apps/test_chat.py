@@ -102,21 +102,24 @@ class ChatServer:
         from fsdp_trainer.apps.generate import Speaker
         from fsdp_trainer.config.verbs import ChatConfig
 
-        self.engine = Engine(Speaker.load(folder), rows=4)
+        self.engine, self.token = Engine(Speaker.load(folder), rows=4), token
         self.socket = listen(ChatConfig(port=0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.token = token
         app = make_app(Served("model", self.engine, DEFAULTS, token, 0))
-        config = uvicorn.Config(app, log_level="error", lifespan="off")
-        self.server = uvicorn.Server(config)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
         self.engine.start()
         self.thread.start()
 
-    def client(self, **options):
+    @property
+    def create(self):
+        """The method of OpenAI's client that asks for an answer."""
+        return self.client().chat.completions.create
+
+    def client(self):
         openai = pytest.importorskip("openai")
         key = self.token or "none"
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def close(self):
         self.engine.close()
@@ -164,6 +167,13 @@ def server(folder):
         yield server
 
 
+@pytest.fixture(scope="module")
+def image_server(tmp_path_factory):
+    folder = make_image_folder(tmp_path_factory.mktemp("images") / "model", "qwen2_5_vl")
+    with served(folder) as server:
+        yield server
+
+
 def until(condition):
     while not condition():
         time.sleep(0.01)
@@ -173,18 +183,17 @@ def until(condition):
 def test_openais_client_gets_the_answers_of_generate(server, folder, capsys):
     assert main(["generate", f"source={folder}", "prompt=Hi", "max_tokens=8", "format=json"]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
-    client = server.client()
-    assert [model.id for model in client.models.list()] == ["model"]
-    create = client.chat.completions.create
+    assert [model.id for model in server.client().models.list()] == ["model"]
+    create = server.create
     whole = create(model="model", messages=HI)
     [choice] = whole.choices
     assert choice.message.content == text
     assert choice.finish_reason == "length"
-    prompt = server.engine.speaker.encode(server.engine.speaker.ask(HI).text)
+    speaker = server.engine.speaker
+    prompt = speaker.encode(speaker.ask(HI).text)
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 8)
-    chunks = list(create(
-        model="model", messages=HI, stream=True, stream_options={"include_usage": True}
-    ))  # fmt: skip
+    usage = {"include_usage": True}
+    chunks = list(create(model="model", messages=HI, stream=True, stream_options=usage))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].usage == whole.usage
@@ -196,10 +205,8 @@ def test_openais_client_gets_the_answers_of_generate(server, folder, capsys):
 
 @pytest.mark.slow
 def test_seeds_and_samples_give_the_same_answers_alone_and_together(server):
-    create = server.client().chat.completions.create
-
     def texts(seed):
-        answer = create(model="m", messages=HI, n=3, seed=seed, temperature=1.5, top_p=0.9)
+        answer = server.create(model="m", messages=HI, n=3, seed=seed, temperature=1.5, top_p=0.9)
         return [choice.message.content for choice in answer.choices]
 
     alone = [texts(seed) for seed in range(4)]
@@ -212,10 +219,9 @@ def test_seeds_and_samples_give_the_same_answers_alone_and_together(server):
 
 @pytest.mark.slow
 def test_a_short_answer_overtakes_a_long_one_and_a_closed_stream_ends(server):
-    create = server.client().chat.completions.create
-    long = create(model="m", messages=HI, stream=True, max_tokens=LONG, seed=1)
+    long = server.create(model="m", messages=HI, stream=True, max_tokens=LONG, seed=1)
     next(iter(long))
-    assert create(model="m", messages=HI, max_tokens=2).usage.completion_tokens == 2
+    assert server.create(model="m", messages=HI, max_tokens=2).usage.completion_tokens == 2
     assert not server.engine.is_idle
     long.close()
     until(lambda: server.engine.is_idle)
@@ -291,31 +297,22 @@ def test_a_token_is_asked_for_on_every_path(folder):
             assert server.status(path, Authorization="Bearer wrong") == 401
             assert server.status(f"{path}?token=s3cret", Host="gpu-node") == 200
         assert server.status("/v1/chat/completions", {"messages": HI}) == 401
-        assert server.client().chat.completions.create(model="m", messages=HI).choices
+        assert server.create(model="m", messages=HI).choices
 
 
 @pytest.mark.slow
-def test_an_engine_that_closes_ends_all_streams(folder):
-    with served(folder) as server:
-        openai = pytest.importorskip("openai")
-        create = server.client().chat.completions.create
-        long = create(model="m", messages=HI, stream=True, max_tokens=LONG)
-        next(iter(long))
-        server.engine.close()
-        with pytest.raises(openai.APIError, match="closing"):
-            list(long)
-
-
-@pytest.mark.slow
-def test_the_page_streams_stops_and_answers_again(server):
-    with browser_page(served=server.url) as page:
+def test_the_page_streams_stops_answers_again_and_takes_images_for_a_model_that_reads_them(
+    server, image_server, tmp_path
+):
+    with browser_page(served="http://127.0.0.1:") as page:
         page.goto(server.url)
         assert page.title() == "model: chat"
-        answers = page.locator(".turn.assistant")
+        assert page.locator("#add").is_hidden()
+        status, answers = page.locator("#status"), page.locator(".turn.assistant")
         done = page.locator(".busy").count
         page.keyboard.type("Hi <b>you</b>")
         page.keyboard.press("Enter")
-        settle(lambda: "8 tokens" in page.locator("#status").inner_text(), page)
+        settle(lambda: "8 tokens" in status.inner_text(), page)
         assert page.locator(".turn.user").inner_text() == "Hi <b>you</b>"
         first = answers.inner_text()
         assert first
@@ -329,7 +326,7 @@ def test_the_page_streams_stops_and_answers_again(server):
         page.keyboard.press("Enter")
         settle(lambda: answers.count() == 2 and len(answers.last.inner_text()) > 3, page)
         page.keyboard.press("Escape")
-        settle(lambda: page.locator("#status").inner_text() == "stopped", page)
+        settle(lambda: status.inner_text() == "stopped", page)
         settle(lambda: server.engine.is_idle, page)
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -340,61 +337,45 @@ def test_the_page_streams_stops_and_answers_again(server):
         page.locator("#new").click()
         assert answers.count() == 0
 
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_ctrl_c_ends_the_server_and_its_streams(folder):
-    command = [sys.executable, "-m", "fsdp_trainer", "chat", f"source={folder}", "port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            stop_while_it_streams(process)
-        finally:
-            process.kill()
-
-
-def stop_while_it_streams(process):
-    url = process.stdout.readline().split()[3]
-    assert process.stdout.readline() == "Ctrl-C ends it\n"
-    body = json.dumps({"messages": HI, "stream": True, "max_tokens": LONG}).encode()
-    with urllib.request.urlopen(f"{url}v1/chat/completions", data=body) as stream:
-        assert stream.readline().startswith(b"data: ")
-        process.send_signal(signal.SIGINT)
-        assert b"closing" in stream.read()
-    rest, _ = process.communicate()
-    assert (process.returncode, rest) == (0, "ended\n")
+        page.goto(image_server.url)
+        page.locator("#file").set_input_files(str(tmp_path / write_pictures(tmp_path, 1)[0]))
+        page.locator("#images img").wait_for()
+        page.locator("#text").fill("what is it?")
+        page.locator("#send").click()
+        page.locator(".turn.user img").wait_for()
+        settle(lambda: "tokens in" in status.inner_text(), page)
+        assert answers.count() == 1
 
 
 @pytest.mark.slow
-@pytest.mark.further
-def test_an_image_of_a_request_is_answered_as_by_generate_and_its_page_takes_images(tmp_path):
-    folder = make_image_folder(tmp_path / "model", "qwen2_5_vl")
+def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path):
     [name] = write_pictures(tmp_path, 1)
     content = b64encode((tmp_path / name).read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
     turn = {"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}
-    with served(folder) as server:
-        openai = pytest.importorskip("openai")
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        answer = client.chat.completions.create(model="model", messages=[turn], max_tokens=8)
-        speaker = server.engine.speaker
-        expected = speaker.answer(read_turns([turn]), GenerateConfig(max_tokens=8))
-        assert answer.choices[0].message.content == "".join(expected)
-        part["image_url"]["url"] = str(tmp_path / name)
-        with pytest.raises(openai.BadRequestError, match="should be a data URL"):
-            client.chat.completions.create(model="model", messages=[turn])
-        with browser_page(server.url) as page:
-            page.goto(server.url)
-            page.locator("#file").set_input_files(str(tmp_path / name))
-            page.locator("#images img").wait_for()
-            page.locator("#text").fill("what is it?")
-            page.locator("#send").click()
-            page.locator(".turn.user img").wait_for()
-            settle(lambda: "tokens in" in page.locator("#status").inner_text(), page)
-            assert page.locator(".turn.assistant").count() == 1
+    answer = image_server.create(model="model", messages=[turn], max_tokens=8)
+    speaker = image_server.engine.speaker
+    expected = speaker.answer(read_turns([turn]), GenerateConfig(max_tokens=8))
+    assert answer.choices[0].message.content == "".join(expected)
+    part["image_url"]["url"] = str(tmp_path / name)
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError, match="should be a data URL"):
+        image_server.create(model="model", messages=[turn])
 
 
-@pytest.mark.further
-def test_the_page_of_a_model_for_text_takes_no_images(server):
-    with browser_page(server.url) as page:
-        page.goto(server.url)
-        assert page.locator("#add").is_hidden()
+@pytest.mark.slow
+def test_ctrl_c_ends_the_server_and_its_streams(folder):
+    command = [sys.executable, "-m", "fsdp_trainer", "chat", f"source={folder}", "port=0"]
+    body = json.dumps({"messages": HI, "stream": True, "max_tokens": LONG}).encode()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        url = process.stdout.readline().split()[3]
+        assert process.stdout.readline() == "Ctrl-C ends it\n"
+        with urllib.request.urlopen(f"{url}v1/chat/completions", data=body) as stream:
+            assert stream.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGINT)
+            assert b"closing" in stream.read()
+        rest, _ = process.communicate()
+        assert (process.returncode, rest) == (0, "ended\n")
+    finally:
+        process.kill()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import fake_slurm
 import inject
@@ -19,12 +18,9 @@ from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.sweep_keys import Slurm
 
 DEMO = [
-    "model=tiny",
-    "data.path=demo:backwards",
-    "tokenizer.path=demo:bytes",
-    "run.name=s",
+    "model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "run.name=s",
     "hydra/launcher=slurm",
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -43,18 +39,12 @@ def place(cluster):
     return OnSlurm(Slurm(gpus_per_node=0, jobs=2), compose("train", DEMO[:-1]).launch)
 
 
-def ended(job):
-    deadline = time.monotonic() + 300
-    while (code := job.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return code
-
-
 @pytest.mark.slow
 def test_a_job_gives_its_exit_code_and_prints_into_its_folder(place, tmp_path):
     output = tmp_path / "runs/s/jobs/a/output.log"
-    assert ended(place.start(None, ["optim.lrr=1"], output)) == 2
+    job = place.start(None, ["optim.lrr=1"], output)
+    wait_until(lambda: job.poll() is not None)
+    assert job.poll() == 2
     assert "optim.lr=1" in output.read_text()
 
 
@@ -69,9 +59,8 @@ def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tm
     place.start(None, ["--version"], tmp_path / "runs/s/jobs/b/output.log")
     assert not place.has_room(None)
     process.signal(signal.SIGTERM)
-    assert fake_slurm.states(cluster) == {process.id: "CANCELLED", "1001": "PENDING"}, (
-        "no result is waited for"
-    )
+    # no result is waited for
+    assert fake_slurm.states(cluster) == {process.id: "CANCELLED", "1001": "PENDING"}
     assert process.poll() == 1
     again = OnSlurm(place.settings, None).start(None, ["--version"], output)
     assert again.id == "1002", "what was cancelled is submitted again"
@@ -85,35 +74,28 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
 ):
     """SIGUSR1 comes from Slurm, SIGTERM from the sweep."""
     commands = []
+    ready = tmp_path / "up"
     run = (
         f"import signal, time; signal.signal({int(signum)}, lambda *_: exit(75)); "
-        f"open('{tmp_path}/up', 'w'); signal.pthread_sigmask(1, {{10, 15}}); time.sleep(60)"
+        f"open('{ready}', 'w'); signal.pthread_sigmask(1, {{10, 15}}); time.sleep(60)"
     )
+    send = f"while ! test -e {ready}; do sleep 0.01; done; kill -{int(signum)} {os.getpid()}"
     popen = subprocess.Popen
 
     def start(words, **options):
         return popen([sys.executable, "-c", run], **options)
 
+    def done(words, check):
+        commands.append(words)
+        return subprocess.CompletedProcess(words, 0)
+
     monkeypatch.setattr(slurm.subprocess, "Popen", start)
-    monkeypatch.setattr(
-        slurm.subprocess,
-        "run",
-        lambda words, check: commands.append(words) or subprocess.CompletedProcess(words, 0),
-    )
+    monkeypatch.setattr(slurm.subprocess, "run", done)
     enter(inject.setting("slurm_requeue_seconds", 0))
     for name, value in {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
     before = {number: signal.getsignal(number) for number in slurm.SIGNALS}
-    sender = popen(
-        [
-            sys.executable,
-            "-c",
-            (
-                f"import os, time\nwhile not os.path.exists('{tmp_path}/up'): "
-                f"time.sleep(.01)\nos.kill({os.getpid()}, {int(signum)})"
-            ),
-        ]
-    )
+    sender = popen(["bash", "-c", send])
     try:
         if queued:
             with pytest.raises(SystemExit, match="75"):
@@ -129,110 +111,68 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
 
 @pytest.mark.slow
 def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
-    expected = {
-        "nodes": 2,
-        "gpus_per_node": 4,
-        "timeout_min": 90,
-        "partition": "gpu",
-        "mem_gb": 64,
-        "qos": "high",
-    }
-    words = [f"hydra.launcher.{name}={value}" for name, value in expected.items()]
-    more = [
-        "hydra.launcher.setup=['module load cuda']",
-        "hydra.launcher.additional_parameters={exclude: node7}",
-    ]
-    assert (
-        main(["-m", *DEMO, "optim.lr=1e-3,2e-3", "hydra.launcher.dry_run=true", *words, *more]) == 0
-    )
+    settings = [
+        "nodes=2", "gpus_per_node=4", "timeout_min=90", "partition=gpu", "mem_gb=64", "qos=high",
+        "setup=['module load cuda']", "additional_parameters={exclude: node7}", "dry_run=true",
+    ]  # fmt: skip
+    words = [f"hydra.launcher.{setting}" for setting in settings]
+    assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3", *words]) == 0
     said = capsys.readouterr().out
-    for line in (
-        "nodes=2",
-        "ntasks-per-node=1",
-        "gpus-per-node=4",
-        "time=90",
-        "partition=gpu",
-        "mem=65536M",
-        "cpus-per-task=48",
-        "qos=high",
-    ):
-        assert f"#SBATCH --{line}\n" in said
-    for line in (
-        "#SBATCH --requeue",
-        "#SBATCH --signal=USR1@600",
-        "#SBATCH --exclude=node7",
-        "module load cuda",
-        "srun ",
-    ):
+    for option in (
+        "nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "time=90", "partition=gpu",
+        "mem=65536M", "cpus-per-task=48", "qos=high", "exclude=node7",
+    ):  # fmt: skip
+        assert f"\n#SBATCH --{option}\n" in said
+    for line in ("#SBATCH --requeue", "#SBATCH --signal=USR1@600", "module load cuda", "srun "):
         assert f"\n{line}" in said
     assert "optim.lr=0.001" in said
     assert not fake_slurm.states(cluster)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["hydra.launcher.partion=gpu"], "hydra.launcher.partition=gpu"),
-        (["hydra.launcher.array_parallelism=4"], "hydra.launcher.jobs=2"),
-        (["hydra.launcher.nodes=0"], "at least 1"),
-        (["hydra.launcher.timeout_min=soon"], "a whole number"),
-        ([], "no sbatch"),
-    ],
-)
-def test_what_is_wrong_is_told(capsys, monkeypatch, tmp_path, words, said):
+def test_what_is_wrong_is_told(capsys, monkeypatch, tmp_path, enter):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
-    assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3", *words]) == 2
-    assert said in capsys.readouterr().err
 
+    def refused(word):
+        assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3", word]) == 2
+        return capsys.readouterr().err
 
-def test_without_submitit_the_line_to_type_is_told(capsys, enter):
-    enter(
-        inject.around("sweep_extra", lambda find, name: None if name == "submitit" else find(name))
-    )
-    assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3"]) == 2
-    assert "pip install 'fsdp_trainer[slurm]'" in capsys.readouterr().err
+    for word, said in {
+        "hydra.launcher.partion=gpu": "hydra.launcher.partition=gpu",
+        "hydra.launcher.array_parallelism=4": "hydra.launcher.jobs=2",
+        "hydra.launcher.nodes=0": "at least 1",
+        "hydra.launcher.timeout_min=soon": "a whole number",
+        "train.steps=1": "no sbatch",
+    }.items():
+        assert said in refused(word), word
+    without = inject.around("sweep_extra", lambda find, name: name != "submitit" and find(name))
+    enter(without)
+    assert "pip install 'fsdp_trainer[slurm]'" in refused("train.steps=1")
 
 
 @pytest.mark.slow
-@pytest.mark.further
-def test_a_sweep_that_was_killed_finds_its_job_again_which_is_queued_again_when_its_time_is_up(
+def test_a_sweep_that_was_killed_finds_its_job_again_and_stops_it_in_order(
     cluster, inputs, tmp_path
 ):
-    words = [
-        *SMALL,
-        *(f"{k}={v}" for k, v in inputs.items()),
-        "run.name=s",
-        "train.steps=100000",
-        "optim.lr=1e-3",
-        *DEMO[-1:],
-    ]
-    command = [sys.executable, "-m", "fsdp_trainer", "-m", *words, "hydra.launcher.gpus_per_node=0"]
+    words = [*SMALL, *(f"{key}={value}" for key, value in inputs.items()), *DEMO[-2:]]
+    words += ["train.steps=100000", "optim.lr=1e-3", "hydra.launcher.gpus_per_node=0"]
+    place = tmp_path / "runs/s"
 
     def sweep():
+        command = [sys.executable, "-m", "fsdp_trainer", "-m", *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     first = sweep()
-    wait_until(lambda: list((tmp_path / "runs/s/slurm").glob("*/job_id")), first)
+    wait_until(lambda: list((place / "slurm").glob("*/job_id")), first)
     first.kill()
     first.communicate()
     second = sweep()
-    run = Run(
-        wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), second)[
-            0
-        ].parent
-    )
-    for pid in (cluster / "1000.tasks").read_text().split():
-        os.kill(int(pid), signal.SIGUSR1)
-    wait_until(lambda: run.event("resume"), second)
+    (file,) = wait_until(lambda: list((place / "jobs").glob("*/metrics.jsonl")), second)
+    run = Run(file.parent)
     second.terminate()
     out, _ = second.communicate(timeout=600)
     assert second.returncode == 75, out
     assert "found again: Slurm job 1000" in out, out
-    assert (cluster / "requeued").read_text() == "1000\n", out
-    assert [line["state"] for line in read_lines(tmp_path / "runs/s/sweep.jsonl")] == ["stopped"]
-    assert [event["reason"] for event in run.event("end")] == [
-        "SIGUSR1",
-        "SIGTERM",
-    ]
+    assert [line["state"] for line in read_lines(place / "sweep.jsonl")] == ["stopped"]
+    assert [event["reason"] for event in run.event("end")] == ["SIGTERM"]
     assert fake_slurm.states(cluster).keys() == {"1000"}

@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from texts import CHAT, samples_of, supervised_texts
+from texts import CHAT, samples_of, supervised_texts, turn
 
 from fsdp_trainer.apps.tokenizers.texts import LONGEST, Corpus, CorpusPart
 from fsdp_trainer.cli import main
@@ -33,56 +33,39 @@ def data(tmp_path_factory):
     words = random.Random(0)
     rows = [{"text": sentence(words)} for _ in range(200)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    turns = [
-        {"role": "user", "content": sentence(words)},
-        {"role": "assistant", "content": sentence(words)},
-    ]
+    turns = [turn(role, sentence(words)) for role in ("user", "assistant")]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     return folder
 
 
-@pytest.fixture(scope="module")
-def new(data, tmp_path_factory):
+@pytest.fixture
+def new(data, tmp_path, capsys):
     """`new("name", *overrides)`: the folder of a tokenizer from the texts, and what was printed."""
-    folder = tmp_path_factory.mktemp("new")
 
-    def train(name, *overrides, path=data):
-        given = {word.split("=")[0] for word in overrides}
-        usual = [f"data.path={path}", f"run.root={folder}/runs", "vocab_size=400"]
-        words = [*(word for word in usual if word.split("=")[0] not in given), *overrides]
-        assert main(["tokenizer", f"out={folder / name}", *words]) == 0
-        return folder / name
+    def train(name, *overrides):
+        folder = tmp_path / "new" / name
+        usual = {"data.path": data, "run.root": tmp_path / "runs", "vocab_size": 400}
+        given = dict(word.split("=", 1) for word in overrides)
+        words = [f"{key}={value}" for key, value in (usual | given).items()]
+        capsys.readouterr()
+        assert main(["tokenizer", f"out={folder}", *words]) == 0
+        return folder, capsys.readouterr().out
 
     return train
 
 
-@pytest.fixture(scope="module")
-def bpe(new):
-    return new("bpe")
-
-
-@pytest.fixture(scope="module")
-def sentencepiece(new):
-    return new("sentencepiece", "kind=sentencepiece", "vocab_size=450")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
-def test_any_text_comes_back(kind, request):
-    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+def test_any_text_comes_back_and_the_masks_of_conversations_cover_the_answers(new, kind):
+    size = {"bpe": 400, "sentencepiece": 450}[kind]
+    folder, _ = new(kind, f"kind={kind}", f"vocab_size={size}")
+    tokenizer = load_tokenizer(str(folder))
     draw = random.Random(1)
     for _ in range(50):
         text = draw.randbytes(draw.randrange(1, 60)).decode("utf-8", "replace")
         text += "".join(chr(draw.randrange(0x20, 0xD800)) for _ in range(9)).replace("\u2581", "")
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    size = 400 if kind == "bpe" else 450
     assert tokenizer.vocab_size == len(tokenizer.backend.get_vocab()) == size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
-def test_the_masks_of_its_conversations_cover_the_answers(kind, request):
-    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
     template = load_template(None, tokenizer)
     [sample], _ = samples_of(tokenizer, Conversation(CHAT, None, ("f", 1)), template)
     assert supervised_texts(tokenizer, sample) == ["Hello!<|im_end|>", "4<|im_end|>"]
@@ -94,9 +77,10 @@ def test_the_masks_of_its_conversations_cover_the_answers(kind, request):
 def test_transformers_gives_the_same_tokens_for_every_template(new):
     transformers = pytest.importorskip("transformers")
     texts = [WORDS, " two  spaces\n\n\tand tabs ", "", "a<|im_end|>b", "12345 don't\r\n"]
-    folders = {name: new(f"of-{name}", f"data.template={name}") for name in BUILT_IN}
-    folders["sp"] = new("of-sp", "kind=sentencepiece", "vocab_size=450", "data.template=llama3")
-    for name, folder in folders.items():
+    words = {name: [f"data.template={name}"] for name in BUILT_IN}
+    words["sp"] = ["kind=sentencepiece", "vocab_size=450", "data.template=llama3"]
+    for name, overrides in words.items():
+        folder, _ = new(f"of-{name}", *overrides)
         ours = load_tokenizer(str(folder))
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         for text in texts:
@@ -114,37 +98,36 @@ def test_transformers_gives_the_same_tokens_for_every_template(new):
 
 
 @pytest.mark.slow
-def test_the_same_text_gives_the_same_tokenizer_whatever_holds_it(new, bpe, data, tmp_path):
+def test_the_same_text_gives_the_same_tokenizer_whatever_holds_it(new, data, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     lines = [json.loads(line) for line in (data / "texts.jsonl").read_text().splitlines()]
-    wanted = ["data.validation=0.02", f"data.path={data}/texts.jsonl"]
-    first = new("first", *wanted)
+    first, _ = new("first", "data.validation=0.02", f"data.path={data}/texts.jsonl")
     (tmp_path / "texts.jsonl.gz").write_bytes(gzip.compress((data / "texts.jsonl").read_bytes()))
     table = pyarrow.Table.from_pylist([{"body": line["text"]} for line in lines[::-1]])
     parquet.write_table(table, tmp_path / "texts.parquet", row_group_size=50)
-    address = f"file://{tmp_path}/texts.jsonl.gz"
-    for name, words in {
-        "again": wanted,
-        "gz": [f"data.path={tmp_path}/texts.jsonl.gz"],
-        "parquet": [f"data.path={tmp_path}/texts.parquet", "data.fields={text: body}"],
-        "url": [f"data.path={address}"],
-        "stream": [f"data.path={address}", "data.streaming=true"],
+    for name, (place, *words) in {
+        "gz": ["texts.jsonl.gz"],
+        "parquet": ["texts.parquet", "data.fields={text: body}"],
+        "stream": ["texts.jsonl.gz", "data.streaming=true"],
     }.items():
-        folder = new(name, "data.validation=0.02", *words)
+        scheme = "file://" if name == "stream" else ""
+        words += ["data.validation=0.02", f"data.path={scheme}{tmp_path}/{place}"]
+        folder, _ = new(name, *words)
         assert (folder / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.slow
-def test_bytes_per_token_are_those_of_held_out_text(new, bpe, data, tmp_path, capsys):
+def test_bytes_per_token_are_those_of_held_out_text(new, tmp_path):
     text = sentence(random.Random(5), 300)
     (tmp_path / "held.txt").write_text(text)
-    capsys.readouterr()
-    compared = [f"compare=[{bpe},demo:bytes]", f"data.validation={tmp_path}/held.txt"]
-    folder = new("measured", "vocab_size=500", "format=json", *compared)
-    said = json.loads(capsys.readouterr().out)
-    assert [one["tokenizer"] for one in said["tokenizers"]] == [str(folder), str(bpe), "demo:bytes"]
+    other, _ = new("other")
+    compared = [f"compare=[{other},demo:bytes]", f"data.validation={tmp_path}/held.txt"]
+    folder, printed = new("measured", "vocab_size=500", "format=json", *compared)
+    said = json.loads(printed)
+    names = [one["tokenizer"] for one in said["tokenizers"]]
+    assert names == [str(folder), str(other), "demo:bytes"]
     size = len(text.rstrip("\n").encode())
     assert said["text"]["held_out"] == size
     for one in said["tokenizers"]:
@@ -153,24 +136,39 @@ def test_bytes_per_token_are_those_of_held_out_text(new, bpe, data, tmp_path, ca
         assert one["bytes_per_token"] == pytest.approx(size / tokens, abs=1e-4)
         assert one["lossless"]
     assert said["tokenizers"][2]["bytes_per_token"] == 1
-    new("table", *compared)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].split() == ["demo:bytes", "260", f"{size:,}", "1.000", "yes"]
+    _, printed = new("table", *compared)
+    assert printed.splitlines()[-1].split() == ["demo:bytes", "260", f"{size:,}", "1.000", "yes"]
 
 
 @pytest.mark.slow
-def test_rows_are_held_out_as_in_training(new, data, tmp_path, capsys):
-    capsys.readouterr()
-    folder = new("share", "data.validation=0.1", "format=json", f"data.path={data}/texts.jsonl")
-    held_out = json.loads(capsys.readouterr().out)["text"]["held_out"]
-    assert main([
-        "prepare", f"data.path={data}/texts.jsonl", f"tokenizer.path={folder}", "model=tiny",
-        "data.validation=0.1", f"data.cache={tmp_path}", "data=pretrain",
-    ]) == 0  # fmt: skip
+def test_rows_are_held_out_as_in_training_and_those_that_cannot_be_read_left_out(
+    new, data, tmp_path
+):
+    (tmp_path / "bad.jsonl").write_text('{"text": 7}\n' * 30)
+    words = [
+        f"data.path=[{data}/texts.jsonl,{tmp_path}/bad.jsonl]", "data.validation=0.1",
+        "data.on_error=skip",
+    ]  # fmt: skip
+    folder, printed = new("share", "format=json", *words)
+    held_out = json.loads(printed)["text"]["held_out"]
+    more = [f"tokenizer.path={folder}", "model=tiny", f"data.cache={tmp_path}", "data=pretrain"]
+    assert main(["prepare", *words, *more]) == 0
     [store] = tmp_path.glob("*/validation")
-    tokens = TokenStore(store, "").tokens
-    text = load_tokenizer(str(folder)).decode(tokens.tolist())
+    text = load_tokenizer(str(folder)).decode(TokenStore(store, "").tokens.tolist())
     assert len(text.encode()) == held_out
+    assert "skipped  30 rows" in new("skipping", *words)[1]
+
+
+@pytest.mark.slow
+def test_a_limit_takes_text_from_all_files(tmp_path, new):
+    for letter in "ab":
+        line = json.dumps({"text": (letter * 7 + " ") * 40_000})
+        (tmp_path / f"{letter}.jsonl").write_text(f"{line}\n" * 10)
+    words = ["max_gib=0.004", "format=json", f"data.path={tmp_path}/*.jsonl"]
+    folder, printed = new("limited", *words)
+    read = json.loads(printed)["text"]["bytes"]
+    assert 0 <= read - int(0.004 * 2**30) <= LONGEST
+    assert len(load_tokenizer(str(folder)).encode("aaaaaaa bbbbbbb")) < 5
 
 
 def shares(path):
@@ -202,20 +200,6 @@ def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.further
-def test_a_limit_takes_text_from_all_files(tmp_path, new, capsys):
-    for letter in "ab":
-        line = json.dumps({"text": (letter * 7 + " ") * 40_000})
-        (tmp_path / f"{letter}.jsonl").write_text(f"{line}\n" * 30)
-    capsys.readouterr()
-    folder = new("limited", "max_gib=0.013", "format=json", path=tmp_path)
-    read = json.loads(capsys.readouterr().out)["text"]["bytes"]
-    assert 0 <= read - int(0.013 * 2**30) <= LONGEST
-    tokenizer = load_tokenizer(str(folder))
-    assert len(tokenizer.encode("aaaaaaa bbbbbbb")) < 5
-
-
-@pytest.mark.slow
 def test_each_mistake_is_one_message(data, tmp_path, capsys):
     empty, tokens, bad = tmp_path / "empty.jsonl", tmp_path / "tokens.jsonl", tmp_path / "bad.jsonl"
     empty.write_text('{"text": ""}\n')
@@ -225,30 +209,21 @@ def test_each_mistake_is_one_message(data, tmp_path, capsys):
     (tmp_path / "full" / "file").touch()
     out = f"out={tmp_path}/new"
     for words, expected in {
-        (out,): "data.path=null",
-        (f"data.path={data}",): "out=tokenizer",
-        (f"data.path={data}", out, "vocab_size=260"): "vocab_size=261",
-        (f"data.path={data}", out, "data.template=mine.jinja"): "mine.jinja",
-        (f"data.path={data}", f"out={tmp_path}/full"): "exists",
-        (f"data.path={data}", out, f"compare=[{empty}]"): f"compare=[{empty}]",
-        (f"data.path={tmp_path}/none.txt", out): "there is no such file",
-        (f"data.path={empty}", out): "there is no text in it",
-        (f"data.path={empty}", out, "kind=sentencepiece"): "there is no text in it",
-        (f"data.path={tokens}", out): "learns from text",
-        (f"data.path={bad}", out): "bad.jsonl:2",
-        (f"data.path={data}", out, "kind=sentencepiece", "vocab_size=270"): "kind=bpe",
+        out: "data.path=null",
+        f"data.path={data}": "out=tokenizer",
+        f"data.path={data} {out} vocab_size=260": "vocab_size=261",
+        f"data.path={data} {out} data.template=mine.jinja": "mine.jinja",
+        f"data.path={data} out={tmp_path}/full": "exists",
+        f"data.path={data} {out} compare=[{empty}]": f"compare=[{empty}]",
+        f"data.path={tmp_path}/none.txt {out}": "there is no such file",
+        f"data.path={empty} {out}": "there is no text in it",
+        f"data.path={empty} {out} kind=sentencepiece": "there is no text in it",
+        f"data.path={tokens} {out}": "learns from text",
+        f"data.path={bad} {out}": "bad.jsonl:2",
+        f"data.path={data} {out} kind=sentencepiece vocab_size=270": "kind=bpe",
     }.items():
-        assert main(["tokenizer", f"run.root={tmp_path}/runs", *words]) == 2, words
+        assert main(["tokenizer", f"run.root={tmp_path}/runs", *words.split()]) == 2, words
         message = capsys.readouterr().err
         assert expected in message, words
         assert message.count("fsdp-trainer:") == 1
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "empty.jsonl", "tokens.jsonl", "bad.jsonl", "full"
-    }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_rows_that_cannot_be_read_can_be_left_out(tmp_path, new, capsys):
-    (tmp_path / "bad.jsonl").write_text('{"text": "abab"}\n{"text": 7}\n' * 30)
-    new("skipping", "data.on_error=skip", path=tmp_path)
-    assert "skipped  30 rows" in capsys.readouterr().out
+    assert set(tmp_path.iterdir()) == {empty, tokens, bad, tmp_path / "full"}

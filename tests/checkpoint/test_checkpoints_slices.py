@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from stored import stored
+from stored import assert_byte_equal, stored
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -35,6 +35,15 @@ CONFIG = ModelConfig(
     tie_word_embeddings=False,
 )
 CODES = "optimizer/model.embed_tokens.weight/exp_avg_codes"
+OTHERS = {
+    CODES: torch.arange(29 * 12).remainder(251).to(torch.uint8).view(29, 12),
+    "optimizer/uneven": torch.arange(21).bfloat16().view(3, 7),
+    "optimizer/one row": torch.arange(4.0).view(1, 4),
+    "optimizer/vector": torch.arange(9.0),
+    "optimizer/step": torch.tensor(3.0),
+    "optimizer/larger": torch.arange(64.0 * 64).view(64, 64),
+}
+"""Tensors of all formats and shapes, beside the weights."""
 SHARDED = {
     "columns": ((2,), [Shard(1)]),
     "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
@@ -50,7 +59,9 @@ def drawn_model():
 
 
 def distribute(tensor, mesh, placements):
-    """Norms have no columns: on that dimension of the mesh they are copied."""
+    """Distribute a tensor that is no scalar. Where it has no columns it is copied."""
+    if not tensor.ndim:
+        return tensor
     fitting = [p if p == Replicate() or p.dim < tensor.ndim else Replicate() for p in placements]
     return distribute_tensor(tensor, mesh, fitting)
 
@@ -61,100 +72,81 @@ def write_assets(folder, _progress):
 
 
 def write_checkpoint(run, shape=(), placements=()):
-    """Each rank's part of a checkpoint of weights and 8-bit moments."""
+    """Each rank's part of a checkpoint of weights and other tensors, in several windows."""
     dist.init_process_group("gloo")
-    codes = torch.arange(29 * 12).remainder(251).to(torch.uint8).view(29, 12)
-    state = weights(drawn_model()) | {CODES: codes}
+    state = weights(drawn_model()) | OTHERS
     if shape:
         mesh = init_device_mesh("cpu", shape)
         state = {name: distribute(tensor, mesh, placements) for name, tensor in state.items()}
     store = CheckpointStore(run, Checkpoint(), 60, write_assets, lambda event: None)
     progress = {"data": {}, "dtypes": {"default": "bfloat16"}, "best_step": None}
-    store.save(1, state, progress, 0.0)
-    dist.destroy_process_group()
-
-
-def checkpoint_of(run):
-    return run / "checkpoints" / "step-00000001"
-
-
-@pytest.fixture(scope="module")
-def whole(world, tmp_path_factory):
-    run = tmp_path_factory.mktemp("whole")
-    world.call(1, write_checkpoint, run)
-    return checkpoint_of(run)
-
-
-@pytest.fixture(scope="module", params=SHARDED)
-def sharded(request, world, tmp_path_factory):
-    run = tmp_path_factory.mktemp("sharded")
-    shape, placements = SHARDED[request.param]
-    world.call(torch.Size(shape).numel(), write_checkpoint, run, shape, placements)
-    return checkpoint_of(run)
-
-
-def exported(checkpoint, out, **options):
-    export_checkpoint(checkpoint, out, **options)
-    return {path.name: path.read_bytes() for path in sorted(out.glob("*.safetensors"))}
-
-
-@pytest.mark.parametrize("piece_bytes", [2**22, 72], ids=["one piece", "pieces"])
-@pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.grid(8)
-def test_the_export_has_the_same_bytes(whole, sharded, tmp_path, enter, dtype, piece_bytes):
-    enter(inject.setting("tensor_piece_bytes", piece_bytes))
-    assert exported(sharded, tmp_path / "sharded", dtype=dtype) == exported(
-        whole, tmp_path / "whole", dtype=dtype
-    )
-
-
-def test_the_digest_is_the_same(whole, sharded):
-    assert weights_digest(sharded) == weights_digest(whole)
-
-
-def test_a_model_loads_the_same_weights(whole, sharded):
-    ours, theirs = (load_model(path).state_dict() for path in (sharded, whole))
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-
-
-def test_rows_of_any_tensor_come_with_all_their_columns(whole, sharded):
-    codes = StoredTensors(sharded).tensor(CODES)
-    buffer = torch.empty(12 * 29, dtype=torch.uint8)
-    assert torch.equal(codes.read_rows(3, 23, buffer), stored(whole)[CODES][3:23])
-
-
-def test_a_checkpoint_that_lacks_a_chunk_is_not_read(sharded):
-    tensors = StoredTensors(sharded)
-    tensors.entries[CODES].chunks.pop()
-    with pytest.raises(RunFailed, match=f"of 29 rows of {CODES}"):
-        tensors.tensor(CODES)
+    with inject.setting("checkpoint_window_bytes", 6000):
+        for step in (1, 2):  # the second by the plan of the first
+            store.save(step, state, progress, 0.0)
 
 
 def imported_is_right(folder, shape, placements):
     """Return whether this rank's part of every imported parameter is that part of the whole."""
-    dist.init_process_group("gloo")
-    mesh, whole, model = init_device_mesh("cpu", shape), load_file(folder), Decoder(CONFIG)
+    mesh, model = init_device_mesh("cpu", shape), Decoder(CONFIG)
     for name, parameter in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
         part = distribute(torch.zeros_like(parameter), mesh, placements)
         setattr(model.get_submodule(owner), key, torch.nn.Parameter(part))
-    import_weights(model, folder.parent)
+    import_weights(model, folder)
     drawn = dict(drawn_model().named_parameters())
     right = [
         torch.equal(local_part(p), drawn[name][local_slice(p)].bfloat16().float())
         for name, p in model.named_parameters()
     ]
-    dist.destroy_process_group()
-    return len(right) > len(whole) and all(right)
+    return len(right) > len(load_file(folder / "model.safetensors")) and all(right)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SHARDED)
-def test_every_rank_imports_its_own_part(world, whole, tmp_path, layout):
-    export_checkpoint(whole, tmp_path / "hf")
-    shape, placements = SHARDED[layout]
+def write_and_import(run, folder, shape, placements):
+    """Write a checkpoint on all ranks, and import a folder on them."""
+    write_checkpoint(run, shape, placements)
+    return imported_is_right(folder, shape, placements)
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """Return a checkpoint that one rank has written, and a folder with its exports."""
+    folder = tmp_path_factory.mktemp("whole")
+    world.call(1, write_checkpoint, folder)
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    for dtype in DTYPES:
+        export_checkpoint(checkpoint, folder / str(dtype), dtype=dtype)
+    return checkpoint, folder
+
+
+DTYPES = [None, "float32"]
+
+
+def test_torch_reads_what_was_saved(whole):
+    state = {name: weight.detach() for name, weight in weights(drawn_model()).items()}
+    assert_byte_equal(stored(whole[0]), state | OTHERS)
+
+
+@pytest.mark.parametrize(("shape", "placements"), SHARDED.values(), ids=SHARDED)
+def test_a_checkpoint_and_a_folder_read_the_same_whatever_part_each_rank_holds(
+    world, whole, tmp_path, shape, placements
+):
+    expected, exports = whole
     ranks = torch.Size(shape).numel()
-    file = tmp_path / "hf" / "model.safetensors"
-    assert world.call(ranks, imported_is_right, file, shape, placements) == [True] * ranks
+    right = world.call(ranks, write_and_import, tmp_path, exports / "None", shape, placements)
+    assert right == [True] * ranks
+    checkpoint = tmp_path / "checkpoints" / "step-00000002"
+    for dtype, piece_bytes in zip(DTYPES, (72, 2**22), strict=True):
+        out = str(dtype), "model.safetensors"
+        with inject.setting("tensor_piece_bytes", piece_bytes):
+            export_checkpoint(checkpoint, tmp_path / out[0], dtype=dtype)
+        assert tmp_path.joinpath(*out).read_bytes() == exports.joinpath(*out).read_bytes()
+    assert weights_digest(checkpoint) == weights_digest(expected)
+    assert_byte_equal(*(load_model(path).state_dict() for path in (checkpoint, expected)))
+    assert_byte_equal(stored(checkpoint), stored(expected))
+    codes = StoredTensors(checkpoint).tensor(CODES)
+    buffer = torch.empty(12 * 29, dtype=torch.uint8)
+    assert torch.equal(codes.read_rows(3, 23, buffer), OTHERS[CODES][3:23])
+    tensors = StoredTensors(checkpoint)
+    tensors.entries[CODES].chunks.pop()
+    with pytest.raises(RunFailed, match=f"of 29 rows of {CODES}"):
+        tensors.tensor(CODES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from folders import REPO
-from foreign import make_other, of, read_on_ranks, require_equal
+from foreign import make_other, of, require_equal, require_equal_on_ranks
 from safetensors.torch import load_file
 
 from fsdp_trainer.checkpoint.load import load_model
@@ -19,78 +19,72 @@ from fsdp_trainer.errors import RunFailed, UserError
 pytestmark = pytest.mark.slow
 
 WRITTEN = REPO / "tests" / "checkpoint" / "megatron_checkpoints"
-FORMS = ["stacked", "separate", "halves"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("place", ["", "iter_0000010"])
-def test_logits_are_those_of_megatrons_own_forward(form, place):
-    expected = load_file(WRITTEN / form / "expected")
+@pytest.mark.parametrize(
+    ("form", "place"), [("stacked", ""), ("separate", "iter_0000010"), ("halves", "")]
+)
+def test_logits_are_those_of_megatrons_own_forward_and_each_rank_reads_its_own_rows(
+    world, form, place
+):
+    folder = WRITTEN / form
+    expected = load_file(folder / "expected")
+    model = load_model(folder / place)
     with torch.no_grad():
-        logits = load_model(WRITTEN / form / place).logits(expected["ids"])
-    assert torch.allclose(logits, expected["logits"], atol=1e-6)
+        assert torch.allclose(model.logits(expected["ids"]), expected["logits"], atol=1e-6)
+    require_equal_on_ranks(world, folder, dict(model.named_weights()))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_each_rank_reads_its_own_rows_of_joined_matrices(world, form):
-    alone = dict(load_model(WRITTEN / form).named_weights())
-    for read in world.call(3, read_on_ranks, WRITTEN / form):
-        for name, weight in alone.items():
-            assert torch.equal(read[name], weight), name
+MEGATRON = {
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+}
+"""Names of megatron-core's in a block, by those of transformers."""
 
 
 def as_megatron(model, is_stacked):
     """Return the weights of a model of transformers as megatron-core joins and names them."""
-    config, state, joined = model.config, model.state_dict(), {}
-    groups = config.num_key_value_heads
+    config, state = model.config, model.state_dict()
+    blocks = {}
     for number in range(config.num_hidden_layers):
-        own = {
-            name.removeprefix(f"model.layers.{number}."): weight
-            for name, weight in state.items()
-            if name.startswith(f"model.layers.{number}.")
-        }
-        block = {
-            "self_attention.linear_proj.weight": own["self_attn.o_proj.weight"],
-            "self_attention.linear_qkv.layer_norm_weight": own["input_layernorm.weight"],
-            "mlp.linear_fc1.layer_norm_weight": own["post_attention_layernorm.weight"],
-            "mlp.linear_fc2.weight": own["mlp.down_proj.weight"],
-            "mlp.linear_fc1.weight": torch.cat(
-                [own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]]
-            ),
-        }
+        begin = f"model.layers.{number}."
+        own = {n.removeprefix(begin): weight for n, weight in state.items() if n.startswith(begin)}
+        halves = [own.pop(f"mlp.{part}_proj.weight") for part in ("gate", "up")]
+        own["mlp.linear_fc1.weight"] = torch.cat(halves)
         for kind in ("weight", "bias"):
-            parts = [own.get(f"self_attn.{part}_proj.{kind}") for part in "qkv"]
+            parts = [own.pop(f"self_attn.{part}_proj.{kind}", None) for part in "qkv"]
             if parts[0] is not None:
-                chunks = [part.chunk(groups) for part in parts]
+                chunks = [part.chunk(config.num_key_value_heads) for part in parts]
                 rows = [piece for group in zip(*chunks, strict=True) for piece in group]
-                block[f"self_attention.linear_qkv.{kind}"] = torch.cat(rows)
-        for part in "qk":
-            if f"self_attn.{part}_norm.weight" in own:
-                name = f"self_attention.{part}_layernorm.weight"
-                block[name] = own[f"self_attn.{part}_norm.weight"]
-        joined[number] = block
+                own[f"self_attention.linear_qkv.{kind}"] = torch.cat(rows)
+        for name, weight in own.items():
+            blocks.setdefault(MEGATRON.get(name, name), []).append(weight)
     padding = torch.zeros(5, config.hidden_size)
+    embedding = torch.cat([state["model.embed_tokens.weight"], padding])
     whole = {
-        "embedding.word_embeddings.weight": torch.cat(
-            [state["model.embed_tokens.weight"], padding]
-        ),
+        "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": state["model.norm.weight"],
         "optimizer.state.exp_avg.embedding.word_embeddings.weight": torch.ones(3, 3),
     }
     if not config.tie_word_embeddings:
         whole["output_layer.weight"] = torch.cat([state["lm_head.weight"], padding])
-    for name in joined[0]:
-        tensors = [block[name] for block in joined.values()]
+    for name, weights in blocks.items():
         if is_stacked:
-            whole[f"decoder.layers.{name}"] = torch.stack(tensors)
+            whole[f"decoder.layers.{name}"] = torch.stack(weights)
             continue
-        for number, tensor in enumerate(tensors):
-            whole[f"decoder.layers.{number}.{name}"] = tensor.clone()
+        for number, weight in enumerate(weights):
+            whole[f"decoder.layers.{number}.{name}"] = weight.clone()
     return whole
 
 
-@pytest.mark.parametrize("is_stacked", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "is_stacked"),
+    [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", False)],
+)
 def test_weights_of_each_family_are_those_of_the_folder(tmp_path, family, is_stacked):
     folder, other = make_other(tmp_path, family, tie_word_embeddings=family == "qwen3")
     dcp.save(as_megatron(of(folder), is_stacked), checkpoint_id=other / "iter_0000003")

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from folders import REPO
+from foreign import Evil
 from safetensors.torch import load_file
-from stored import assert_byte_equal, tensors
+from stored import assert_byte_equal, checkpoint, newest, tensors
 
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
 from fsdp_trainer.checkpoint.other_tools.optimizer_states import read_states
@@ -52,34 +53,21 @@ def close(numbers, others):
     return torch.allclose(torch.tensor(numbers), torch.tensor(others), atol=2e-5, rtol=0)
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("release", ["0.2", "0.3"])
 @pytest.mark.parametrize(
-    ("ranks", "overrides"),
+    ("release", "ranks", "words"),
     [
-        (1, []),
-        (2, ["optim.offload=cpu"]),
-        (2, ["optim.offload=disk"]),
-        (2, ["sharding.tensor=2"]),
-        (3, []),
+        ("0.2", 3, ["optim.offload=cpu"]),
+        ("0.3", 2, ["optim.offload=disk", "sharding.tensor=2"]),
     ],
 )
-def test_a_run_of_torchtitans_goes_on_without_a_bump(go_on, release, ranks, overrides):
+def test_a_run_of_torchtitans_goes_on_without_a_bump(go_on, release, ranks, words):
     folder = WRITTEN / f"torchtitan-{release}"
-    run = go_on(folder, folder, *overrides, ranks=ranks)
+    run = go_on(folder, folder, *words, ranks=ranks)
     uninterrupted = json.loads((folder / "losses.json").read_text())
     assert run.column("step") == [4, 5, 6]
     assert close(run.column("loss"), uninterrupted[KEPT:])
-    assert f"AdamW goes on after step {KEPT}" in run.ranks[0].out
-    assert "learning rate 0.01 before, 0.01 next" in run.ranks[0].out
-
-
-def test_without_the_states_the_losses_are_others(go_on):
-    folder = WRITTEN / "torchtitan-0.3"
-    run = go_on(folder, "null", "train.steps=3")
-    uninterrupted = json.loads((folder / "losses.json").read_text())[KEPT:]
-    assert close(run.column("loss")[:1], uninterrupted[:1])
-    assert min(a - b for a, b in zip(uninterrupted[1:], run.column("loss")[1:], strict=True)) > 0.01
+    assert f"AdamW goes on after step {KEPT}" in run.out
+    assert "learning rate 0.01 before, 0.01 next" in run.out
 
 
 def test_a_resumed_run_needs_the_states_no_more_and_ends_as_an_uninterrupted_one(go_on, tmp_path):
@@ -95,15 +83,15 @@ def test_a_resumed_run_needs_the_states_no_more_and_ends_as_an_uninterrupted_one
     assert [event["step"] for event in run.event("evaluation")] == [3, 4, 6]
     halfway = 0.1 + 0.9 * (1 + math.cos(math.pi * 3 / STEPS)) / 2
     assert run.column("lr")[0] == pytest.approx(1e-2 * halfway)
-    uninterrupted = tensors(run.folder / "checkpoints" / "step-00000006")
+    uninterrupted = tensors(newest(run))
     for step in (5, 6):
-        shutil.rmtree(run.folder / "checkpoints" / f"step-0000000{step}")
+        shutil.rmtree(checkpoint(run, step))
     for file in folder.glob("*.distcp"):
         file.unlink()
     again = go_on(folder, folder, *how)
     assert "resumes after step 4" in again.out
     assert again.column("step") == [4, 5, 6]
-    assert_byte_equal(tensors(run.folder / "checkpoints" / "step-00000006"), uninterrupted)
+    assert_byte_equal(tensors(newest(run)), uninterrupted)
 
 
 def trained_elsewhere(folder, form):
@@ -115,46 +103,40 @@ def trained_elsewhere(folder, form):
     from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 
     dist.init_process_group("gloo")
-    try:
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_config(config).float()
-        if form == "fsdp1":
-            model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
-            FSDP.set_state_dict_type(
-                model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
-            )
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        own = torch.tensor(ROWS).chunk(dist.get_world_size())[dist.get_rank()]
-        clip = getattr(model, "clip_grad_norm_", None)
-        losses = []
-        for step in range(1, STEPS + 1):
-            loss = model(input_ids=own, labels=own).loss
-            loss.backward()
-            clip(1.0) if clip else torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / dist.get_world_size())
-            if step == KEPT and form == "fsdp1":
-                states = FSDP.optim_state_dict(model, optimizer)
-                dcp.save(
-                    {"model": model.state_dict()}, checkpoint_id=folder / "pytorch_model_fsdp_0"
-                )
-                dcp.save({"optimizer": states}, checkpoint_id=folder / "optimizer_0")
-            elif step == KEPT:
-                named = {name: optimizer.state[p] for name, p in model.named_parameters()}
-                groups = optimizer.state_dict()["param_groups"]
-                torch.save(model.state_dict(), folder / "pytorch_model_fsdp.bin")
-                torch.save({"state": named, "param_groups": groups}, folder / "optimizer.bin")
-        return losses
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    clip = torch.nn.utils.clip_grad_norm_
+    if form == "fsdp1":
+        model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+        kind = StateDictType.SHARDED_STATE_DICT
+        FSDP.set_state_dict_type(model, kind, ShardedStateDictConfig())
+        clip = FSDP.clip_grad_norm_
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    own = torch.tensor(ROWS).chunk(dist.get_world_size())[dist.get_rank()]
+    losses = []
+    for step in range(1, STEPS + 1):
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        clip(model if form == "fsdp1" else model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+        if step == KEPT and form == "fsdp1":
+            states = FSDP.optim_state_dict(model, optimizer)
+            dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+            dcp.save({"optimizer": states}, checkpoint_id=folder / "optimizer_0")
+        elif step == KEPT:
+            named = {name: optimizer.state[p] for name, p in model.named_parameters()}
+            groups = optimizer.state_dict()["param_groups"]
+            torch.save(model.state_dict(), folder / "pytorch_model_fsdp.bin")
+            torch.save({"state": named, "param_groups": groups}, folder / "optimizer.bin")
+    return losses
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("fsdp1", 2), ("file", 1)])
-@pytest.mark.grid(1)
 def test_a_run_of_accelerates_goes_on_without_a_bump(world, go_on, tmp_path, form, ranks):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -181,12 +163,6 @@ def test_moments_of_zero_are_those_that_deepspeed_gathers(stage):
     for name, moment in expected.items():
         error = (read[name] - moment).norm() / moment.norm()
         assert error == 0 if stage == 3 else error < 1e-6, name
-
-
-def write_states(folder, by_name, **others):
-    """Write states of AdamW as accelerate's file of all ranks, without weights."""
-    folder.mkdir()
-    torch.save({"state": by_name, **others}, folder / "optimizer.bin")
 
 
 def moments(weight, **others):
@@ -219,8 +195,8 @@ def test_states_that_do_not_fit_are_refused_with_the_reason(go_on, tmp_path, cha
     model = transformers.AutoModelForCausalLM.from_config(config)
     named = {name: moments(parameter.data) for name, parameter in model.named_parameters()}
     change(named)
-    write_states(tmp_path / "states", named)
-    run = go_on(weights, tmp_path / "states", ranks=2, code=2)
+    torch.save({"state": named}, tmp_path / "optimizer.bin")
+    run = go_on(weights, tmp_path, code=2)
     assert reason in " ".join(run.err.split())
     assert not (run.folder / "checkpoints").exists()
 
@@ -233,27 +209,17 @@ def test_states_that_do_not_fit_are_refused_with_the_reason(go_on, tmp_path, cha
         ("FOLDER", ["adapter=lora"], "Use  adapter=none"),
         ("FOLDER", ["optim=lion"], "only counts with  optim=adamw"),
         ("FOLDER", ["model.init_from=null", "model=tiny"], "Add  model.init_from="),
+        ("OWN", [], "Use  checkpoint.resume=OWN"),
         (WRITTEN / "tokenizer", [], "has no optimizer states"),
         (WRITTEN / "nowhere", [], "there is no such file or folder"),
         (WRITTEN / "rows.json", [], "is no file of torch.save"),
     ],
 )
-def test_what_cannot_go_on_is_refused_with_what_to_type(go_on, states, overrides, reason):
-    folder = WRITTEN / "torchtitan-0.3"
-    run = go_on(folder, folder if states == "FOLDER" else states, *overrides, code=2)
-    assert reason in run.err
-
-
-def test_a_checkpoint_of_our_own_is_resumed_instead(go_on):
-    folder = WRITTEN / "torchtitan-0.3"
-    own = go_on(folder, folder, name="own").folder
-    run = go_on(folder, own, code=2)
-    assert f"Use  checkpoint.resume={own}" in run.err
-
-
-class Evil:
-    def __reduce__(self):
-        return print, ("code of others runs",)
+def test_what_cannot_go_on_is_refused_with_what_to_type(go_on, ledger, states, overrides, reason):
+    folder, own = WRITTEN / "torchtitan-0.3", str(ledger.run("plain").folder)
+    places = {"FOLDER": folder, "OWN": own}
+    run = go_on(folder, places.get(states, states), *overrides, code=2)
+    assert reason.replace("OWN", own) in run.err
 
 
 def test_options_that_could_run_code_are_left_out(tmp_path, capsys):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from folders import REPO
-from foreign import AS_LLAMA_CPP, of
+from foreign import AS_LLAMA_CPP, export, of
 from zoo import make_folder
 
 pytestmark = pytest.mark.slow
@@ -38,11 +38,10 @@ def model_of_torchtitan():
     return model
 
 
-def test_torchtitans_model_computes_the_logits_of_the_folder_that_was_exported(world, tmp_path):
+def test_torchtitans_model_computes_the_logits_of_the_folder_that_was_exported(tmp_path):
     pytest.importorskip("torchtitan", reason="needs torchtitan")
-    folder, out = tmp_path / "hf", tmp_path / "titan"
-    world.command("export", f"source={WRITTEN / 'torchtitan-0.2'}", f"out={folder}")
-    world.command("export", f"source={folder}", f"out={out}", "form=torchtitan")
+    folder = export(WRITTEN / "torchtitan-0.2", tmp_path / "hf")
+    out = export(folder, tmp_path / "titan", "form=torchtitan")
     model = model_of_torchtitan()
     state = model.state_dict()
     dcp.load(state, checkpoint_id=out)
@@ -67,14 +66,13 @@ def logits_of_meta(folder):
             return model(IDS, 0).clone()
     finally:
         model_parallel.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [{}, LLAMA_3_1], ids=["llama", "llama-3.1"])
 def test_metas_code_computes_the_logits_of_the_folder_that_was_exported(world, tmp_path, options):
     pytest.importorskip("llama_models", reason="needs llama-models and fairscale")
-    folder, out = make_folder(tmp_path / "hf", "llama", **options), tmp_path / "meta"
-    world.command("export", f"source={folder}", f"out={out}", "form=meta")
+    folder = make_folder(tmp_path / "hf", "llama", **options)
+    out = export(folder, tmp_path / "meta", "form=meta")
     (logits,) = world.call(1, logits_of_meta, out)
     assert torch.allclose(logits, of(folder)(IDS).logits, atol=2e-5)
 
@@ -100,11 +98,10 @@ def logits_of_llama_cpp(file, **options):
     ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3",
      "olmo2", "olmoe", "phi3"],
 )  # fmt: skip
-def test_llama_cpp_computes_the_logits_of_the_folder_that_was_exported(world, tmp_path, family):
+def test_llama_cpp_computes_the_logits_of_the_folder_that_was_exported(tmp_path, family):
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
     folder = make_folder(tmp_path / "hf", family, **LIKE_LLAMA_CPP.get(family, {}))
-    file = tmp_path / "a.gguf"
-    world.command("export", f"source={folder}", f"out={file}", "form=gguf", "dtype=f32")
+    file = export(folder, tmp_path / "a.gguf", "form=gguf", "dtype=f32")
     with torch.no_grad():
         expected = of(folder).float()(IDS).logits[0]
     # it has a table of float16 for Gemma's activation
@@ -113,7 +110,7 @@ def test_llama_cpp_computes_the_logits_of_the_folder_that_was_exported(world, tm
     assert error < limit * expected.abs().max()
 
 
-def test_llama_cpp_adds_an_exported_adapter_as_peft_does(world, tmp_path):
+def test_llama_cpp_adds_an_exported_adapter_as_peft_does(tmp_path):
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
     peft = pytest.importorskip("peft")
     folder = make_folder(tmp_path / "hf", "llama")
@@ -124,10 +121,8 @@ def test_llama_cpp_adds_an_exported_adapter_as_peft_does(world, tmp_path):
             torch.nn.init.normal_(parameter, std=0.3)
     model.peft_config["default"].base_model_name_or_path = str(folder)
     model.save_pretrained(tmp_path / "adapter")
-    base, adapter = tmp_path / "base.gguf", tmp_path / "adapter.gguf"
-    world.command("export", f"source={folder}", f"out={base}", "form=gguf", "dtype=f32")
-    words = f"source={tmp_path / 'adapter'}", f"out={adapter}", "form=gguf_adapter"
-    world.command("export", *words)
+    base = export(folder, tmp_path / "base.gguf", "form=gguf", "dtype=f32")
+    adapter = export(tmp_path / "adapter", tmp_path / "adapter.gguf", "form=gguf_adapter")
     with torch.no_grad():
         expected = model(IDS).logits[0]
     ours = logits_of_llama_cpp(base, lora_path=str(adapter))

@@ -9,11 +9,11 @@ import inject
 import pytest
 import torch
 from folders import REPO
-from foreign import read_on_ranks
+from foreign import Evil, require_equal_on_ranks, why_refused
 from safetensors.torch import load_file
+from stored import assert_byte_equal
 
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.errors import UserError
 
 WRITTEN = REPO / "tests" / "checkpoint" / "zero_checkpoints"
 
@@ -31,23 +31,17 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3, "2_frozen", "3_frozen"])
-@pytest.mark.parametrize("named", ["", "global_step2"])
-def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage, named):
+def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage):
     folder, expected = checkpoint(stage)
+    named = "" if stage in (1, 3) else "global_step2"
     with inject.setting("tensor_piece_bytes", 72):
         read = dict(load_model(folder / named).named_weights())
-    assert read.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert torch.equal(read[name], weight), name
+    assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3, "3_frozen"])
 def test_each_rank_reads_its_own_rows(world, checkpoint, stage):
-    folder, expected = checkpoint(stage)
-    for read in world.call(3, read_on_ranks, folder):
-        for name, weight in expected.items():
-            assert torch.equal(read[name], weight), name
+    require_equal_on_ranks(world, *checkpoint(stage))
 
 
 @pytest.mark.parametrize(
@@ -60,19 +54,12 @@ def test_each_rank_reads_its_own_rows(world, checkpoint, stage):
 def test_a_checkpoint_that_is_not_whole_is_refused(checkpoint, lost, reason):
     folder, _ = checkpoint(2)
     (folder / lost).unlink()
-    with pytest.raises(UserError, match=reason):
-        load_model(folder)
-
-
-class Evil:
-    def __reduce__(self):
-        return print, ("code of others runs",)
+    assert reason in why_refused(folder)
 
 
 def test_other_objects_than_deepspeeds_own_are_refused_and_none_is_made(checkpoint, capsys):
     folder, _ = checkpoint(1)
     file = folder / "global_step2" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": {}, "more": Evil()}, file)
-    with pytest.raises(UserError, match="cannot be read"):
-        load_model(folder)
+    assert "cannot be read" in why_refused(folder)
     assert "code of others" not in capsys.readouterr().out

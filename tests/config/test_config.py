@@ -1,8 +1,9 @@
 """Configuration through its doors: the command line and `compose`. Nothing here imports torch."""
 
+import json
 import logging
 import os
-import resource
+import re
 import subprocess
 import sys
 
@@ -41,17 +42,21 @@ def refused(capsys):
     return run
 
 
+@pytest.fixture
+def says(capsys):
+    """Return a function that returns what a command line prints."""
+
+    def run(line: str) -> str:
+        assert main(line.split()) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
 def answers(message: str) -> dict[str, str]:
     """Return what a message says about each thing that was typed."""
-    answers_by_word: dict[str, str] = {}
-    for part in message.split("\n\n")[1:]:
-        head, _, rest = (
-            part.strip().partition("  ")
-            if "  " in part.strip().split("\n")[0]
-            else part.strip().partition("\n")
-        )
-        answers_by_word[head] = rest
-    return answers_by_word
+    parts = message.split("\n\n")[1:]
+    return dict(re.split(r"  |\n", f"{part.strip()}\n", maxsplit=1) for part in parts)
 
 
 @pytest.fixture
@@ -71,56 +76,37 @@ def own(tmp_path):
 # --- what is typed arrives ----------------------------------------------------------------------
 
 
-def test_recipe_then_command_line_are_laid_over_the_defaults():
-    cfg = compose(
-        "train",
-        [
-            "+recipe=quickstart",
-            "optim.lr=1e-5",
-            "train.steps=1e4",
-            "sharding=ddp",
-            "data.path=[demo:backwards]",
-        ],
-    )
-    assert (cfg.run.name, cfg.precision.param_dtype, cfg.sharding.strategy) == (
-        "quickstart",
-        "float32",
-        "ddp",
-    )
-    assert cfg.optim.lr == 1e-5
-    assert cfg.train.steps == 10_000
-    assert isinstance(cfg.train.steps, int)
+@pytest.mark.parametrize("name", ["007", "1e3", "2024", "1_000"])
+def test_recipe_then_command_line_are_laid_over_the_defaults_as_they_are_typed(name):
+    words = [
+        "+recipe=quickstart", f"run.name={name}", "optim.lr=1e-5", "train.steps=1e4",
+        "sharding=ddp", "data.path=[demo:backwards]", "data.fields.prompt=question",
+        "launch.env.OMP_NUM_THREADS=4", "preview.rows=2",
+    ]  # fmt: skip
+    cfg = compose("preview", words)
+    assert (cfg.run.name, cfg.precision.param_dtype) == (name, "float32")
+    assert (cfg.sharding.strategy, cfg.optim.lr, cfg.preview.rows) == ("ddp", 1e-5, 2)
+    assert repr(cfg.train.steps) == "10000"
     assert cfg.data.path == ["demo:backwards"]
-    assert cfg.optim.betas == [0.9, 0.95]
-
-
-@pytest.mark.parametrize("typed", ["007", "1e3", "2024", "1_000"])
-def test_a_name_stays_as_it_was_typed(typed):
-    assert compose("train", [*DEMO, f"run.name={typed}"]).run.name == typed
-
-
-@pytest.mark.slow
-def test_numbers_written_as_text_are_numbers(own, monkeypatch):
-    monkeypatch.setenv("ROWS", "48")
-    folder = own(
-        recipe__mine=(
-            "# @package _global_\noptim: {lr: '1e-4', grad_clip: 2}\nbatch: {rows: "
-            "'${oc.env:ROWS}'}\n"
-        )
-    )
-    cfg = compose("train", ["+recipe=mine", *DEMO], folder)
-    assert (cfg.optim.lr, cfg.optim.grad_clip, cfg.batch.rows, cfg.run.name) == (
-        1e-4,
-        2.0,
-        48,
-        "mine",
-    )
-
-
-def test_keys_inside_a_mapping_can_be_set_one_by_one():
-    cfg = compose("train", [*DEMO, "data.fields.prompt=question", "launch.env.OMP_NUM_THREADS=4"])
     assert cfg.data.fields == {"prompt": "question"}
     assert cfg.launch.env == {"OMP_NUM_THREADS": "4"}
+
+
+def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "chats.jsonl").touch()
+    cfg = compose("train", [*DEMO[1:], 'data.path="~/chats.jsonl"', 'run.root="~/runs"'])
+    assert cfg.data.path == str(tmp_path / "chats.jsonl")
+    assert cfg.run.root == str(tmp_path / "runs")
+
+
+def test_a_prompt_needs_no_quotes():
+    for prompt in (
+        "Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b, {c}", "null and void",
+        "line\none", "${5}", "\\",
+    ):  # fmt: skip
+        assert compose("generate", [f"prompt={prompt}"], inputs=False).prompt == prompt
+    assert compose("generate", ["prompt=null"], inputs=False).prompt is None
 
 
 @pytest.mark.slow
@@ -130,52 +116,9 @@ def test_a_quoted_text_comes_through_hydra_as_it_is(text):
     assert OverridesParser.create().parse_override(f"key={quoted(text)}").value() == text
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "Hello, world",
-        "What's 2 + 2?",
-        'Say "hi" (twice)',
-        "a=b, {c}",
-        "null and void",
-        "line\none",
-        "${5}",
-        "\\",
-    ],
-)
-def test_a_prompt_needs_no_quotes(prompt):
-    assert compose("generate", [f"prompt={prompt}"], inputs=False).prompt == prompt
-    assert compose("generate", ["prompt=null"], inputs=False).prompt is None
-
-
-def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "chats.jsonl").touch()
-    cfg = compose(
-        "train", ['data.path="~/chats.jsonl"', "tokenizer.path=demo:bytes", 'run.root="~/runs"']
-    )
-    assert cfg.data.path == str(tmp_path / "chats.jsonl")
-    assert cfg.run.root == str(tmp_path / "runs")
-
-
-def test_preview_shares_trainings_groups_and_adds_its_own():
-    cfg = compose(
-        "preview", ["+recipe=quickstart", "preview.format=json", "preview.rows=2", "sharding=ddp"]
-    )
-    assert cfg.preview.rows == 2
-    assert cfg.sharding.strategy == "ddp"
-    assert cfg.run.name == "quickstart"
-
-
 def test_durations_are_read_as_people_write_them():
-    assert [parse_duration(t) for t in ("90s", "30m", "1h30m", "2d", "45", "1.5h")] == [
-        90,
-        1800,
-        5400,
-        172_800,
-        45,
-        5400,
-    ]
+    written = {"90s": 90, "30m": 1800, "1h30m": 5400, "2d": 172_800, "45": 45, "1.5h": 5400}
+    assert {text: parse_duration(text) for text in written} == written
 
 
 # --- what is wrong is told, all at once ---------------------------------------------------------
@@ -192,12 +135,9 @@ def test_all_problems_are_told_at_once(refused):
     )
     assert "5 problems in the configuration" in said
     for part in (
-        "Did you mean  optim.lr=3e-5 ?",
-        "optim.weight_decay=1",
-        "must be a whole number",
-        "context",
-        "no such file",
-    ):
+        "Did you mean  optim.lr=3e-5 ?", "optim.weight_decay=1", "must be a whole number",
+        "context", "no such file",
+    ):  # fmt: skip
         assert part in said
 
 
@@ -218,6 +158,12 @@ MEANT = {
     "model=qwen3_06b": "model=qwen3_0_6b",
     "data=chats.jsonl": "data.path=chats.jsonl",
     "compile=true": "compile=enabled",
+    "adapter.r=4": "adapter.rank=4",
+    "adapter.lora_alpha=4": "adapter.alpha=4",
+    "adapter=qlora2": "adapter=qlora ?",
+    "adapter.name=qlora": "adapter=qlora",
+    "optim.name=adamw_8bit": "optim=adamw_8bit",
+    "adapter.rank_pattern={'layers.[0-1].*':4}": r"{layers.\[0-1\].*:4}",
 }
 
 
@@ -242,6 +188,13 @@ MISTAKES = [
         "run.name=${now:%H}": "differs between ranks",
     },
     {
+        "launch.device=gpu": "Did you mean  launch.device=cuda ?",
+        "logging.wandb=false": "Did you mean  logging.wandb=disabled ?",
+        "train.on_spike=on": "Did you mean  train.on_spike=warn ?",
+        "data.packing=bestfit": "Did you mean  data.packing=best_fit ?",
+        "activation_checkpoint.mode=selectiv": "activation_checkpoint.mode=selective ?",
+        "checkpoint.allow_changes=[optim.lrr]": "optim.lr ?",
+        "checkpoint.merge=true": "there is none",
         "optim.betas=[0.9,2]": "at most 1",
         "optim.grad_clip=0": "or null",
         "optim.eps=null": "optim.eps=1e-8",
@@ -260,18 +213,19 @@ MISTAKES = [
     {"train.epochs=2": "keep one", "train.steps=3": ""},
     {"model.hidden_size=100": "multiple", "model.num_attention_heads=3": ""},
     {"model=auto": "chosen twice", "model=tiny": ""},
+    {"optim.betas=[0.9]": "optim.betas=[0.9,0.95]"},
+    {"optim.betas=[0.9,1.0]": "optim.betas=[0.9,0.95]"},
+    {"optim.betas=[0.9,0.95,0.99]": "optim.betas=[0.9,0.95]"},
+    {"run.name=../x": "is not inside run.root=runs"},
 ]
 
 
-@pytest.mark.parametrize("mistakes", MISTAKES, ids=lambda m: next(iter(m)))
-def test_a_mistake_says_what_to_type_instead(refused, mistakes):
-    said = answers(
-        refused(
-            *reversed(mistakes), *(d for d in DEMO if d.split("=")[0] not in " ".join(mistakes))
-        )
-    )
-    for typed, reason in mistakes.items():
-        assert reason in said.get(typed, ""), typed
+def test_a_mistake_says_what_to_type_instead(refused):
+    for mistakes in MISTAKES:
+        usual = [word for word in DEMO if word.split("=")[0] not in " ".join(mistakes)]
+        said = answers(refused(*reversed(mistakes), *usual))
+        for typed, reason in mistakes.items():
+            assert reason in said.get(typed, ""), typed
 
 
 def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
@@ -286,9 +240,8 @@ def test_the_verbs_own_keys_are_meant_before_trainings(refused):
 
 
 def test_a_mistake_is_not_told_twice(refused):
-    said = refused(
-        "dataset=demo:backwards", "tokenizer.path=demo:bytes"
-    )  # data.path is not also missing
+    # data.path is not also missing
+    said = refused("dataset=demo:backwards", "tokenizer.path=demo:bytes")
     assert "a problem in the configuration" in said
 
 
@@ -314,24 +267,10 @@ logging: {wandb: off}
     for part in (
         "Did you mean  optim.lr ?", "must be a number", "override /sharding: NAME",
         "train has: steps", "hydra.callbacks.x._target_  ", "foo.bar  there is no such key",
-        "_target_ is refused", "put it in quotes", "/hydra/job_logging  ", "recipe/bad.yaml:3",
+        "_target_ is refused", "put it in quotes", "/hydra/job_logging  ",
+        f"(set in {folder}/recipe/bad.yaml:3)",
     ):  # fmt: skip
         assert part in said
-
-
-@pytest.mark.slow
-def test_a_folder_of_ones_own_adds_options_and_recipes(own):
-    folder = own(
-        model__mine="name: mine\nhidden_size: 64\n",
-        recipe__mine="# @package _global_\ndefaults: [override /model: mine]\n",
-    )
-    cfg = compose("train", ["+recipe=[quickstart,mine]"], folder)
-    assert (cfg.model.name, cfg.model.hidden_size, cfg.run.name, cfg.data.path) == (
-        "mine",
-        64,
-        "mine",
-        "demo:backwards",
-    )
 
 
 MINE = """\
@@ -344,35 +283,35 @@ train: {steps: 7}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        "FILE",
-        "train FILE",
-        "+recipe=FILE",
-        "--config FILE",
-        "--config=FILE",
-        "--config-dir DIR +recipe=mine",
-        "--config-dir DIR --config-name mine",
-        "--config-dir DIR --config-name mine.yaml",
-    ],
-)
-def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, capsys, words):
+def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, says):
     folder = own(recipe__mine=MINE)
-    line = words.replace("FILE", f"{folder}/recipe/mine.yaml").replace("DIR", folder).split()
-    assert main(["--cfg", "job", *line, "batch.rows=5"]) == 0
-    cfg = yaml.safe_load(capsys.readouterr().out)
-    assert (cfg["run"]["name"], cfg["train"]["steps"], cfg["batch"]["rows"]) == ("mine", 7, 5)
-    assert cfg["precision"]["param_dtype"] == "float32"
+    file = f"{folder}/recipe/mine.yaml"
+    for words in (
+        file,
+        f"train {file}",
+        f"+recipe={file}",
+        f"--config {file}",
+        f"--config={file}",
+        f"--config-dir {folder} +recipe=mine",
+        f"--config-dir {folder} --config-name mine",
+        f"--config-dir {folder} --config-name mine.yaml",
+    ):
+        cfg = yaml.safe_load(says(f"--cfg job {words} batch.rows=5"))
+        assert (cfg["run"]["name"], cfg["train"]["steps"], cfg["batch"]["rows"]) == ("mine", 7, 5)
+        assert cfg["precision"]["param_dtype"] == "float32"
 
 
 @pytest.mark.slow
 def test_a_recipes_file_needs_no_folder_of_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my run.yaml").write_text(f"# @package _global_\n{MINE}")
+    monkeypatch.setenv("ROWS", "48")
+    # numbers written as text are numbers
+    text = f"{MINE}optim: {{lr: '1e-4', grad_clip: 2}}\nbatch: {{rows: '${{oc.env:ROWS}}'}}\n"
+    (tmp_path / "my run.yaml").write_text(text)
     for file in ("my run.yaml", str(tmp_path / "my run.yaml")):
         cfg = compose("train", [file, "train.steps=8"])
-        assert (cfg.run.name, cfg.train.steps) == ("my run", 8)
+        assert (cfg.run.name, cfg.train.steps, cfg.batch.rows) == ("my run", 8, 48)
+        assert (cfg.optim.lr, cfg.optim.grad_clip) == (1e-4, 2.0)
     with pytest.raises(UserError, match="no option my"):  # it belongs to its command line only
         compose("train", ["+recipe=my", *DEMO])
 
@@ -385,14 +324,16 @@ def test_a_recipe_is_built_on_packaged_ones_and_on_files_beside_it(own):
         model__small="name: small\nhidden_size: 64\n",
         recipe__sized="defaults: [mine, override /model: small]\n",
     )
-    for words, own_dir in (
-        (["+recipe=mine"], folder),
-        ([f"{folder}/recipe/mine.yaml"], None),
+    for cfg in (
+        compose("train", ["+recipe=mine"], folder),
+        compose("train", [f"{folder}/recipe/mine.yaml"]),
     ):
-        cfg = compose("train", words, own_dir)
         assert (cfg.train.steps, cfg.batch.rows, cfg.data.path) == (3, 6, "demo:backwards")
-    cfg = compose("train", [f"{folder}/recipe/sized.yaml"])
-    assert (cfg.model.hidden_size, cfg.batch.rows, cfg.run.name) == (64, 6, "sized")
+    for cfg in (
+        compose("train", ["+recipe=[quickstart,sized]"], folder),
+        compose("train", [f"{folder}/recipe/sized.yaml"]),
+    ):
+        assert (cfg.model.hidden_size, cfg.batch.rows, cfg.run.name) == (64, 6, "sized")
 
 
 WRONG_DEFAULTS = {
@@ -408,58 +349,36 @@ WRONG_DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("header", ["", "# @package _global_\n"])
-def test_mistakes_in_a_recipes_defaults_are_told_with_file_line_and_correction(
-    own, refused, header
-):
+def test_mistakes_in_a_recipes_defaults_are_told_with_file_line_and_correction(own, refused):
     entries = "".join(f"  {entry}\n" for entry in WRONG_DEFAULTS)
-    folder = own(recipe__bad=f"{header}defaults:\n{entries}optim:\n  learning_rate: 1\n")
+    folder = own(recipe__bad=f"defaults:\n{entries}optim:\n  learning_rate: 1\n")
     message = refused("--config-dir", folder, "+recipe=bad", *DEMO)
     lines = {p.split()[0]: " ".join(p.split()) for p in message.split("\n\n")[1:]}
-    first = 2 + header.count("\n")
-    for i, (entry, said) in enumerate(WRONG_DEFAULTS.items()):
-        problem = lines[f"{folder}/recipe/bad.yaml:{first + i}"]
+    for line, (entry, said) in enumerate(WRONG_DEFAULTS.items(), start=2):
+        problem = lines[f"{folder}/recipe/bad.yaml:{line}"]
         assert entry in problem
         assert said in problem
     assert "composing" not in message
-    last = f"{folder}/recipe/bad.yaml:{first + len(WRONG_DEFAULTS) + 1}"
+    last = f"{folder}/recipe/bad.yaml:{line + 2}"
     assert "optim.learning_rate there is no such key" in lines[last]
 
 
-@pytest.mark.slow
-def test_a_value_of_a_file_is_told_with_its_line(own, refused):
-    folder = own(recipe__mine="optim:\n  lr: fast\n")
-    assert "(set in " + folder + "/recipe/mine.yaml:2)" in refused(
-        f"{folder}/recipe/mine.yaml", *DEMO
+def test_a_broken_recipe_is_one_message(own, refused):
+    broken = (
+        "a: [1\nb: }",
+        "- a",
+        "# @package _global_\ndefaults: [override /model: none_such]",
+        "# @package _global_\nrun: {name: '${no.key}'}",
     )
-
-
-def test_a_file_that_is_not_there_is_told_with_the_nearest(tmp_path, monkeypatch, refused):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "maths.yaml").write_text(MINE)
-    assert "Did you mean  maths.yaml ?" in refused("mahts.yaml")
-    assert "there is no such file" in refused("none/at/all.yaml")
+    for text in broken:
+        folder = own(recipe__broken=text)
+        assert "Traceback" not in refused("--config-dir", folder, "+recipe=broken", *DEMO)
 
 
 def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
     said = refused("--config-dir", own(recipe__quickstart="a: 1"), "+recipe=quickstart")
     assert "own/recipe/quickstart.yaml" in said
     assert str(CONF / "recipe" / "quickstart.yaml") in said
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: [1\nb: }",
-        "- a",
-        "# @package _global_\ndefaults: [override /model: none_such]",
-        "# @package _global_\nrun: {name: '${no.key}'}",
-    ],
-)
-def test_a_broken_recipe_is_one_message(own, refused, text):
-    assert "Traceback" not in refused(
-        "--config-dir", own(recipe__broken=text), "+recipe=broken", *DEMO
-    )
 
 
 # --- verbs and options --------------------------------------------------------------------------
@@ -485,89 +404,62 @@ def test_python_gets_the_error_itself():
         fsdp_trainer.train(["learning_rate=1"])
 
 
-def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(
-    capsys, tmp_path, monkeypatch
-):
+def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for argv in (
-        ["--cfg", "job"],
-        ["-c", "job", "--resolve"],
-        ["--cfg", "job", "data.path=not_there_yet.jsonl"],
-    ):
-        assert main([*argv, "+recipe=quickstart", "sharding=ddp"]) == 0
-        printed = yaml.safe_load(capsys.readouterr().out)
+    for how in ("--cfg job", "-c job --resolve", "--cfg job data.path=not_there_yet.jsonl"):
+        printed = yaml.safe_load(says(f"{how} +recipe=quickstart sharding=ddp"))
         assert printed["sharding"]["strategy"] == "ddp"
-        assert list(printed) == [
-            key.split(".")[0]
-            for key in dict.fromkeys(k.split(".")[0] for k in flatten(TrainConfig))
-        ]
+        assert list(printed) == [*dict.fromkeys(key.split(".")[0] for key in flatten(TrainConfig))]
     assert not list(tmp_path.iterdir())
 
 
-def test_hydras_own_view_is_there(capsys, monkeypatch):
-    monkeypatch.setattr(
-        logging.root, "handlers", [*logging.root.handlers]
-    )  # it leaves one, to what is then captured no more
-    assert main(["--info", "defaults", "+recipe=quickstart"]) == 0
-    assert "recipe/quickstart" in capsys.readouterr().out
+def test_hydras_own_view_is_there(says, monkeypatch):
+    # it leaves a handler, to what is then captured no more
+    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])
+    assert "recipe/quickstart" in says("--info defaults +recipe=quickstart")
 
 
 @pytest.mark.slow
-def test_help_lists_verbs_groups_and_recipes(capsys):
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(
-        word in text for word in (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b")
-    )
+def test_help_lists_verbs_groups_and_recipes(says):
+    text = says("--help")
+    listed = (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b")
+    assert not [word for word in listed if word not in text]
     for verb in VERBS:
-        assert main([verb, "--help"]) == 0
-    assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
+        assert says(f"{verb} --help")
+    assert __version__ in says("--version")
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("ex", "export"),
-        ("preview preview.", "preview.rows="),
-        ("plan plan.gpu=b", "plan.gpu=b200"),
-        ("+recipe=qu", "+recipe=quickstart"),
-        ("-m +sweep=", "+sweep=lr"),
-        ("export so", "source="),
-        ("train sharding=", "sharding=hsdp"),
-        ("op", "optim."),
-        ("optim.w", "optim.weight_decay="),
-        ("activation_checkpoint.mode=s", "activation_checkpoint.mode=selective"),
-        ("run.overwrite=", "run.overwrite=true"),
-        ("data.path=de", "data.path=demo:backwards"),
-        ("data.path=pyproj", "data.path=pyproject.toml"),
-        ("data.path=conf/opt", "data.path=conf/optim/"),
-        ("config key=export.d", "key=export.dtype"),
-        ("--info defaults-", "defaults-tree"),
-    ],
-)
-def test_completion_knows_verbs_recipes_keys_and_values(capsys, monkeypatch, line, offered):
+def test_completion_knows_verbs_recipes_keys_and_values(says, own, monkeypatch):
     monkeypatch.chdir(REPO)
-    monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line} and what follows")
-    monkeypatch.setenv("COMP_POINT", str(len(f"fsdp-trainer {line}")))
-    assert main(["-sc", "query=bash"]) == 0
-    said = capsys.readouterr().out.split()
-    assert offered in said
-    assert all(word.startswith(line.split()[-1]) for word in said)
-
-
-def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(
-    own, capsys, monkeypatch
-):
     folder = own(recipe__mine="# @package _global_")
-    for line, offered in (
-        (f"--config-dir {folder} +recipe=mis", "+recipe=mistral7b_sft"),
-        (f"--config-dir {folder} +recipe=min", "+recipe=mine"),
-        ("--config-dir ", ""),
-    ):
-        monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line}")
-        assert main(["-sc", "query=bash"]) == 0
-        assert " ".join(capsys.readouterr().out.split()) == offered
+    for line, offered in {
+        f"--config-dir {folder} +recipe=mis": "+recipe=mistral7b_sft",
+        f"--config-dir {folder} +recipe=min": "+recipe=mine",
+        "ex": "export",
+        "preview preview.": "preview.rows=",
+        "plan plan.gpu=b": "plan.gpu=b200",
+        "+recipe=qu": "+recipe=quickstart",
+        "-m +sweep=": "+sweep=lr",
+        "export so": "source=",
+        "train sharding=": "sharding=hsdp",
+        "op": "optim.",
+        "optim.w": "optim.weight_decay=",
+        "activation_checkpoint.mode=s": "activation_checkpoint.mode=selective",
+        "run.overwrite=": "run.overwrite=true",
+        "data.path=de": "data.path=demo:backwards",
+        "data.path=pyproj": "data.path=pyproject.toml",
+        "data.path=conf/opt": "data.path=conf/optim/",
+        "config key=export.d": "key=export.dtype",
+        "--info defaults-": "defaults-tree",
+    }.items():
+        monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line} and what follows")
+        monkeypatch.setenv("COMP_POINT", str(len(f"fsdp-trainer {line}")))
+        said = says("-sc query=bash").split()
+        assert offered in said
+        assert all(word.startswith(line.split()[-1]) for word in said)
+    monkeypatch.setenv("COMP_LINE", "fsdp-trainer --config-dir ")
+    monkeypatch.delenv("COMP_POINT")
+    assert says("-sc query=bash").split() == [], "folders are left to the shell"
 
 
 @pytest.mark.slow
@@ -589,132 +481,61 @@ def test_bash_completes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--help"],
-        ["optim.learning_rate=1"],
-        ["--cfg", "job", "+recipe=llama70b_sft"],
-        ["recipes"],
-        ["config", "key=optim.lr"],
-        ["-sc", "query=bash"],
-    ],
-)
-@pytest.mark.grid(3)
-def test_answers_come_within_two_seconds_and_without_torch(argv):
-    code = (
-        f"import sys; from fsdp_trainer.cli import main; main({argv}); assert 'torch' not in "
-        f"sys.modules"
-    )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        cwd=REPO,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_answers_come_within_two_seconds_and_without_torch(tmp_path):
+    code = """
+import json, sys, time
+from fsdp_trainer.cli import main
+begun = time.process_time()
+for words in json.loads(sys.argv[1]):
+    before = time.process_time()
+    main(words)
+    print(begun + time.process_time() - before, file=sys.stderr)
+    assert "torch" not in sys.modules, words
+"""
+    lines = [
+        ["--help"], ["optim.learning_rate=1"], ["--cfg", "job", "+recipe=llama70b_sft"],
+        ["recipes"], ["config", "key=optim.lr"], ["-sc", "query=bash"],
+        ["report", str(tmp_path / "run")],
+    ]  # fmt: skip
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    command = [sys.executable, "-c", code, json.dumps(lines)]
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, check=True, cwd=REPO, env=env, capture_output=True, text=True)
     # processor seconds: what else the machine does must not decide
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    seconds = [float(line) for line in done.stderr.splitlines() if re.fullmatch(r"[\d.]+", line)]
+    assert len(seconds) == len(lines)
+    assert max(seconds) < 2
 
 
 # --- the schema is the documentation ------------------------------------------------------------
 
 
-def test_comments_and_values_in_conf_are_the_schemas():
+def test_comments_and_values_in_conf_and_on_the_page_are_the_schemas():
     for path, text in documented_files(CONF).items():
         assert path.read_text() == text, f"{path}: run  python -m fsdp_trainer.config.document"
-
-
-def test_the_configuration_page_is_the_schemas():
     assert (REPO / "docs" / "configuration.md").read_text() == markdown(options("train"))
 
 
-def test_every_key_is_explained(capsys):
-    assert main(["config"]) == 0
-    every = capsys.readouterr().out
-    assert all(f"{key} " in every for key in flatten(TrainConfig))
-    for typed_key in ("optim.lr", "learning_rate", "lr"):
-        assert main(["config", f"key={typed_key}"]) == 0
-        output = capsys.readouterr().out
-        assert all(
-            part in output
-            for part in (
-                "optim.lr",
-                "peak learning rate [at least 0]",
-                "1e-5",
-                "learning_rate, max_lr",
-            )
-        ), typed_key
-
-
 @pytest.mark.slow
-def test_a_key_is_explained_with_what_a_recipe_makes_of_it(capsys, own):
-    assert main(["config", "key=optim.lr", "+recipe=quickstart"]) == 0
-    assert "here     0.001, set by  recipe/quickstart.yaml" in capsys.readouterr().out
-    assert main(["config", "key=preview.rows", "preview.rows=7"]) == 0
-    assert "here     7, set by  preview.rows=7" in capsys.readouterr().out
-    assert (
-        main(
-            [
-                "--config-dir",
-                own(recipe__mine="# @package _global_\noptim: {lr: 2}"),
-                "config",
-                "key=lr",
-                "+recipe=mine",
-            ]
-        )
-        == 0
-    )
-    assert "here     2.0, set by" in capsys.readouterr().out
-
-
-def test_groups_and_keys_of_other_verbs_are_explained(capsys):
-    assert main(["config", "key=sharding"]) == 0
-    output = capsys.readouterr().out
-    assert all(f"{key} " in output for key in flatten(TrainConfig) if key.startswith("sharding."))
-    assert "ddp fsdp hsdp" in output
-    assert main(["config", "key=export.dtype"]) == 0
-    assert "fsdp-trainer export dtype=…" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("key", "typed", "meant"),
-    [
-        ("launch.device", "gpu", "cuda"),
-        ("logging.wandb", "false", "disabled"),
-        ("train.on_spike", "on", "warn"),
-        ("data.packing", "bestfit", "best_fit"),
-        ("activation_checkpoint.mode", "selectiv", "selective"),
-    ],
-)
-def test_a_choice_by_another_name_is_understood(refused, key, typed, meant):
-    assert f"Did you mean  {key}={meant} ?" in refused(*DEMO, f"{key}={typed}")
-
-
-def test_other_programs_names_of_adapters_are_answered_with_ours(refused):
-    typed = {
-        "lora_r=8": "adapter.rank=8",
-        "load_in_4bit=true": "adapter=qlora",
-        "target_modules=[q_proj]": "adapter.targets=[q_proj]",
-        "lora_dropout=0.05": "there is no dropout",
-        "adapter.r=4": "adapter.rank=4",
-        "adapter.lora_alpha=4": "adapter.alpha=4",
-        "adapter=qlora2": "adapter=qlora ?",
-        "adapter.name=qlora": "adapter=qlora",
-        "optim.name=adamw_8bit": "optim=adamw_8bit",
-        "adapter.rank_pattern={'layers.[0-1].*':4}": r"{layers.\[0-1\].*:4}",
-    }
-    said = answers(refused(*DEMO, *typed))
-    for argument, meant in typed.items():
-        assert meant in said[argument]
-
-
-def test_keys_of_adapters_count_with_one_only(refused):
-    said = answers(refused(*DEMO, "adapter.rank=8", "checkpoint.merge=true"))
-    assert "only counts with  adapter=lora" in said["adapter.rank=8"]
-    assert "there is none" in said["checkpoint.merge=true"]
+def test_every_key_is_explained_and_what_sets_it(says, own):
+    folder = own(recipe__mine="optim: {lr: 2}")
+    keys = flatten(TrainConfig)
+    of_lr = ["optim.lr", "peak learning rate [at least 0]", "1e-5", "learning_rate, max_lr"]
+    of_sharding = [f"{key} " for key in keys if key.startswith("sharding.")]
+    for words, parts in {
+        "": [f"{key} " for key in keys],
+        "key=optim.lr": of_lr,
+        "key=learning_rate": of_lr,
+        "key=lr": of_lr,
+        "key=sharding": ["ddp fsdp hsdp", *of_sharding],
+        "key=export.dtype": ["fsdp-trainer export dtype=…"],
+        "key=optim.lr +recipe=quickstart": ["here     0.001, set by  recipe/quickstart.yaml"],
+        "key=preview.rows preview.rows=7": ["here     7, set by  preview.rows=7"],
+        f"key=lr --config-dir {folder} +recipe=mine": ["here     2.0, set by"],
+    }.items():
+        said = says(f"config {words}")
+        assert not [part for part in parts if part not in said], words
 
 
 def test_an_adapters_folder_is_known_for_one(refused, tmp_path):
@@ -729,39 +550,17 @@ def test_a_model_without_a_tokenizer_is_known_by_its_folder(refused, tmp_path):
     assert "neither a tokenizer.json" in refused("generate", f"source={tmp_path}")
 
 
-def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(capsys, own):
+def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(says, own):
     folder = own(recipe__mine="# @package _global_\n# Mine.")
-    assert main(["--config-dir", folder, "recipes"]) == 0
-    text = capsys.readouterr().out
+    text = says(f"--config-dir {folder} recipes")
     assert "mine  (your own: " in text
     assert f"fsdp-trainer --config-dir {folder} +recipe=mine" in text
-    assert main(["recipes"]) == 0
-    text = capsys.readouterr().out
+    text = says("recipes")
     assert "not said" not in text
     assert all(f"+recipe={name}" in text for name in options("train")["recipe"])
-    places = [
-        text.index(f"\n{name}\n")
-        for name in ("qwen3_0_6b_sft", "llama1b_sft", "llama8b_sft", "llama70b_sft")
-    ]
-    assert places == sorted(places)
+    sizes = ["0_6b", "1b", "8b", "8b", "70b"]
+    assert re.findall(r"(?m)^(?:qwen3_|llama)(0_6b|1b|8b|70b)_sft$", text) == sizes
 
 
 def test_every_verb_has_a_configuration():
     assert set(VERBS) == set(PRIMARY)
-
-
-def test_an_allowed_change_must_be_a_key(capsys):
-    assert main(["+recipe=quickstart", "checkpoint.allow_changes=[optim.lrr]"]) == 2
-    assert "optim.lr ?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("betas", ["[0.9]", "[0.9,1.0]", "[0.9,0.95,0.99]"])
-def test_betas_are_two_numbers_below_one(capsys, betas):
-    assert main(["+recipe=quickstart", f"optim.betas={betas}"]) == 2
-    assert "optim.betas=[0.9,0.95]" in capsys.readouterr().err
-
-
-def test_a_run_stays_inside_its_root(capsys):
-    words = ["data.path=demo:backwards", "tokenizer.path=demo:bytes", "model=tiny"]
-    assert main(["train", *words, "run.root=runs", "run.name=../x"]) == 2
-    assert "is not inside run.root=runs" in capsys.readouterr().err

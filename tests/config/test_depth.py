@@ -1,5 +1,7 @@
 """model.depth: one number for the sizes of a model and its training."""
 
+import re
+
 import pytest
 from recipe import planned
 
@@ -29,6 +31,8 @@ def test_twelve_blocks_are_the_model_that_the_rules_were_measured_on():
     # blocks of 12 · 768² weights, and the head
     parameters = 12 * 12 * 768**2 + 32_768 * 768
     assert cfg.train.steps == round(12 * parameters / 2**19)
+    twice = composed("optim=muon", "train.tokens_per_parameter=24")
+    assert twice.train.steps == pytest.approx(2 * cfg.train.steps, abs=1)
     assert cfg.optim.lr == 3.6e-3
     assert composed().optim.lr == 1e-3
 
@@ -39,9 +43,8 @@ def test_a_deeper_model_has_larger_steps_and_a_wider_one_a_lower_rate():
     assert larger.batch.rows * larger.batch.seq_len == 2**20
     # half of the width's factor, twice that of the batch
     assert larger.optim.lr == composed("optim=muon").optim.lr
-    odd = composed("model.depth=5")
-    assert odd.model.hidden_size == 384
-    assert odd.model.num_attention_heads == 3
+    odd = composed("model.depth=5").model
+    assert (odd.hidden_size, odd.num_attention_heads) == (384, 3)
 
 
 @pytest.mark.slow
@@ -53,11 +56,6 @@ def test_what_is_typed_or_stands_in_a_recipe_wins(tmp_path):
     recipe.write_text("batch: {seq_len: 512}\ntrain: {steps: 7}\n")
     cfg = composed(f"+recipe={recipe}")
     assert (cfg.batch.seq_len, cfg.batch.rows, cfg.train.steps) == (512, 1024, 7)
-
-
-def test_tokens_follow_their_ratio_to_the_parameters():
-    once, twice = (composed(f"train.tokens_per_parameter={ratio}") for ratio in (10, 20))
-    assert twice.train.steps == pytest.approx(2 * once.train.steps, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +72,13 @@ def test_what_contradicts_it_is_refused(word, reason):
     assert reason in refused(word)
 
 
-@pytest.mark.further
-def test_a_plan_with_a_typed_learning_rate_has_layouts(capsys):
-    words = ["model.depth=12", "optim=lion", "optim.lr=1e-4", "data=pretrain", "plan.gpu=h100"]
-    assert main(["plan", *words, "plan.world_size=8", "plan.search=true"]) == 0
-    assert "0 of 0" not in capsys.readouterr().out
-
-
 @pytest.mark.slow
-def test_a_plan_has_its_sizes():
-    plan = planned("model.depth=12", "plan.gpu=h100", "plan.world_size=8", "data=pretrain")
+def test_a_plan_has_its_sizes_and_layouts(capsys):
+    words = ["data=pretrain", "plan.gpu=h100"]
+    plan = planned("model.depth=12", *words, "plan.world_size=8")
     assert plan.tokens == 2**19
     assert plan.fits
+    # the rules have no learning rate for lion
+    words += ["optim=lion", "optim.lr=1e-4", "plan.world_size=2", "plan.search=true"]
+    assert main(["plan", "model.depth=2", *words]) == 0
+    assert re.search(r"^[1-9]\d* of \d+ layouts fit", capsys.readouterr().out, re.MULTILINE)

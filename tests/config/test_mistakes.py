@@ -32,10 +32,8 @@ RIGHT = ("data.path=chats.jsonl", "tokenizer.path=demo:bytes")
 
 def commands(block: str) -> list[tuple[str, str]]:
     """(command line, what it said) of a block of the page."""
-    return [
-        (head, said.rstrip("\n"))
-        for head, _, said in (part.partition("\n") for part in re.split(r"(?m)^\$ ", block)[1:])
-    ]
+    parts = (part.partition("\n") for part in re.split(r"(?m)^\$ ", block)[1:])
+    return [(line, said.rstrip("\n")) for line, _, said in parts]
 
 
 def words_of(line: str, base: tuple | list = ()) -> list[str]:
@@ -46,13 +44,9 @@ def words_of(line: str, base: tuple | list = ()) -> list[str]:
     if not words or {"export", "exprot", "preview", "report"} & {*words}:
         return words
     given = {word.split("=")[0] for word in words}
-    right = [
-        w
-        for w in [*base, *RIGHT]
-        if w.split("=")[0] not in given
-        and not (w.startswith("tokenizer") and "model.init_from" in given)
-    ]
-    return [*words, *right]
+    if "model.init_from" in given:
+        given.add("tokenizer.path")
+    return [*words, *(word for word in [*base, *RIGHT] if word.split("=")[0] not in given)]
 
 
 @pytest.fixture(scope="module")
@@ -60,31 +54,17 @@ def folder(world, tmp_path_factory):
     """Return the folder where all commands are given: a model, a finished run, a locked one, data,
     and files with mistakes."""
     here = tmp_path_factory.mktemp("mistakes")
-    write_chats(here / "chats.jsonl", 40)
-    world.train(
-        here / "runs/mine",
-        f"data.path={here}/chats.jsonl",
-        "tokenizer.path=demo:bytes",
-        "train.steps=1",
-        "checkpoint.export_hf=true",
-    )
-    for name in ("hf", "no_config", "no_tokenizer", "cut"):
+    chats = write_chats(here / "chats.jsonl", 40)
+    usual = [f"data.path={chats}", "train.steps=1", "checkpoint.export_hf=true"]
+    world.train(here / "runs/mine", "tokenizer.path=demo:bytes", *usual)
+    for name in ("hf", "no_config", "no_tokenizer", "cut", "other", "other_words"):
         shutil.copytree(here / "runs/mine/hf", here / name)
-    world.train(
-        here / "runs/tuned",
-        f"data.path={here}/chats.jsonl",
-        f"model.init_from={here}/hf",
-        "adapter=lora",
-        "train.steps=1",
-        "checkpoint.export_hf=true",
-        "checkpoint.merge=true",
-    )
-    shutil.copytree(here / "hf", here / "other")
+    adapter = ["adapter=lora", "checkpoint.merge=true", f"model.init_from={here}/hf"]
+    world.train(here / "runs/tuned", *adapter, *usual)
     weights = load_file(here / "hf/model.safetensors")
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
     save_file(doubled, here / "other/model.safetensors", {"format": "pt"})
     shutil.copytree(here / "runs/mine", here / "runs/large")
-    shutil.copytree(here / "hf", here / "other_words")
     words = json.loads((here / "hf/tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
     a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
@@ -94,9 +74,8 @@ def folder(world, tmp_path_factory):
     (here / "no_tokenizer/tokenizer.json").unlink()
     os.truncate(here / "cut/model.safetensors", 9_000)
     larger = json.loads((here / "hf/tokenizer.json").read_text())
-    larger["added_tokens"] += [
-        {**larger["added_tokens"][-1], "id": i, "content": f"<{i}>"} for i in range(260, 300)
-    ]
+    added = larger["added_tokens"]
+    added += [{**added[-1], "id": i, "content": f"<{i}>"} for i in range(260, 300)]
     (here / "larger.json").write_text(json.dumps(larger))
     for name in ("chats(1).jsonl", "more.jsonl"):
         shutil.copy(here / "chats.jsonl", here / name)
@@ -139,7 +118,7 @@ from fsdp_trainer.cli import VERBS, main, with_bare_words
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.composing.sweep_overrides import SweepLine
 from fsdp_trainer.errors import UserError
-from tests import composing
+from tests.ranks import composing
 composing.keep()
 told = []
 for kind, words in json.loads(sys.stdin.read()):
@@ -176,14 +155,8 @@ def without_ranks(folder):
     ]
     given = json.dumps([(kind, words_of(line)) for line, kind in lines])
     env = {**os.environ, "PYTHONPATH": str(REPO), "HOME": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", SAY],
-        input=given,
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", SAY], input=given, **how)
     assert done.returncode == 0, done.stderr
     return dict(zip((line for line, _ in lines), json.loads(done.stdout), strict=True))
 
@@ -217,11 +190,8 @@ def give(lines, folder, how):
     """One rank's command line."""
     with in_folder(folder, how):
         line = lines[int(os.environ["RANK"])]
-        small = [
-            word
-            for word in SMALL
-            if "fsdp-trainer model" not in line or not word.startswith("model")
-        ]
+        no_sizes = "fsdp-trainer model" in line
+        small = [word for word in SMALL if not (no_sizes and word.startswith("model"))]
         return command(words_of(line, [*small, "train.steps=1"]), None)
 
 
@@ -231,41 +201,30 @@ def said(world, folder, without_ranks):
     messages = {}
     for how, block in BLOCK.findall(PAGE.read_text()):
         lines = [line for line, _ in commands(block)]
-        if how.startswith("2"):
+        if how.startswith("2"):  # a line for each rank
             results = world.call(2, give, lines, folder, how)
-            messages |= {
-                (how, lines[0]): ([t.code for t in results], results[0].err.strip()),
-                (how, lines[1]): ([0], ""),
-            }
+            messages[how, lines[0]] = [t.code for t in results], results[0].err.strip()
+            messages[how, lines[1]] = [0], ""
             continue
         for line in lines:
             if how:
-                results = world.call(1, give, [line], folder, how)
-                messages[how, line] = [results[0].code], results[0].err.strip()
+                (result,) = world.call(1, give, [line], folder, how)
+                code, message = result.code, result.err.strip()
             else:
-                messages[how, line] = [without_ranks[line][0]], without_ranks[line][1]
+                code, message = without_ranks[line]
+            messages[how, line] = [code], message
     return messages
 
 
-@pytest.mark.slow
 def test_every_mistake_says_what_the_page_shows(said, folder):
     def as_said(block: re.Match) -> str:
-        how, lines = block[1] or "", [line for line, _ in commands(block[2])]
-        shown = [
-            f"$ {line}\n"
-            + (
-                f"{text}\n"
-                if (
-                    text := said[how, line][1]
-                    .replace(str(folder), "/home/me")
-                    .replace(socket.gethostname(), "node-a")
-                )
-                else ""
-            )
-            for line in lines
-        ]
+        how, shown = block[1] or "", ""
+        for line, _ in commands(block[2]):
+            text = said[how, line][1].replace(str(folder), "/home/me")
+            text = text.replace(socket.gethostname(), "node-a")
+            shown += f"$ {line}\n" + (f"{text}\n" if text else "")
         title = f' title="{how}"' if how else ""
-        return f"```console{title}\n{''.join(shown)}```"
+        return f"```console{title}\n{shown}```"
 
     page = PAGE.read_text()
     written = BLOCK.sub(as_said, page)
@@ -274,7 +233,6 @@ def test_every_mistake_says_what_the_page_shows(said, folder):
     assert written == page
 
 
-@pytest.mark.slow
 def test_each_is_refused_with_2_and_what_follows_is_what_was_said_and_is_taken(said):
     for how, block in BLOCK.findall(PAGE.read_text()):
         (line, _), *then = commands(block)

@@ -1,4 +1,4 @@
-"""Promises of every recipe that need no training."""
+"""Promises of every recipe, option and named size that need neither training nor a plan."""
 
 import os
 
@@ -6,6 +6,7 @@ import pytest
 import yaml
 from recipe import PUBLISHED, RECIPES, named_size, published_model, recipe_as_it_is
 
+from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import CONF, compose, options
 from fsdp_trainer.config.composing.handover import (
     DESCRIPTOR,
@@ -13,40 +14,32 @@ from fsdp_trainer.config.composing.handover import (
     inherited_configuration,
 )
 from fsdp_trainer.config.document import recipe_heads
-from fsdp_trainer.config.methods import METHODS, is_missing
 from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
 
-DENSE = [
-    "loss.load_balancing=0", "loss.router_z_loss=0", "loss.bias_update_speed=0",
-    "sharding.expert=1",
-]  # fmt: skip
-"""For models without experts."""
 SHRUNK = [
-    "model=tiny",
-    "model.init_from=null",
-    "data.path=demo:backwards",
-    "tokenizer.path=demo:bytes",
-    "batch.seq_len=128",
-    "train.steps=2",
-    "sharding=ddp",
-    "sharding.cpu_offload=false",
-    "optim.offload=none",
-    "sharding.tensor=1",
-    "sharding.pipeline=1",
-    "precision=fp32",
-    "activation_checkpoint=none",
-    "schedule=wsd",
-    *DENSE,
-]
+    "model=tiny", "model.init_from=null", "data.path=demo:backwards", "tokenizer.path=demo:bytes",
+    "batch.seq_len=128", "train.steps=2", "sharding=ddp", "sharding.cpu_offload=false",
+    "optim.offload=none", "sharding.tensor=1", "sharding.pipeline=1", "precision=fp32",
+    "activation_checkpoint=none", "schedule=wsd", "loss.load_balancing=0", "loss.router_z_loss=0",
+    "loss.bias_update_speed=0", "sharding.expert=1",
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_composes_as_it_is_and_with_other_groups_and_values(name):
-    assert recipe_as_it_is(name).run.name == name
-    answers = recipe_as_it_is(name).objective.method.samples
-    shorter = ["objective.max_new_tokens=64"] if answers else []
+def test_every_recipe_tells_its_use_and_composes_as_it_is_and_with_other_groups_and_values(name):
+    head = recipe_heads()[name]
+    assert head.does.endswith(".")
+    assert "not said" not in head.hardware
+    assert f"+recipe={name}" in head.start
+
+    body = yaml.safe_load(file_of("recipe", name))
+    assert not [group for group, key in SELECTORS.items() if key in (body.get(group) or {})]
+
+    cfg = recipe_as_it_is(name)
+    assert cfg.run.name == name
+    shorter = ["objective.max_new_tokens=64"] if cfg.objective.method.samples else []
     cfg = compose("train", [f"+recipe={name}", *SHRUNK, *shorter])
     assert handed_over(cfg) == [cfg, cfg]
     assert cfg.train.steps == 2
@@ -55,10 +48,12 @@ def test_every_recipe_composes_as_it_is_and_with_other_groups_and_values(name):
     assert cfg.activation_checkpoint.mode == "none"
 
 
+def file_of(group, name):
+    return (CONF / group / f"{name}.yaml").read_text()
+
+
 def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path, monkeypatch):
-    monkeypatch.chdir(
-        tmp_path
-    )  # there is no runs/ yet, and runs/chain_mid must not be looked for on the hub
+    monkeypatch.chdir(tmp_path)  # without runs/; runs/chain_mid must not be looked for on the hub
     with pytest.raises(UserError) as refused:
         compose("train", ["+recipe=chain_sft", "data.path=demo:backwards"])
     (problem,) = refused.value.problems
@@ -84,64 +79,19 @@ def test_what_is_handed_over_is_checked_like_what_was_composed():
         handed_over(cfg)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_no_recipe_sets_a_selector_in_its_body(name):
-    body = yaml.safe_load((CONF / "recipe" / f"{name}.yaml").read_text())
-    assert not [
-        group for group, selector in SELECTORS.items() if selector in (body.get(group) or {})
-    ]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_says_what_it_does_on_what_and_how_to_start_it(name):
-    head = recipe_heads()[name]
-    assert head.does.endswith(".")
-    assert "not said" not in head.hardware
-    assert f"+recipe={name}" in head.start
-
-
-@pytest.mark.slow
-def test_every_option_sets_its_groups_selector():
-    groups = {
-        group: names
-        for group, names in options("train").items()
-        if group not in ("recipe", "sweep", "model")
-    }
+def test_every_option_sets_its_groups_selector_and_keys_that_exist():
     values = {
-        "bf16": "bfloat16",
-        "fp32": "float32",
-        "fp16": "float16",
-        "pure_bf16": "bfloat16",
-        "fp8": "bfloat16",
-        "enabled": True,
-        "disabled": False,
-    }
-    values |= {
-        "adamw_8bit": "adamw",
-        "adamw_bf16": "adamw",
-        "normuon": "muon",
-        "qlora": "lora",
-    }
-    for i in range(max(map(len, groups.values()))):
-        chosen = {group: names[i % len(names)] for group, names in groups.items()}
-        if chosen["activation_checkpoint"] == "budget":
-            chosen["compile"] = "enabled"  # one needs the other
-        if chosen["optim"] in ("muon", "normuon") or chosen["precision"] == "fp8":
-            chosen["adapter"] = "none"  # one refuses the other
-        method = METHODS[chosen["objective"]]
-        if method.samples or any(refused.is_wrong is is_missing for refused in method.refused):
-            chosen["objective"] = "sft"  # a teacher or rewards would have to be named
-        method = METHODS[chosen["objective"]]
-        if method.compares_answers:
-            chosen["data"] = "sft"  # another packing parts what is compared
-        if method.scores:
-            chosen["adapter"] = "none"
-        cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
-        for group, name in chosen.items():
-            selector = SELECTORS.get(group)
-            assert selector is None or getattr(getattr(cfg, group), selector) == values.get(
-                name, name
-            ), (group, name)
+        "bf16": "bfloat16", "pure_bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16",
+        "fp32": "float32", "enabled": True, "disabled": False, "adamw_8bit": "adamw",
+        "adamw_bf16": "adamw", "normuon": "muon", "qlora": "lora",
+    }  # fmt: skip
+    for group, names in options("train").items():
+        for name in names if group not in ("recipe", "sweep") else []:
+            body = yaml.safe_load(file_of(group, name))
+            keys = {f"{group}.{key}" for key in body}
+            assert keys <= flatten(TrainConfig).keys(), (group, name)
+            if group in SELECTORS:
+                assert body[SELECTORS[group]] == values.get(name, name), (group, name)
 
 
 @pytest.mark.slow

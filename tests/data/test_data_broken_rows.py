@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_trainer.config.data_files import data_files
-from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.file_splits import read_records, read_unit, split_units
 from fsdp_trainer.data.files.sources import Record, RecordError, find_sources
 from fsdp_trainer.data.records.conversations import FIELDS, REQUIRED, make_reader
-from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -124,17 +123,8 @@ def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
 
 
 def chat(**of_answer):
-    return {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "a"} | of_answer,
-        ]
-    }
-
-
-def prepared(root, path, **data):
-    template = load_template(data.pop("template", "chatml"), TOKENIZER)
-    return prepare(Data(path=str(path), **data), Batch(seq_len=512), TOKENIZER, template, root)
+    answer = {"role": "assistant", "content": "a"} | of_answer
+    return {"messages": [{"role": "user", "content": "q"}, answer]}
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -148,58 +138,39 @@ BROKEN = [
 
 
 @pytest.mark.slow
-def test_broken_rows_are_skipped_or_named(tmp_path):
-    file = tmp_path / "a.jsonl"
+def test_broken_rows_are_skipped_or_named(prepared, jsonl):
     lines = [
         *map(json.dumps, [chat(), *BROKEN]),
         f'{{"messages": {DEEP}}}',
         f'{{"messages": {"9" * 5000}}}',
     ]
-    file.write_text("\n".join(lines))
-    skipped = prepared(tmp_path / "c", file, on_error="skip")
+    file = jsonl(*lines)
+    skipped = prepared(file, on_error="skip")
     assert len(skipped.train[0]) == 1
     assert f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
     for line in lines[1:]:
-        file.write_text(lines[0] + "\n" + line)
+        jsonl(lines[0], line)
         with pytest.raises(UserError, match=r"a\.jsonl:2") as raised:
-            prepared(tmp_path / "c", file)
+            prepared(file)
         str(raised.value).encode()
 
 
 @pytest.mark.slow
-def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(tmp_path):
+def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(prepared, jsonl):
     """A row that could just be read may be too deep to be written: somewhere among these depths."""
     turns = json.dumps(chat(tool_calls=[{"name": "f", "arguments": "HERE"}])["messages"])
     nested = [
-        json.dumps({"messages": turns.replace('"HERE"', "[" * depth + "]" * depth)})
+        {"messages": turns.replace('"HERE"', "[" * depth + "]" * depth)}
         for depth in range(700, 1000)
     ]
-    (tmp_path / "a.jsonl").write_text(
-        "\n".join([*(json.dumps(chat(content=str(i))) for i in range(20)), *nested])
-    )
-    assert "skipped" in "\n".join(
-        prepared(tmp_path / "c", tmp_path / "a.jsonl", on_error="skip", validation=0.5).report
-    )
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        f'[{{"text": {DEEP}}}]',
-        f'{{"text": {DEEP}}}\n{{"text": "b"}}',
-        f'[{{"text": {"9" * 5000}}}]',
-    ],
-)
-def test_json_that_python_does_not_read_is_an_error_of_the_file(tmp_path, content):
-    (tmp_path / "a.json").write_text(content)
-    rows = list(read_records(str(tmp_path / "a.json")))
-    assert "that can be read" in rows[0].error
+    file = jsonl(*(chat(content=str(i)) for i in range(20)), *nested)
+    assert "skipped" in "\n".join(prepared(file, on_error="skip", validation=0.5).report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("validation", [None, 0.5])
 @pytest.mark.parametrize("template", ["plain", "chatml"])
-def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
+def test_a_table_may_hold_what_json_cannot(prepared, tmp_path, validation, template):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow as pa
 
@@ -210,9 +181,7 @@ def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
         for i in range(20)
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    data = prepared(
-        tmp_path / "c", tmp_path / "a.parquet", validation=validation, template=template
-    )
+    data = prepared(tmp_path / "a.parquet", validation=validation, template=template)
     assert len(data.train[0]) + (len(data.validation) if data.validation else 0) == 20
     assert "2024-01-02" in TOKENIZER.decode(data.train[0].read(0)[0].tolist())
 
@@ -247,6 +216,8 @@ BROKEN_FILES = {
     "nul.csv": ("text\na\nb\0\n", 3, "NUL byte"),
     "two.json": (f"[{GOOD}]\n[{GOOD}]", 3, "something follows the array"),
     "open.json": (f"[{GOOD}", 2, "Expecting ,"),
+    "deep.json": (f'[{{"text": {DEEP}}}]', 1, "that can be read"),
+    "digits.json": (f'[{{"text": {"9" * 5000}}}]', 1, "that can be read"),
     "quote.csv": ('text\na\n"b\nc\n', 3, "a quote is not closed"),
     "empty.jsonl": ("", 1, "holds no rows"),
     "empty.json": ("", 1, "neither an array"),
@@ -262,31 +233,23 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("name", BROKEN_FILES)
-def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, name):
+def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(prepared, tmp_path, name):
     content, line, reason = BROKEN_FILES[name]
     if name.endswith((".parquet", ".arrow")):
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "whole.jsonl").write_text(GOOD)
-    paths = [str(tmp_path / name), str(tmp_path / "whole.jsonl")]
     with pytest.raises(UserError, match=reason) as raised:
-        prepared(tmp_path / "c", tmp_path / name)
+        prepared(tmp_path / name)
     (problem,) = raised.value.problems
     assert problem.what.startswith(str(tmp_path / name))
     assert line is None or problem.what.endswith(f":{line}")
-    skipped = prepare(
-        Data(path=paths, on_error="skip"),
-        Batch(seq_len=64),
-        TOKENIZER,
-        load_template("plain", TOKENIZER),
-        tmp_path / "c",
-    )
+    paths = [tmp_path / name, tmp_path / "whole.jsonl"]
+    skipped = prepared(*paths, on_error="skip", template="plain")
     assert len(skipped.train[0]) >= 1
     assert "skipped 1 rows" in "\n".join(skipped.report)
-    (listed,) = [
-        json.loads(entry)
-        for entry in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()
-    ]
+    list_of_skipped = skipped.train[0].folder.with_name("skipped.jsonl")
+    (listed,) = map(json.loads, list_of_skipped.read_text().splitlines())
     assert f"{listed['file']}:{listed['line']}" == problem.what
     assert listed["why"] == problem.reason
 
@@ -304,66 +267,60 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
         ("a.jsonl", b'{"text": "good", "score": NaN}'),
     ],
 )
-def test_what_is_only_unusual_is_read(tmp_path, name, content):
+def test_what_is_only_unusual_is_read(prepared, tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    data = prepared(tmp_path / "c", tmp_path / name)
+    data = prepared(tmp_path / name)
     assert TOKENIZER.decode(data.train[0].read(0)[0].tolist()).startswith("good")
 
 
 @pytest.mark.slow
-@pytest.mark.further
-def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_path):
-    """Whatever the number of units: each byte is looked at once or twice, and the text is held a
-    few times."""
-    long = "many words " * 4_600_000
-    (tmp_path / "line.jsonl").write_text(GOOD + json.dumps({"text": long}) + "\n" + GOOD)
-    (tmp_path / "document.txt").write_text("a\n\n" + long + "\n\nb")
-    for file in ("line.jsonl", "document.txt"):
+def test_a_long_line_document_or_array_is_read_in_bounded_memory(tmp_path):
+    """Whatever the number of units: the text is held a few times, and an array never whole."""
+    long = "many words " * 460_000
+    array = [{"text": "x" * 10_000}] * 2000
+    files = {
+        "line.jsonl": (GOOD + json.dumps({"text": long}) + "\n" + GOOD, 3, 5 * len(long)),
+        "document.txt": ("a\n\n" + long + "\n\nb", 3, 5 * len(long)),
+        "array.json": (",\n".join(json.dumps(array).split(", ")), 2000, 8 << 20),  # of 20 MB
+    }
+    for name, (content, rows, limit) in files.items():
+        (tmp_path / name).write_text(content)
         tracemalloc.start()
-        lengths = [
-            len(row.columns["text"])
-            for unit in split_units(str(tmp_path / file), 1 << 20)
+        lines = [
+            (row.where[1], len(row.columns["text"]))
+            for unit in split_units(str(tmp_path / name), 1 << 17)
             for row in read_unit(unit)
         ]
-        peak = tracemalloc.get_traced_memory()[1]
+        assert tracemalloc.get_traced_memory()[1] < limit
         tracemalloc.stop()
-        assert len(lengths) == 3
-        assert abs(max(lengths) - len(long)) < 2
-        assert peak < 5 * len(long)
+        assert len(lines) == rows
+        if name == "array.json":
+            assert [line for line, _ in lines] == list(range(1, 2001))
+        else:
+            assert abs(max(length for _, length in lines) - len(long)) < 2
 
 
-@pytest.mark.slow
-def test_an_array_is_read_in_bounded_memory(tmp_path):
-    (tmp_path / "a.json").write_text(
-        "[" + ",\n".join(json.dumps({"text": "x" * 10_000}) for _ in range(2000)) + "]"
-    )
-    tracemalloc.start()
-    assert [row.where[1] for row in read_records(str(tmp_path / "a.json"))] == list(range(1, 2001))
-    assert tracemalloc.get_traced_memory()[1] < 8 << 20  # of 20 MB
-    tracemalloc.stop()
-
-
-def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, enter):
+def test_a_line_without_an_end_is_told_before_it_fills_the_memory(jsonl, enter):
     enter(inject.setting("longest_row", 1000))
     enter(inject.setting("json_chunk", 100))
     long = json.dumps({"text": "x" * 5000})
-    (tmp_path / "a.jsonl").write_text(f"{GOOD}{long}\n{GOOD}")
-    (tmp_path / "a.json").write_text(f"[{GOOD},{long}]")
-    assert [
-        row.error and "longer than" in row.error for row in read_records(str(tmp_path / "a.jsonl"))
-    ] == [None, True, None]
-    assert [
-        row.error and "in one value" in row.error for row in read_records(str(tmp_path / "a.json"))
-    ] == [None, True]
+    array = jsonl(f"[{GOOD},{long}]", name="a.json")
+    for file, reason, message in (
+        (jsonl(GOOD.strip(), long, GOOD.strip()), "longer than", [None, True, None]),
+        (array, "in one value", [None, True]),
+    ):
+        errors = [row.error for row in read_records(str(file))]
+        assert [error and reason in error for error in errors] == message
 
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 @pytest.mark.parametrize("happens", ["vanishes", "shrinks", "changes"])
-def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on_error):
+def test_a_file_that_changes_while_it_is_read_ends_the_run(prepared, tmp_path, happens, on_error):
     """The run ends even if broken rows are skipped: the cache would hold, under the name of the
     whole file, a part of it."""
     file = tmp_path / "a.jsonl"
     file.write_text(GOOD * 1000)
+    changed = {"shrinks": GOOD * 10, "changes": GOOD.replace("good", "evil") * 1000}
 
     def read(real, unit):
         rows = real(unit)
@@ -371,20 +328,17 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on
         if happens == "vanishes":
             file.unlink()
         else:
-            file.write_text(
-                GOOD * 10 if happens == "shrinks" else GOOD.replace("good", "evil") * 1000
-            )
+            file.write_text(changed[happens])
         yield from rows
 
     with inject.around("file_read", read), pytest.raises(UserError) as raised:
-        prepared(tmp_path / "c", file, on_error=on_error)
+        prepared(file, on_error=on_error)
     (problem,) = raised.value.problems
     assert problem.what.startswith(str(file))
     assert "Start again" in problem.reason
     assert not [*(tmp_path / "c").glob("*/meta.json")]
 
 
-@pytest.mark.slow
 def test_what_is_tokenized_needs_its_source_no_more(train, tmp_path, chats):
     file = tmp_path / "chats.jsonl"
     shutil.copy(chats, file)

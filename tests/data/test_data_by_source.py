@@ -5,6 +5,9 @@ import json
 import pytest
 from world import write_chats
 
+STILL = ["optim.lr=0", "schedule.warmup_steps=0", "train.epochs=1", "data.packing=none"]
+"""Words for a model that does not move."""
+
 
 @pytest.fixture
 def sources(tmp_path):
@@ -14,110 +17,56 @@ def sources(tmp_path):
         write_chats(tmp_path / "data" / f"{name}.jsonl", n, start)
         for name, n, start in (("a", 40, 0), ("b", 20, 200), ("rare", 1, 300))
     ]
-    weighted = {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "answer", "weight": 0.5},
-        ]
-    }
-    files[2].write_text(json.dumps(weighted))
+    answer = {"role": "assistant", "content": "answer", "weight": 0.5}
+    files[2].write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, answer]}))
     return files
 
 
-@pytest.mark.slow
 def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
-    """A model that does not move (lr 0): one step over everything, against steps over each file."""
-    still = [
-        "optim.lr=0",
-        "schedule.warmup_steps=0",
-        "train.epochs=1",
-        "batch.rows=100",
-        "batch.micro_rows=20",
-        "data.packing=none",
-    ]
-    alone = {path.stem: train(path.stem, f"data.path={path}", *still).metrics for path in sources}
-    (line,) = train("all", f"data.path={sources[0].parent}", *still, ranks=2).metrics
+    """One step over everything, and its validation, against a step over each file."""
+    a, b, _ = sources
+    words = [*STILL, "batch.rows=100", "batch.micro_rows=20", f"data.validation={a}"]
+    runs = {path.stem: train(path.stem, f"data.path={path}", *words) for path in sources}
+    words[-1] = f"data.validation=[{a},{b}]"
+    both = train("all", f"data.path={a.parent}", *words, "train.validate_every=1", ranks=2)
+    alone = {name: run.metrics[0] for name, run in runs.items()}
+    losses = {name: line["loss"] for name, line in alone.items()}
+    (line,) = both.metrics
     assert list(line["loss_by_source"]) == ["a", "b", "rare"]
-    for name, (single,) in alone.items():
-        assert line["loss_by_source"][name] == pytest.approx(single["loss"], rel=1e-5)
-        assert "loss_by_source" not in single
-    weights = {
-        name: metrics[0]["supervised_tokens"] * (0.5 if name == "rare" else 1)
-        for name, metrics in alone.items()
-    }
-    mean = sum(line["loss_by_source"][name] * weight for name, weight in weights.items()) / sum(
-        weights.values()
-    )
-    assert line["loss"] == pytest.approx(mean, rel=1e-6)
+    assert line["loss_by_source"] == pytest.approx(losses, rel=1e-5)
+    assert all("loss_by_source" not in single for single in alone.values())
+    weights = {name: single["supervised_tokens"] for name, single in alone.items()}
+    weights["rare"] *= 0.5
+    sums = [line["loss_by_source"][name] * weight for name, weight in weights.items()]
+    assert line["loss"] == pytest.approx(sum(sums) / sum(weights.values()), rel=1e-6)
+
+    before, after = both.event("evaluation")
+    assert (before["step"], after["step"]) == (0, 1)
+    for evaluation in (before, after):
+        assert evaluation["losses"] == pytest.approx({"a": losses["a"], "b": losses["b"]}, rel=1e-5)
+    assert line["validation_loss_by_source"] == after["losses"]
+    assert all("losses" not in event for run in runs.values() for event in run.event("evaluation"))
 
 
-@pytest.mark.slow
 def test_a_source_that_is_absent_from_a_step_has_no_loss_in_it(train, sources):
-    run = train(
-        "run",
-        f"data.path=[{','.join(map(str, sources))}]",
-        "train.epochs=1",
-        "data.packing=none",
-        ranks=2,
-    )
-    names = [set(line["loss_by_source"]) for line in run.metrics]
-    assert sum("rare" in present for present in names) == 1
-    assert all(present <= {"a", "b", "rare"} for present in names)
-
-
-@pytest.mark.slow
-def test_validation_tells_its_files_apart(train, sources):
-    run = train(
-        "run",
-        f"data.validation=[{sources[0]},{sources[1]}]",
-        "train.steps=2",
-        "train.validate_every=1",
-        ranks=2,
-    )
-    alone = [
-        train(path.stem, f"data.validation={path}", "train.steps=1").event("evaluation")[-1]
-        for path in sources[:2]
-    ]
-    before, first, _ = run.event("evaluation")
-    assert before["step"] == 0
-    assert set(before["losses"]) == {"a", "b"}
-    assert first["losses"] == pytest.approx(
-        {"a": alone[0]["loss"], "b": alone[1]["loss"]}, rel=1e-5
-    )
-    assert run.metrics[0]["validation_loss_by_source"] == first["losses"]
-    assert "losses" not in alone[0]
-
-
-@pytest.mark.slow
-def test_the_preview_tells_what_each_source_has(world, sources):
-    arguments = [
-        f"data.path={sources[0].parent}",
-        "tokenizer.path=demo:bytes",
-        f"run.root={sources[0].parent.parent}",
-    ]
-    (result,) = world.command("preview", *arguments, "batch.seq_len=64")
-    lines = [
-        line.split()
-        for line in result.out.splitlines()
-        if line.split()[:1] in (["a"], ["b"], ["rare"])
-    ]
-    assert [(name, samples, epochs) for name, samples, *_, epochs in lines] == [
-        ("a", "40", "1.00"),
-        ("b", "20", "1.00"),
-        ("rare", "1", "1.00"),
-    ]
-
-
-@pytest.mark.slow
-def test_trackers_get_a_curve_for_each_source(train, sources):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = train(
-        "run", f"data.path={sources[0].parent}", "train.steps=1", "logging.tensorboard=true"
-    )
-    events = EventAccumulator(str(run.folder / "tensorboard"))
-    events.Reload()
-    assert events.Scalars("loss_by_source/a")[0].value == pytest.approx(
-        run.metrics[0]["loss_by_source"]["a"]
-    )
+    words = [*STILL, f"data.path=[{','.join(map(str, sources))}]", "logging.tensorboard=true"]
+    run = train("run", *words, ranks=2)
+    by_step = {line["step"]: line["loss_by_source"] for line in run.metrics}
+    curves = EventAccumulator(str(run.folder / "tensorboard"))
+    curves.Reload()
+    for name in ("a", "b", "rare"):
+        curve = {each.step: each.value for each in curves.Scalars(f"loss_by_source/{name}")}
+        assert curve == pytest.approx({n: row[name] for n, row in by_step.items() if name in row})
+    assert all(set(losses) <= {"a", "b", "rare"} for losses in by_step.values())
+    assert sum("rare" in losses for losses in by_step.values()) == 1
+
+
+def test_the_preview_tells_what_each_source_has(preview, sources):
+    shown = preview(f"data.path={sources[0].parent}", "batch.seq_len=64")
+    lines = [line.split() for line in shown.splitlines()]
+    figures = {line[0]: (line[1], line[-1]) for line in lines if len(line) > 3}
+    for name, samples in (("a", "40"), ("b", "20"), ("rare", "1")):
+        assert figures[name] == (samples, "1.00")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_trainer.data.order.mixture import Component, Mixture
-from fsdp_trainer.data.order.packing import Groups, best_fit
+from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.token_store import (
     Damaged,
@@ -54,16 +54,23 @@ def rows_of(order: RowOrder, epoch: int = 0) -> list[list[int]]:
 
 @pytest.mark.slow
 @settings(deadline=None)
-@given(GROUPS, st.sampled_from(["best_fit", "none"]), st.booleans(), st.integers(0, 3))
-def test_a_group_is_never_split_and_keeps_its_order(
-    tmp_path_factory, groups, packing, shuffle, seed
+@given(
+    GROUPS,
+    st.sampled_from(["best_fit", "none"]),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_a_group_is_never_split_and_every_supervised_token_knows_its_document_and_group(
+    tmp_path_factory, groups, packing, shuffle, seed, micro_rows, ranks
 ):
     folder = tmp_path_factory.mktemp("groups") / "store"
     written(folder, groups)
     order = RowOrder(TokenStore(folder, "f"), SEQ_LEN, packing, shuffle, seed)
     lengths = [length for group in groups for length in group]
-    ends = np.cumsum([len(group) for group in groups]).tolist()
-    members = [list(range(end - len(group), end)) for group, end in zip(groups, ends, strict=True)]
+    group_of = [i for i, group in enumerate(groups) for _ in group]
+    members = [[k for k, other in enumerate(group_of) if other == i] for i in range(len(groups))]
     for epoch in range(2):
         rows = rows_of(order, epoch)
         assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
@@ -74,40 +81,16 @@ def test_a_group_is_never_split_and_keeps_its_order(
             assert row[at : at + len(group)] == group
         if packing == "none":
             assert sorted(rows) == members
+        else:
+            whole = best_fit(np.array([sum(group) for group in groups]), SEQ_LEN)
+            assert len(rows) == len(whole.offsets) - 1
 
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(GROUPS)
-def test_groups_take_as_few_rows_as_documents_of_their_lengths(groups):
-    lengths = np.array([length for group in groups for length in group])
-    starts = np.array([i == 0 for group in groups for i in range(len(group))])
-    packed = Groups.from_starts(starts, lengths)
-    by_group = best_fit(packed.lengths, SEQ_LEN)
-    samples, offsets = packed.samples(by_group.documents, by_group.offsets)
-    whole = best_fit(np.array([sum(group) for group in groups]), SEQ_LEN)
-    assert len(offsets) == len(whole.offsets)
-    assert sorted(samples.tolist()) == list(range(len(lengths)))
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(GROUPS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
-def test_every_supervised_token_knows_its_document_and_group(
-    tmp_path_factory, groups, micro_rows, ranks, seed
-):
-    folder = tmp_path_factory.mktemp("groups") / "store"
-    written(folder, groups)
-    group_of_document = [i for i, group in enumerate(groups) for _ in group]
-    firsts = np.cumsum([0, *(length for group in groups for length in group)])
-    mixture = Mixture(
-        [Component("", RowOrder(TokenStore(folder, "f"), SEQ_LEN, "best_fit", True, seed))]
-    )
+    firsts, all_documents = np.cumsum([0, *lengths]), []
+    mixture = Mixture([Component("", order)])
     batches = [
         Batches(mixture, micro_rows, rank, ranks, torch.device("cpu"), number_documents=True)
         for rank in range(ranks)
     ]
-    all_documents = []
     for plan in batches[0].plans(4, mixture.rows_per_epoch):
         for batch in (batch for rank in batches for batch in rank.micro_batches(plan)):
             count, learnt = len(batch.groups), (batch.weights > 0).numpy()
@@ -117,11 +100,11 @@ def test_every_supervised_token_knows_its_document_and_group(
             pairs = sorted(set(zip(numbers.tolist(), samples.tolist(), strict=True)))
             assert [number for number, _ in pairs] == list(range(count))
             documents = [sample for _, sample in pairs]
-            theirs = [group_of_document[document] for document in documents]
+            theirs = [group_of[document] for document in documents]
             in_batch = {group: number for number, group in enumerate(dict.fromkeys(theirs))}
             assert batch.groups.tolist() == [in_batch[group] for group in theirs]
             all_documents += documents
-    assert sorted(all_documents) == list(range(len(group_of_document)))
+    assert sorted(all_documents) == list(range(len(lengths)))
 
 
 def test_without_groups_nothing_is_written_and_rows_are_what_they_were(tmp_path):
@@ -133,12 +116,8 @@ def test_without_groups_nothing_is_written_and_rows_are_what_they_were(tmp_path)
     expected = best_fit(np.array(lengths), SEQ_LEN)
     order = RowOrder(store, SEQ_LEN, "best_fit", True, 0)
     assert order.rows_per_epoch == len(expected.offsets) - 1
-    assert (
-        Batches(Mixture([Component("", order)]), 2, 0, 1, torch.device("cpu"))
-        .assemble(order.read_rows([0, 1]))
-        .documents
-        is None
-    )
+    batches = Batches(Mixture([Component("", order)]), 2, 0, 1, torch.device("cpu"))
+    assert batches.assemble(order.read_rows([0, 1])).documents is None
 
 
 def test_parts_with_and_without_groups_are_joined(tmp_path):

@@ -4,11 +4,9 @@ import base64
 import json
 import os
 import struct
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from zlib import crc32
 
+import fsspec
 import numpy as np
 import pytest
 from image_models import make_image_folder, write_pictures
@@ -39,12 +37,12 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def prepared(model, folder):
+def prepared(model, folder, jsonl):
     """Return `prepared(*rows, **keys of data)`, which prepares the rows of a file in `folder`."""
 
     def make(*rows, name="rows.jsonl", **keys):
         if rows:
-            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            jsonl(*rows, name=name)
         data = Data(**{"path": str(folder / name), **keys})
         tokenizer = load_tokenizer(str(model))
         reader = ImageReader(ImageProcessor(str(model)), folder / "cache")
@@ -62,8 +60,14 @@ def content_of(store, sample=0):
     return text, [image.file.digest for image in store.images(sample)]
 
 
-def asking(*parts):
-    return {"messages": [{"role": "user", "content": [*parts]}, ANSWER]}
+def saying(*contents, **columns):
+    """Return a row of questions with these contents, each with the answer."""
+    pairs = [({"role": "user", "content": content}, ANSWER) for content in contents]
+    return {"messages": [turn for pair in pairs for turn in pair]} | columns
+
+
+def asking(*parts, **columns):
+    return saying([*parts], **columns)
 
 
 def image(place):
@@ -74,6 +78,9 @@ def text(words):
     return {"type": "text", "text": words}
 
 
+ROW = asking(image("pictures/0.png"), text("q"))
+
+
 def bytes_of(folder, name="0.png"):
     return (folder / "pictures" / name).read_bytes()
 
@@ -81,30 +88,28 @@ def bytes_of(folder, name="0.png"):
 @pytest.mark.slow
 def test_all_forms_of_an_image_give_the_same_sample(prepared, folder):
     plain = base64.b64encode(bytes_of(folder)).decode()
-    at, url = "pictures/0.png", f"data:image/png;base64,{plain}"
+    at, url, what = "pictures/0.png", f"data:image/png;base64,{plain}", text("what?")
     absolute = f"{folder}/{at}"
     said = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "a!"}]
-    rows = [
-        asking(image(at), text("what?")),
-        asking(image(absolute), text("what?")),
-        asking(image(f"file://{absolute}"), text("what?")),
-        asking(image(plain), text("what?")),
-        asking({"type": "image", "path": at}, text("what?")),
-        asking({"type": "image_url", "image_url": {"url": url}}, text("what?")),
-        asking({"type": "input_image", "image_url": url}, text("what?")),
-        asking({"type": "image"}, text("what?")) | {"images": [at]},
-        {"messages": [{"role": "user", "content": "<image>what?"}, ANSWER], "images": [at]},
-        {"messages": [{"role": "user", "content": "what?"}, ANSWER], "images": [at]},
+    forms = [
+        *map(image, (at, absolute, f"file://{absolute}", plain)),
+        {"type": "image", "path": at},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "input_image", "image_url": url},
+    ]
+    rows = [asking(form, what) for form in forms] + [
+        asking({"type": "image"}, what, images=[at]),
+        saying("<image>what?", images=[at]),
+        saying("what?", images=[at]),
         {"messages": [{"role": "user", "content": "what?", "images": [at]}, ANSWER]},
         {"conversations": said, "image": at},
         {"prompt": "<image>what?", "completion": "a!", "images": [at]},
         {"instruction": "what?", "output": "a!", "image": at},
     ]
-    for i, row in enumerate(rows):
-        [store] = prepared(row, name=f"{i}.jsonl").train
-        if not i:
-            expected = content_of(store)
-            assert len(expected[1]) == 1
+    stores = [prepared(row, name=f"{i}.jsonl").train[0] for i, row in enumerate(rows)]
+    expected = content_of(stores[0])
+    assert len(expected[1]) == 1
+    for store, row in zip(stores, rows, strict=True):
         assert content_of(store) == expected, row
 
 
@@ -113,13 +118,8 @@ def test_a_table_with_bytes_is_read(prepared, folder):
     table = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
-    rows = [
-        {
-            "messages": [{"role": "user", "content": "<image>what?"}, ANSWER],
-            "images": [{"bytes": bytes_of(folder, f"{i}.png"), "path": "elsewhere.png"}],
-        }
-        for i in range(3)
-    ]
+    pictures = [{"bytes": bytes_of(folder, f"{i}.png"), "path": "elsewhere.png"} for i in range(3)]
+    rows = [saying("<image>what?", images=[picture]) for picture in pictures]
     pyarrow.parquet.write_table(table.Table.from_pylist(rows), folder / "rows.parquet")
     [store] = prepared(name="rows.parquet").train
     assert len(store) == 3
@@ -128,11 +128,8 @@ def test_a_table_with_bytes_is_read(prepared, folder):
 
 
 def test_images_stand_where_the_turns_have_them_and_are_not_supervised(prepared, model):
-    parts = (text("see "), image("pictures/0.png"), text(" and "), image("pictures/1.png"))
-    second = {"role": "user", "content": [image("pictures/2.png"), text("more")]}
-    row = asking(*parts)
-    row["messages"] += [second, ANSWER]
-    data = prepared(row, loss_on="all")
+    parts = [text("see "), image("pictures/0.png"), text(" and "), image("pictures/1.png")]
+    data = prepared(saying(parts, [image("pictures/2.png"), text("more")]), loss_on="all")
     [store] = data.train
     (tokens, weights), token = store.read(0), ImageProcessor(str(model)).token
     places = np.flatnonzero(tokens == token)
@@ -178,95 +175,70 @@ def test_an_image_that_cannot_be_read_is_named_with_file_and_line(
     content = bytes_of(folder)[:400] if content == "half" else content
     if content is not None:
         (folder / name).write_bytes(content)
-    good = asking(image("pictures/0.png"), text("q"))
+    bad = asking(image(name), text("q"))
     with pytest.raises(UserError) as error:
-        prepared(good, asking(image(name), text("q")))
+        prepared(ROW, bad)
     (problem,) = error.value.problems
     assert problem.what == f"{folder}/rows.jsonl:2"
     assert reason in problem.reason
-    skipped = prepared(good, asking(image(name), text("q")), on_error="skip")
-    assert [len(store) for store in skipped.train] == [1]
+    [skipped] = prepared(ROW, bad, on_error="skip").train
+    assert len(skipped) == 1
 
 
 def test_rows_whose_images_and_places_differ_are_refused(prepared):
     for content in ("<image> or <image>?", "<image> or \ufffc?"):
-        row = {"messages": [{"role": "user", "content": content}, ANSWER]}
-        with pytest.raises(UserError) as error:
-            prepared(row | {"images": ["pictures/0.png"]})
-        assert "has 1 images, and its turns have places for 2" in error.value.problems[0].reason
+        with pytest.raises(UserError, match="has 1 images, and its turns have places for 2"):
+            prepared(saying(content, images=["pictures/0.png"]))
 
 
 @pytest.mark.slow
 def test_an_image_that_was_changed_is_tokenized_again(prepared, folder):
-    row = asking(image("pictures/0.png"), text("q"))
-    [before] = prepared(row).train
+    [before] = prepared(ROW).train
     first = before.images(0)
-    [same] = prepared(row).train
+    [same] = prepared(ROW).train
     assert same.fingerprint == before.fingerprint
     Image.new("RGB", (64, 64)).save(folder / "pictures" / "0.png")
-    [after] = prepared(row).train
+    [after] = prepared(ROW).train
     assert after.fingerprint != before.fingerprint
     assert after.images(0)[0].tokens != first[0].tokens
     os.remove(folder / "pictures" / "0.png")
-    with pytest.raises(UserError) as error:
-        prepared(row)
-    assert "does not exist" in error.value.problems[0].reason
+    with pytest.raises(UserError, match="does not exist"):
+        prepared(ROW)
 
 
-def test_the_same_rows_beside_other_pictures_are_other_data(prepared, folder, tmp_path):
-    row = asking(image("pictures/0.png"), text("q"))
-    [before] = prepared(row).train
+def test_the_same_rows_beside_other_pictures_are_other_data(prepared, folder):
+    [before] = prepared(ROW).train
     elsewhere = folder / "elsewhere"
     write_pictures(elsewhere / "pictures", 1, size=(64, 64))
-    [after] = prepared(row, name="elsewhere/rows.jsonl").train
+    [after] = prepared(ROW, name="elsewhere/rows.jsonl").train
     assert after.images(0)[0].file.path == str(elsewhere / "pictures" / "0.png")
     assert after.fingerprint != before.fingerprint
 
 
 def test_a_sample_that_is_cut_ends_before_an_image_that_is_cut(prepared):
-    row = asking(image("pictures/0.png"), text("q"))
-    row["messages"] += [
-        {"role": "user", "content": [text("x" * 212), image("pictures/1.png")]},
-        ANSWER,
-    ]
-    [store] = prepared(row, too_long="truncate").train
+    first = [image("pictures/0.png"), text("q")]
+    second = [text("x" * 212), image("pictures/1.png")]
+    [store] = prepared(saying(first, second), too_long="truncate").train
     tokens, _ = store.read(0)
     assert [image.tokens for image in store.images(0)] == [6]
     assert 240 < len(tokens) < 256
 
 
-@pytest.mark.slow
-def test_images_at_urls_are_fetched_once_also_beside_a_remote_file(prepared, folder, model):
-    pytest.importorskip("aiohttp")
-    requests = []
-
-    class Handler(SimpleHTTPRequestHandler):
-        """Serves the folder, and keeps the paths of all requests with a body."""
-
-        def do_GET(self):
-            requests.append(self.path)
-            super().do_GET()
-
-        def log_message(self, *args):
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-    Thread(target=server.serve_forever, daemon=True).start()
+def test_images_at_urls_are_fetched_once_also_beside_a_remote_file(prepared, folder):
+    url, store = "memory://bucket/images", fsspec.filesystem("memory")
+    rows = [asking(image(place), "q") for place in ("pictures/0.png", f"{url}/pictures/1.png")]
+    for name in ("0.png", "1.png"):
+        store.pipe(f"/bucket/images/pictures/{name}", bytes_of(folder, name))
+    store.pipe("/bucket/images/rows.jsonl", "\n".join(map(json.dumps, rows)).encode())
     try:
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        rows = [asking(image(place), "q") for place in ("pictures/0.png", f"{url}/pictures/1.png")]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        [store] = prepared(path=f"{url}/rows.jsonl").train
-        names = [os.path.basename(image.file.path) for image in store.all_images()]
-        assert names == ["0.png", "1.png"]
-        assert all(str(folder / "cache" / "remote") in i.file.path for i in store.all_images())
-        before = len([path for path in requests if "pictures" in path])
-        [other] = prepared(*rows[1:], name="local.jsonl").train
-        assert content_of(other) == content_of(store, 1)
-        assert len([path for path in requests if "pictures" in path]) == before
-        with pytest.raises(UserError) as error:
+        [remote] = prepared(path=f"{url}/rows.jsonl").train
+        files = [image.file for image in remote.all_images()]
+        assert [os.path.basename(file.path) for file in files] == ["0.png", "1.png"]
+        assert all(str(folder / "cache" / "remote") in file.path for file in files)
+        [local] = prepared(rows[1], name="local.jsonl").train
+        assert content_of(local) == content_of(remote, 1)
+        assert [image.file for image in local.all_images()] == files[1:], "with its time of change"
+        with pytest.raises(UserError, match=f"the image {url}/none.png there is no such file"):
             prepared(asking(image(f"{url}/none.png"), "q"), name="missing.jsonl")
-        assert f"the image {url}/none.png there is no such file" in error.value.problems[0].reason
     finally:
-        server.shutdown()
-        server.server_close()
+        store.rm("/bucket", recursive=True)

@@ -1,9 +1,13 @@
 """Several sources by weight or repeat: exact over any prefix, counted, and changed on the way
-without a row lost or repeated."""
+without a row lost or repeated.
+
+That an epoch of repeats holds each row as often as asked, and that its rows and totals are those
+of the components, is in test_data_properties.py.
+"""
 
 import json
+import shutil
 from collections import Counter
-from fractions import Fraction
 from types import SimpleNamespace
 
 import inject
@@ -18,6 +22,7 @@ from world import SPIKY, write_chats
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.files.file_changes import SAME_FILES, describe_changed_files, stored_files
+from fsdp_trainer.data.files.sources import find_sources
 from fsdp_trainer.data.order.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.errors import UserError
@@ -39,20 +44,14 @@ from fsdp_trainer.training.progress import Progress
 def test_after_any_number_of_rows_each_share_is_exact_to_less_than_a_row(exponents, n, whole):
     parts = [max(1, round(10**e * whole)) for e in exponents]
     turns = Turns(parts)
-    had = turns.taken(n)
-    assert had.sum() == n
-    for window in (
-        n,
-        n // turns.span * turns.span + turns.span - 50,
-    ):  # across an edge of blocks, too
-        had, window = turns.taken(window), np.arange(window, window + 100)
-        who, ordinal = turns.at(window)
-        for i, part in enumerate(parts):
-            mine = np.flatnonzero(who == i)
-            assert ordinal[mine].tolist() == list(range(had[i], had[i] + len(mine)))
-            for after in (1, 37, 100):
-                count = had[i] + int((mine < after).sum())
-                assert abs(count - Fraction(int(window[0]) + after) * part / sum(parts)) < 1
+    edge = (n // turns.span + 1) * turns.span  # of two blocks
+    for first in (n, edge - 50):
+        had, (who, ordinal) = turns.taken(first), turns.at(np.arange(first, first + 100))
+        counts = had + np.cumsum(who[:, None] == range(len(parts)), axis=0)
+        wanted = np.outer(np.arange(first + 1, first + 101).astype(object), parts)
+        assert had.sum() == first
+        assert np.array_equal(ordinal, counts[range(100), who] - 1)
+        assert (abs(counts.astype(object) * sum(parts) - wanted) < sum(parts)).all()
 
 
 def test_turns_are_what_they_always_were():
@@ -63,91 +62,68 @@ def test_turns_are_what_they_always_were():
     assert Counter(who.tolist()) == {0: 14, 1: 4, 2: 2}
 
 
-def text_component(name, lengths, weight=1.0, seed=0):
+def text_component(name, lengths, weight=1.0):
     """Texts of its own, packed into rows of 16."""
     store = Texts(lengths)
     store.source_names, store.folder, store.where = [name], name, lambda sample: f"{name}:{sample}"
-    return Component(
-        name, RowOrder(store, 16, "best_fit", True, seed), f"{name}{list(lengths)}/{seed}", weight
-    )
+    order = RowOrder(store, 16, "best_fit", True, 0)
+    return Component(name, order, f"{name}{list(lengths)}", weight)
 
 
-LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.tuples(LENGTHS, st.sampled_from([1, 2, 3])), min_size=1, max_size=5),
-    st.integers(0, 3),
-)
-def test_an_epoch_of_repeats_holds_every_row_exactly_that_often(sources, epoch):
-    mixture = Mixture(
-        [text_component(f"{i}", lengths, times) for i, (lengths, times) in enumerate(sources)]
-    )
-    n = mixture.rows_per_epoch
-    who, index = mixture.locate(range(epoch * n, (epoch + 1) * n))
-    for i, (component, (_, times)) in enumerate(zip(mixture.components, sources, strict=True)):
-        rows = component.order.rows_per_epoch
-        assert Counter((index[who == i] % rows).tolist()) == dict.fromkeys(range(rows), times)
+def mixture_of(weighted=False, **sources):
+    """sources: the lengths of each one's texts, and its weight or repeat."""
+    return Mixture([text_component(name, *of_it) for name, of_it in sources.items()], weighted)
 
 
 def test_half_a_repeat_goes_on_with_the_other_half():
-    mixture = Mixture(
-        [
-            text_component("a", [16] * 8, 0.5),
-            text_component("b", [16] * 3),
-            text_component("never", [16], 0),
-        ]
-    )
+    mixture = mixture_of(a=([16] * 8, 0.5), b=([16] * 3, 1), never=([16], 0))
     assert mixture.rows_per_epoch == 7
     who, index = mixture.locate(range(14))
     assert sorted(index[who == 0]) == list(range(8))
     assert sorted(index[who == 1]) == list(range(6))
     assert 2 not in who
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=40)
-@given(st.lists(LENGTHS, min_size=2, max_size=4), st.integers(0, 60), st.integers(1, 30))
-def test_rows_and_totals_are_those_of_the_components(sources, start, count):
-    mixture = Mixture(
-        [text_component(f"{i}", lengths, 1 + i) for i, lengths in enumerate(sources)], weighted=True
-    )
-    read = mixture.read_rows(range(start, start + count))
-    who, index = mixture.locate(range(start, start + count))
-    for i in range(count):
-        row, alone = read.row(i), mixture.components[who[i]].order.read(int(index[i]))
-        assert np.array_equal(row.tokens, alone.tokens)
-        assert row.documents == alone.documents
-        assert row.sources == [who[i]] * len(row.documents)
-        assert mixture.where(start + i)[0].startswith(f"{who[i]}:")
-    totals = (
-        read.weights.sum(),
-        sum(map(sum, read.documents)),
-        (read.labels != -100).sum(),
-        mixture.attention_costs(range(start, start + count)).sum(),
-    )
-    assert mixture.totals(start, start + count) == pytest.approx(totals)
+    for row, component in enumerate(who):
+        assert mixture.where(row)[0].startswith("ab"[component])
 
 
 def test_weights_are_shares_of_the_tokens_however_full_the_rows_are():
-    mixture = Mixture(
-        [
-            text_component("full", [16] * 100, 0.5),
-            text_component("half", [9] * 100, 0.25),
-            text_component("c", [12] * 9, 0.25),
-        ],
-        True,
-    )
+    mixture = mixture_of(True, full=([16] * 100, 0.5), half=([9] * 100, 0.25), c=([12] * 9, 0.25))
     report = mixture.report(4000)
-    assert [line["share"] for line in report] == pytest.approx([0.5, 0.25, 0.25], abs=1e-3)
-    assert [line["share_asked"] for line in report] == pytest.approx([0.5, 0.25, 0.25], abs=1e-6)
+    for line, share in zip(report, [0.5, 0.25, 0.25], strict=True):
+        assert line["share"] == pytest.approx(share, abs=1e-3)
+        assert line["share_asked"] == pytest.approx(share, abs=1e-6)
     assert report[2]["epochs"] == pytest.approx(report[2]["rows"] / 9, abs=1e-4)
     assert mixture.rows_per_epoch == 209
     assert sum(line["tokens"] for line in report) == mixture.totals(0, 4000)[1]
     assert "Muennighoff" in mixture.plan(4000)[-1]
     assert "Muennighoff" not in str(mixture.plan(40))
+
+
+def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
+    """At a start: a small source with a large weight has thousands."""
+    epochs = []
+
+    def noted(plan, order, epoch):
+        epochs.append(epoch)
+        return plan(order, epoch)
+
+    mixture = mixture_of(True, small=([16], 0.9), large=([8, 8] * 100, 0.1))
+    with inject.around("plan_epoch", noted):
+        share = mixture.attention_cost_share(np.square)
+    assert len(epochs) == 2
+    assert share == pytest.approx(0.9 * 1 + 0.1 * 2 * 8**2 / 16**2)
+
+
+def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
+    """They are dealt by it, on every machine alike; a mean over windows is no whole number."""
+    cost = lambda lengths: lengths**2 / 3 + 0.1  # noqa: E731
+    order = RowOrder(Texts([7, 8] * 500), 16, "best_fit", True, 0, cost)
+    rows = range(order.rows_per_epoch)
+    costs = {}
+    for documents, of_row in zip(
+        order.read_rows(rows).documents, order.attention_costs(rows).tolist(), strict=True
+    ):
+        assert costs.setdefault(tuple(sorted(documents)), of_row) == of_row
 
 
 # --- another mixture at resume ------------------------------------------------------------------
@@ -161,7 +137,6 @@ def go_on(mixture, progress, rows):
     return resume_data(mixture, progress, "")
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(
@@ -184,42 +159,24 @@ def test_each_source_goes_on_at_its_own_row_whatever_comes_and_goes(segments):
 
 
 def test_what_a_resume_makes_of_changed_data_is_told():
-    first = Mixture(
-        [
-            text_component("a", [16] * 4, 0.5),
-            text_component("b", [16] * 4, 0.3),
-            text_component("c", [16], 0.2),
-        ],
-        True,
-    )
+    four, five, one = [16] * 4, [16] * 5, [16]
+    first = mixture_of(True, a=(four, 0.5), b=(four, 0.3), c=(one, 0.2))
     begun = Progress(segments=[first.state(10)])
     _, same, message = go_on(Mixture(first.components, True), begun, 10)
     assert message == []
     assert same.skipped_row_ranges == [[1, 2]]
     assert len(same.segments) == 1
-    other = Mixture(
-        [
-            text_component("a", [16] * 4, 0.6),
-            text_component("b", [16] * 5, 0.2),
-            text_component("d", [16], 0.2),
-        ],
-        True,
-    )
-    other, progress, message = go_on(other, begun, 10)
+    changed = mixture_of(True, a=(four, 0.6), b=(five, 0.2), d=(one, 0.2))
+    other, progress, message = go_on(changed, begun, 10)
     assert message == [
         "data   a was requested with 0.5, now with 0.6: continues at epoch 2, row 1 of 4",
-        (
-            "data   b has other content: begins at the first row of what it is now; what was "
-            "seen of it may come again"
-        ),
+        "data   b has other content: begins at the first row of what it is now; what was "
+        "seen of it may come again",
         "data   d is new: begins at its first row",
         "data   c is left out: was seen for 2.00 epochs",
     ]
     assert progress.skipped_row_ranges == []
-    assert [segment["start"] for segment in progress.segments] == [
-        0,
-        10,
-    ]
+    assert [segment["start"] for segment in progress.segments] == [0, 10]
     assert other.taken(10) == [5, 0, 0]
 
 
@@ -228,14 +185,9 @@ def test_files_that_changed_are_named_wherever_they_lie_now():
     moved = {"y/a.jsonl": "1", "y/b.jsonl": "9", "y/other.jsonl": "3"}
     assert describe_changed_files(stored, moved) == ["y/b.jsonl has other content"]
     assert describe_changed_files(stored, {"a": "1", "b": "2", "c": "3"}) == [SAME_FILES]
-    others = {f"{i}.jsonl": f"{i} of others" for i in range(20)}
-    *lines, last = describe_changed_files(stored, others)
-    assert lines[:4] == [
-        "x/a.jsonl is left out",
-        "x/b.jsonl is left out",
-        "x/c.jsonl is left out",
-        "0.jsonl is new",
-    ]
+    *lines, last = describe_changed_files(stored, {f"{i}.jsonl": f"other {i}" for i in range(20)})
+    assert lines[:3] == [f"x/{name}.jsonl is left out" for name in "abc"]
+    assert lines[3] == "0.jsonl is new"
     assert last == "and 15 more files"
 
 
@@ -254,7 +206,7 @@ def test_a_checkpoint_keeps_digests_of_a_thousand_files_and_says_which_it_does_n
 
 
 def test_a_checkpoint_without_digests_of_files_names_the_source_that_changed():
-    older = Mixture([text_component("a", [16] * 4)]).state(4)
+    older = mixture_of(a=([16] * 4,)).state(4)
     del older["files"], older["file_count"]
     order = Mixture([text_component("a", [16] * 5)], digests={"a.jsonl": "1"})
     assert describe_data_change(order, [older]) == ["a has other content"]
@@ -265,65 +217,27 @@ def test_a_checkpoint_without_digests_of_files_names_the_source_that_changed():
 
 def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
     """The older version named the same data otherwise, and ordered it so."""
-    mixture = Mixture([text_component("a", [16] * 10)])
-    progress = Progress(rows=13)
-    mixture, progress, (message,) = resume_data(mixture, progress, "older")
+    mixture = mixture_of(a=([16] * 10,))
+    mixture, progress, (message,) = resume_data(mixture, Progress(rows=13), "older")
     assert "from a version that named data otherwise" in message
     assert mixture.taken(15) == [2]
     assert last_row(3, mixture.rows_per_epoch, progress.segments) == 30
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
-    """At a start: a small source with a large weight has thousands."""
-    small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
-    mixture = Mixture([small, large], weighted=True)
-    share = mixture.attention_cost_share(np.square)
-    assert share == pytest.approx(mixture.totals(0, 5000)[3] / (5000 * 16**2), abs=1e-3)
-    small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
-    fresh = Mixture([small, large], weighted=True)
-    epochs = []
-
-    def noted(plan, order, epoch):
-        epochs.append(epoch)
-        return plan(order, epoch)
-
-    with inject.around("plan_epoch", noted):
-        fresh.attention_cost_share(np.square)
-    assert len(epochs) == 2
-
-
-def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
-    """They are dealt by it, on every machine alike; a mean over windows is no whole number."""
-    cost = lambda lengths: lengths**2 / 3 + 0.1  # noqa: E731
-    store = Texts([7, 8] * 500)
-    order = RowOrder(store, 16, "best_fit", True, 0, cost)
-    rows = order.read_rows(range(order.rows_per_epoch))
-    costs = order.attention_costs(range(order.rows_per_epoch))
-    by_documents = {}
-    for documents, of_row in zip(rows.documents, costs.tolist(), strict=True):
-        by_documents.setdefault(tuple(sorted(documents)), set()).add(of_row)
-    assert all(len(each) == 1 for each in by_documents.values())
-
-
 def test_epochs_that_were_done_of_other_data_are_done():
     assert last_row(3, 40, []) == 120
     segments = [
-        {"start": 0, "rows_per_epoch": 40},
-        {"start": 60, "rows_per_epoch": 10},
-        {"start": 65, "rows_per_epoch": 7},
+        {"start": start, "rows_per_epoch": rows} for start, rows in ((0, 40), (60, 10), (65, 7))
     ]
-    assert last_row(3, 7, segments[:1]) == 21
-    assert last_row(3, 10, segments[:2]) == 60 + 15
-    assert last_row(3, 7, segments) == 65 + 7
+    for count, last in ((1, 120), (2, 60 + 15), (3, 65 + 7)):
+        now = segments[:count]
+        assert last_row(3, now[-1]["rows_per_epoch"], now) == last
     assert last_row(1, 7, segments) == 65
-    assert (
-        last_row(3, 40, [{"start": 0, "rows_per_epoch": 0}, {"start": 60, "rows_per_epoch": 40}])
-        == 180
-    ), "after a stream"
+    after_a_stream = [{"start": 0, "rows_per_epoch": 0}, {"start": 60, "rows_per_epoch": 40}]
+    assert last_row(3, 40, after_a_stream) == 180
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 80),
     st.integers(1, 9),
@@ -339,7 +253,6 @@ def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step,
 # --- which rank has which row -------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=60),
@@ -350,27 +263,19 @@ def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step,
 def test_rows_are_dealt_once_each_and_never_less_evenly_than_in_their_order(
     costs, ranks, micro_rows, step
 ):
-    order = SimpleNamespace(
-        attention_costs=lambda rows: np.array([costs[i] for i in rows]),
-        source_names=[""],
-        seq_len=64,
-    )
+    costs, rows = np.array(costs), np.arange(len(costs))
+    order = SimpleNamespace(attention_costs=costs.__getitem__, source_names=[""], seq_len=64)
     batches = Batches(order, micro_rows, 0, ranks, torch.device("cpu"))
-    plan = StepPlan(step, 0, len(costs), 1.0, 1, 1, 1)
-    dealt = batches.assign_rows_to_ranks(plan)
-    assert sorted(dealt[dealt >= 0]) == list(range(len(costs)))
-    assert np.array_equal(dealt, batches.assign_rows_to_ranks(plan))
-    in_order = np.full(dealt.size, -1)
-    in_order[: len(costs)] = range(len(costs))
-    in_order = in_order.reshape(dealt.shape)
+    dealt = batches.assign_rows_to_ranks(StepPlan(step, 0, len(costs), 1.0, 1, 1, 1))
+    assert sorted(dealt[dealt >= 0]) == rows.tolist()
+    in_order = np.pad(rows, (0, dealt.size - len(rows)), constant_values=-1).reshape(dealt.shape)
     if ranks == 1 or len(set(costs)) == 1:
         assert np.array_equal(dealt, in_order)
     if micro_rows == 1:
-
-        def slowest(rows):
-            return np.where(rows < 0, 0, np.array(costs)[rows])[..., 0].max(1).sum()
-
-        assert slowest(dealt) <= slowest(in_order)
+        slowest, before = (
+            np.where(way < 0, 0, costs[way])[..., 0].max(1).sum() for way in (dealt, in_order)
+        )
+        assert slowest <= before
 
 
 # --- from the command line ----------------------------------------------------------------------
@@ -385,143 +290,92 @@ def sources(tmp_path):
 
 
 def by(kind, sources, *numbers):
-    return (
-        "data.path=["
-        + ", ".join(
-            f"{{path: {path}, {kind}: {n}}}" for path, n in zip(sources, numbers, strict=False)
-        )
-        + "]"
-    )
+    entries = [f"{{path: {path}, {kind}: {n}}}" for path, n in zip(sources, numbers, strict=False)]
+    return f"data.path=[{','.join(entries)}]"
 
 
-@pytest.mark.slow
-def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(train, sources):
-    runs = [
-        train(
-            f"on{ranks}",
-            by("weight", sources, 0.6, 0.4),
-            "train.steps=6",
-            "batch.rows=7",
-            f"batch.micro_rows={micro}",
-            ranks=ranks,
-        )
-        for ranks, micro in ((1, 7), (4, 1))
-    ]
-    for run in runs[1:]:
-        assert run.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
-        assert run.column("grad_norm") == pytest.approx(runs[0].column("grad_norm"), rel=1e-4)
-    assert set(runs[0].metrics[0]["loss_by_source"]) == {"a", "b"}
-    (event,) = runs[0].event("data")
-    a, b = event["sources"]
+def test_a_mixture_by_weights_trains_alike_on_all_ranks_tells_what_it_gave_and_is_known_again(
+    train, sources
+):
+    how = ["train.steps=6", "schedule=constant", "batch.rows=7"]
+    weighted = by("weight", sources, 0.6, 0.4)
+    run = train("run", weighted, *how, "batch.micro_rows=7")
+    others = train("on two", weighted, *how, "batch.micro_rows=1", ranks=2)
+    assert others.column("loss") == pytest.approx(run.column("loss"), rel=1e-5)
+    assert others.column("grad_norm") == pytest.approx(run.column("grad_norm"), rel=1e-4)
+    assert set(run.metrics[0]["loss_by_source"]) == {"a", "b"}
+    a, b = run.event("data")[0]["sources"]
     assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4)
     assert a["share"] == pytest.approx(0.6, abs=0.05)
-    assert a["tokens"] + b["tokens"] == runs[0].column("tokens")[-1]
+    assert a["tokens"] + b["tokens"] == run.column("tokens")[-1]
     assert a["rows"] + b["rows"] == 42
-    assert "mixed by weights; an epoch is as many rows as all have" in runs[0].out
-    assert "b: 4" in runs[0].out
-    assert f"requested 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
-
-
-@pytest.mark.slow
-def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(train, sources):
-    how = ["train.steps=2", "schedule=constant"]
-    train("run", by("weight", sources, 0.6, 0.4), *how)
+    assert "mixed by weights; an epoch is as many rows as all have" in run.out
+    assert "b: 4" in run.out
+    assert f"requested 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in run.out
     assert "is already finished" in train("run", by("weight", sources, 3, 2), *how).out
     refused = train("run", by("weight", sources[1::-1], 2, 3), *how, code=2)
     assert "the same sources are in another order, or mixed otherwise" in refused.err
+    for step, anew in ((7, True), (8, False)):
+        newer = inject.setting("mixture_version", 2)
+        said = train("run", weighted, *how, f"train.steps={step}", seam=newer).out
+        assert anew == (
+            "is the same, in other rows or another order: begins at the first row of what it is now"
+            in said
+        )
 
 
-@pytest.mark.slow
-def test_a_version_that_orders_rows_otherwise_begins_anew_and_says_so(train):
-    train("run", "train.steps=2", "schedule=constant")
-    message = (
-        "is the same, in other rows or another order: begins at the first row of what it is now"
-    )
-    assert (
-        message
-        in train(
-            "run", "train.steps=4", "schedule=constant", seam=inject.setting("mixture_version", 2)
-        ).out
-    )
-    assert (
-        message
-        not in train(
-            "run", "train.steps=5", "schedule=constant", seam=inject.setting("mixture_version", 2)
-        ).out
-    )
-
-
-@pytest.mark.slow
-def test_an_epoch_of_a_mixture_ends_exactly_and_goes_on_bitwise_after_a_stop(train, sources):
-    how = [by("repeat", sources, 1, 2), "train.epochs=1", "schedule=constant", "checkpoint.every=3"]
-    whole = train("whole", *how, ranks=2)
+def test_an_epoch_goes_on_bitwise_after_a_stop_and_with_a_source_that_may_be_added(
+    train, sources, tmp_path
+):
+    how = ["train.epochs=1", "schedule=constant", "checkpoint.every=3"]
+    before = by("repeat", sources, 1, 2)
+    whole = train("whole", before, *how)
     assert [source["epochs"] for source in whole.event("data")[-1]["sources"]] == [1, 2]
-    train("cut", *how, "train.epochs=null", "train.steps=3", ranks=2)
-    cut = train("cut", *how, ranks=2)
+    cut = train("cut", before, *how[1:], "train.steps=3")
+    a, b = cut.event("data")[-1]["sources"]
+    shutil.copytree(cut.folder, tmp_path / "added")
+    cut = train("cut", before, *how)
     assert cut.column("loss") == whole.column("loss")
     assert cut.column("grad_norm") == whole.column("grad_norm")
 
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
-    how = ["schedule=constant", "checkpoint.every=2"]
-    before = train("run", by("repeat", sources, 1, 1), *how, "train.steps=3").event("data")[-1][
-        "sources"
-    ]
-    refused = train("run", by("repeat", sources, 1, 2, 1), *how, "train.steps=5", code=2)
+    more = by("repeat", sources, 1, 3, 1)
+    refused = train("added", more, *how, code=2)
     for text in (
         "data.fingerprint=",
-        "b was requested with 1, now with 2\n",
+        "b was requested with 2, now with 3\n",
         "c is new\n",
         "'checkpoint.allow_changes=[data.fingerprint]'",
     ):
         assert text in refused.err, text
-    run = train(
-        "run",
-        by("repeat", sources, 1, 2, 1),
-        *how,
-        "train.epochs=1",
-        "checkpoint.allow_changes=[data.path]",
-        ranks=2,
-    )
-    assert f"a continues at epoch 1, row {before[0]['rows']} of" in run.out
+    run = train("added", more, *how, "checkpoint.allow_changes=[data.path]", ranks=2)
+    assert f"a continues at epoch 1, row {a['rows']} of" in run.out
     assert "c is new: begins at its first row" in run.out
     after = run.event("data")[-1]["sources"]
-    share = 1 - 18 / sum(
-        source["rows"] / source["epochs"] for source in before
-    )  # of an epoch, to be done of the new one
-    assert after[0]["epochs"] == pytest.approx(before[0]["epochs"] + share, abs=0.05)
-    assert after[1]["epochs"] == pytest.approx(before[1]["epochs"] + 2 * share, abs=0.1)
-    again = train(
-        "run", by("repeat", sources, 1, 2, 1), *how, "train.epochs=1"
-    )  # what was allowed once is the run's data now
+    rows, epochs = (np.array([source[key] for source in after]) for key in ("rows", "epochs"))
+    size = (rows / epochs).round()
+    of_epoch = size * [1, 3, 1]
+    done = rows.sum() - 18  # what was left of the first epoch, in rows of the new one
+    assert done == pytest.approx((1 - 18 / (size @ [1, 2, 0])) * of_epoch.sum(), abs=1)
+    new = rows - [a["rows"], b["rows"], 0]
+    assert (abs(new - done * of_epoch / of_epoch.sum()) < 1).all()
+    again = train("added", more, *how)  # what was allowed once is the run's data now
     assert "is already finished" in again.out
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
     """Rows before the change had other numbers."""
     how = [*SPIKY, "train.on_spike=rewind", "train.rewind_margin=4"]
     train("run", by("repeat", sources, 1, 1), *how, "train.steps=17")
-    allow = "checkpoint.allow_changes=[data.fingerprint]"
     run = train(
-        "run",
-        by("repeat", sources, 1, 1, 1),
-        *how,
-        f"train.steps={SPIKED + 4}",
-        allow,
-        seam=inject.garbage(),
-        ranks=2,
-    )
+        "run", by("repeat", sources, 1, 1, 1), *how, f"train.steps={SPIKED + 4}",
+        "checkpoint.allow_changes=[data.fingerprint]", seam=inject.garbage(),
+    )  # fmt: skip
     (rewind,) = run.event("rewind")
     assert rewind["step"] == SPIKED
     assert rewind["to"] >= 17
     assert run.column("step") == list(range(1, SPIKED + 5))
-    assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == rewind["left_out"][
-        1
-    ] + 3 * (SPIKED + 4 - rewind["to"])
+    trained = rewind["left_out"][1] + 3 * (SPIKED + 4 - rewind["to"])
+    assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == trained
 
 
 @pytest.mark.parametrize(
@@ -547,7 +401,7 @@ def test_entries_that_cannot_be_are_refused_by_what_is_wrong_with_them(
 ):
     monkeypatch.chdir(tmp_path)
     for name in "AB":
-        write_chats(tmp_path / name, 1).rename(tmp_path / f"{name}.jsonl")
+        write_chats(tmp_path / f"{name}.jsonl", 1)
     path, reason = (text.replace("A", "A.jsonl").replace("B", "B.jsonl") for text in (path, reason))
     with pytest.raises(UserError) as raised:
         compose("train", [f"data.path={path}", "tokenizer.path=demo:bytes"])
@@ -565,13 +419,6 @@ def test_validation_takes_a_list_without_weights(tmp_path):
     assert "validation reads everything once" in raised.value.problems[0].reason
 
 
-def test_two_sources_of_one_name_are_refused(world, sources):
-    path = "[" + ",".join(f"{{path: {file}, name: same, repeat: 1}}" for file in sources) + "]"
-    (result,) = world.command(
-        "preview",
-        f"data.path={path}",
-        "tokenizer.path=demo:bytes",
-        f"run.root={sources[0].parent}",
-        code=2,
-    )
-    assert "two sources have one name" in result.err
+def test_two_sources_of_one_name_are_refused(sources):
+    with pytest.raises(UserError, match="two sources have one name"):
+        find_sources([{"path": str(file), "name": "same"} for file in sources], "data.path")

@@ -7,26 +7,23 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import inject
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from texts import SHARED, Lengths, Texts
+from texts import Lengths, Texts
 
-from fsdp_trainer.apps.preview.preview import preview
-from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import RowOrder
-from fsdp_trainer.data.store.token_cache import prepare
+from fsdp_trainer.data.prepared_data import build_data
 from fsdp_trainer.data.store.token_store import StoreWriter, TokenStore
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import Sample
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.training.batches import Batches, StepPlan
 
 
@@ -60,248 +57,99 @@ def test_a_million_samples_are_packed_in_seconds_and_full():
     assert lengths.sum() / (8192 * (len(packing.offsets) - 1)) > 0.999
 
 
-@pytest.mark.slow
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(2, 16), min_size=1, max_size=40),
-    st.booleans(),
-    st.sampled_from(["best_fit", "none"]),
-    st.integers(0, 3),
-)
-def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle, packing, seed):
-    store = Lengths(np.array(lengths))
-    order = RowOrder(store, 16, packing, shuffle, seed)
-    for epoch in range(2):
-        rows = [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
-        assert sorted(document for row in rows for document in row) == [
-            (i, 0, n) for i, n in enumerate(lengths)
-        ]
-        assert all(sum(n for _, _, n in row) <= 16 for row in rows)
-        again = RowOrder(store, 16, packing, shuffle, seed)
-        assert [
-            again.row(epoch * order.rows_per_epoch + i) for i in reversed(range(len(rows)))
-        ] == rows[::-1]
-    total = order.totals(1, 2 * order.rows_per_epoch)
-    parts = [order.totals(i, i + 1) for i in range(1, 2 * order.rows_per_epoch)]
-    assert np.allclose(total, np.sum(parts, axis=0) if parts else (0, 0, 0, 0))
+def epoch_of(order, epoch=0):
+    """Return (sample, first token, number of tokens) of all documents, row by row."""
+    first = epoch * order.rows_per_epoch
+    return [order.row(first + i) for i in range(order.rows_per_epoch)]
 
 
-@pytest.mark.slow
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(2, 70), min_size=1, max_size=30),
-    st.booleans(),
-    st.sampled_from(["stream", "best_fit", "none"]),
-)
-def test_every_token_of_a_text_that_is_cut_is_read_once_and_learnt_once(lengths, shuffle, packing):
-    store = Texts(lengths)
-    order = RowOrder(store, 16, packing, shuffle, 0)
-    for epoch in range(2):
-        rows = [order.read(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
-        held = [row.tokens[: sum(row.documents)] for row in rows]
-        learnt = [row.labels[row.labels != -100] for row in rows]
-        assert sorted(np.concatenate(held)) == list(range(sum(lengths)))
-        assert sorted(np.concatenate(learnt)) == sorted(
-            set(range(sum(lengths))) - set(store.offsets)
-        )
-        for row, tokens in zip(rows, held, strict=True):
-            there = row.labels[: len(tokens)]
-            assert np.all((there == tokens + 1) | (there == -100))
-            assert np.array_equal(row.weights > 0, row.labels != -100)
-            starts = np.cumsum([0, *row.documents[:-1]])
-            inside = np.delete(np.arange(len(tokens)), starts)  # a document's next token is its own
-            assert np.array_equal(tokens[inside], tokens[inside - 1] + 1)
-        totals = [
-            order.totals(epoch * len(rows) + i, epoch * len(rows) + i + 1) for i in range(len(rows))
-        ]
-        assert totals == [
-            (r.weights.sum(), sum(r.documents), len(y), sum(n * n for n in r.documents))
-            for r, y in zip(rows, learnt, strict=True)
-        ]
-        if packing == "stream":
-            assert sum(len(tokens) == 16 for tokens in held) >= len(rows) - 1
-        if packing == "stream" and not shuffle:
-            assert np.concatenate(held).tolist() == list(range(sum(lengths)))
+def samples_by_row(order, epoch=0):
+    return [[sample for sample, _, _ in row] for row in epoch_of(order, epoch)]
 
 
-def test_a_stream_is_cut_at_other_places_every_epoch():
+def test_a_stream_fills_its_rows_and_is_cut_at_other_places_every_epoch():
     order = RowOrder(Texts([5, 9, 30, 11, 2]), 16, "stream", True, 0)
-
-    def rows(epoch):
-        return [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
-
-    assert rows(0) != rows(1)
-    assert sorted(rows(0)) != sorted(rows(1))
-
-
-@pytest.mark.slow
-def test_pretraining_fills_its_rows(tmp_path):
-    (tmp_path / "a.txt").write_text("\n".join("x" * (7 + i * i % 500) for i in range(2000)))
-    store = prepared(tmp_path, 64, path=str(tmp_path / "a.txt"), too_long="split").train[0]
-    assert RowOrder(store, 64, "stream", True, 0).fill > 0.999
+    first, second = epoch_of(order), epoch_of(order, 1)
+    assert first != second
+    assert sorted(first) != sorted(second)
+    assert sorted(sum(n for _, _, n in row) for row in first) == [9, 16, 16, 16]
+    assert order.fill == 57 / 64
 
 
 def test_the_order_differs_between_epochs_seeds_and_data():
     lengths = np.full(100, 8)
-
-    def rows(order, epoch):
-        return [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
-
-    order = RowOrder(Lengths(lengths), 16, "best_fit", True, 0)
-    others = [
-        RowOrder(Lengths(lengths), 16, "best_fit", True, 1),
-        RowOrder(Lengths(lengths, "g"), 16, "best_fit", True, 0),
-    ]
-    assert all(rows(order, 0) != other for other in [rows(order, 1), *(rows(o, 0) for o in others)])
+    order, other_seed, other_data = (
+        RowOrder(Lengths(lengths, data), 16, "best_fit", True, seed)
+        for data, seed in (("f", 0), ("f", 1), ("g", 0))
+    )
+    others = [epoch_of(order, 1), epoch_of(other_seed), epoch_of(other_data)]
+    assert epoch_of(order) not in others
 
 
 def test_the_order_is_the_same_in_every_version():
     order = RowOrder(Lengths(np.array([3, 3, 3, 5, 5, 8])), 8, "best_fit", True, 0)
-    assert [[sample for sample, _, _ in order.row(i)] for i in range(8)] == [
-        [3, 2],
-        [5],
-        [4, 1],
-        [0],
-        [4, 1],
-        [2],
-        [3, 0],
-        [5],
+    first, second = [[3, 2], [5], [4, 1], [0]], [[4, 1], [2], [3, 0], [5]]
+    assert samples_by_row(order) == first
+    assert samples_by_row(order, 1) == second
+
+
+@pytest.mark.parametrize(
+    ("packing", "rows"),
+    [
+        ("best_fit", [[0, 2], [1], [3], [4]]),
+        ("none", [[0], [1], [2], [3], [4]]),
+        ("stream", [[0, 1], [1, 2], [3], [4]]),
+    ],
+)
+def test_without_shuffling_rows_follow_the_data(packing, rows):
+    order = RowOrder(Lengths(np.array([3, 8, 5, 8, 2])), 8, packing, False, 0)
+    assert samples_by_row(order) == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, jsonl, preview, streaming):
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    answers = [answer | {"content": "b" * i, "weight": (1, 0.5)[i % 7 == 0]} for i in range(21)]
+    rows = [{"messages": [question, answer]} for answer in answers]
+    words = [
+        f"data.path={jsonl(*rows)}",
+        f"data.streaming={streaming}",
+        f"data.cache={tmp_path}/cache",
+        "tokenizer.path=demo:bytes",
+        "batch.seq_len=128",
+        "batch.rows=4",
+        "train.steps=1",
     ]
+    printed = preview(*words, "preview.format=json", "preview.rows=8")
+    lines = [json.loads(line) for line in printed.splitlines()]
+    cfg = compose("train", words)
+    data = build_data(cfg)[2]
+    if data.streamed:
+        streams = [data.streamed.stream(number) for number in range(4)]
+        expected = [next(streams[index % 4]) for index in range(8)]
+    else:
+        order = RowOrder(data.train[0], 128, "best_fit", True, 0)
+        expected = [order.read(index) for index in range(8)]
+    weighted = []
+    for index, (line, row) in enumerate(zip(lines, expected, strict=True)):
+        n = sum(row.documents)
+        columns = {name: getattr(row, name)[:n].tolist() for name in ("tokens", "labels")}
+        learnt = (row.labels[:n] != -100).astype(float).tolist()
+        weights = line.pop("weights", learnt)
+        assert weights == row.weights[:n].tolist()
+        assert line == {"row": index, "documents": row.documents} | columns
+        weighted.append(weights != learnt)
+    assert {True, False} == set(weighted)
 
 
-def test_without_shuffling_rows_follow_the_data():
-    order = RowOrder(Lengths(np.array([3, 8, 5, 8, 2])), 8, "best_fit", False, 0)
-    assert [[sample for sample, _, _ in order.row(i)] for i in range(order.rows_per_epoch)] == [
-        [0, 2],
-        [1],
-        [3],
-        [4],
-    ]
-
-
-def test_labels_are_the_next_token_of_the_same_document(tmp_path):
-    writer = StoreWriter(tmp_path / "s")
-    writer.write(
-        [
-            Sample(np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.float32)),
-            Sample(np.array([4, 5, 6], np.int32), np.array([0, 0, 0.5], np.float32)),
-        ]
-    )
-    writer.close()
-    order = RowOrder(TokenStore(tmp_path / "s", "f"), 8, "best_fit", False, 0)
-    row = order.read(0)
-    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
-    assert row.tokens.dtype == np.int64
-    assert row.labels.tolist() == [2, 3, -100, -100, 6, -100, -100, -100]
-    assert row.labels.dtype == np.int64
-    assert row.weights.tolist() == [1, 1, 0, 0, 0.5, 0, 0, 0]
-    assert row.documents == [3, 3]
-    assert order.totals(0, 1) == (2.5, 6, 3, 18)
-
-
-def prepared(tmp_path, seq_len=64, tokenizer="demo:bytes", **data):
-    tokenizer = load_tokenizer(tokenizer)
-    return prepare(
-        Data(**data),
-        Batch(seq_len=seq_len),
-        tokenizer,
-        load_template(None, tokenizer),
-        tmp_path / "cache",
-    )
-
-
-@pytest.mark.slow
-def test_totals_are_those_of_the_rows(tmp_path):
-    order = RowOrder(prepared(tmp_path, path="demo:backwards").train[0], 64, "best_fit", True, 0)
-    n = order.rows_per_epoch
-    rows = [order.read(i) for i in range(n - 3, n + 3)]
-    weight, supervised = (
-        sum(float(r.weights.sum()) for r in rows),
-        sum(int((r.labels != -100).sum()) for r in rows),
-    )
-    lengths = [n for r in rows for n in r.documents]
-    assert order.totals(n - 3, n + 3) == (
-        weight,
-        sum(lengths),
-        supervised,
-        sum(n * n for n in lengths),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
-    if not SHARED.is_dir():
-        pytest.skip("needs real data, which is not shipped")
-    store = prepared(
-        tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")
-    ).train[0]
-    assert RowOrder(store, 1024, "best_fit", True, 0).fill > 0.98
-
-
-def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, capsys):
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]
-    rows = [{"messages": chat}] + [
-        {"messages": [chat[0], {"role": "assistant", "content": "b" * i}]} for i in range(20)
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    cfg = PreviewConfig()
-    cfg.data.path, cfg.tokenizer.path, cfg.data.cache, cfg.batch.seq_len = (
-        str(tmp_path / "a.jsonl"),
-        "demo:bytes",
-        str(tmp_path / "c"),
-        128,
-    )
-    cfg.preview.format, cfg.preview.rows = "json", 8
-    assert preview(cfg) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    order = RowOrder(
-        prepared(tmp_path / "other", 128, path=cfg.data.path).train[0], 128, "best_fit", True, 0
-    )
-    weighted = 0
-    for index, line in enumerate(lines):
-        row, n = order.read(index), sum(line["documents"])
-        assert line["row"] == index
-        assert line["documents"] == row.documents
-        assert line["tokens"] == row.tokens[:n].tolist()
-        assert line["labels"] == row.labels[:n].tolist()
-        weighted += "weights" in line
-        assert (
-            line.get("weights", (row.labels[:n] != -100).astype(float).tolist())
-            == row.weights[:n].tolist()
-        )
-    assert len(lines) == 8
-    assert 0 < weighted < 8
-
-
-@pytest.mark.slow
-def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
-    cfg = PreviewConfig()
-    cfg.data.path, cfg.tokenizer.path, cfg.data.cache, cfg.preview.rows, cfg.batch.seq_len = (
-        "demo:backwards",
-        "demo:bytes",
-        str(tmp_path),
-        1,
-        64,
-    )
-    cfg.data.shuffle = False
-    assert preview(cfg) == 0
-    shown = capsys.readouterr().out
-    assert "4,000 rows, messages" in shown
-    assert "filled" in shown
-    assert "<|im_start|>assistant\n[[" in shown
-    assert "<|im_end|>]]\n" in shown
-
-
-@pytest.mark.slow
 def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(train, planned):
-    order = Mixture([Component("", planned(packing="none"))])
+    order, plan = (
+        Mixture([Component("", planned(packing="none"))]),
+        StepPlan(1, 0, 31, 1.0, 1, 1, 1),
+    )
     whole, cut = (
-        list(
-            Batches(order, 3, 0, 1, torch.device("cpu"), multiple).micro_batches(
-                StepPlan(1, 0, 31, 1.0, 1, 1, 1)
-            )
-        )
+        [*Batches(order, 3, 0, 1, torch.device("cpu"), multiple).micro_batches(plan)]
         for multiple in (None, 8)
     )
     assert {batch.tokens.shape[1] for batch in whole} == {64}
@@ -312,12 +160,10 @@ def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(t
         assert torch.equal(long.tokens[:, :length], short.tokens)
         assert not long.tokens[:, length:].any()
         assert torch.equal(long.targets, short.targets)
-    still = ["data.packing=none", "train.steps=3", "batch.micro_rows=2"]
-    runs = [
-        train(f"{i}", *still, *more, ranks=2)
-        for i, more in enumerate(([], ["data.pad_to_multiple=4"]))
-    ]
-    assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+    words = ["data.packing=none", "train.steps=3", "batch.micro_rows=2"]
+    whole_rows = train("whole", *words, ranks=2)
+    cut_rows = train("cut", *words, "data.pad_to_multiple=4", ranks=2)
+    assert cut_rows.column("loss") == pytest.approx(whole_rows.column("loss"), rel=1e-5)
     refused = train("refused", "data.pad_to_multiple=4", "data.packing=best_fit", code=2)
     assert "data.packing=none" in refused.err
 
@@ -330,10 +176,9 @@ def planned(tmp_path, enter):
     """A store of 300 samples whose plans are files, as those of large ones are."""
     enter(inject.setting("order_mapped_from", 1))
     writer = StoreWriter(tmp_path / "s")
-    for n in range(2, 302):
-        writer.write(
-            [Sample(np.arange(n % 40 + 2, dtype=np.int32), np.ones(n % 40 + 2, np.float32))]
-        )
+    for i in range(300):
+        tokens = np.arange((i + 2) % 40 + 2, dtype=np.int32)
+        writer.write([Sample(tokens, np.ones(len(tokens), np.float32))])
     writer.close()
     return lambda **more: RowOrder(
         TokenStore(tmp_path / "s", "f"),
@@ -342,8 +187,8 @@ def planned(tmp_path, enter):
     )
 
 
-def all_rows(order, epochs=2):
-    return [order.row(i) for i in range(epochs * order.rows_per_epoch)]
+def all_rows(order):
+    return [*epoch_of(order), *epoch_of(order, 1)]
 
 
 def wait_for_next_epoch():
@@ -357,32 +202,28 @@ def groups(order):
     return {group.name for group in order.mapped.folder.iterdir() if group.is_dir()}
 
 
+def known(order):
+    """Return the rows of two epochs, totals over their border, and all arrays of two rows."""
+    n = order.rows_per_epoch
+    arrays = vars(order.read_rows([3, n + 1])).items()
+    lists = {name: array.tolist() for name, array in arrays if isinstance(array, np.ndarray)}
+    return all_rows(order), order.totals(1, n + 2), lists
+
+
 @pytest.mark.parametrize("packing", ["best_fit", "none", "stream"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(planned, packing, shuffle):
-    first = planned(packing=packing, shuffle=shuffle)
-    rows, totals, read = (
-        all_rows(first),
-        first.totals(1, first.rows_per_epoch + 2),
-        first.read_rows([3, first.rows_per_epoch + 1]),
-    )
+    first = known(planned(packing=packing, shuffle=shuffle))
     wait_for_next_epoch()
     made_again = AssertionError("made again")
     with inject.fails("plan_epoch", made_again), inject.fails("pack_rows", made_again):
         again = planned(packing=packing, shuffle=shuffle)
-        assert all_rows(again) == rows
-        assert again.totals(1, again.rows_per_epoch + 2) == totals
+        assert known(again) == first
         assert isinstance(again.epoch(0).samples.base, np.memmap | mmap.mmap)
     with inject.setting("order_mapped_from", 1 << 40):
         in_memory = RowOrder(again.store, 64, packing, shuffle, 0)
     assert in_memory.mapped is None
-    assert all_rows(in_memory) == rows
-    assert in_memory.totals(1, again.rows_per_epoch + 2) == totals
-    assert all(
-        np.array_equal(getattr(read, name), value)
-        for name, value in vars(in_memory.read_rows([3, again.rows_per_epoch + 1])).items()
-        if isinstance(value, np.ndarray)
-    )
+    assert known(in_memory) == first
 
 
 def test_the_next_epoch_is_planned_from_the_middle_of_this_one(planned):
@@ -461,11 +302,7 @@ def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
         time.sleep(0.2)
         return {"a": np.arange(3)}
 
-    threads = [
-        threading.Thread(target=planned().mapped.get, args=("epoch-9", make)) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        for mapped in [planned().mapped for _ in range(3)]:
+            threads.submit(mapped.get, "epoch-9", make)
     assert len(orders) == 1

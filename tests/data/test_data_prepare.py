@@ -6,24 +6,25 @@ import gzip
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import inject
 import pytest
+from folders import REPO
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from world import alive, flip_bit, wait_until
 
-from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.cli import main
 from fsdp_trainer.data.store import fingerprint
-from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.token_cache import component_stores, prepare
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import RunFailed, UserError
 
@@ -62,16 +63,25 @@ def write(path, start, stop):
     return str(path)
 
 
-def made(path, root, said=None, template=None, **options):
-    reporter = Reporter(say=said.append if said is not None else lambda line: None)
-    return prepare(
-        Data(path=path, **options),
-        Batch(seq_len=64),
-        TOKENIZER,
-        load_template(template, TOKENIZER),
-        root,
-        reporter,
-    )
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def stored(prepared_in, cache, data):
+    """Return `made(root, *paths, ...)`, which prepares the data."""
+
+    def make(root=cache, *paths, **options):
+        return prepared_in(root, *(paths or [data]), **options)
+
+    return make
+
+
+@pytest.fixture
+def shard(how, cache, data):
+    """Return `shard(i, count)`, which prepares only the parts of one of several machines."""
+    return lambda *which: component_stores(*how(cache, data, workers=1))[0].shard(*which)
 
 
 def content(prepared):
@@ -90,148 +100,186 @@ def visible(root):
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, many_parts):
-    one, several = (made(str(data), tmp_path / f"c{n}", workers=n, validation=0.2) for n in (1, 3))
+def test_any_number_of_processes_writes_the_same_bytes(
+    tmp_path, data, cache, stored, many_parts, monkeypatch
+):
+    (tmp_path / "heapq.py").write_text("raise SystemExit(1)")  # no module of the processes
+    monkeypatch.chdir(tmp_path)
+    one = stored(tmp_path / "one", workers=1, validation=0.2)
+    several = stored(workers=3, validation=0.2)
     assert content(one) == content(several)
     assert len(content(one)) == 19
     assert len(one.train[0]) + len(one.validation) == 600
-    assert visible(tmp_path / "c3") == [one.train[0].folder.parent.name]
+    assert visible(cache) == [one.train[0].folder.parent.name]
     places = [several.train[0].where(i) for i in range(len(several.train[0]))]
     line = places.index(f"{data}/a.jsonl:200")
     assert "q199" in TOKENIZER.decode(several.train[0].read(line)[0].tolist())
 
 
 @pytest.mark.slow
-def test_files_beside_the_user_are_no_modules_of_the_processes(
-    tmp_path, data, many_parts, monkeypatch
-):
-    (tmp_path / "heapq.py").write_text("raise SystemExit(1)")
-    monkeypatch.chdir(tmp_path)
-    assert len(made(str(data), tmp_path / "c", workers=2).train[0]) == 600
-
-
-@pytest.mark.slow
-def test_processes_that_tokenize_import_no_torch():
+def test_processes_that_read_data_import_no_torch():
     what = (
-        "import sys, fsdp_trainer.data.store.component_store; "
+        "import sys, fsdp_trainer.data.store.component_store,"
+        " fsdp_trainer.data.stream.stream_readers; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'pyarrow', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", what], timeout=600).returncode == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.grid(1)
-def test_the_first_bad_rows_are_told_whichever_process_finds_them(
-    tmp_path, data, many_parts, count
-):
+def test_the_first_bad_rows_are_told_whichever_process_finds_them(data, cache, stored, many_parts):
     lines = rows(0, 300)
     for bad in (60, 130, 131, 200, 201, 202, 290):
         lines[bad] = "{broken\n"
     (data / "a.jsonl").write_text("".join(lines))
     (data / "b0.jsonl").write_text("{broken")
-    with pytest.raises(UserError) as raised:
-        made(str(data), tmp_path / "c", workers=count)
-    assert [p.what.rpartition("/")[2] for p in raised.value.problems] == [
-        f"a.jsonl:{n}" for n in (61, 131, 132, 201, 202)
-    ]
-    assert visible(tmp_path / "c") == []
-    skipped = made(str(data), tmp_path / "c", workers=count, on_error="skip").train[0]
+    for count in (1, 3):
+        with pytest.raises(UserError) as raised:
+            stored(workers=count)
+        messages = [problem.what.removeprefix(f"{data}/") for problem in raised.value.problems]
+        assert messages == [f"a.jsonl:{n}" for n in (61, 131, 132, 201, 202)]
+        assert visible(cache) == []
+    skipped = stored(workers=1, on_error="skip").train[0]
     assert skipped.counts["unreadable"] == 8
     assert skipped.examples["unreadable"][0].endswith("a.jsonl:61")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "interrupted"])
-@pytest.mark.grid(1)
-def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, many_parts, how):
-    whole = made(str(data), tmp_path / "whole")
-    given = []
+LINES = st.lists(
+    st.sampled_from(["", "a", "ü\r", "你好", "\u2028", "x" * 90]) | st.text("ab \t", max_size=30),
+    max_size=12,
+)
 
-    def next_task(real, pool, worker, jobs):
-        given.append(worker)
-        if len(given) == 6 and how == "interrupted":
+
+def write_files(folder, contents):
+    """Texts as JSONL, as chats, and packed."""
+    files = []
+    for i, texts in enumerate(contents):
+        chats = [{"prompt": text, "completion": text * 2} for text in texts]
+        rows = [{"text": text} for text in texts] if i % 2 else chats
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        content = ("\n" * (i % 3) + "".join(lines)).encode()
+        files.append(folder / f"{i}.jsonl{'.gz' if i % 4 == 3 else ''}")
+        files[-1].write_bytes(gzip.compress(content) if i % 4 == 3 else content)
+    return files
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(LINES.filter(any), min_size=1, max_size=4),
+    st.integers(40, 400),
+    st.integers(1, 3),
+    st.sampled_from([None, 0.4]),
+    st.data(),
+)
+def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(
+    how, tmp_path_factory, contents, smallest, shards, validation, draw
+):
+    folder = tmp_path_factory.mktemp("work")
+    files = write_files(folder, contents)
+    options = {"seq_len": 64, "too_long": "truncate", "on_error": "skip", "validation": validation}
+
+    def columns(arguments):
+        return {name: part for name, part in content(prepare(*arguments)).items() if ".bin" in name}
+
+    try:
+        whole = columns(how(folder / "whole", *files, **options))
+    except UserError as error:  # nothing to learn is in it: however it is divided
+        whole = type(error)
+    parts = how(folder / "parts", *files, **options)
+    with inject.setting("smallest_part", smallest), inject.setting("fewest_parts", 1 << 40):
+        try:
+            for i in draw.draw(st.permutations(range(shards)))[: draw.draw(st.integers(0, shards))]:
+                component_stores(*parts)[0].shard(i, shards)
+            again = columns(parts)
+        except UserError as error:
+            again = type(error)
+    assert again == whole
+
+
+@pytest.mark.slow
+def test_what_is_finished_when_a_process_dies_is_not_done_again(
+    tmp_path, cache, stored, many_parts
+):
+    whole, pools = stored(tmp_path / "whole"), []
+
+    def interrupted(real, pool, worker, jobs):
+        pools.append(pool)
+        if len(pools) == 5:
             raise KeyboardInterrupt
-        if len(given) == 6:
-            # all: of one alone the last answer may be on its way, and nothing more be asked of it
-            for child in children(os.getpid()):
-                os.kill(child, signal.SIGKILL)
         return real(pool, worker, jobs)
 
-    error, says = (RunFailed, "memory") if how == "killed" else (KeyboardInterrupt, None)
-    with inject.around("worker_task", next_task), pytest.raises(error, match=says):
-        made(str(data), tmp_path / "c", workers=2)
-    assert not children(os.getpid())
-    assert [name[0] for name in visible(tmp_path / "c")] == ["."]
+    def killed(real, pool, worker, jobs):
+        pools.append(pool)
+        # all: of one alone the last answer may be on its way, and nothing more be asked of it
+        for process in pool.processes.values():
+            process.kill()
+        return real(pool, worker, jobs)
+
+    with inject.around("worker_task", interrupted), pytest.raises(KeyboardInterrupt):
+        stored(workers=2)
+    with inject.around("worker_task", killed), pytest.raises(RunFailed, match="memory"):
+        stored(workers=2)
+    processes = [process for pool in pools for process in pool.processes.values()]
+    assert all(process.returncode is not None for process in processes)
+    assert [name[0] for name in visible(cache)] == ["."]
     said = []
-    again = made(str(data), tmp_path / "c", said, workers=2)
+    again = stored(say=said.append, workers=2)
     assert content(again) == content(whole)
     reused = int(re.search(r"(\d+) of \d+ parts are there", "\n".join(said))[1])
     assert reused >= 3
-    assert visible(tmp_path / "c") == [again.train[0].folder.parent.name]
+    assert visible(cache) == [again.train[0].folder.parent.name]
 
 
-def children(pid):
-    """Return the children of a process that tokenize."""
-    pids = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # a thread or a process that has ended
-            for child in (task / "children").read_text().split():
-                if (
-                    "fsdp_trainer.data.tokens.tokenize_workers"
-                    in Path(f"/proc/{child}/cmdline").read_text()
-                ):
-                    pids.append(int(child))
-    return pids
+BUSY = """
+import busy, sys, time
+from fsdp_trainer.data.tokens.tokenize_workers import WorkerPool
+
+def work(task, report):
+    report(task)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    pool = WorkerPool(busy.work, 2, print)
+    for worker in pool.workers:
+        pool.send(worker, "busy")
+        pool.receive(worker)
+    print(*(process.pid for process in pool.processes.values()), flush=True)
+    sys.stdin.read()
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.further
 def test_processes_that_tokenize_end_with_the_one_that_started_them(tmp_path):
-    with open(tmp_path / "a.jsonl", "w") as file:
-        for _ in range(2):  # more than one process is worth, and not done before it is killed
-            file.write("".join(rows(0, 1000)) * 200)
-    command = [
-        "prepare",
-        f"data.path={tmp_path}/a.jsonl",
-        "tokenizer.path=demo:bytes",
-        f"data.cache={tmp_path}/c",
-        "data.workers=2",
-    ]
-    with subprocess.Popen(
-        [sys.executable, "-m", "fsdp_trainer", *command], stdout=subprocess.DEVNULL
-    ) as process:
-        started = wait_until(lambda: len(pids := children(process.pid)) == 2 and pids, process)
-        process.send_signal(signal.SIGKILL)
+    (tmp_path / "busy.py").write_text(BUSY)
+    environment = os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"}
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    command = [sys.executable, tmp_path / "busy.py"]
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        messages = [process.stdout.readline() for _ in range(3)]
+        process.kill()
+    started = [int(pid) for pid in messages[-1].split()]
+    assert len(started) == 2
     wait_until(lambda: not any(map(alive, started)))
 
 
 @pytest.mark.slow
-@pytest.mark.further
 def test_shards_of_several_machines_are_put_together_by_the_last(
-    tmp_path, data, many_parts, capsys
+    tmp_path, data, cache, stored, many_parts, capsys
 ):
-    from fsdp_trainer.cli import main
-
-    whole = made(str(data), tmp_path / "whole", validation=0.2)
-    prepare = [
-        "prepare",
-        f"data.path={data}",
-        "tokenizer.path=demo:bytes",
-        f"data.cache={tmp_path}/c",
-        "data.validation=0.2",
-        "batch.seq_len=64",
-    ]
+    whole = stored(tmp_path / "whole", validation=0.2)
+    command = ["prepare", f"data.path={data}", "tokenizer.path=demo:bytes", f"data.cache={cache}"]
+    command += ["data.validation=0.2", "batch.seq_len=512"]
     lines = []
-    for shard in ("0/3", "2/3", "1/3"):
-        assert main([*prepare, f"prepare.shard={shard}"]) == 0
+    for number in ("0/3", "2/3", "1/3"):
+        assert main([*command, f"prepare.shard={number}"]) == 0
         lines.append(capsys.readouterr().out)
     assert "prepare.shard=1/3 prepare.shard=2/3" in lines[0]
     assert "prepare.shard=1/3\n" in lines[1]
-    assert f"{tmp_path}/c/{whole.train[0].folder.parent.name}/train" in lines[2]
-    assert content(made(str(data), tmp_path / "c", validation=0.2)) == content(whole)
+    assert f"{cache}/{whole.train[0].folder.parent.name}/train" in lines[2]
+    assert content(stored(validation=0.2)) == content(whole)
     for wrong in ("3/3", "-1/2"):
-        assert main([*prepare, f"prepare.shard={wrong}"]) == 2
+        assert main([*command, f"prepare.shard={wrong}"]) == 2
         assert "prepare.shard=0/8" in capsys.readouterr().err
 
 
@@ -246,92 +294,59 @@ def of_another_division(enter, part):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [lost_in_a_crash, of_another_division])
 def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(
-    tmp_path, data, many_parts, enter, what
+    tmp_path, cache, stored, shard, many_parts, enter, what
 ):
-    whole = made(str(data), tmp_path / "whole", workers=1)
-    how = (
-        Data(path=str(data), workers=1),
-        Batch(seq_len=64),
-        TOKENIZER,
-        load_template(None, TOKENIZER),
-        tmp_path / "c",
-        Reporter(),
-    )
-    assert component_stores(*how)[0].shard(0, 2) == [1]
-    what(enter, next((tmp_path / "c").glob(".*/000002")))
-    assert content(made(str(data), tmp_path / "c", workers=1)) == content(whole)
+    whole = stored(tmp_path / "whole", workers=1)
+    assert shard(0, 2) == [1]
+    what(enter, next(cache.glob(".*/000002")))
+    assert content(stored(workers=1)) == content(whole)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("the data cannot be used", [])])
-def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, many_parts, error):
-    how = (
-        Data(path=str(data), workers=1),
-        Batch(seq_len=64),
-        TOKENIZER,
-        load_template(None, TOKENIZER),
-        tmp_path / "c",
-        Reporter(),
-    )
-    assert component_stores(*how)[0].shard(0, 2) == [1]
-    parts = sorted((tmp_path / "c").glob(".*/[0-9]*"))
-    with (
-        inject.fails("tokenize_part", error),
-        pytest.raises(type(error) if isinstance(error, UserError) else error),
-    ):
-        component_stores(*how)[0].shard(1, 2)
-    assert sorted((tmp_path / "c").glob(".*/[0-9]*")) == parts != []
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("the data cannot be used", [])])
+def test_a_shard_that_fails_leaves_what_the_others_have_made(cache, shard, many_parts, error):
+    assert shard(0, 2) == [1]
+    parts = sorted(cache.glob(".*/[0-9]*"))
+    with inject.fails("tokenize_part", error), pytest.raises(type(error)):
+        shard(1, 2)
+    assert sorted(cache.glob(".*/[0-9]*")) == parts != []
 
 
 @pytest.mark.slow
-def test_the_same_tokens_of_another_version_are_the_same_data(tmp_path, data, enter):
-    before = made(str(data), tmp_path / "c").train[0]
+def test_the_same_tokens_of_another_version_are_the_same_data(stored, enter):
+    before = stored().train[0]
     enter(inject.setting("tokens_version", 10_000))
-    after = made(str(data), tmp_path / "c").train[0]
+    after = stored().train[0]
     assert after.folder != before.folder
     assert after.fingerprint == before.fingerprint
-    weighted = made(str(data), tmp_path / "c", loss_on="all").train[0]
+    weighted = stored(loss_on="all").train[0]
     assert weighted.fingerprint != before.fingerprint, "the same tokens, other weights"
 
 
-def cut(folder):
-    os.truncate(folder / "train" / "tokens.bin", 40)
-
-
-def half_a_file(folder):
-    (folder / "meta.json").write_text((folder / "meta.json").read_text()[:50])
-
-
-def one_is_missing(folder):
-    (folder / "train" / "weights.bin").unlink()
-
-
-def bit_of_a_token(folder):
-    flip_bit(folder / "train" / "tokens.bin")
-
-
-def bit_of_the_description(folder):
-    flip_bit(folder / "meta.json")
+DAMAGES = {
+    "a column is cut": lambda folder: os.truncate(folder / "train/tokens.bin", 40),
+    "the description is cut": lambda folder: os.truncate(folder / "meta.json", 50),
+    "a column is missing": lambda folder: (folder / "train/weights.bin").unlink(),
+    "a bit of a token": lambda folder: flip_bit(folder / "train/tokens.bin"),
+    "a bit of the description": lambda folder: flip_bit(folder / "meta.json"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage", [cut, half_a_file, one_is_missing, bit_of_a_token, bit_of_the_description]
-)
-@pytest.mark.grid(2)
-def test_a_damaged_cache_is_made_anew_with_a_note(tmp_path, data, damage):
-    before = made(str(data), tmp_path / "c")
+def test_a_damaged_cache_is_made_anew_with_a_note(cache, stored):
+    before = stored()
     expected, folder = content(before), before.train[0].folder.parent
-    damage(folder)
-    said = []
-    assert content(made(str(data), tmp_path / "c", said)) == expected
-    assert "damaged" in said[0]
-    assert str(folder) in said[0]
-    assert visible(tmp_path / "c") == [folder.name]
+    for name, damage in DAMAGES.items():
+        damage(folder)
+        said = []
+        assert content(stored(say=said.append)) == expected, name
+        assert "damaged" in said[0]
+        assert str(folder) in said[0]
+        assert visible(cache) == [folder.name]
 
 
 @pytest.mark.slow
-def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, enter):
-    tasks = []
+def test_two_that_prepare_the_same_do_it_once(stored, many_parts, enter):
+    tasks, said = [], []
 
     def slow(real, task, part, how, tick):
         tasks.append(part.name)
@@ -339,53 +354,46 @@ def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, enter)
         return real(task, part, how, tick)
 
     enter(inject.around("tokenize_part", slow))
-    said, results = [], []
-    threads = [
-        threading.Thread(
-            target=lambda: results.append(made(str(data), tmp_path / "c", said, workers=1))
-        )
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(stored, say=said.append, workers=1) for _ in range(2)]
     assert len(tasks) == len(set(tasks)) > 3
-    assert results[0].fingerprint == results[1].fingerprint
+    assert both[0].result().fingerprint == both[1].result().fingerprint
     assert sum("another process" in line for line in said) == 1
 
 
-def test_leftovers_of_a_crash_go_after_a_day(tmp_path, data):
+def test_leftovers_of_a_crash_go_after_a_day(cache, stored):
     for name, age in {".old": 2, ".young": 0.5}.items():
-        (tmp_path / "c" / name).mkdir(parents=True)
-        (tmp_path / "c" / name / "lock").touch()
-        os.utime(tmp_path / "c" / name, (time.time() - age * 24 * 3600,) * 2)
-    made(str(data), tmp_path / "c")
-    assert visible(tmp_path / "c")[0] == ".young"
+        (cache / name).mkdir(parents=True)
+        (cache / name / "lock").touch()
+        os.utime(cache / name, (time.time() - age * 24 * 3600,) * 2)
+    stored()
+    assert visible(cache)[0] == ".young"
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_message_and_leaves_what_is_finished(tmp_path, data, many_parts):
+def test_a_full_disk_is_one_message_and_leaves_what_is_finished(stored, many_parts):
     full_disk = inject.fails("tokenize_part", inject.no_space(), nth=4)
     with full_disk, pytest.raises(RunFailed, match=r"No space left.*data\.cache=FOLDER"):
-        made(str(data), tmp_path / "c", workers=1)
+        stored(workers=1)
     said = []
-    made(str(data), tmp_path / "c", said, workers=1)
+    stored(say=said.append, workers=1)
     assert "3 of" in said[0]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, data):
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, stored):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file" / "c", Path("/proc/nowhere")):
         with pytest.raises(UserError, match="cannot be kept there"):
-            made(str(data), folder)
+            stored(folder)
 
 
 @pytest.mark.slow
-def test_a_source_that_is_added_to_a_mixture_tokenizes_no_other_anew(tmp_path, enter):
+def test_a_source_that_is_added_to_a_mixture_tokenizes_no_other_anew(
+    tmp_path, cache, stored, enter
+):
     a, b, c = (write(tmp_path / f"{name}.jsonl", i, i + 40) for i, name in enumerate("abc"))
     entries = [{"path": a, "weight": 0.5}, {"path": b, "weight": 0.5}]
-    two = made(entries, tmp_path / "c", validation=0.3)
+    two = stored(cache, *entries, validation=0.3)
     assert two.names == ["a", "b"]
     assert two.validation.source_names == ["a", "b"]
     assert sorted(set(two.validation.sources.tolist())) == [0, 1]
@@ -401,13 +409,13 @@ def test_a_source_that_is_added_to_a_mixture_tokenizes_no_other_anew(tmp_path, e
         return real(task, *rest)
 
     enter(inject.around("tokenize_part", tokenize))
-    three = made([*entries, {"path": c, "weight": 1.0}], tmp_path / "c", validation=0.3)
+    three = stored(cache, *entries, {"path": c, "weight": 1.0}, validation=0.3)
     assert tasks == [c]
     assert [store.folder for store in three.train[:2]] == [store.folder for store in two.train]
 
 
 @pytest.mark.slow
-def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, enter):
+def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(data, cache, stored, enter):
     read = []
 
     def content_hash(real, file, _):
@@ -416,23 +424,23 @@ def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, dat
 
     enter(inject.setting("settled_seconds", 0))
     enter(inject.around("file_hash", content_hash))
-    folders = [made(str(data), tmp_path / "c").train[0].folder for _ in range(2)]
+    folders = [stored().train[0].folder for _ in range(2)]
     assert len(read) == 7
     assert folders[0] == folders[1]
-    before = (data / "b1.jsonl").stat()
-    (data / "b1.jsonl").write_text((data / "b1.jsonl").read_text().replace("q31", "q30"))
-    os.utime(
-        data / "b1.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns)
-    )  # the same inode, size and time, as rsync may leave it
-    assert made(str(data), tmp_path / "c").train[0].folder != folders[0]
+    file = data / "b1.jsonl"
+    before = file.stat()
+    file.write_text(file.read_text().replace("q31", "q30"))
+    # the same inode, size and time, as rsync may leave it
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert stored().train[0].folder != folders[0]
     assert read[7:] == ["b1.jsonl"]
-    for n, damaged in enumerate(["{half", "[1]", json.dumps({str(data / "b1.jsonl"): 5})]):
-        (tmp_path / "c" / "hashes.json").write_text(damaged)
-        made(str(data), tmp_path / "c")
+    for n, damaged in enumerate(["{half", "[1]", json.dumps({str(file): 5})]):
+        (cache / "hashes.json").write_text(damaged)
+        stored()
         assert len(read) == 15 + 7 * n
 
 
-def test_a_stop_does_not_wait_until_a_large_file_is_hashed(tmp_path, monkeypatch):
+def test_a_stop_does_not_wait_until_a_large_file_is_hashed(tmp_path, cache, stored):
     with open(tmp_path / "a.jsonl", "wb") as file:
         file.truncate(1 << 40)  # takes up no space
 
@@ -441,14 +449,7 @@ def test_a_stop_does_not_wait_until_a_large_file_is_hashed(tmp_path, monkeypatch
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="hashing"):
-        prepare(
-            Data(path=str(tmp_path / "a.jsonl")),
-            Batch(seq_len=64),
-            TOKENIZER,
-            load_template(None, TOKENIZER),
-            tmp_path / "c",
-            Reporter(stopped),
-        )
+        stored(cache, tmp_path / "a.jsonl", progress=stopped)
     assert time.monotonic() - start < 100, "of a quarter of an hour"
 
 
@@ -458,23 +459,21 @@ def test_a_file_that_is_gone_when_it_is_to_be_hashed_is_named(tmp_path):
 
 
 def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_name_of_what_it_was(
-    tmp_path, data
+    data, cache, stored
 ):
     def change_and_list(real, self):
         write(data / "b0.jsonl", 5, 6)
         return real(self)
 
-    with (
-        inject.around("list_tasks", change_and_list),
-        pytest.raises(UserError, match=r"b0\.jsonl:1\n? *was changed"),
-    ):
-        made(str(data), tmp_path / "c")
-    assert visible(tmp_path / "c") == []
+    messages = pytest.raises(UserError, match=r"b0\.jsonl:1\n? *was changed")
+    with inject.around("list_tasks", change_and_list), messages:
+        stored()
+    assert visible(cache) == []
 
 
 @pytest.mark.slow
 def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(
-    tmp_path, data, many_parts, enter, monkeypatch
+    stored, many_parts, enter, monkeypatch
 ):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -489,16 +488,13 @@ def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(
 
     def prepare_it(late):
         time.sleep(late)
-        results.append(made(str(data), tmp_path / "c", workers=1).fingerprint)
+        results.append(stored(workers=1).fingerprint)
         meet.abort()
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     enter(inject.around("tokenize_part", in_step))
-    threads = [threading.Thread(target=prepare_it, args=(late,)) for late in (0, 0.2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(prepare_it, (0, 0.2)))
     assert len(results) == 2
     assert len(set(results)) == 1
 
@@ -515,25 +511,13 @@ def tokenize_slowly(beats, real, task, part, how, tick):
     return real(task, part, how, tick)
 
 
-def waits(train, tmp_path, data, beats, code):
-    how = [
-        "train.steps=1",
-        f"data.path={data}/b0.jsonl",
-        f"data.cache={tmp_path / 'cache'}",
-        "launch.data_timeout=4s",
-    ]
+@pytest.mark.parametrize("beats", [True, False])
+def test_ranks_wait_for_as_long_as_there_are_signs_of_life(train, data, cache, beats):
     slow = inject.around("tokenize_part", partial(tokenize_slowly, beats))
     seam = inject.together(slow, inject.setting("beat_seconds", 0.1))
-    return train("run", *how, ranks=2, seam=seam, code=code)
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_ranks_wait_for_as_long_as_there_are_signs_of_life(train, tmp_path, data):
-    assert waits(train, tmp_path, data, beats=True, code=0).column("step") == [1]
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_ranks_that_hear_nothing_give_up(train, tmp_path, data):
-    assert "launch.data_timeout" in waits(train, tmp_path, data, beats=False, code=1).ranks[1].err
+    given = [f"data.path={data}/b0.jsonl", f"data.cache={cache}", "launch.data_timeout=4s"]
+    run = train("run", *given, "train.steps=1", ranks=2, seam=seam, code=0 if beats else 1)
+    if beats:
+        assert run.column("step") == [1]
+    else:
+        assert "launch.data_timeout" in run.ranks[1].err

@@ -59,14 +59,18 @@ class Numbered:
 TEXTS = st.tuples(
     st.integers(0, 2), st.sampled_from([2, 3, 15, 16, 17, 31, 32, 33, 70]) | st.integers(2, 40)
 ).map(lambda text: (text[0], np.array([0.0, *[1.0] * (text[1] - 1)])))
-# Tokens with a mask may be longer than a row, too.
-MASKED = st.tuples(
-    st.integers(0, 2), st.lists(st.sampled_from([0, 1]), min_size=1, max_size=70).filter(any)
-).map(lambda tokens: (tokens[0], np.array([0.0, *tokens[1]])))
-CHATS = st.tuples(
-    st.integers(0, 2),
-    st.lists(st.sampled_from([0, 0.25, 1]), min_size=1, max_size=SEQ_LEN - 1).filter(any),
-).map(lambda chat: (chat[0], np.array([0.0, *chat[1]])))
+
+
+def weighted(weights, largest):
+    """Samples of up to `largest` tokens with any of these weights, not all of them 0."""
+    lists = st.lists(st.sampled_from(weights), min_size=1, max_size=largest).filter(any)
+    return st.tuples(st.integers(0, 2), lists).map(
+        lambda pair: (pair[0], np.array([0.0, *pair[1]]))
+    )
+
+
+MASKED = weighted([0, 1], 70)  # may be longer than a row, too
+CHATS = weighted([0, 0.25, 1], SEQ_LEN - 1)
 
 
 @dataclass
@@ -214,9 +218,10 @@ def computed(data, order, world, plan):
     st.lists(WORLDS, min_size=1, max_size=3),
     st.data(),
 )
-def test_steps_are_the_same_in_every_world_and_after_every_interruption(
+def test_epochs_are_complete_and_steps_the_same_in_every_world_and_after_every_interruption(
     data, rows, epochs, worlds, draw
 ):
+    """A complete epoch has every token as often as asked, and learns each with its weight."""
     order = data.make()
     last_row = min(epochs * order.rows_per_epoch, MOST_ROWS)
     plans = list(Batches(order, 1, 0, 1, CPU).plans(rows, last_row))
@@ -226,51 +231,25 @@ def test_steps_are_the_same_in_every_world_and_after_every_interruption(
     assert all(plan.stop - plan.start == rows for plan in plans[:-1])
     assert 0 < plans[-1].stop - plans[-1].start <= rows
     whole = [computed(data, order, World(1, 2), plan) for plan in plans]
+    if data.repeats and last_row == epochs * order.rows_per_epoch:
+        content = [row for step in whole for row in step]
+        times = [
+            repeat * epochs
+            for store, repeat in zip(data.stores, data.repeats, strict=True)
+            for _ in store.tokens
+        ]
+        tokens = np.repeat(np.concatenate([store.tokens for store in data.stores]), times)
+        weights = np.repeat(np.concatenate([store.weights for store in data.stores]), times)
+        assert sorted(token for held, _ in content for token in held) == tokens.tolist()
+        learnt = list(zip(tokens[weights > 0].tolist(), weights[weights > 0].tolist(), strict=True))
+        assert sorted(target for _, targets in content for target in targets) == learnt
     for world in worlds:
         done = draw.draw(st.integers(0, len(plans)))
         again = data.make()
-        rest = list(
-            Batches(again, world.micro_rows, 0, world.ranks, CPU).plans(
-                rows, last_row, done, done and plans[done - 1].stop
-            )
-        )
+        batches = Batches(again, world.micro_rows, 0, world.ranks, CPU)
+        rest = list(batches.plans(rows, last_row, done, done and plans[done - 1].stop))
         assert rest == plans[done:]
         assert [computed(data, again, world, plan) for plan in rest] == whole[done:]
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(data_sets(mixed_by=("nothing", "repeats")), st.integers(1, 13), st.integers(1, 2), WORLDS)
-def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with_its_weight(
-    data, rows, epochs, world
-):
-    order = data.make()
-    times = np.concatenate(
-        [
-            np.full(len(store.tokens), repeat * epochs)
-            for store, repeat in zip(data.stores, data.repeats, strict=True)
-        ]
-    )
-    tokens, weights = (
-        np.concatenate([getattr(store, name) for store in data.stores])
-        for name in ("tokens", "weights")
-    )
-    numbers: list[int] = []
-    learnt: list[tuple[int, float]] = []
-    for plan in Batches(order, world.micro_rows, 0, world.ranks, CPU).plans(
-        rows, epochs * order.rows_per_epoch
-    ):
-        for held, targets in computed(data, order, world, plan):
-            numbers += held
-            learnt += targets
-    assert np.array_equal(np.sort(numbers), np.repeat(tokens, times))
-    expected = [
-        pair
-        for *pair, n in zip(tokens.tolist(), weights.tolist(), times.tolist(), strict=True)
-        for _ in range(n)
-        if pair[1]
-    ]
-    assert sorted(learnt) == [tuple(pair) for pair in expected]
 
 
 @pytest.mark.slow

@@ -20,11 +20,13 @@ BYTES = load_tokenizer("demo:bytes")
 
 
 def reader_of(columns, format="auto", fields=None, kind="single"):
-    return make_reader(columns, format, fields, "file", kind=kind)
+    """Return `read(columns)`, which reads a row, and the names of columns that it did not use."""
+    reader = make_reader(columns, format, fields, "file", kind=kind)
+    return (lambda later: reader.read(Record(later, ("file", 1)))), reader.unused
 
 
-def read(columns, format="auto", fields=None):
-    return reader_of(columns, format, fields).read(Record(columns, ("file", 1)))
+def read(columns, format="auto"):
+    return reader_of(columns, format)[0](columns)
 
 
 def test_every_format_can_be_chosen():
@@ -41,7 +43,6 @@ def test_every_format_can_be_chosen():
         ({"inputs": "q", "targets": "a", "language": "en"}, CHAT, "language"),
         ({"prompt": "q", "generation": "a"}, CHAT, ""),
         ({"Instruction": "q", "Input": "", "Response": "a"}, CHAT, ""),
-        ({"Question": "q", "Answer": "a"}, CHAT, ""),
         ({"User Prompt": "u", "query": "q", "answer": "a"}, CHAT, "User Prompt"),
         ({"user": "q", "assistant": "a"}, CHAT, ""),
         ({"question": "q", "solution": "a", "answer": "7"}, CHAT, "answer"),
@@ -58,26 +59,29 @@ def test_every_format_can_be_chosen():
         ({"messages": [{"user": "q"}, {"assistant": "a"}]}, CHAT, ""),
         ({"messages": [{"speaker": "human", "text": "q"}, REPLY]}, CHAT, ""),
         ({"conversations": [ASK, {"from": "bing", "value": "a"}]}, CHAT, ""),
-        (
-            {"contents": [{"role": "user", "parts": [{"text": "q"}]}, REPLY]},
-            CHAT,
-            "",
-        ),
+        ({"contents": [{"role": "user", "parts": [{"text": "q"}]}, REPLY]}, CHAT, ""),
+        ({"messages": [ASK, REPLY | {"loss_scale": 0}]}, [ASK, REPLY | {"weight": 0}], ""),
     ],
 )
 def test_columns_and_turns_are_read_under_any_usual_name(columns, messages, unused):
-    reader = reader_of(columns)
-    assert reader.read(Record(columns, ("file", 1))).messages == messages
-    assert " ".join(reader.unused) == unused
+    read_row, left_out = reader_of(columns)
+    assert read_row(columns).messages == messages
+    assert " ".join(left_out) == unused
 
 
 @pytest.mark.parametrize("name", ["context", "article", "input"])
 def test_what_is_given_beside_a_question_is_part_of_it(name):
-    assert read({"question": "q", name: "c", "answer": "a"}).messages[0]["content"] == "q\nc"
-    later = {"question": "q", "answer": "a"}
-    reader = reader_of(later)
-    row = Record(later | {name: "c"}, ("file", 2))
-    assert reader.read(row).messages[0]["content"] == "q\nc"
+    first = {"question": "q", "answer": "a"}
+    row = first | {name: "c"}
+    for columns in (row, first):
+        assert reader_of(columns)[0](row).messages[0]["content"] == "q\nc"
+
+
+def test_columns_that_later_rows_bring_are_read_or_named():
+    first = {"question": "q", "answer": "a"}
+    read_row, unused = reader_of(first)
+    assert read_row(first | {"system_prompt": "s", "topic": "t"}).messages == [SYSTEM, *CHAT]
+    assert list(unused) == ["topic"]
 
 
 def test_earlier_turns_come_first_in_any_form():
@@ -85,13 +89,6 @@ def test_earlier_turns_come_first_in_any_form():
     for history in ([["q0", "a0"]], list(earlier), [{"question": "q0", "answer": "a0"}]):
         row = {"query": "q", "response": "a", "history": history}
         assert read(row).messages == [*earlier, *CHAT]
-
-
-def test_columns_that_later_rows_bring_are_read_or_named():
-    reader = reader_of({"question": "q", "answer": "a"})
-    later = {"question": "q", "answer": "a", "system_prompt": "s", "topic": "t"}
-    assert reader.read(Record(later, ("file", 2))).messages == [SYSTEM, *CHAT]
-    assert list(reader.unused) == ["topic"]
 
 
 def test_calls_as_an_answer_are_tool_calls_where_they_call_the_rows_tools():
@@ -107,46 +104,36 @@ def test_calls_as_an_answer_are_tool_calls_where_they_call_the_rows_tools():
     assert read({"messages": CHAT, "tools": [json.dumps(listed[0])]}).tools == listed
 
 
-def test_a_weight_of_ms_swift_is_read():
-    turns = [ASK, REPLY | {"loss_scale": 0}]
-    assert read({"messages": turns}).messages[1]["weight"] == 0
-
-
 def test_parts_of_a_turn_that_axolotl_does_not_train_are_context():
-    detail = [
-        {"begin_offset": 0, "end_offset": 3, "train": False},
-        {"begin_offset": 4, "end_offset": 7, "train": True},
-    ]
-    row = read({"messages": [ASK, {"role": "assistant", "content": "one two", "train_detail": []}]})
-    (whole,), _ = samples_of(BYTES, row)
-    assert supervised_texts(BYTES, whole) == ["one two<|im_end|>"]
-    detail[1]["end_offset"] = 6
-    turn = {"role": "assistant", "content": "one two", "train_detail": detail}
-    (part,), _ = samples_of(BYTES, read({"messages": [ASK, turn]}))
-    assert supervised_texts(BYTES, part) == ["two<|im_end|>"]
-    detail[1]["end_offset"] = 7
+    def turns(*parts):
+        keys = ("begin_offset", "end_offset", "train")
+        detail = [dict(zip(keys, part, strict=True)) for part in parts]
+        answer = {"role": "assistant", "content": "one two", "train_detail": detail}
+        return read({"messages": [ASK, answer]})
+
+    one = (0, 3, False)
+    for parts, learnt in (((), "one two<|im_end|>"), ((one, (4, 6, True)), "two<|im_end|>")):
+        (sample,), _ = samples_of(BYTES, turns(*parts))
+        assert supervised_texts(BYTES, sample) == [learnt]
     with pytest.raises(RecordError, match="train_detail names characters 4 to 7 of 7"):
-        read({"messages": [ASK, turn]})
+        turns(one, (4, 7, True))
 
 
 def test_pairs_are_read_under_any_names_through_fields():
     columns = {"q": "q", "response_j": "a", "response_k": "b", "date": "d"}
     fields = {"prompt": "q", "chosen": "response_j", "rejected": "response_k"}
-    reader = reader_of(columns, fields=fields, kind="pairs")
-    pair = reader.read(Record(columns, ("file", 1)))
-    assert (pair.prompt, pair.chosen) == ([ASK], [REPLY])
-    assert list(reader.unused) == ["date"]
+    read_row, unused = reader_of(columns, fields=fields, kind="pairs")
+    pair = read_row(columns)
+    assert (pair.prompt, pair.chosen, list(unused)) == ([ASK], [REPLY], ["date"])
     with pytest.raises(UserError, match=r"{prompt: q, completion: response_j}"):
         reader_of(columns, fields=fields, kind="single")
 
 
-def test_preview_shows_pairs_under_any_names(world, tmp_path):
-    row = {"q": "q", "good": "a", "bad": "b", "date": "d"}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    keys = ["preview", f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes"]
-    (shown,) = world.command(*keys, "data.fields={prompt: q, chosen: good, rejected: bad}")
-    assert "preference (q → prompt, good → chosen, bad → rejected)" in shown.out
-    assert "columns not used: date" in shown.out
+def test_preview_shows_pairs_under_any_names(jsonl, preview):
+    file = jsonl({"q": "q", "good": "a", "bad": "b", "date": "d"})
+    shown = preview(f"data.path={file}", "data.fields={prompt: q, chosen: good, rejected: bad}")
+    assert "preference (q → prompt, good → chosen, bad → rejected)" in shown
+    assert "columns not used: date" in shown
 
 
 @pytest.mark.parametrize(
@@ -174,17 +161,14 @@ def test_preview_shows_pairs_under_any_names(world, tmp_path):
 )
 def test_errors_name_the_column_in_the_file_and_hints_fit_the_row(columns, message):
     with pytest.raises((RecordError, UserError), match="(?s)" + message):
-        try:
-            read(columns)
-        except UserError as error:
-            raise UserError(error.problems[0].reason) from None
+        read(columns)
 
 
 def test_the_text_of_rows_with_pictures_is_read_where_that_is_said():
     columns = {"messages": CHAT, "images": ["a.png"]}
-    reader = reader_of(columns, fields={"messages": "messages"})
-    assert reader.read(Record(columns, ("file", 1))).messages == CHAT
-    assert list(reader.unused) == ["images"]
+    read_row, unused = reader_of(columns, fields={"messages": "messages"})
+    assert read_row(columns).messages == CHAT
+    assert list(unused) == ["images"]
     assert read(columns | {"images": []}).messages == CHAT
 
 
@@ -195,10 +179,9 @@ def test_tokens_are_trained_on_as_they_are():
     assert sample.tokens.tolist() == [7, 8, 9, 258]
     assert sample.weights.tolist() == [0, 0, 1, 1]
     assert not builder.counts
-    (plain,), _ = samples_of(BYTES, read({"input_ids": [7, 8, 9]}))
-    assert plain.weights.tolist() == [0, 1, 1]
-    (masked,), _ = samples_of(BYTES, read({"input_ids": [7, 8, 258], "loss_mask": [0, 0, 1]}))
-    assert masked.weights.tolist() == [0, 0, 1]
+    for mask, weights in (({}, [0, 1, 1]), ({"loss_mask": [0, 0, 1]}, [0, 0, 1])):
+        (sample,), _ = samples_of(BYTES, read({"input_ids": [7, 8, 258]} | mask))
+        assert sample.weights.tolist() == weights
 
 
 @pytest.mark.parametrize(
@@ -217,14 +200,10 @@ def test_tokens_that_cannot_be_trained_on_are_refused(columns, message):
 
 
 def test_segments_are_learnt_where_their_label_is_true():
-    segments = [
-        {"label": False, "text": "<|im_start|>Ask: "},
-        {"label": True, "text": "yes<|im_end|>"},
-    ]
+    texts = {"<|im_start|>Ask: ": False, "yes<|im_end|>": True}
+    segments = [{"label": label, "text": text} for text, label in texts.items()]
     (sample,), builder = samples_of(BYTES, read({"segments": segments}))
-    assert BYTES.decode(sample.tokens.tolist(), skip_special=False) == (
-        "<|im_start|>Ask: yes<|im_end|>"
-    )
+    assert BYTES.decode(sample.tokens.tolist(), skip_special=False) == "".join(texts)
     assert supervised_texts(BYTES, sample) == ["yes<|im_end|>"]
     assert not builder.counts
     with pytest.raises(RecordError, match="needs a text and a label"):
@@ -240,37 +219,19 @@ def test_one_object_that_is_a_conversation_is_one_row(tmp_path):
     assert len(list(read_records(str(file)))) == 2
 
 
-@pytest.mark.slow
-def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, world, tmp_path):
-    rows = [
-        {"question": "q", "answer": "a", "topic": "t"},
-        {"question": "r", "answer": "b", "n": 1},
-    ]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [f"data.path={file}", "tokenizer.path=demo:bytes"]
+def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, jsonl, preview):
+    rows = [{"question": "q", "answer": "a"} | more for more in ({"topic": "t"}, {"n": 1})]
+    file = jsonl(*rows)
     line = f"{file}: columns not used: topic, n"
-    assert line in world.command("preview", *given, f"data.cache={tmp_path}/c")[0].out
-    assert line in train("run", *given, "train.steps=1").out
+    assert line in preview(f"data.path={file}")
+    assert line in train("run", f"data.path={file}", "train.steps=1").out
 
 
-@pytest.mark.slow
-def test_columns_that_a_stream_does_not_use_are_named(world, tmp_path):
-    rows = [{"question": f"q{i}", "answer": "a", "topic": "t"} for i in range(4)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = [f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes", "batch.rows=4"]
-    stream = ["data.streaming=true", "train.steps=1"]
-    assert "columns not used: topic" in world.command("preview", *keys, *stream)[0].out
-
-
-def test_tokens_may_be_cut_and_segments_are_not(world, tmp_path):
-    (tmp_path / "t.jsonl").write_text(json.dumps({"input_ids": [*range(40, 100)]}))
-    segments = [{"text": "x" * 60, "label": True}]
-    (tmp_path / "s.jsonl").write_text(json.dumps({"segments": segments}))
-    keys = ["tokenizer.path=demo:bytes", "batch.seq_len=32", "data.too_long=split"]
-    keys += [f"data.cache={tmp_path}/cache", "preview.format=json", "preview.rows=2"]
-    (shown,) = world.command("preview", f"data.path={tmp_path}/t.jsonl", *keys)
-    rows = [json.loads(line) for line in shown.out.splitlines()]
+def test_tokens_may_be_cut_and_segments_are_not(jsonl, preview):
+    words = ["batch.seq_len=32", "data.too_long=split", "preview.format=json", "preview.rows=2"]
+    tokens = jsonl({"input_ids": [*range(40, 100)]})
+    rows = [json.loads(line) for line in preview(f"data.path={tokens}", *words).splitlines()]
     assert sorted(token for row in rows for token in row["tokens"]) == [*range(40, 100)]
-    (refused,) = world.command("preview", f"data.path={tmp_path}/s.jsonl", *keys, code=2)
-    assert "only text and tokens can be cut into pieces" in refused.err
+    segments = jsonl({"segments": [{"text": "x" * 60, "label": True}]})
+    refused = preview(f"data.path={segments}", *words, code=2)
+    assert "only text and tokens can be cut into pieces" in refused

@@ -5,34 +5,31 @@ the template; text, tokens and the beginning of what is learnt must be the same.
 """
 
 import json
+from collections import Counter
 
 import inject
 import pytest
-from texts import make_tokenizer, samples_of, supervised_texts, turn
+from texts import SPECIAL, in_transformers, samples_of, supervised_texts, turn, write_tokenizer
 
 from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.records.conversations import Conversation, make_reader
+from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 WHERE = ("chats.jsonl", 1)
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 PLAIN = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}"
 
 
-def template_of(*cases, prompt=PROMPT):
-    """ChatML that treats some turns in its own way. cases: (condition, what it writes)."""
+def template_of(cases=(), prompt=PROMPT):
+    """ChatML that treats some turns in its own way. cases: {condition: what it writes}."""
     lines = ["{%- for m in messages %}"]
-    for i, (condition, text) in enumerate(cases):
+    for i, (condition, text) in enumerate(dict(cases).items()):
         lines.append("{%- " + ("elif " if i else "if ") + condition + " %}" + text)
-    return "\n".join([*lines, "{%- else %}" + PLAIN, "{%- endif %}", "{%- endfor %}", prompt])
-
-
-def call(name, arguments, **others):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}, **others}
+    plain = "{%- else %}" + PLAIN + "{%- endif %}" if cases else PLAIN
+    return "\n".join([*lines, plain, "{%- endfor %}", prompt])
 
 
 def written(calls, before=""):
@@ -46,175 +43,138 @@ def written(calls, before=""):
     )
 
 
+def calls_as(calls, before=""):
+    """A template that writes calls in its own way."""
+    return template_of({"m.tool_calls": written(calls, before)})
+
+
+def call(name, arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls, content="", **others):
+    return turn("assistant", content, tool_calls=[*calls], **others)
+
+
 CALL = "{{- '<call>' + call.function.name + call.function.arguments | tojson + '</call>' }}"
 JSON = '{"city": "Zürich"}'
 CITY = {"city": "Zürich"}
-WEATHER, TIME = call("weather", CITY), call("time", CITY)
+WEATHER, TIME, AS_TEXT = call("weather", CITY), call("time", CITY), call("weather", JSON)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 ASK, ANSWER = turn("user", "How is it?"), turn("assistant", "Grey.")
-CALLING = turn("assistant", "", tool_calls=[WEATHER])
-RESULT = turn("tool", "grey")
+CALLING, RESULT = calling(WEATHER), turn("tool", "grey")
+WITH_RESULT = [ASK, CALLING, RESULT, ANSWER]
 THINKING = turn("assistant", "Grey.", reasoning_content="Look up.")
+GREY = "Grey.<|im_end|>"
+CALLED = f"<call>weather{JSON}</call><|im_end|>"
 
-CALLS_WITH_IDS = template_of(
-    (
-        "m.tool_calls",
-        written(
+READS_CALLS = calls_as(CALL)
+READS_IDS = template_of(
+    {
+        "m.tool_calls": written(
             "{%- if call.id is not defined or call.id | length != 9 %}"
             "{{- raise_exception('an id has nine letters') }}{%- endif %}"
             "{{- '<call>' + call.id + ' ' + call.function | tojson + '</call>' }}"
         ),
-    ),
-    (
-        "m.role == 'tool'",
-        "{%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
-        "{{- raise_exception('a result has an id') }}{%- endif %}"
-        "{{- '<|im_start|>tool\\n' + m.tool_call_id + ' ' + m.content + '<|im_end|>' }}",
-    ),
-)
-CONCATENATES_ID = template_of(
-    ("m.tool_calls", written("{{- '<call>' + call.id + call.function.name + '</call>' }}" + CALL))
-)
-CALLS_AS_TEXT = template_of(
-    (
-        "m.tool_calls",
-        written("{{- '<call>' + call.function.name + call.function.arguments + '</call>' }}"),
-    )
-)
-PRINTS_ARGUMENTS = template_of(
-    (
-        "m.tool_calls",
-        written("{{- '<call>' }}{{ call.function.name }}{{ call.function.arguments }}"),
-    )
-)
-CALLS_WITHOUT_CONTENT = template_of(("m.content is not string", written(CALL)))
-NEEDS_TOOLS = "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}" + (
-    "{{- tools | tojson }}" + template_of(("m.tool_calls", written(CALL)))
-)
-PARTS_ONLY = template_of(
-    (
-        "true",
-        "{{- '<|im_start|>' + m.role + '\\n' }}{%- for part in m.content %}"
-        "{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}{{- '<|im_end|>' }}",
-    )
-)
-READS_THINKING = template_of(
-    (
-        "m.thinking",
-        "{{- '<|im_start|>assistant\\n[' + m.thinking + ']' + m.content + '<|im_end|>' }}",
-    )
-)
-THINKS_BESIDE_CALLS = template_of(
-    ("m.tool_calls", written(CALL, "{%- if m.thinking %}{{- '[' + m.thinking + ']' }}{%- endif %}"))
-)
-READS_THINKING_PARTS = template_of(
-    (
-        "m.content is not string",
-        "{{- '<|im_start|>assistant\\n' }}{%- for part in m.content %}"
-        "{%- if part.type == 'thinking' %}{{- '[' + part.thinking + ']' }}"
-        "{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{{- '<|im_end|>' }}",
-    )
+        "m.role == 'tool'": (
+            "{%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
+            "{{- raise_exception('a result has an id') }}{%- endif %}"
+            "{{- '<|im_start|>tool\\n' + m.tool_call_id + ' ' + m.content + '<|im_end|>' }}"
+        ),
+    }
 )
 CUTS_THINKING = template_of(
-    (
-        "m.role == 'assistant'",
-        "{{- '<|im_start|>assistant\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}",
-    )
+    {
+        "m.role == 'assistant'": (
+            "{{- '<|im_start|>assistant\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
+        )
+    }
 )
 END = "<|im_end|>"
+
+
+def with_ids(*ids):
+    """A call and a result for each id."""
+    results = [RESULT | {"tool_call_id": id} for id in ids]
+    calls = [each | {"id": id} for each, id in zip((WEATHER, TIME), ids, strict=False)]
+    return [ASK, calling(*calls), *results, ANSWER]
+
+
+def in_parts(message):
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+# name: the template, the conversation of a row, and as a person would hand it over
 FORMS = {
     "ids of nine letters": (
-        CALLS_WITH_IDS,
-        [ASK, turn("assistant", "", tool_calls=[WEATHER, TIME]), RESULT, RESULT, ANSWER],
-        [
-            ASK,
-            turn(
-                "assistant",
-                "",
-                tool_calls=[WEATHER | {"id": "call00000"}, TIME | {"id": "call00001"}],
-            ),
-            RESULT | {"tool_call_id": "call00000"},
-            RESULT | {"tool_call_id": "call00001"},
-            ANSWER,
-        ],
-        None,
+        READS_IDS,
+        [ASK, calling(WEATHER, TIME), RESULT, RESULT, ANSWER],
+        with_ids("call00000", "call00001"),
     ),
-    "an id that is too long": (
-        CALLS_WITH_IDS,
-        [
-            ASK,
-            turn("assistant", "", tool_calls=[WEATHER | {"id": "call_of_openai"}]),
-            RESULT | {"tool_call_id": "call_of_openai"},
-            ANSWER,
-        ],
-        [
-            ASK,
-            turn("assistant", "", tool_calls=[WEATHER | {"id": "call00000"}]),
-            RESULT | {"tool_call_id": "call00000"},
-            ANSWER,
-        ],
-        None,
-    ),
-    "an id that fits": (
-        CALLS_WITH_IDS,
-        [
-            ASK,
-            turn("assistant", "", tool_calls=[WEATHER | {"id": "abcDEF123"}]),
-            RESULT | {"tool_call_id": "abcDEF123"},
-            ANSWER,
-        ],
-        None,
-        None,
-    ),
+    "an id that is too long": (READS_IDS, with_ids("call_of_openai"), with_ids("call00000")),
+    "an id that fits": (READS_IDS, with_ids("abcDEF123"), with_ids("abcDEF123")),
     "any id": (
-        CONCATENATES_ID,
-        [ASK, CALLING, RESULT, ANSWER],
-        [ASK, turn("assistant", "", tool_calls=[WEATHER | {"id": "call_0"}]), RESULT, ANSWER],
-        None,
+        calls_as("{{- '<call>' + call.id + call.function.name + '</call>' }}" + CALL),
+        WITH_RESULT,
+        [ASK, calling(WEATHER | {"id": "call_0"}), RESULT, ANSWER],
     ),
     "arguments as text": (
-        CALLS_AS_TEXT,
-        [ASK, CALLING, RESULT, ANSWER],
-        [ASK, turn("assistant", "", tool_calls=[call("weather", JSON)]), RESULT, ANSWER],
-        None,
+        calls_as("{{- '<call>' + call.function.name + call.function.arguments + '</call>' }}"),
+        WITH_RESULT,
+        [ASK, calling(AS_TEXT), RESULT, ANSWER],
     ),
     "arguments that are printed": (
-        PRINTS_ARGUMENTS,
+        calls_as("{{- '<call>' }}{{ call.function.name }}{{ call.function.arguments }}"),
         [ASK, CALLING],
-        [ASK, turn("assistant", "", tool_calls=[call("weather", JSON)])],
-        None,
+        [ASK, calling(AS_TEXT)],
     ),
     "calls without content": (
-        CALLS_WITHOUT_CONTENT,
-        [ASK, CALLING, RESULT, ANSWER],
-        [ASK, turn("assistant", None, tool_calls=[WEATHER]), RESULT, ANSWER],
-        None,
+        template_of({"m.content is not string": written(CALL)}),
+        WITH_RESULT,
+        [ASK, calling(WEATHER, content=None), RESULT, ANSWER],
     ),
-    "a template that needs tools": (NEEDS_TOOLS, [ASK, CALLING, RESULT, ANSWER], None, TOOLS),
+    "a template that needs tools": (
+        "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}{{- tools | tojson }}"
+        + READS_CALLS,
+        WITH_RESULT,
+        WITH_RESULT,
+    ),
     "content in parts": (
-        PARTS_ONLY,
+        template_of(
+            {
+                "true": "{{- '<|im_start|>' + m.role + '\\n' }}{%- for part in m.content %}"
+                "{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}"
+                "{{- '<|im_end|>' }}"
+            }
+        ),
         [turn("system", "Be brief."), ASK, ANSWER],
-        [
-            turn("system", [{"type": "text", "text": "Be brief."}]),
-            turn("user", [{"type": "text", "text": "How is it?"}]),
-            turn("assistant", [{"type": "text", "text": "Grey."}]),
-        ],
-        None,
+        [*map(in_parts, [turn("system", "Be brief."), ASK, ANSWER])],
     ),
     "reasoning as thinking": (
-        READS_THINKING,
+        template_of(
+            {
+                "m.thinking": "{{- '<|im_start|>assistant\\n[' + m.thinking + ']' }}"
+                "{{- m.content + '<|im_end|>' }}"
+            }
+        ),
         [ASK, THINKING],
-        [ASK, turn("assistant", "Grey.", thinking="Look up.")],
-        None,
+        [ASK, ANSWER | {"thinking": "Look up."}],
     ),
     "reasoning beside a call": (
-        THINKS_BESIDE_CALLS,
+        calls_as(CALL, "{%- if m.thinking %}{{- '[' + m.thinking + ']' }}{%- endif %}"),
         [ASK, CALLING | {"reasoning_content": "Look up."}],
         [ASK, CALLING | {"thinking": "Look up."}],
-        None,
     ),
     "reasoning as a part": (
-        READS_THINKING_PARTS,
+        template_of(
+            {
+                "m.content is not string": (
+                    "{{- '<|im_start|>assistant\\n' }}{%- for part in m.content %}"
+                    "{%- if part.type == 'thinking' %}{{- '[' + part.thinking + ']' }}"
+                    "{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{{- '<|im_end|>' }}"
+                )
+            }
+        ),
         [ASK, THINKING],
         [
             ASK,
@@ -223,17 +183,13 @@ FORMS = {
                 [{"type": "thinking", "thinking": "Look up."}, {"type": "text", "text": "Grey."}],
             ),
         ],
-        None,
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(["<s>", "</s>", "<|im_start|>", END]).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
-    return load_tokenizer(str(folder))
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["<|im_start|>", END])
 
 
 def row_of(messages, tools=None):
@@ -241,42 +197,184 @@ def row_of(messages, tools=None):
     return make_reader(columns, "auto", None, "f").read(Record(columns, WHERE))
 
 
+def learnt(tokenizer, source, messages, tools=None, **options):
+    """Return the samples of a conversation, and the notes on it with their counts."""
+    template = source
+    if isinstance(source, str):
+        template = Template("of a test", source, tokenizer.special)
+    samples, builder = samples_of(tokenizer, row_of(messages, tools), template, **options)
+    return samples, {key: n for key, n in builder.counts.items() if key in KINDS}
+
+
 def rendered(tokenizer, source, messages, tools=None, **options):
     """Text and tokens by transformers."""
-    transformers = pytest.importorskip("transformers")
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend, **SPECIAL, chat_template=source
-    )
+    fast = in_transformers(tokenizer, source)
     options = {"tools": tools, "return_dict": False, **options}
     text = fast.apply_chat_template(messages, tokenize=False, **options)
     return text, fast.apply_chat_template(messages, tokenize=True, **options)
+
+
+def prompt_of(tokenizer, source, messages, tools=None):
+    return rendered(tokenizer, source, messages, tools, add_generation_prompt=True)[0]
 
 
 def text_of(tokenizer, sample):
     return tokenizer.decode(sample.tokens.tolist(), skip_special=False)
 
 
-def notes_of(builder):
-    return set(builder.counts) & set(KINDS)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_template_gets_each_thing_in_the_form_it_reads(form, tokenizer):
-    source, messages, as_handed, tools = FORMS[form]
-    as_handed = as_handed or messages
-    template = Template(form, source, tokenizer.special)
-    (sample,), builder = samples_of(tokenizer, row_of(messages, tools), template)
+    source, messages, as_handed = FORMS[form]
+    tools = TOOLS if "tools %}" in source else None
+    (sample,), notes = learnt(tokenizer, source, messages, tools)
     text, ids = rendered(tokenizer, source, as_handed, tools)
     assert sample.tokens.tolist() == ids
     prompts = [
-        rendered(tokenizer, source, as_handed[:k], tools, add_generation_prompt=True)[0]
+        prompt_of(tokenizer, source, as_handed[:k], tools)
         for k, message in enumerate(as_handed)
         if message["role"] == "assistant"
     ]
     answers = [text[len(prompt) :].partition(END)[0] + END for prompt in prompts]
     assert all(text.startswith(prompt) for prompt in prompts)
     assert supervised_texts(tokenizer, sample) == answers
-    assert notes_of(builder) <= {"tools_not_shown"}
+    assert not notes
+
+
+# --- what is learnt of what a template writes ---------------------------------------------------
+
+OPENS_THINKING = PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
+# the prompt and the call have the first two characters of a tag in common
+CALLS_WITH_A_TAG = template_of(
+    {"m.tool_calls": written("{{- '<tool>' + call.function | tojson }}")}, OPENS_THINKING
+)
+READS_THINKING = template_of(
+    {
+        "m.reasoning_content": "{{- '<|im_start|>assistant\\n[' + m.reasoning_content + ']' }}"
+        "{{- m.content + '<|im_end|>' }}",
+        "m.role == 'assistant'": (
+            "{{- '<|im_start|>assistant\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
+        ),
+    }
+)
+INLINE = turn("assistant", "<think>\nLook up.\n</think>\n\nGrey.")
+GREETED = [turn("assistant", "Welcome"), ASK, ANSWER]
+# name: the template, the conversation, what is learnt, the notes on it; and, where it is not the
+# row's conversation, the one that transformers gives the same tokens for
+WRITTEN = {
+    "no line ends where reasoning is cut out": (
+        CUTS_THINKING, [ASK, THINKING], [GREY], ["reasoning_left_out"], [ASK, ANSWER],
+    ),
+    "nor where it stood within the answer": (
+        CUTS_THINKING, [ASK, INLINE], [GREY], ["reasoning_left_out"], [ASK, ANSWER],
+    ),
+    "nor where the prompt had opened it": (
+        CUTS_THINKING,
+        [ASK, turn("assistant", "Look up.\n</think>\n\nGrey.")],
+        [GREY],
+        ["reasoning_left_out"],
+        [ASK, ANSWER],
+    ),
+    "reasoning within the answer goes where the template reads it": (
+        READS_THINKING, [ASK, INLINE], ["[Look up.]Grey.<|im_end|>"], [], [ASK, THINKING],
+    ),
+    "an empty system turn leaves no line ends in the question": (
+        "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}"
+        "{{ m.content }}<|im_end|>{% endfor %}",
+        [turn("system", ""), ASK, ANSWER],
+        [GREY],
+        [],
+        [ASK, ANSWER],
+    ),
+    "text that is written otherwise is not missed": (
+        template_of(
+            {
+                "m.role == 'tool'": (
+                    "{{- '<|im_start|>tool\\n' + m.content | tojson + '<|im_end|>' }}"
+                ),
+                "m.tool_calls": written(CALL),
+                "true": "{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>' }}",
+            }
+        ),
+        [turn("user", " a\nb "), CALLING, turn("tool", '{"sky":\n"grey"}'), ANSWER],
+        [CALLED, GREY],
+        [],
+    ),
+    # plain answers begin with an empty block, which one with reasoning does not have
+    "an answer begins where it parts from the prompt": (
+        template_of(
+            {
+                "m.role == 'assistant'": "{{- '<|im_start|>assistant\\n<think>' }}"
+                "{{- (m.reasoning_content or '\\n\\n') + '</think>' + m.content + '<|im_end|>' }}",
+            },
+            OPENS_THINKING,
+        ),
+        [ASK, THINKING],
+        ["Look up.</think>Grey.<|im_end|>"],
+        ["prompt_differs"],
+    ),
+    "a call begins where it parts from the prompt": (
+        CALLS_WITH_A_TAG,
+        [ASK, CALLING],
+        [f'<tool>{{"name": "weather", "arguments": {JSON}}}<|im_end|>'],
+        ["prompt_differs"],
+    ),
+    **{
+        f"a question that stands in the prompt too does not shift the mask: {question}": (
+            CALLS_WITH_A_TAG,
+            [turn("user", "What does <think>\nmean?"), ANSWER, turn("user", question), ANSWER],
+            [GREY, GREY],
+            ["prompt_differs"] * 2,
+        )
+        for question in ("think", "assistant", "a", "e", "")
+    },
+    "an answer comes first where the template wants a question": (
+        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+        "{{- raise_exception('no question') }}{%- endif %}" + template_of(),
+        GREETED,
+        ["Welcome<|im_end|>", GREY],
+        ["prompt_differs"],
+    ),
+    "no header of a first answer, where only a last turn has the prompt, as in OLMo": (
+        "{{- bos_token }}{%- for m in messages %}"
+        + PLAIN
+        + "{%- if loop.last %}"
+        + PROMPT
+        + "{%- endif %}{%- endfor %}",
+        GREETED,
+        ["Welcome<|im_end|>", GREY],
+        [],
+    ),
+    "no header behind a result that ends otherwise in prompts, as in Hermes": (
+        template_of(
+            {
+                "m.role == 'tool'": "{{- '<|im_start|>tool\\n' + m.content }}"
+                "{{- '' if loop.last else '\\n' }}{{- '<|im_end|>' }}",
+                "m.tool_calls": written(CALL),
+            }
+        ),
+        WITH_RESULT,
+        [CALLED, GREY],
+        ["prompt_differs"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_what_is_learnt_is_what_the_model_writes(what, tokenizer):
+    source, messages, answers, noted, *as_handed = WRITTEN[what]
+    (sample,), notes = learnt(tokenizer, source, messages)
+    assert sample.tokens.tolist() == rendered(tokenizer, source, *(as_handed or [messages]))[1]
+    assert supervised_texts(tokenizer, sample) == answers
+    assert notes == Counter(noted)
+
+
+def test_a_turn_whose_beginning_cannot_be_told_is_refused_with_a_remedy(tokenizer):
+    source = (
+        "{% if not add_generation_prompt %}{{ messages[-1].content | length }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
+    )
+    with pytest.raises(RecordError, match=r"data\.template=chatml"):
+        learnt(tokenizer, source, [ASK, ANSWER])
 
 
 SYSTEM_IN_LAST_QUESTION = """{%- for m in messages %}
@@ -289,394 +387,191 @@ SYSTEM_IN_LAST_QUESTION = """{%- for m in messages %}
 
 
 def test_a_system_text_that_only_prompts_show_stands_where_inference_has_it(tokenizer):
-    template = Template("prompts", SYSTEM_IN_LAST_QUESTION, tokenizer.special)
-    chat = [turn("system", "S"), turn("user", "a"), turn("assistant", "b")]
-    longer = [*chat, turn("user", "c"), turn("assistant", "d")]
-    first, second = samples_of(tokenizer, row_of(longer), template)[0]
-    for sample, before, answer in ((first, chat[:2], " b</s>"), (second, longer[:4], " d</s>")):
-        prompt, _ = rendered(tokenizer, SYSTEM_IN_LAST_QUESTION, before, add_generation_prompt=True)
-        assert text_of(tokenizer, sample) == prompt + answer
-        assert supervised_texts(tokenizer, sample) == [answer]
-    assert "S\n\nc" in text_of(tokenizer, second)
-    (sample,), _ = samples_of(tokenizer, row_of([turn("system", ""), *chat[1:]]), template)
+    source = SYSTEM_IN_LAST_QUESTION
+    chat = [turn("system", "S"), ASK, ANSWER, turn("user", "c"), ANSWER]
+    samples, _ = learnt(tokenizer, source, chat)
+    for sample, before in zip(samples, (chat[:2], chat[:4]), strict=True):
+        assert text_of(tokenizer, sample) == prompt_of(tokenizer, source, before) + " Grey.</s>"
+        assert supervised_texts(tokenizer, sample) == [" Grey.</s>"]
+    assert "S\n\nc" in text_of(tokenizer, samples[1])
+    (sample,), _ = learnt(tokenizer, source, [turn("system", ""), ASK, ANSWER])
     assert text_of(tokenizer, sample).startswith("[INST] ")
 
 
-def test_an_empty_system_turn_leaves_no_line_ends_in_the_question(tokenizer):
-    source = (
-        "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}"
-        "{{ m.content }}<|im_end|>{% endfor %}"
+def test_reasoning_that_goes_once_the_answer_is_there_was_seen_by_the_model(tokenizer):
+    source = calls_as(
+        CALL,
+        "{%- if m.thinking and not (messages[-1].role == 'assistant' "
+        "and not messages[-1].tool_calls) %}{{- '[' + m.thinking + ']' }}{%- endif %}",
     )
-    chat = [turn("system", ""), turn("user", "a"), turn("assistant", "b")]
-    (sample,), builder = samples_of(tokenizer, row_of(chat), Template("t", source, {}))
-    assert text_of(tokenizer, sample) == "a<|im_end|>b<|im_end|>"
-    assert "system_in_user" not in builder.counts
+    chat = [ASK, CALLING | {"thinking": "Look up."}, RESULT, ANSWER]
+    (sample,), _ = learnt(tokenizer, source, chat)  # the first turn's begins the second's
+    prompt = prompt_of(tokenizer, source, chat[:3])
+    assert "[Look up.]" in prompt
+    assert text_of(tokenizer, sample) == prompt + GREY
+    first, second = supervised_texts(tokenizer, sample)
+    assert first.startswith("[Look up.]<call>")
+    assert second == GREY
 
 
-def test_reasoning_that_a_template_cuts_out_leaves_no_line_ends(tokenizer):
-    template = Template("cuts", CUTS_THINKING, tokenizer.special)
-    for answer in (
-        THINKING,
-        turn("assistant", "<think>\nLook up.\n</think>\n\nGrey."),
-        turn("assistant", "Look up.\n</think>\n\nGrey."),
-    ):
-        (sample,), builder = samples_of(tokenizer, row_of([ASK, answer]), template)
-        assert sample.tokens.tolist() == rendered(tokenizer, CUTS_THINKING, [ASK, ANSWER])[1]
-        assert supervised_texts(tokenizer, sample) == ["Grey.<|im_end|>"]
-        assert builder.counts["reasoning_left_out"] == 1
-
-
-def test_reasoning_within_the_answer_goes_where_the_template_reads_it(tokenizer):
+def test_samples_that_begin_others_of_their_conversation_are_merged_with_them(tokenizer):
     source = template_of(
-        (
-            "m.reasoning_content",
-            "{{- '<|im_start|>assistant\\n[' + m.reasoning_content + ']' }}"
-            "{{- m.content + '<|im_end|>' }}",
-        ),
-        (
-            "m.role == 'assistant'",
-            "{{- '<|im_start|>assistant\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}",
-        ),
+        {
+            "m.role == 'assistant' and m.reasoning_content and loop.last": (
+                "{{- '<|im_start|>assistant\\n[' + m.reasoning_content + ']' }}"
+                "{{- m.content + '<|im_end|>' }}"
+            )
+        }
     )
-    inline = turn("assistant", "<think>\nLook up.\n</think>\n\nGrey.")
-    template = Template("t", source, tokenizer.special)
-    (sample,), builder = samples_of(tokenizer, row_of([ASK, inline]), template)
-    assert sample.tokens.tolist() == rendered(tokenizer, source, [ASK, THINKING])[1]
-    assert supervised_texts(tokenizer, sample) == ["[Look up.]Grey.<|im_end|>"]
-    assert not notes_of(builder)
+    chat = [ASK, ANSWER, ASK, THINKING, ASK, ANSWER, ASK, ANSWER]
+    samples, notes = learnt(tokenizer, source, chat)
+    expected = [([GREY, "[Look up.]Grey.<|im_end|>"], 4), ([GREY, GREY], 8)]
+    for sample, (answers, end) in zip(samples, expected, strict=True):
+        assert supervised_texts(tokenizer, sample) == answers
+        assert sample.tokens.tolist() == rendered(tokenizer, source, chat[:end])[1]
+    assert notes["rewritten"] == 1
 
 
-DROPS_TEXT = template_of(("m.tool_calls", written(CALL)))
 ONE_CALL = template_of(
-    (
-        "m.tool_calls",
-        "{%- set call = m.tool_calls[0] %}{{- '<|im_start|>assistant\\n' }}"
+    {
+        "m.tool_calls": "{%- set call = m.tool_calls[0] %}{{- '<|im_start|>assistant\\n' }}"
         + CALL
-        + "{{- '<|im_end|>' }}",
-    )
+        + "{{- '<|im_end|>' }}"
+    }
 )
 LEFT_OUT = {
-    "text beside a call": (
-        DROPS_TEXT,
-        [ASK, turn("assistant", "I look.", tool_calls=[WEATHER])],
-        "text_left_out",
-    ),
-    "a second call": (
-        ONE_CALL,
-        [ASK, turn("assistant", "", tool_calls=[WEATHER, TIME])],
-        "calls_left_out",
-    ),
-    "a second call of one function": (
-        ONE_CALL,
-        [ASK, turn("assistant", "", tool_calls=[WEATHER, WEATHER])],
-        "calls_left_out",
-    ),
+    "text beside a call": (READS_CALLS, calling(WEATHER, content="I look."), "text_left_out"),
+    "a second call": (ONE_CALL, calling(WEATHER, TIME), "calls_left_out"),
+    "a second call of one function": (ONE_CALL, calling(WEATHER, WEATHER), "calls_left_out"),
     "what the user says": (
         "{% for m in messages %}{{ m.content if m.role == 'assistant' }}<|im_end|>{% endfor %}",
-        [ASK, ANSWER],
+        ANSWER,
         "text_left_out",
     ),
-    "reasoning": (CUTS_THINKING, [ASK, THINKING], "reasoning_left_out"),
+    "reasoning": (CUTS_THINKING, THINKING, "reasoning_left_out"),
 }
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "all"])
 @pytest.mark.parametrize("what", LEFT_OUT)
-def test_what_a_template_leaves_out_is_counted(what, loss_on, tokenizer):
-    source, messages, key = LEFT_OUT[what]
-    template = Template(what, source, tokenizer.special)
-    _, builder = samples_of(tokenizer, row_of(messages), template, loss_on=loss_on)
-    assert builder.counts[key] == 1
-    assert builder.examples[key] == ["chats.jsonl:1"]
-    assert KINDS[key].warns_from == 0
+def test_what_a_template_leaves_out_is_counted(what, tokenizer):
+    source, answer, key = LEFT_OUT[what]
+    for loss_on in ("assistant", "all"):
+        _, notes = learnt(tokenizer, source, [ASK, answer], loss_on=loss_on)
+        assert notes[key] == 1
 
 
-def test_text_that_a_template_writes_otherwise_is_not_missed(tokenizer):
-    source = template_of(
-        ("m.role == 'tool'", "{{- '<|im_start|>tool\\n' + m.content | tojson + '<|im_end|>' }}"),
-        ("m.tool_calls", written(CALL)),
-        ("true", "{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>' }}"),
-    )
-    chat = [turn("user", " a\nb "), CALLING, turn("tool", '{"sky":\n"grey"}'), ANSWER]
-    _, builder = samples_of(tokenizer, row_of(chat), Template("t", source, tokenizer.special))
-    assert not notes_of(builder)
+# --- which template, and with what --------------------------------------------------------------
+
+NAMED = {"default": template_of(), "tool_use": "{{- '<tools>' + tools | tojson }}" + READS_CALLS}
 
 
-OPENS_THINKING = PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
-TURNS_THAT_BEGIN_OTHERWISE = {
-    # plain answers begin with an empty block, which one with reasoning does not have
-    "reasoning": (
-        template_of(
-            (
-                "m.role == 'assistant'",
-                "{{- '<|im_start|>assistant\\n<think>' + (m.reasoning_content or '\\n\\n') }}"
-                "{{- '</think>' + m.content + '<|im_end|>' }}",
-            ),
-            prompt=OPENS_THINKING,
-        ),
-        [ASK, THINKING],
-        "Look up.</think>Grey.<|im_end|>",
-    ),
-    # the prompt and the call have the first two characters of a tag in common
-    "a call": (
-        template_of(
-            ("m.tool_calls", written("{{- '<tool>' + call.function | tojson }}")),
-            prompt=OPENS_THINKING,
-        ),
-        [ASK, CALLING],
-        f'<tool>{{"name": "weather", "arguments": {JSON}}}<|im_end|>',
-    ),
-}
-
-
-@pytest.mark.parametrize("what", TURNS_THAT_BEGIN_OTHERWISE)
-def test_an_answer_begins_where_it_parts_from_the_prompt(what, tokenizer):
-    source, messages, answer = TURNS_THAT_BEGIN_OTHERWISE[what]
-    template = Template(what, source, tokenizer.special)
-    (sample,), builder = samples_of(tokenizer, row_of(messages), template)
-    assert sample.tokens.tolist() == rendered(tokenizer, source, messages)[1]
-    assert supervised_texts(tokenizer, sample) == [answer]
-    assert builder.counts["prompt_differs"] == 1
-
-
-@pytest.mark.parametrize("question", ["think", "assistant", "a", "e", ""])
-def test_a_question_that_stands_in_the_prompt_too_does_not_shift_the_mask(question, tokenizer):
-    source, _, _ = TURNS_THAT_BEGIN_OTHERWISE["a call"]
-    chat = [turn("user", "What does <think>\nmean?"), ANSWER, turn("user", question), ANSWER]
-    template = Template("t", source, tokenizer.special)
-    (sample,), _ = samples_of(tokenizer, row_of(chat), template)
-    assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert supervised_texts(tokenizer, sample) == ["Grey.<|im_end|>"] * 2
-
-
-def test_reasoning_that_goes_once_the_answer_is_there_was_seen_by_the_model(tokenizer):
-    source = template_of(
-        (
-            "m.tool_calls",
-            written(
-                CALL,
-                "{%- if m.thinking and not (messages[-1].role == 'assistant' "
-                "and not messages[-1].tool_calls) %}{{- '[' + m.thinking + ']' }}{%- endif %}",
-            ),
-        )
-    )
-    calling = CALLING | {"thinking": "Look up."}
-    chat = [ASK, calling, RESULT, ANSWER]
-    template = Template("drops", source, tokenizer.special)
-    samples, _ = samples_of(tokenizer, row_of(chat), template)
-    prompt, _ = rendered(tokenizer, source, chat[:3], add_generation_prompt=True)
-    assert "[Look up.]" in prompt
-    (sample,) = samples  # the first turn's text is the beginning of the second's
-    assert text_of(tokenizer, sample) == prompt + "Grey.<|im_end|>"
-    assert supervised_texts(tokenizer, sample)[0].startswith("[Look up.]<call>")
-    assert supervised_texts(tokenizer, sample)[1] == "Grey.<|im_end|>"
-
-
-def test_a_conversation_may_begin_with_an_answer_where_the_template_wants_a_question(tokenizer):
-    source = (
-        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-        "{{- raise_exception('no question') }}{%- endif %}" + template_of(("false", ""))
-    )
-    chat = [turn("assistant", "Welcome"), turn("user", "a"), turn("assistant", "b")]
-    template = Template("asks", source, tokenizer.special)
-    (sample,), _ = samples_of(tokenizer, row_of(chat), template)
-    assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert supervised_texts(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
-
-
-def test_the_header_of_a_first_answer_is_not_learnt_where_only_a_last_turn_has_the_prompt(
-    tokenizer,
-):
-    source = (
-        "{{- bos_token }}{%- for m in messages %}"
-        + PLAIN
-        + "{%- if loop.last %}"
-        + PROMPT
-        + "{%- endif %}{%- endfor %}"
-    )
-    chat = [turn("assistant", "Welcome"), ASK, ANSWER]
-    template = Template("OLMo's way", source, tokenizer.special)
-    (sample,), _ = samples_of(tokenizer, row_of(chat), template)
-    assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert supervised_texts(tokenizer, sample) == ["Welcome<|im_end|>", "Grey.<|im_end|>"]
-
-
-def test_a_header_behind_a_result_that_ends_otherwise_in_prompts_is_not_learnt(tokenizer):
-    result = (
-        "{{- '<|im_start|>tool\\n' + m.content }}"
-        "{{- '' if loop.last else '\\n' }}{{- '<|im_end|>' }}"
-    )
-    source = template_of(("m.role == 'tool'", result), ("m.tool_calls", written(CALL)))
-    chat = [ASK, CALLING, RESULT, ANSWER]
-    template = Template("Hermes' way", source, tokenizer.special)
-    (sample,), builder = samples_of(tokenizer, row_of(chat), template)
-    assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert supervised_texts(tokenizer, sample)[-1] == "Grey.<|im_end|>"
-    assert builder.counts["prompt_differs"] == 1
-
-
-def test_a_turn_whose_beginning_cannot_be_told_is_refused_with_a_remedy(tokenizer):
-    source = (
-        "{% if not add_generation_prompt %}{{ messages[-1].content | length }}{% endif %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
-    )
-    row = Conversation([turn("user", "ab"), turn("assistant", "cd")], None, WHERE)
-    with pytest.raises(RecordError, match=r"data\.template=chatml"):
-        samples_of(tokenizer, row, Template("t", source, {}))
-
-
-NAMED = {
-    "default": template_of(("false", "")),
-    "tool_use": "{{- '<tools>' + tools | tojson }}" + template_of(("m.tool_calls", written(CALL))),
-}
-
-
-def saved(tokenizer, folder, **config):
-    tokenizer.save(folder)
-    values = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(values | config))
-    return load_tokenizer(str(folder))
-
-
-@pytest.mark.parametrize("place", ["config", "files"])
-def test_rows_with_tools_get_the_template_of_that_name(tokenizer, tmp_path, place):
+def test_rows_with_tools_get_the_template_of_that_name(tokenizer, tmp_path):
+    """A description lists the templates, or files hold them, or an export of either."""
     transformers = pytest.importorskip("transformers")
-    config = {}
-    if place == "config":
-        config = {"chat_template": [{"name": k, "template": v} for k, v in NAMED.items()]}
-    else:
-        (tmp_path / "in" / "additional_chat_templates").mkdir(parents=True)
-        (tmp_path / "in" / "chat_template.jinja").write_text(NAMED["default"])
-        file = tmp_path / "in" / "additional_chat_templates" / "tool_use.jinja"
-        file.write_text(NAMED["tool_use"])
-    ours = saved(tokenizer, tmp_path / "in", **config)
-    ours.save(tmp_path / "out")
-    for folder in ("in", "out"):  # what is exported chooses alike
-        again = load_tokenizer(str(tmp_path / folder))
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
-        for messages, tools in (([ASK, ANSWER], None), ([ASK, CALLING, RESULT, ANSWER], TOOLS)):
-            template = load_template(None, again)
-            (sample,), builder = samples_of(again, row_of(messages, tools), template)
+    listed, files, exported = (tmp_path / name for name in ("listed", "files", "exported"))
+    tokenizer.save(files, NAMED)
+    assert (files / "additional_chat_templates" / "tool_use.jinja").read_text() == NAMED["tool_use"]
+    tokenizer.save(listed)
+    named = [{"name": name, "template": text} for name, text in NAMED.items()]
+    config = json.dumps(SPECIAL | {"chat_template": named})
+    (listed / "tokenizer_config.json").write_text(config)
+    load_tokenizer(str(listed)).save(exported)
+    for folder in (files, listed, exported):
+        again = load_tokenizer(str(folder))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for messages, tools in (([ASK, ANSWER], None), (WITH_RESULT, TOOLS)):
+            (sample,), notes = learnt(again, load_template(None, again), messages, tools)
             expected = theirs.apply_chat_template(messages, tools=tools, return_dict=False)
             assert sample.tokens.tolist() == expected
-            assert not notes_of(builder)
-
-
-def test_a_template_in_place_of_named_ones_is_the_only_one_saved(tokenizer, tmp_path):
-    listed = [{"name": name, "template": text} for name, text in NAMED.items()]
-    ours = saved(tokenizer, tmp_path / "in", chat_template=listed)
-    ours.save(tmp_path / "out", {"default": "{{ messages }}"})
-    assert load_tokenizer(str(tmp_path / "out")).chat_templates == {"default": "{{ messages }}"}
+            assert not notes
+    again.save(tmp_path / "other", {"default": "{{ messages }}"})  # in place of all
+    assert load_tokenizer(str(tmp_path / "other")).chat_templates == {"default": "{{ messages }}"}
+    assert "chat_template" not in (tmp_path / "other" / "tokenizer_config.json").read_text()
 
 
 SWITCHED = template_of(
-    (
-        "m.role == 'assistant'",
-        "{{- '<|im_start|>assistant\\n' + ('<think>' if enable_thinking else '') }}"
-        "{{- m.content + '<|im_end|>' }}",
-    ),
-    prompt=PROMPT.replace("{%- endif %}", "{{ '<think>' if enable_thinking }}{%- endif %}"),
+    {
+        "m.role == 'assistant'": (
+            "{{- '<|im_start|>assistant\\n' + ('<think>' if enable_thinking else '') }}"
+            "{{- m.content + '<|im_end|>' }}"
+        )
+    },
+    PROMPT.replace("{%- endif %}", "{{ '<think>' if enable_thinking }}{%- endif %}"),
 )
 
 
-def test_a_template_is_given_its_arguments_and_exported_with_them(tokenizer, tmp_path):
+@pytest.fixture
+def switched(tokenizer, tmp_path):
+    """Return a function: the template of a file, with arguments."""
     path = tmp_path / "switched.jinja"
     path.write_text(SWITCHED)
+    return lambda args=None: load_template(str(path), tokenizer, args)
+
+
+def test_a_template_is_given_its_arguments_and_exported_with_them(tokenizer, switched, tmp_path):
     args = {"enable_thinking": True}
-    template = load_template(str(path), tokenizer, args)
-    (sample,), builder = samples_of(tokenizer, row_of([ASK, ANSWER]), template)
+    template, plain = switched(args), switched()
+    (sample,), notes = learnt(tokenizer, template, [ASK, ANSWER])
     assert sample.tokens.tolist() == rendered(tokenizer, SWITCHED, [ASK, ANSWER], **args)[1]
-    assert supervised_texts(tokenizer, sample) == ["Grey.<|im_end|>"]  # the prompt has the <think>
-    assert not notes_of(builder)
+    assert supervised_texts(tokenizer, sample) == [GREY]  # the prompt has the <think>
+    assert not notes
     tokenizer.save(tmp_path / "out", template.exported)
     exported = load_tokenizer(str(tmp_path / "out"))
     again = load_template(None, exported)
     assert again.ask([ASK]) == template.ask([ASK])
     assert again.ask([ASK]).endswith("<think>")
     other = load_template(None, exported, {"enable_thinking": False})
-    assert other.ask([ASK]) == load_template(str(path), tokenizer).ask([ASK])
-    assert template.decides != load_template(str(path), tokenizer).decides
+    assert other.ask([ASK]) == plain.ask([ASK])
+    assert template.decides != plain.decides
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [({"enable_thinkng": True}, "it has:  enable_thinking"), ({"messages": []}, "Leave it out")],
 )
-def test_an_argument_that_the_template_does_not_have_is_refused(args, says, tokenizer, tmp_path):
-    path = tmp_path / "switched.jinja"
-    path.write_text(SWITCHED)
+def test_an_argument_that_the_template_does_not_have_is_refused(args, says, switched):
     with pytest.raises(UserError, match=r"data\.template_args") as error:
-        load_template(str(path), tokenizer, args)
+        switched(args)
     assert says in str(error.value)
 
 
 def test_the_date_that_a_template_is_told_is_fixed_and_can_be_set(tokenizer, tmp_path):
     path = tmp_path / "dated.jinja"
     path.write_text("{{ strftime_now('%d %B %Y') }}")
-    assert load_template(str(path), tokenizer).render([]) == "26 July 2024"
+    usual = load_template(str(path), tokenizer)
     dated = load_template(str(path), tokenizer, today="2025-01-31")
+    assert usual.render([]) == "26 July 2024"
     assert dated.render([]) == "31 January 2025"
-    assert dated.decides != load_template(str(path), tokenizer).decides
+    assert dated.decides != usual.decides
     with pytest.raises(UserError, match=r"data\.template_date=tomorrow"):
         load_template(str(path), tokenizer, today="tomorrow")
-
-
-ONLY_LAST_THINKS = template_of(
-    (
-        "m.role == 'assistant' and m.reasoning_content and loop.last",
-        "{{- '<|im_start|>assistant\\n[' + m.reasoning_content + ']' + m.content + '<|im_end|>' }}",
-    )
-)
-
-
-def test_samples_that_begin_others_of_their_conversation_are_merged_with_them(tokenizer):
-    template = Template("last", ONLY_LAST_THINKS, tokenizer.special)
-    plain = turn("assistant", "a")
-    chat = [ASK, plain, ASK, THINKING, ASK, plain, ASK, plain]
-    samples, builder = samples_of(tokenizer, row_of(chat), template)
-    assert [supervised_texts(tokenizer, sample) for sample in samples] == [
-        ["a<|im_end|>", "[Look up.]Grey.<|im_end|>"],
-        ["a<|im_end|>", "a<|im_end|>"],
-    ]
-    for sample, end in zip(samples, (4, 8), strict=True):
-        assert sample.tokens.tolist() == rendered(tokenizer, ONLY_LAST_THINKS, chat[:end])[1]
-    assert builder.counts["rewritten"] == 1
 
 
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
-        ("messages[0].content", "hello"),
-        ("messages[0].content.upper()", "HELLO"),
         ("messages[0].content.split('l') | length", "3"),
         ("'{} there'.format(messages[0].content)", "hello there"),
         ("messages[0].absent is defined", "False"),
         ("messages[0].absent", ""),
-        ("messages[0]['role']", "user"),
         ("messages[0].items() | length", "2"),
         ("namespace(a=1).a", "1"),
         ("namespace(a=1).b is defined", "False"),
+        ("{'a': '<'} | tojson", '{"a": "<"}'),
+        # nothing outside of the sandbox
+        ("messages.__class__.__mro__", None),
+        ("messages[0].content.__class__.__mro__", None),
+        ("messages[0].update(role='system')", None),
+        ("'{0.__class__.__mro__}'.format(messages)", None),
+        ("namespace.__init__.__globals__", None),
     ],
 )
-def test_a_template_reads_turns_and_texts_as_in_jinja(expression, text):
+def test_a_template_reads_turns_and_texts_as_in_jinja_and_cannot_reach_python(expression, text):
     template = Template("t", "{{ " + expression + " }}", SPECIAL)
-    assert template.render([{"role": "user", "content": "hello"}]) == text
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "messages.__class__.__mro__",
-        "messages[0].content.__class__.__mro__",
-        "messages[0].update(role='system')",
-        "'{0.__class__.__mro__}'.format(messages)",
-        "namespace.__init__.__globals__",
-    ],
-)
-def test_a_template_cannot_leave_the_sandbox(expression):
-    template = Template("t", "{{ " + expression + " }}", SPECIAL)
-    with pytest.raises(RecordError):
-        template.render([{"role": "user", "content": "hello"}])
+    try:
+        assert template.render([turn("user", "hello")]) == text
+    except RecordError:
+        assert text is None
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -1,7 +1,6 @@
 """Our tokens are those of SentencePiece and of `transformers`, and what we save loads there."""
 
 import base64
-import io
 import json
 from itertools import pairwise
 
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import SHARED, make_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from texts import SHARED, make_tokenizer, write_sentencepiece
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
-from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens import byte_level_files
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
@@ -29,278 +28,208 @@ TEXTS = [
     "x" * 300,
     "for i in range(10):\n    print(i)",
 ]
+SPACED = [
+    *TEXTS,
+    *(" one", "  two", "   three\n  x", " ", "   ", "\n a"),
+    *("it's WE'LL 12345 e\u0301", "a <|im_end|> b"),
+]
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
 def sentencepiece_file(request, tmp_path_factory):
-    spm = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    words = (
-        f"the {a} {b} of {c}s\n"
-        for a in ("small", "large", "Hello")
-        for b in ("world", "range", "theory")
-        for c in ("cell", "print", "number")
-    )
-    # As Llama 2's: no normalisation, byte fallback.
-    options = (
-        {
-            "normalization_rule_name": "identity",
-            "remove_extra_whitespaces": False,
-            "split_digits": True,
-        }
-        if request.param == "bpe"
-        else {}
-    )
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(list(words) * 5), model_writer=model, vocab_size=330,
-        model_type=request.param, byte_fallback=True,
-        hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<|tool|>"], **options,
-    )  # fmt: skip
+    """A model without normalisation as Llama 2's, and one with the usual one."""
+    as_llama = {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+    }
     path = tmp_path_factory.mktemp(request.param) / "spm.model"
-    path.write_bytes(model.getvalue())
-    return path
+    return write_sentencepiece(path, request.param, **as_llama if request.param == "bpe" else {})
 
 
-def test_a_sentencepiece_model_gives_the_pieces_of_sentencepiece(sentencepiece_file):
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the files of a tokenizer, which a test changes."""
+    load_tokenizer("demo:bytes").save(tmp_path)
+    return tmp_path
+
+
+def described(folder, **config):
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(str(folder))
+
+
+def saved_and_compared(tokenizer, folder, texts):
+    """Save a tokenizer; return it as transformers loads it, which gives the same tokens."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    again = load_tokenizer(str(folder))
+    for text, encoded in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == encoded.ids.tolist()
+        assert again.encode(text) == encoded.ids.tolist()
+    for name in ("bos_id", "eos_id", "vocab_size", "stop_ids"):
+        assert getattr(again, name) == getattr(tokenizer, name)
+    return theirs
+
+
+def test_a_sentencepiece_model_gives_the_pieces_of_sentencepiece(sentencepiece_file, tmp_path):
+    """A legacy tokenizer puts a space behind special tokens too."""
     spm = pytest.importorskip("sentencepiece")
     theirs = spm.SentencePieceProcessor(model_file=str(sentencepiece_file))
-    ours = load_tokenizer(str(sentencepiece_file))
-    assert ours.vocab_size == theirs.get_piece_size()
-    assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_id(), theirs.eos_id(), None)
-    for text in [*TEXTS, "a<|tool|>b"]:
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-
-
-@pytest.mark.slow
-def test_llama_2_gives_the_pieces_of_sentencepiece_on_real_text():
-    spm = pytest.importorskip("sentencepiece")
-    if not SHARED.is_dir():
-        pytest.skip("needs real data, which is not shipped")
-    path = str(SHARED / "llama2_tokenizer.model")
-    rows = (
-        json.loads((SHARED / "alpaca_zh_demo.json").read_text())[:200]
-        + json.loads((SHARED / "glaive_toolcall_en_demo.json").read_text())[:100]
-    )
-    texts = [json.dumps(row, ensure_ascii=False) for row in rows]
-    ours = [e.ids.tolist() for e in load_tokenizer(path).encode_batch(texts)]
-    assert ours == spm.SentencePieceProcessor(model_file=path).encode(texts)
-
-
-def test_after_a_special_token_no_space_is_put(sentencepiece_file):
-    tokenizer = load_tokenizer(str(sentencepiece_file))
-    assert (
-        tokenizer.decode(tokenizer.encode("<s>Hello</s>world"), skip_special=False)
-        == "<s>Hello</s>world"
-    )
-    assert tokenizer.encode("<s>Hello")[0] == tokenizer.bos_id
-
-
-def test_what_is_saved_gives_the_same_tokens_in_transformers(sentencepiece_file, tmp_path):
-    saved_and_compared(
-        load_tokenizer(str(sentencepiece_file)), tmp_path, [*TEXTS, "<s>Hello</s>world"]
-    )
+    bos, behind = theirs.bos_id(), theirs.encode("small  world")
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
+    alone = load_tokenizer(str(sentencepiece_file))
+    for legacy in (None, False, True):
+        ours = alone if legacy is None else described(tmp_path, legacy=legacy)
+        assert ours.vocab_size == theirs.get_piece_size()
+        assert (ours.bos_id, ours.eos_id, ours.pad_id) == (bos, theirs.eos_id(), None)
+        for text in [*SPACED, "   the small\n  cell"]:
+            assert ours.encode(text) == theirs.encode(text)
+            assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+        assert (ours.encode("<s>small  world") == [bos, *behind]) == bool(legacy)
+        saved_and_compared(ours, tmp_path / str(legacy), [*TEXTS, "<s>Hello</s>world"])
+    assert ours.fingerprint != alone.fingerprint  # a cache of one is none of the other
+    for text in ("a<|tool|>b", "<s>Hello</s>world"):
+        assert alone.decode(alone.encode(text), skip_special=False) == text
+    assert alone.encode("a<|tool|>b") == theirs.encode("a<|tool|>b")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("llama2_tokenizer.model", marks=pytest.mark.slow),
-        "bpe4k",
-        "demo:bytes",
-    ],
+    "name", [pytest.param("llama2_tokenizer.model", marks=pytest.mark.slow), "bpe4k", "demo:bytes"]
 )
 def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
+    """Llama 2 on real text, of which it gives the pieces of SentencePiece."""
+    spm = pytest.importorskip("sentencepiece")
     if name != "demo:bytes" and not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")
-    tokenizer = load_tokenizer(name if name == "demo:bytes" else str(SHARED / name))
-    special = list(tokenizer.special_tokens)
-    theirs = saved_and_compared(
-        tokenizer, tmp_path, [*TEXTS, f"a{special[0]} b{special[-1]}c {special[1]}"]
-    )
+    path = name if name == "demo:bytes" else str(SHARED / name)
+    tokenizer = load_tokenizer(path)
+    first, second, *_, last = tokenizer.special_tokens
+    texts = [*TEXTS, f"a{first} b{last}c {second}"]
+    if path.endswith(".model"):
+        for file, count in (("alpaca_zh_demo", 60), ("glaive_toolcall_en_demo", 40)):
+            rows = json.loads((SHARED / f"{file}.json").read_text())[:count]
+            texts += [json.dumps(row, ensure_ascii=False) for row in rows]
+        real = [encoding.ids.tolist() for encoding in tokenizer.encode_batch(texts[-100:])]
+        assert real == spm.SentencePieceProcessor(model_file=path).encode(texts[-100:])
+    theirs = saved_and_compared(tokenizer, tmp_path, texts)
     assert theirs.eos_token_id == tokenizer.eos_id
     assert theirs.chat_template == tokenizer.chat_template
 
 
-def saved_and_compared(tokenizer, folder, texts):
-    transformers = pytest.importorskip("transformers")
-    tokenizer.save(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert [theirs(t, add_special_tokens=False)["input_ids"] for t in texts] == [
-        e.ids.tolist() for e in tokenizer.encode_batch(texts)
-    ]
-    again = load_tokenizer(str(folder))
-    assert [again.encode(t) for t in texts] == [tokenizer.encode(t) for t in texts]
-    assert (again.bos_id, again.eos_id, again.vocab_size, again.stop_ids) == (
-        tokenizer.bos_id,
-        tokenizer.eos_id,
-        tokenizer.vocab_size,
-        tokenizer.stop_ids,
-    )
-    return theirs
+def test_stored_truncation_and_offset_trimming_are_undone(folder):
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.enable_truncation(2)
+    stored.post_processor = processors.ByteLevel(trim_offsets=True)
+    stored.save(str(folder / "tokenizer.json"))
+    (encoding,) = load_tokenizer(str(folder)).encode_batch(["é b<|im_end|>x"])
+    assert encoding.starts.tolist() == [0, 0, 1, 2, 3, 13]
+    assert encoding.ends.tolist() == [1, 1, 2, 3, 13, 14]
 
 
-def test_another_template_is_saved_with_the_tokenizer(tmp_path):
-    load_tokenizer("demo:bytes").save(tmp_path, chat_template="{{ messages }}")
-    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
-    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
-
-
-def test_offsets_cover_the_text():
-    tokenizer = load_tokenizer("demo:bytes")
-    (encoding,) = tokenizer.encode_batch(["é<|im_end|>x"])
-    assert encoding.starts.tolist() == [0, 0, 1, 11]
-    assert encoding.ends.tolist() == [1, 1, 11, 12]
-
-
-def test_stored_truncation_and_offset_trimming_are_undone(tmp_path):
-    load_tokenizer("demo:bytes").save(tmp_path)
-    stored = json.loads((tmp_path / "tokenizer.json").read_text())
-    stored["truncation"] = {
-        "direction": "Right",
-        "max_length": 2,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
-    stored["post_processor"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": True,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    (encoding,) = load_tokenizer(str(tmp_path)).encode_batch(["a b c"])
-    assert encoding.starts.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_special_tokens_and_templates_are_read_in_every_spelling(tmp_path):
-    load_tokenizer("demo:bytes").save(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink()
-    template = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    config = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "chat_template": template}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|im_start|>"}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 7]}))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_id) == (
-        "<|im_start|>",
-        "<|im_end|>",
-        None,
-    )
+def test_special_tokens_and_templates_are_read_in_every_spelling(folder):
+    (folder / "chat_template.jinja").unlink()
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|im_start|>"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 7]}))
+    listed = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    end = {"content": "<|im_end|>"}
+    tokenizer = described(folder, eos_token=end, bos_token=None, chat_template=listed)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert tokenizer.pad_id is None
     assert tokenizer.chat_template == "D"
     assert tokenizer.stop_ids == {256, 258, 7}
-
-
-def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiece_file, tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
-    size = load_tokenizer(str(sentencepiece_file)).vocab_size
-    for id in (size, size + 1):
-        added = {
-            "1": {"content": "<s>", "special": True},
-            str(id): {"content": "<|im_end|>", "special": True},
-        }
-        (tmp_path / "tokenizer_config.json").write_text(
-            json.dumps({"eos_token": "<|im_end|>", "added_tokens_decoder": added})
-        )
-        if id == size:
-            tokenizer = load_tokenizer(str(tmp_path))
-            assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.encode("<|im_end|>")) == (
-                size,
-                size + 1,
-                [size],
-            )
-        else:
-            with pytest.raises(UserError, match="im_end"):
-                load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x0a\xff\xff", bytes(100)])
-def test_a_bad_model_file_is_refused_by_name(tmp_path, content):
-    (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(UserError, match=r"bad\.model"):
-        load_tokenizer(str(tmp_path / "bad.model"))
-
-
-def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path):
-    whole = sentencepiece_file.read_bytes()
-    for size in range(0, len(whole) - 40, 997):
-        (tmp_path / "cut.model").write_bytes(whole[:size])
-        with pytest.raises(UserError, match=r"cut\.model"):
-            load_tokenizer(str(tmp_path / "cut.model"))
 
 
 @pytest.mark.parametrize(
     "config", ['{"eos_token": 5, "bos_token": {"a": 1}, "chat_template": [{"a": 5}]}', "[]"]
 )
-def test_values_of_the_wrong_type_in_a_description_are_as_if_they_were_not_there(tmp_path, config):
-    load_tokenizer("demo:bytes").save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(config)
-    (tmp_path / "chat_template.jinja").unlink()
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template) == (
-        "<|endoftext|>",
-        None,
-        None,
-    )  # the usual ones
+def test_values_of_the_wrong_type_in_a_description_are_as_if_they_were_not_there(folder, config):
+    (folder / "tokenizer_config.json").write_text(config)
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.eos_token == "<|endoftext|>"  # the usual one
+    assert tokenizer.bos_token is None
+    assert tokenizer.chat_template is None
 
 
-@pytest.mark.parametrize("name", ["missing", ".", "notes.txt", "tokenizer.json"])
-def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, name):
-    (tmp_path / "notes.txt").write_text("x")
-    if name == "tokenizer.json":
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.path="):
+def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiece_file, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
+    size = load_tokenizer(str(sentencepiece_file)).vocab_size
+    tokens = {"1": {"content": "<s>", "special": True}}
+    end = {"content": "<|im_end|>", "special": True}
+    tokenizer = described(
+        tmp_path, eos_token="<|im_end|>", added_tokens_decoder=tokens | {f"{size}": end}
+    )
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (size, size + 1)
+    assert tokenizer.encode("<|im_end|>") == [size]
+    with pytest.raises(UserError, match="im_end"):
+        described(tmp_path, added_tokens_decoder=tokens | {f"{size + 1}": end})
+
+
+ABSURD = '{"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": NUMBER}}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("bad.model", b"", r"bad\.model"),
+        ("bad.model", b"hello", r"bad\.model"),
+        ("bad.model", b"\x0a\xff\xff", r"bad\.model"),
+        ("bad.model", bytes(100), r"bad\.model"),
+        ("of_tiktoken.model", b"YQ== 0\nYg== 1\n!!!! 3\n", "tiktoken|cut short"),
+        ("of_tiktoken.model", b"YQ== 0\nYg== 1\nYWI= 9\n", "tiktoken|cut short"),
+        ("missing", None, r"tokenizer\.path="),
+        (".", None, "this folder has no"),
+        ("notes.txt", b"x", r"tokenizer\.path="),
+        ("tokenizer.json", b"{}", r"tokenizer\.path="),
+        ("tokenizer.json", ABSURD.replace("NUMBER", "4e9").encode(), r"tokenizer\.path="),
+        ("tokenizer.json", ABSURD.replace("NUMBER", "2147483647").encode(), "2,147,483,647"),
+        ("vocab.json", b"{}", r"merges\.txt is missing"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says):
         load_tokenizer(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("name", "content"),
     [
-        {"tokenizer_config.json": '{"chat_template": 5}'},
-        {"tokenizer_config.json": "[" * 10**5},
-        {"generation_config.json": "[" * 10**5},
-        {
-            "tokenizer.json": json.dumps(
-                {"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 4e9}}}
-            )
-        },
-        {
-            "tokenizer.json": '{"model": {"type": "WordLevel", "unk_token": "a",'
-            ' "vocab": {"a": 2147483647}}}'
-        },
+        ("tokenizer_config.json", '{"chat_template": 5}'),
+        ("tokenizer_config.json", "[" * 10**5),
+        ("generation_config.json", "[" * 10**5),
     ],
 )
-def test_an_untrusted_tokenizer_is_refused_by_name_whatever_it_contains(tmp_path, odd):
-    load_tokenizer("demo:bytes").save(tmp_path)
-    for name, content in odd.items():
-        (tmp_path / name).write_text(content)
+def test_an_untrusted_description_is_refused_by_name_whatever_it_contains(folder, name, content):
+    (folder / name).write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.path="):
-        load_tokenizer(str(tmp_path))
+        load_tokenizer(str(folder))
 
 
-def test_a_template_that_is_no_text_is_refused_by_name(tmp_path):
+def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path):
+    whole = sentencepiece_file.read_bytes()
+    for size in range(0, len(whole) - 40, len(whole) // 20):
+        (tmp_path / "cut.model").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"cut\.model"):
+            load_tokenizer(str(tmp_path / "cut.model"))
+
+
+def test_a_template_that_cannot_be_used_is_refused_by_name(tmp_path):
     (tmp_path / "a.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"data\.template=.*a\.jinja"):
-        load_template(str(tmp_path / "a.jinja"), load_tokenizer("demo:bytes"))
-
-
-def test_a_template_whose_markers_the_tokenizer_lacks_is_refused():
-    with pytest.raises(UserError, match=r"<\|eot_id\|>"):
-        load_template("llama3", load_tokenizer("demo:bytes"))
-    with pytest.raises(UserError, match="no template of this name"):
-        load_template("lama3", load_tokenizer("demo:bytes"))
-
-
-def test_templates_do_not_know_the_day_and_cannot_reach_python():
-    tokenizer = load_tokenizer("demo:bytes")
-    assert (
-        Template(
-            "t", "{{ strftime_now('%d %b %Y') }}{{ {'a': '<'} | tojson }}", tokenizer.special
-        ).render([])
-        == '26 Jul 2024{"a": "<"}'
-    )
-    with pytest.raises(RecordError):
-        Template("t", "{{ ''.__class__.__mro__ }}", {}).render([])
+    bytes_only = load_tokenizer("demo:bytes")
+    for name, says in {
+        str(tmp_path / "a.jinja"): r"data\.template=.*a\.jinja",
+        "lama3": "no template of this name",
+        "llama3": r"<\|eot_id\|>",  # markers that the tokenizer lacks
+        "gemma": r"data\.template=gemma",
+        "llama2": r"data\.template=llama2",
+        "phi4": r"data\.template=phi4",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            load_template(name, bytes_only)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +241,9 @@ def test_templates_do_not_know_the_day_and_cannot_reach_python():
         "é日👩‍👩‍👧 " * 300,
         "\n<s> x" * 300,
         "x12345678" * 400,
+        # digits are cut by threes from where a piece begins: 123 is one token, 9 only alone, so
+        # two pieces go on alike for a while, and differ then
+        "9" * 801 + "123" * 60,
     ],
 )
 def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, enter, text):
@@ -326,20 +258,15 @@ def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file,
     ):
         whole = tokenizer.backend.encode(text, add_special_tokens=False)
         (pieces,) = tokenizer.encode_batch([text])
-        assert pieces.ids.tolist() == tokenizer.encode_plain([text])[0].tolist() == whole.ids
-        assert np.stack([pieces.starts, pieces.ends], axis=1).tolist() == [
-            list(place) for place in whole.offsets
-        ]
+        assert tokenizer.encode_plain([text])[0].tolist() == whole.ids
+        assert_same(pieces, whole)
 
 
-def test_a_text_is_joined_only_where_that_gives_the_tokens_of_the_whole(enter):
-    """A run of digits is cut by threes from its beginning, wherever a piece begins: both may go on
-    alike for a while, and differ then."""
-    enter(inject.setting("tokenizer_overlap", 200))
-    enter(inject.setting("tokenizer_long_text", 500))
-    tokenizer = byte_level(LLAMA_3)  # it knows 123 as one token, and 9 as one only
-    text = "9" * 801 + "123" * 60
-    assert tokenizer.encode_batch([text])[0].ids.tolist() == tokenizer.encode(text)
+def assert_same(encoded, whole):
+    """Compare tokens and places with those of the backend."""
+    assert encoded.ids.tolist() == whole.ids
+    places = np.stack([encoded.starts, encoded.ends], axis=1)
+    assert places.tolist() == [list(place) for place in whole.offsets]
 
 
 # --- word by word -------------------------------------------------------------------------------
@@ -347,20 +274,15 @@ def test_a_text_is_joined_only_where_that_gives_the_tokens_of_the_whole(enter):
 
 def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
     """A trained tokenizer that cuts texts as `pattern` says; None: as GPT-2."""
-    backend = Tokenizer(models.BPE())
-    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, of_bytes]) if split else of_bytes
+    cut = pattern and pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    texts = [*TEXTS, "it's we'll WE'LL ... !?\n\n  x = 12345\n"]
+    backend = make_tokenizer(added, texts, 400, cut, **how)
     backend.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(
-        TEXTS * 3 + ["it's we'll WE'LL ... !?\n\n  x = 12345\n"] * 3, trainer
-    )
-    backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False, **how) for text in added]
-    )
     backend.add_tokens([AddedToken("foo", normalized=True)])
     return TextTokenizer(backend, {}, set(), None)
 
@@ -376,62 +298,43 @@ PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b�
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=16).map("".join), max_size=3),
-    st.sampled_from(BY_WORDS),
-)
-def test_word_by_word_gives_the_tokens_and_places_of_the_whole_text(texts, tokenizer):
-    assert tokenizer._words
-    expected = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-    for got, plain, whole in zip(
-        tokenizer._words.encode(texts), tokenizer._words.plain(texts), expected, strict=True
-    ):
-        assert got.ids.tolist() == plain.tolist() == whole.ids
-        assert np.stack([got.starts, got.ends], axis=1).tolist() == [
-            list(place) for place in whole.offsets
-        ]
-
-
-@pytest.mark.slow
-@given(
-    st.lists(st.sampled_from(PIECES), max_size=16).map("".join),
     st.data(),
     st.sampled_from(BY_WORDS),
 )
-def test_word_by_word_gives_the_weights_of_the_whole_text(text, data, tokenizer):
-    edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
-    values = np.zeros(len(text) + 1, np.float32)
-    for start, stop in pairwise(edges):
-        values[start:stop] = data.draw(st.sampled_from([0, 0.5, 1]))
-    words, whole = tokenizer._words.encode([text])[0], tokenizer.backend.encode(text)
-    by_word, at_once = words.lower_of_ends(values), encoding_of(whole).lower_of_ends(values)
-    assert by_word.tolist() == at_once.tolist()
-    for edge in edges:
-        assert words.first_reaching(edge) == encoding_of(whole).first_reaching(edge)
-
-
-def test_a_token_that_others_may_overlap_does_not_separate_words():
-    assert not byte_level(added=("<|><", "><|"))._words
-    assert separator_of(byte_level(added=("x<|", "<|end|>")).backend) == "x<|"
+def test_word_by_word_gives_tokens_places_and_weights_of_the_whole_text(texts, data, tokenizer):
+    words, backend = tokenizer._words, tokenizer.backend
+    for text, encoded, plain, whole in zip(
+        texts, words.encode(texts), words.plain(texts), backend.encode_batch(texts), strict=True
+    ):
+        edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+        values = np.zeros(len(text) + 1, np.float32)
+        for start, stop in pairwise(edges):
+            values[start:stop] = data.draw(st.sampled_from([0, 0.5, 1]))
+        at_once = encoding_of(whole)
+        assert encoded.lower_of_ends(values).tolist() == at_once.lower_of_ends(values).tolist()
+        for edge in edges:
+            assert encoded.first_reaching(edge) == at_once.first_reaching(edge)
+        assert plain.tolist() == whole.ids
+        assert_same(encoded, whole)
 
 
 def test_a_tokenizer_that_may_look_across_a_space_gets_whole_texts():
-    across = [
+    text = "a b<|end|> c"
+    for tokenizer in (
         byte_level(pattern=r"\p{L}+ \p{L}+|."),
         byte_level(normalizer=normalizers.Lowercase()),
-    ]
-    across += [
         byte_level(rstrip=True),
         byte_level(lstrip=True),
         byte_level(added=("<| end |>",)),
+        byte_level(added=("<|><", "><|")),  # each may overlap the other: none separates words
         load_tokenizer("demo:bytes"),
-    ]
-    assert not any(tokenizer._words for tokenizer in across)
-    for tokenizer in across:
-        assert tokenizer.encode_batch(["a b<|end|> c"])[0].ids.tolist() == tokenizer.encode(
-            "a b<|end|> c"
-        )
+    ):
+        assert not tokenizer._words
+        assert tokenizer.encode_batch([text])[0].ids.tolist() == tokenizer.encode(text)
+    assert separator_of(byte_level(added=("x<|", "<|end|>")).backend) == "x<|"
 
 
 def test_words_are_forgotten_before_they_fill_the_memory(enter):
@@ -445,62 +348,27 @@ def test_words_are_forgotten_before_they_fill_the_memory(enter):
 
 # --- other files --------------------------------------------------------------------------------
 
-SPACED = [
-    *TEXTS,
-    *(" one", "  two", "   three\n  x", " ", "\n a"),
-    *("it's WE'LL 12345 e\u0301", "a <|im_end|> b"),
-]
-
-
-def test_spaces_at_the_beginning_are_those_of_sentencepiece(sentencepiece_file):
-    spm = pytest.importorskip("sentencepiece")
-    theirs = spm.SentencePieceProcessor(model_file=str(sentencepiece_file))
-    ours = load_tokenizer(str(sentencepiece_file))
-    for text in (" one", "  two", "   the small\n  cell", " ", "   "):
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-
-
-def test_a_legacy_tokenizer_puts_a_space_behind_special_tokens_too(sentencepiece_file, tmp_path):
-    spm = pytest.importorskip("sentencepiece")
-    theirs = spm.SentencePieceProcessor(model_file=str(sentencepiece_file))
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
-    prints = set()
-    for legacy in (True, False):
-        config = {"legacy": legacy, "bos_token": "<s>"}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        ours = load_tokenizer(str(tmp_path))
-        prints.add(ours.fingerprint)
-        for text in SPACED:
-            assert ours.encode(text) == theirs.encode(text)
-        bos = [theirs.bos_id()]
-        behind = theirs.encode("small  world")
-        assert (ours.encode("<s>small  world") == bos + behind) == legacy
-        saved_and_compared(ours, tmp_path / str(legacy), [*TEXTS, "<s>Hello</s>world"])
-    assert len(prints) == 2  # a cache of one is none of the other
-
 
 def write_tiktoken(path, backend):
-    """The vocabulary of a byte-level BPE as tiktoken keeps it, without what was added."""
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    """Write the vocabulary of a byte-level BPE as tiktoken keeps it; return its size.
+
+    What was added is not in it.
+    """
     ids = backend.get_vocab(with_added_tokens=False)
     byte_of = {text: byte for byte, text in enumerate(BYTE_TEXTS)}
     lines = [
         base64.b64encode(bytes(byte_of[c] for c in text)).decode() + f" {id}\n"
         for text, id in sorted(ids.items(), key=lambda item: item[1])
-        if text not in added
     ]
     path.write_text("".join(lines))
     return len(lines)
 
 
-def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path):
+def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path, monkeypatch):
     original = byte_level(LLAMA_3, added=("<|im_end|>",))
     size = write_tiktoken(tmp_path / "tokenizer.model", original.backend)
-    added = {str(size): {"content": "<|im_end|>", "special": True}}
-    config = {"eos_token": "<|im_end|>", "added_tokens_decoder": added}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours = load_tokenizer(str(tmp_path))
+    added = {f"{size}": {"content": "<|im_end|>", "special": True}}
+    ours = described(tmp_path, eos_token="<|im_end|>", added_tokens_decoder=added)
     assert (ours.eos_id, ours.vocab_size) == (size, size + 1)
     for text in SPACED:
         assert ours.encode(text) == original.encode(text)
@@ -508,54 +376,37 @@ def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path):
     assert ours._words  # as fast as its tokenizer.json
     saved_and_compared(ours, tmp_path / "saved", SPACED)
 
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_the_special_tokens_of_llama_3_are_known_by_its_number_of_ranks(tmp_path):
-    tokens = [bytes([i]) for i in range(256)]
-    tokens += [b"%c%c" % divmod(i, 256) for i in range(1 << 16)]
-    tokens += [b"\x00%c%c" % divmod(i, 256) for i in range(128_000 - len(tokens))]
-    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
-    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
-    ours = load_tokenizer(str(tmp_path / "tokenizer.model"))
-    assert ours.vocab_size == 128_256
-    assert ours.encode("<|begin_of_text|>")[0] == ours.bos_id == 128_000
+    # Llama 3 is known by its number of ranks, and has special tokens that the file does not name
+    assert byte_level_files.LLAMA_3_RANKS == 128_000
+    monkeypatch.setattr(byte_level_files, "LLAMA_3_RANKS", size)
+    (tmp_path / "tokenizer_config.json").unlink()
+    llama = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    assert llama.vocab_size == size + 256
+    assert llama.encode("<|begin_of_text|>")[0] == llama.bos_id == size
     names = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
-    assert [ours.special_tokens[name] for name in names] == [128_006, 128_007, 128_008, 128_009]
+    assert [llama.special_tokens[name] - size for name in names] == [6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("cut", [b"!!!! 3\n", b"YWI= 9\n"])
-def test_a_broken_model_of_tiktoken_is_called_that(tmp_path, cut):
-    (tmp_path / "a.model").write_bytes(b"YQ== 0\nYg== 1\n" + cut)
-    with pytest.raises(UserError, match=r"tiktoken|cut short"):
-        load_tokenizer(str(tmp_path / "a.model"))
-
-
-def write_vocabulary(folder, backend, **config):
-    """vocab.json, merges.txt and tokenizer_config.json of a byte-level BPE."""
-    model = json.loads(backend.to_str())["model"]
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    size = len(model["vocab"])
-    vocabulary = model["vocab"] | {"<|endoftext|>": size}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+def write_vocabulary(folder, backend):
+    """Write vocab.json and merges.txt of a byte-level BPE; return what its description adds."""
+    backend.model.save(str(folder))
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    size = len(vocabulary)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary | {"<|endoftext|>": size}))
     token = {"content": "<|im_end|>", "special": True, "rstrip": True, "lstrip": False}
     token |= {"normalized": False, "single_word": False}
-    added = {str(size + 1): token}
-    config = config | {"added_tokens_decoder": added}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return {"added_tokens_decoder": {f"{size + 1}": token}}
 
 
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2TokenizerFast", None])
 def test_a_vocabulary_with_merges_gives_the_tokens_of_transformers(tmp_path, kind, prefix):
     transformers = pytest.importorskip("transformers")
-    named = {"tokenizer_class": kind} if kind else {}
+    config = write_vocabulary(tmp_path, byte_level(added=()).backend)
+    config |= {"add_prefix_space": prefix} | ({"tokenizer_class": kind} if kind else {})
     if not kind:
         (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    original = byte_level(added=()).backend
-    write_vocabulary(tmp_path, original, add_prefix_space=prefix, **named)
-    ours = load_tokenizer(str(tmp_path))
+    ours = described(tmp_path, **config)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in [*SPACED, "<|endoftext|>a <|im_end|>  b"]:
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
@@ -566,23 +417,18 @@ def test_a_vocabulary_with_merges_gives_the_tokens_of_transformers(tmp_path, kin
 
 
 def test_a_vocabulary_that_is_no_byte_level_bpe_is_refused(tmp_path):
-    write_vocabulary(tmp_path, byte_level().backend, tokenizer_class="CLIPTokenizer")
+    write_vocabulary(tmp_path, byte_level().backend)
     with pytest.raises(UserError, match="class CLIPTokenizer"):
-        load_tokenizer(str(tmp_path))
+        described(tmp_path, tokenizer_class="CLIPTokenizer")
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_text("")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="no byte-level BPE"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "merges.txt").unlink()
-    with pytest.raises(UserError, match=r"merges\.txt"):
-        load_tokenizer(str(tmp_path / "vocab.json"))
+        described(tmp_path)
 
 
 def test_the_bytes_of_tokens_add_up_to_those_of_the_text(sentencepiece_file):
     text = "Grüße, 世界 — an emoji 🎈, a tab\tand the small cells"
-    byte_level = TextTokenizer(make_tokenizer(), {}, set(), None)
-    for tokenizer in (byte_level, load_tokenizer("demo:bytes")):
+    for tokenizer in (byte_level(), load_tokenizer("demo:bytes")):
         sizes = token_bytes(tokenizer, tokenizer.vocab_size + 3)
         assert len(sizes) == tokenizer.vocab_size + 3
         assert sizes[tokenizer.encode(text)].sum() == len(text.encode())

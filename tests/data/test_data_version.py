@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 import pytest
-from texts import turn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fsdp_trainer.config.schema import Batch, Data
@@ -19,33 +18,11 @@ from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
-STORED = Path(__file__).with_name("tokens_of_a_version.json")
+FILE = Path(__file__).with_name("tokens_of_a_version.json")
+STORED = json.loads(FILE.read_text())
+"""The rows, and the digests of their tokens in each case."""
+ROWS = STORED["rows"]
 SEQ_LEN = 192
-
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
-}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
-CHATS = [
-    [turn("user", "Hi"), turn("assistant", "Hello!")],
-    [
-        turn("system", "Be brief."),
-        turn("user", "  two spaces, and a tab\t"),
-        turn("assistant", "<think>\nhm\n</think>\n\n4"),
-        turn("user", "naïve 日本語 🙂"),
-        turn("assistant", "x" * 40 + "\n"),
-    ],
-    [turn("user", "long " * 60), turn("assistant", "too long for a row")],
-    [turn("user", "Count."), turn("assistant", "one two three " * 60)],
-]
-TOOL_CHAT = [
-    turn("user", "Weather?"),
-    turn("assistant", "", tool_calls=[CALL]),
-    turn("tool", "rain", name="weather"),
-    turn("assistant", "It rains."),
-]
-TEXTS = ["A text.", "Two\n\nparagraphs  of it.", "", "word " * 120, "日本語 <s> </s>"]
 # as the templates that show the last turn in another way than those before it
 REWRITING = """{%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -54,28 +31,6 @@ REWRITING = """{%- for m in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-CHAT_ROWS = [{"messages": chat} for chat in CHATS]
-ROWS = {
-    "text": [{"text": text} for text in TEXTS],
-    "chats": CHAT_ROWS,
-    "sharegpt": [
-        {"conversations": [{"from": t["role"], "value": t["content"]} for t in chat]}
-        for chat in CHATS
-    ],
-    "tools": [{"messages": TOOL_CHAT, "tools": [WEATHER]}],
-    "prompts": [
-        {"prompt": "2+2=", "completion": " 4"},
-        {"prompt": "ends in a space ", "completion": "answer"},
-    ],
-    "alpaca": [
-        {"instruction": "Add.", "input": "2, 2", "output": "4"},
-        {"instruction": "Greet.", "input": "", "output": "Hi"},
-    ],
-    "tokens": [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100]}],
-    "segments": [
-        {"segments": [{"text": "learnt", "label": True}, {"text": " not", "label": False}]}
-    ],
-}
 # name: (rows, tokenizer, template, options)
 CASES = {
     **{f"{rows} by bytes": (rows, "bytes", None, {}) for rows in ROWS},
@@ -94,8 +49,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """The bytes' own tokenizer, and a byte-level BPE of a few merges beside the families'
-    markers."""
+    """The bytes' own tokenizer, and a BPE of a few merges beside the families' markers."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("o", "r"), ("Ġ", "t"), ("Ġt", "o")]
     words = [*letters, *("".join(pair) for pair in merges)]
@@ -139,20 +93,17 @@ def digests(tmp_path_factory, tokenizers):
 
 @pytest.mark.slow
 def test_tokens_that_change_have_another_version(digests):
-    stored = json.loads(STORED.read_text())
-    changed = [
-        case for case, digest in digests.items() if stored["digests"].get(case, digest) != digest
-    ]
-    if os.environ.get("WRITE") and (stored["version"] < TOKENS_VERSION or not changed):
-        STORED.write_text(
-            json.dumps({"version": TOKENS_VERSION, "digests": digests}, indent=1) + "\n"
-        )
+    stored, before = STORED["digests"], STORED["version"]
+    changed = [case for case, digest in digests.items() if stored.get(case, digest) != digest]
+    if os.environ.get("WRITE") and (before < TOKENS_VERSION or not changed):
+        written = STORED | {"version": TOKENS_VERSION, "digests": digests}
+        FILE.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n")
         return
     assert not changed, (
         "the tokens of these rows have changed. If they are meant to, raise TOKENS_VERSION in "
         "fsdp_trainer/data/store/fingerprint.py and run this test once with WRITE=1"
     )
-    assert (TOKENS_VERSION, set(digests)) == (stored["version"], set(stored["digests"])), (
+    assert (TOKENS_VERSION, set(digests)) == (before, set(stored)), (
         "run this test once with WRITE=1"
     )
 

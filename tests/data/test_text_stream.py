@@ -1,11 +1,9 @@
 """The text of tokens that arrive one by one is the text of all of them, at a fixed cost a token."""
 
-import io
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from texts import make_tokenizer
+from texts import write_sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
@@ -32,19 +30,20 @@ def fallback(*more):
     return decoders.Sequence(steps)
 
 
-MADE = {
-    "byte_level": with_decoder([*BYTE_TEXTS, BYTE_TEXTS[0xE4] + BYTE_TEXTS[0xB8], " "],
-                               decoders.ByteLevel()),
-    "llama_2": with_decoder([*PIECES, *BYTES], fallback(decoders.Strip(" ", 1, 0))),
-    "gemma": with_decoder([*PIECES, *BYTES], fallback()),
-    "metaspace": with_decoder(PIECES, decoders.Metaspace()),
-    "wordpiece": with_decoder(PIECES, decoders.WordPiece()),
-    "suffix": with_decoder(PIECES, decoders.BPEDecoder("b")),
-    "suffix within": with_decoder(PIECES, decoders.BPEDecoder("'")),
-    "bytes in a sequence": with_decoder(BYTE_TEXTS, decoders.Sequence([decoders.ByteLevel()])),
-    "no decoder": with_decoder(PIECES, None),
-    "replaced at the end": with_decoder([*PIECES, *BYTES], fallback(decoders.Replace("bb", "x"))),
-}  # fmt: skip
+WITH_BYTES = [*PIECES, *BYTES]
+DECODERS = {
+    "byte_level": ([*BYTE_TEXTS, BYTE_TEXTS[0xE4] + BYTE_TEXTS[0xB8], " "], decoders.ByteLevel()),
+    "llama_2": (WITH_BYTES, fallback(decoders.Strip(" ", 1, 0))),
+    "gemma": (WITH_BYTES, fallback()),
+    "metaspace": (PIECES, decoders.Metaspace()),
+    "wordpiece": (PIECES, decoders.WordPiece()),
+    "suffix": (PIECES, decoders.BPEDecoder("b")),
+    "suffix within": (PIECES, decoders.BPEDecoder("'")),
+    "bytes in a sequence": (BYTE_TEXTS, decoders.Sequence([decoders.ByteLevel()])),
+    "no decoder": (PIECES, None),
+    "replaced at the end": (WITH_BYTES, fallback(decoders.Replace("bb", "x"))),
+}
+MADE = {name: with_decoder(*given) for name, given in DECODERS.items()}
 
 
 def pieces_of(tokenizer, ids):
@@ -67,7 +66,7 @@ def test_pieces_of_any_tokens_are_the_text_of_all(name):
     one = st.integers(0, tokenizer.vocab_size + 1).map(lambda id: [id])
     some = st.lists(st.one_of([one, *map(st.just, characters(tokenizer))]), max_size=30)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(some)
     @example([[0xE4 % tokenizer.vocab_size]] * 9)
     @example([[PIECES.index(piece)] for piece in ("n't", "b", "b")])
@@ -78,23 +77,16 @@ def test_pieces_of_any_tokens_are_the_text_of_all(name):
     check()
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_a_sentencepiece_model_streams_its_text(tmp_path, prefix):
-    spm = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the small cell of worlds", "one world of cells"] * 9),
-        model_writer=model, vocab_size=290, model_type="bpe", byte_fallback=True,
-        hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    (tmp_path / "spm.model").write_bytes(model.getvalue())
-    backend, special = read_sentencepiece(tmp_path / "spm.model", prefix=prefix)
-    tokenizer = TextTokenizer(backend, special, set(), None)
-    for text in ("  the small 世界 cells é", "one<s> world</s>", "\x00 a🙂🙂 of the"):
-        ids = tokenizer.encode(text)
-        pieces = pieces_of(tokenizer, ids)
-        assert "".join(pieces) == tokenizer.decode(ids)
-        assert len([piece for piece in pieces if piece]) > 2
+def test_a_sentencepiece_model_streams_its_text(tmp_path):
+    file = write_sentencepiece(tmp_path / "spm.model")
+    for prefix in (False, True):
+        backend, special = read_sentencepiece(file, prefix=prefix)
+        tokenizer = TextTokenizer(backend, special, set(), None)
+        for text in ("  the small 世界 cells é", "one<s> world</s>", "\x00 a🙂🙂 of the"):
+            ids = tokenizer.encode(text)
+            pieces = pieces_of(tokenizer, ids)
+            assert "".join(pieces) == tokenizer.decode(ids)
+            assert len([piece for piece in pieces if piece]) > 2
 
 
 def test_a_character_is_returned_with_its_last_byte():
@@ -103,11 +95,11 @@ def test_a_character_is_returned_with_its_last_byte():
     assert pieces_of(tokenizer, [*ids, ids[0]]) == ["", "", "世", "", "\ufffd"]
 
 
-@pytest.mark.parametrize("tokenizer", [
-    TextTokenizer(make_tokenizer(), {}, set(), None), load_tokenizer("demo:bytes"),
-    *(MADE[name] for name in ("byte_level", "llama_2", "gemma", "metaspace", "wordpiece")),
-])  # fmt: skip
-def test_a_token_costs_the_same_wherever_it_is(tokenizer, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["byte_level", "llama_2", "gemma", "metaspace", "wordpiece", "demo:bytes"]
+)
+def test_a_token_costs_the_same_wherever_it_is(name, monkeypatch):
+    tokenizer = MADE.get(name) or load_tokenizer(name)
     decoded = []
     decode = tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))

@@ -1,6 +1,7 @@
 """Turns of an environment as tokens: those of the whole conversation, and nothing is made again."""
 
 import pytest
+from texts import turn
 
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import load_template
@@ -8,13 +9,8 @@ from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
 MARKS = [
-    "<s>",
-    "</s>",
-    "<|eot_id|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|call|>",
-    "<|end|>",
+    *("<s>", "</s>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|call|>", "<|end|>"),
 ]
 CALL = {
     "id": "call00000",
@@ -22,9 +18,8 @@ CALL = {
     "function": {"name": "calculator", "arguments": {"expression": "1+1"}},
 }
 TOOL = {"type": "function", "function": {"name": "calculator", "description": "", "parameters": {}}}
-ASK = {"role": "user", "content": "1+1?"}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-RESULT = {"role": "tool", "content": "2", "tool_call_id": "call00000", "name": "calculator"}
+ASK, CALLING = turn("user", "1+1?"), turn("assistant", "", tool_calls=[CALL])
+RESULT = turn("tool", "2", tool_call_id="call00000", name="calculator")
 # ruff: noqa: E501 - lines are as long as in these families' templates
 LLAMA = """{{ '<s>' }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
 
@@ -63,51 +58,38 @@ def whole(turns, messages, tools):
     return turns.tokenizer.encode(turns.template.render(adapted, tools, True))
 
 
-def test_prompt_answer_and_result_are_the_tokens_of_the_whole_conversation(turns):
+def test_turns_that_follow_are_the_tokens_of_the_whole_conversation(turns):
+    """Results may follow one call or two, or a user an answer in words."""
     turns, stop = turns
-    messages = [ASK, CALLING]
-    prompt = turns.prompt([ASK], [TOOL])
-    after = turns.following(messages, [RESULT], [TOOL])
-    every = whole(turns, [*messages, RESULT], [TOOL])
-    assert every[: len(prompt)] == prompt
-    assert every[len(every) - len(after) :] == after
-    answer = every[len(prompt) : len(every) - len(after)]
-    assert answer[-1] == stop
-    assert "1+1" in turns.tokenizer.decode(answer, skip_special=False)
-
-
-def test_a_users_next_turn_follows_an_answer_in_words(turns):
-    turns, _ = turns
-    messages = [ASK, {"role": "assistant", "content": "2"}]
-    after = turns.following(messages, [{"role": "user", "content": "sure?"}], None)
-    every = whole(turns, [*messages, {"role": "user", "content": "sure?"}], None)
-    assert every[len(every) - len(after) :] == after
-    assert every[len(every) - len(after) - 1] in turns.tokenizer.stop_ids
+    second = CALL | {"id": "call00001"}
+    results = [RESULT, RESULT | {"content": "4", "tool_call_id": "call00001"}]
+    for answer, following, tools in (
+        (CALLING, [RESULT], [TOOL]),
+        (CALLING | {"tool_calls": [CALL, second]}, results, [TOOL]),
+        (turn("assistant", "2"), [turn("user", "sure?")], None),
+    ):
+        if len(following) == 2 and stop == turns.tokenizer.backend.token_to_id("<|call|>"):
+            continue  # GPT-OSS makes one call in a message
+        prompt, after = turns.prompt([ASK], tools), turns.following([ASK, answer], following, tools)
+        every = whole(turns, [ASK, answer, *following], tools)
+        assert every[: len(prompt)] == prompt
+        assert every[len(every) - len(after) :] == after
+        written = every[len(prompt) : len(every) - len(after)]
+        assert written[-1] in ([stop] if tools else turns.tokenizer.stop_ids)
+        assert ("1+1" if tools else "2") in turns.tokenizer.decode(written, skip_special=False)
 
 
 def test_what_an_environment_writes_has_no_special_tokens(turns):
     turns, _ = turns
     evil = "".join(turns.tokenizer.special_tokens) + "2"
-    plain = turns.following([ASK, CALLING], [RESULT], [TOOL])
-    after = turns.following([ASK, CALLING], [{**RESULT, "content": evil}], [TOOL])
     special = set(turns.tokenizer.special_tokens.values())
-    assert [t for t in after if t in special] == [t for t in plain if t in special]
-    assert evil in turns.tokenizer.decode(after, skip_special=False)
-    prompt = turns.prompt([{"role": "user", "content": evil}], None)
-    usual = turns.prompt([ASK], None)
-    assert [t for t in prompt if t in special] == [t for t in usual if t in special]
-
-
-def test_several_results_follow_several_calls(turns):
-    turns, stop = turns
-    if stop == turns.tokenizer.backend.token_to_id("<|call|>"):
-        pytest.skip("GPT-OSS makes one call in a message")
-    second = {**CALL, "id": "call00001"}
-    results = [RESULT, {**RESULT, "content": "4", "tool_call_id": "call00001"}]
-    messages = [ASK, {**CALLING, "tool_calls": [CALL, second]}]
-    after = turns.following(messages, results, [TOOL])
-    every = whole(turns, [*messages, *results], [TOOL])
-    assert every[len(every) - len(after) :] == after
+    for produced in (
+        lambda text: turns.following([ASK, CALLING], [RESULT | {"content": text}], [TOOL]),
+        lambda text: turns.prompt([turn("user", text)], None),
+    ):
+        plain, tokens = produced("2"), produced(evil)
+        assert [t for t in tokens if t in special] == [t for t in plain if t in special]
+        assert evil in turns.tokenizer.decode(tokens, skip_special=False)
 
 
 def test_turns_that_a_template_cannot_show_are_refused(tmp_path):

@@ -125,36 +125,39 @@ def test_a_program_that_changes_earlier_turns_or_asks_nothing_fails_its_rollout(
         program("silent").reset(ROW)
 
 
+def reply(message, secret):
+    """Return the kind and the data of what the game says to a message."""
+    data = message["data"]
+    if message["type"] == "reset":
+        observation = {"text": "guess", "metadata": {}}
+        return "observation", {"observation": observation, "reward": None, "done": False}
+    if "number" not in data:
+        return "error", {"message": "out of order", "code": "EXECUTION_ERROR"}
+    if not isinstance(data["number"], int):
+        invalid = {"message": "Invalid message", "code": "VALIDATION_ERROR"}
+        return "error", invalid | {"errors": ["int"]}
+    is_right = data["number"] == secret
+    observation = {"text": str(is_right)}
+    return "observation", {
+        "observation": observation,
+        "reward": 2.0 * is_right - 1,
+        "done": is_right,
+    }
+
+
 @pytest.fixture
 def server():
     """Return the address of a server of OpenEnv's protocol, a game of guessing the seed."""
 
     def play(connection):
-        for text in connection:
-            message = json.loads(text)
-            data = message.get("data")
+        secret = 1
+        for message in map(json.loads, connection):
             if message["type"] == "close":
                 return
             if message["type"] == "reset":
-                secret = data.get("seed", 1)
-                answer = {"observation": {"text": "guess", "metadata": {}}, "reward": None}
-            elif not isinstance(data.get("number", 0), int):
-                error = {
-                    "message": "Invalid message",
-                    "code": "VALIDATION_ERROR",
-                    "errors": ["int"],
-                }
-                connection.send(json.dumps({"type": "error", "data": error}))
-                continue
-            elif "number" not in data:
-                error = {"message": "out of order", "code": "EXECUTION_ERROR"}
-                connection.send(json.dumps({"type": "error", "data": error}))
-                continue
-            else:
-                is_right = data["number"] == secret
-                answer = {"observation": {"text": str(is_right)}, "reward": 1.0 if is_right else -1}
-                answer["done"] = is_right
-            connection.send(json.dumps({"type": "observation", "data": {"done": False, **answer}}))
+                secret = message["data"].get("seed", 1)
+            kind, data = reply(message, secret)
+            connection.send(json.dumps({"type": kind, "data": data}))
 
     def schema(connection, request):
         if request.path == "/schema":
@@ -178,10 +181,8 @@ def test_a_server_of_openenv_is_acted_on_by_a_tool_and_rewards_each_turn(server)
     assert tool["function"]["parameters"]["properties"] == {"number": {"type": "integer"}}
     messages.append(says("", call("act", {"number": 3}), call("act", {"number": "x"})))
     new, is_over = environment.step(messages)
-    assert [turn["content"] for turn in new] == [
-        "False",
-        "error: the arguments do not fit: ['int']",
-    ]
+    said = [turn["content"] for turn in new]
+    assert said == ["False", "error: the arguments do not fit: ['int']"]
     assert not is_over
     messages += [*new, says("", call("act", {"number": 4}))]
     assert environment.step(messages)[1]

@@ -41,25 +41,14 @@ class Hosts(Network):
             "keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
         )
         torchrun = [
-            *(*self.at(i), sys.executable, "-m", "torch.distributed.run"),
-            f"--nnodes=1:{len(self.names)}",
-            *(
-                "--nproc_per_node=1",
-                "--max-restarts=20",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint=10.77.0.1:{PORT}",
-                "--rdzv-id=run",
-            ),
-            *(f"--rdzv-conf={conf}", f"--local-addr=10.77.0.{i + 1}", "-m", "fsdp_trainer", *words),
-        ]
+            *self.at(i), sys.executable, "-m", "torch.distributed.run",
+            f"--nnodes=1:{len(self.names)}", "--nproc_per_node=1", "--max-restarts=20",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=run",
+            f"--rdzv-conf={conf}", f"--local-addr=10.77.0.{i + 1}", "-m", "fsdp_trainer", *words,
+        ]  # fmt: skip
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when something goes wrong
-        env = {
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "OMP_NUM_THREADS": "1",
-            **env,
-        }
+        env = os.environ | env | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         process = subprocess.Popen(torchrun, env=env, cwd=cwd, stdout=log, stderr=log, text=True)
         process.told = log
         self.running[i] = process

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1].iterdir())
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from same import RUNS, SMALL, TIMES, write_data
@@ -44,29 +44,29 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 PATIENCE = 240.0
 """Seconds for one start of a run; one that takes longer hangs."""
-STREAMED = ["data.streaming=true", "data.workers=1"]
-TEXTS = ["data=pretrain", "data.path=texts.jsonl"]
-MORE: dict[str, tuple[int, list[str]]] = {
-    "streamed 2": (2, STREAMED),
-    "streamed texts 1": (1, [*TEXTS, *STREAMED]),
-    "texts 2": (2, TEXTS),
-    "mixture 2": (2, ["data.path=[{path: chats.jsonl, weight: 2},{path: more.jsonl, weight: 1}]"]),
-    "best 2": (2, ["data.validation=0.2", "train.validate_every=2", "checkpoint.best=true"]),
-    "unsharded 2": (2, ["sharding.accumulate=unsharded"]),
-    "offload 2": (2, ["sharding.cpu_offload=true"]),
-    "lion 2": (2, ["optim=lion"]),
-    "sgd 2": (2, ["optim=sgd"]),
-    "lamb 2": (2, ["optim=lamb"]),
-    "normuon tensor 2": (2, ["optim=normuon", "sharding.tensor=2"]),
-    "adamw_bf16 2": (2, ["optim=adamw_bf16"]),
-    "8-bit 2": (2, ["optim=adamw_8bit"]),
-    "fp16 2": (2, ["precision=fp16"]),
-    "freeze 2": (2, ["train.freeze=[model.embed_tokens.*]"]),
-    "qlora 2": (2, ["adapter=qlora"]),
-    "merged lora 2": (2, ["adapter=lora", "checkpoint.merge=true"]),
+STREAMED = "data.streaming=true data.workers=1"
+TEXTS = "data=pretrain data.path=texts.jsonl"
+MORE = {
+    "streamed 2": STREAMED,
+    "streamed texts 1": f"{TEXTS} {STREAMED}",
+    "texts 2": TEXTS,
+    "mixture 2": "data.path=[{path:chats.jsonl,weight:2},{path:more.jsonl,weight:1}]",
+    "best 2": "data.validation=0.2 train.validate_every=2 checkpoint.best=true",
+    "unsharded 2": "sharding.accumulate=unsharded",
+    "offload 2": "sharding.cpu_offload=true",
+    "lion 2": "optim=lion",
+    "sgd 2": "optim=sgd",
+    "lamb 2": "optim=lamb",
+    "normuon tensor 2": "optim=normuon sharding.tensor=2",
+    "adamw_bf16 2": "optim=adamw_bf16",
+    "8-bit 2": "optim=adamw_8bit",
+    "fp16 2": "precision=fp16",
+    "freeze 2": "train.freeze=[model.embed_tokens.*]",
+    "qlora 2": "adapter=qlora",
+    "merged lora 2": "adapter=lora checkpoint.merge=true",
 }
-"""Trainings beside those of tools/same.py: the number of ranks, and overrides."""
-TRAININGS = RUNS | MORE
+"""Trainings beside those of tools/same.py: overrides by a name that ends in the number of ranks."""
+TRAININGS = RUNS | {name: (int(name[-1]), words.split()) for name, words in MORE.items()}
 LAYOUTS = [(1, []), (2, []), (2, ["sharding.strategy=ddp"]), (2, ["sharding.tensor=2"])]
 """Other worlds and layouts that a run may have at its next attempt."""
 ROUNDED = {"bf16": 0.05, "fp16": 0.05, "8-bit": 0.05, "adamw_bf16": 0.05, "grpo": 0.05}
@@ -121,16 +121,13 @@ class Soak:
         if layout:
             ranks, sharding = layout
             overrides = [*(o for o in overrides if not o.startswith("sharding.")), *sharding]
+        places = ["data.path=chats.jsonl", f"data.cache=cache-{run}", f"run.name={run}"]
         own = [
-            *("data.path=chats.jsonl", f"train.steps={STEPS}", f"checkpoint.every={EVERY}"),
-            *("launch.watchdog=true", "launch.timeout=60s", f"data.cache=cache-{run}"),
-            *(f"run.name={run}", f"launch.nproc_per_node={ranks}", "checkpoint.keep=2"),
-        ]
-        given = {word.partition("=")[0] for word in overrides}
-        given |= {word.partition("=")[0] for word in own if word.startswith(("train", "launch"))}
-        given |= {word.partition("=")[0] for word in own if word.startswith("checkpoint")}
-        first = [word for word in SMALL if word.partition("=")[0] not in given]
-        own = [word for word in own if word.partition("=")[0] not in {"data.path"} & given]
+            f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.keep=2",
+            "launch.watchdog=true", "launch.timeout=60s", f"launch.nproc_per_node={ranks}",
+        ]  # fmt: skip
+        keys = {word.partition("=")[0] for word in [*overrides, *own]}
+        first = [word for word in [*SMALL, *places] if word.partition("=")[0] not in keys]
         return ["train", *first, *own, *overrides]
 
     def prepare(self) -> None:
@@ -379,36 +376,20 @@ def leftovers(folder: Path, run: str) -> list[str]:
 
 
 def table(episodes: list[Episode]) -> str:
-    """Return a table of the faults by method, and a summary."""
-    methods = sorted({method_of(e.name) for e in episodes}, key=METHODS.index)
-    counts = Counter((fault, method_of(e.name)) for e in episodes for fault in e.faults)
-    lines = [f"| fault | {' | '.join(methods)} | all |", "|---" * (len(methods) + 2) + "|"]
-    for fault in sorted({fault for fault, _ in counts}):
-        row = [counts[fault, method] for method in methods]
-        lines.append(f"| {fault} | {' | '.join(str(n or '') for n in row)} | {sum(row)} |")
-    row = [sum(method_of(e.name) == method for e in episodes) for method in methods]
-    lines.append(f"| episodes | {' | '.join(map(str, row))} | {sum(row)} |")
+    """Return a table of the faults, and a summary."""
+    counts = Counter(fault for episode in episodes for fault in episode.faults)
+    lines = ["| fault | times |", "|---|---|"]
+    lines += [f"| {fault} | {count} |" for fault, count in sorted(counts.items())]
     bad = [episode for episode in episodes if episode.problems]
     lines += [
         "",
         f"{len(episodes)} episodes of {len({e.name for e in episodes})} trainings, "
-        f"{sum(len(e.faults) for e in episodes)} faults, {sum(e.starts for e in episodes)} starts; "
+        f"{counts.total()} faults, {sum(e.starts for e in episodes)} starts; "
         f"{sum(not e.exact for e in episodes)} with another layout on the way; "
         f"{len(bad)} differ from the undisturbed run",
         *(f"again:  make soak MINUTES=0 SEED={episode.number}" for episode in bad),
     ]
     return "\n".join(lines)
-
-
-METHODS = ["sft", "adapter", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distil", "grpo"]
-
-
-def method_of(name: str) -> str:
-    """Return the method of a training; `adapter` for fine-tuning with one."""
-    words = name.split()
-    if words[0] in METHODS:
-        return words[0]
-    return "adapter" if any(word in ("lora", "dora", "qlora") for word in words) else "sft"
 
 
 def main() -> int:

@@ -1,64 +1,52 @@
-"""A rank, or all of them, killed hard as a phase begins: the same command resumes, and ends with
+"""A rank, or the only one, killed hard as a phase begins: the same command resumes, and ends with
 the weights of an undisturbed run."""
 
-import pytest
+import json
 
-STEP = 6  # the third checkpoint is written after it, and the first deleted
-HOW = ["train.steps=10", "checkpoint.every=2", "checkpoint.keep=2"]
+import inject
+import pytest
+from named_runs import NamedRun
+from stored import assert_bitwise_equal, end_of, newest, stored
+from world import RankFailed, Run
+
+STEP = 4  # the second checkpoint is written after it, and the first deleted
+HOW = (
+    "data.path=DATA/chats.jsonl", "schedule=constant", "batch.micro_rows=2", "train.steps=6",
+    "checkpoint.every=2", "checkpoint.keep=1",
+)  # fmt: skip
 OF_RANK_0 = ("rename", "prune")  # others wait for it there
 PHASES = [
-    "data",
-    "forward",
-    "backward",
-    "clip",
-    "update",
-    "log",
-    "staging",
-    "shards",
-    "manifest",
-    "rename",
-    "prune",
-    "agree",
-]
-QUICK = [("shards", "kill", "sync"), ("rename", "kill_all", "async")]  # in `make test`
-CASES = [
-    (phase, do, mode)
-    for phase in PHASES
-    for do in ("kill", "kill_all")
-    for mode in ("sync", "async")
-]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(bench, inputs, tmp_path_factory):
-    return bench.train(
-        tmp_path_factory.mktemp("undisturbed") / "run",
-        *HOW,
-        *(f"{k}={v}" for k, v in inputs.items()),
-    )
+    "data", "forward", "backward", "clip", "update", "log", "staging", "shards", "manifest",
+    "rename", "prune", "agree",
+]  # fmt: skip
+QUICK = [("shards", 2, "sync"), ("rename", 1, "async")]
+CASES = [(phase, ranks, mode) for phase in PHASES for ranks in (1, 2) for mode in ("sync", "async")]
 
 
 @pytest.mark.parametrize(
-    ("phase", "do", "mode"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if case in QUICK else pytest.mark.faults)
-        for case in CASES
-    ],
+    ("phase", "ranks", "mode"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.faults) for case in CASES],
 )
-@pytest.mark.grid(1)
-def test_a_kill_costs_no_bit(bench, inputs, undisturbed, tmp_path, phase, do, mode):
-    rank = 0 if phase in OF_RANK_0 else 1
-    words = [*HOW, *(f"{k}={v}" for k, v in inputs.items()), f"checkpoint={mode}"]
-    run = bench.train(
-        tmp_path / "run", *words, faults=f"rank={rank} phase={phase} step={STEP} do={do}"
-    )
-    first, *later = run.attempts
-    assert first.codes[rank] == -9, first
-    assert do == "kill" or first.codes == [-9, -9], first
-    assert len(later) == 1, "the first start after the fault goes to the end"
-    assert run.digest == undisturbed.digest
-    assert run.column("step") == list(range(1, 11))
-    assert run.column("loss") == undisturbed.column("loss")
-    assert run.checkpoints == undisturbed.checkpoints == ["step-00000008", "step-00000010"], (
+def test_a_kill_costs_no_bit(ledger, world, tmp_path, phase, ranks, mode):
+    whole = ledger.run(words=HOW, ranks=ranks)
+    words = [*ledger.words_of(NamedRun(ranks, HOW)), f"checkpoint={mode}"]
+    command = {"base": [], "ranks": ranks}
+    victim = 0 if phase in OF_RANK_0 else ranks - 1
+    seam = inject.at(phase, inject.kill, rank=victim, step=STEP)
+    with pytest.raises(RankFailed, match=f"rank {victim}: died"):
+        world.train(tmp_path / "run", *words, seam=seam, **command)
+    killed = Run(tmp_path / "run")
+    assert "finished" not in [event.get("reason") for event in killed.events]
+    with (killed.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')  # a half line
+    run = world.train(tmp_path / "run", *words, **command)
+    assert len(run.event("resume")) == 1, "the first start after the fault goes to the end"
+    for column in ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens"):
+        assert run.column(column) == whole.column(column), column
+    assert end_of(run) == ("end", 0)
+    assert run.checkpoints == whole.checkpoints == ["step-00000006"], (
         "nothing half written or half deleted stays"
     )
+    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+    ours, theirs = ((newest(each) / "trainer.json").read_text() for each in (run, whole))
+    assert json.loads(ours) == json.loads(theirs)

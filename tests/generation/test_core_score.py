@@ -108,18 +108,10 @@ def common(item):
     return next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
 
 
-def evaluate(world, folder, bundle, *options, ranks=1):
-    said = world.command(
-        "evaluate", f"source={folder}", "tasks=[core]", f"core_data={bundle}", "format=json",
-        "launch.device=cpu", "launch.timeout=120s", *options, ranks=ranks,
-    )  # fmt: skip
-    return json.loads(said[0].out)
-
-
-@pytest.mark.slow
-def test_core_is_the_mean_of_centred_accuracies_on_any_number_of_ranks(world, folder, bundle):
+def test_core_is_the_mean_of_centred_accuracies_on_any_number_of_ranks(evaluate, folder, bundle):
     model, tokenizer = load_model(folder), load_tokenizer(str(folder))
-    metrics = evaluate(world, folder, bundle)
+    words = folder, ["core"], f"core_data={bundle}"
+    metrics = evaluate(*words)
     for label in ("letters", "who"):
         accuracy = expected_accuracy(model, tokenizer, label, bundle)
         assert metrics[f"core/{label}"]["acc"] == accuracy
@@ -129,9 +121,8 @@ def test_core_is_the_mean_of_centred_accuracies_on_any_number_of_ranks(world, fo
     assert who["centered"] == pytest.approx((who["acc"] - 0.5) / 0.5)
     mean = (letters["centered"] + who["centered"] + 0.5) / 3
     assert metrics["core"] == {"centered": pytest.approx(mean)}
-    assert evaluate(world, folder, bundle, "sharded=true", ranks=2) == metrics
-    few = evaluate(world, folder, bundle, "limit=4")
-    assert few["core/letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
+    assert evaluate(*words, "sharded=true", ranks=2) == metrics
+    assert evaluate(*words, "limit=4")["core/letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
 
 
 def test_with_few_items_there_are_as_many_examples_as_other_items():
@@ -140,11 +131,7 @@ def test_with_few_items_there_are_as_many_examples_as_other_items():
     assert [text.count("q") for text in task.texts(1)] == [3, 3]
 
 
-@pytest.mark.slow
-def test_core_without_its_data_is_refused(world, tmp_path):
-    def refused(*words):
-        words = f"source={tmp_path}", "tasks=[core]", *words
-        return world.command("evaluate", *words, code=2)[0].err
-
-    assert "core_data=eval_bundle" in refused()
-    assert "has no core.yaml and no eval_data" in refused(f"core_data={tmp_path}")
+def test_core_without_its_data_is_refused(evaluate, tmp_path):
+    assert "core_data=eval_bundle" in evaluate(tmp_path, ["core"], code=2)
+    said = evaluate(tmp_path, ["core"], f"core_data={tmp_path}", code=2)
+    assert "has no core.yaml and no eval_data" in said

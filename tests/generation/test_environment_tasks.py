@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from zoo import make_folder
-
-from fsdp_trainer.cli import main
+from named_runs import GRPO
 
 COUNTS = """
 class Counts:
@@ -20,17 +18,6 @@ class Counts:
         own = [turn["content"] for turn in messages if turn["role"] == "assistant"]
         return float(sum(each.isalpha() for text in own for each in text))
 """
-GRPO = [
-    "objective=grpo", 'objective.rewards=[{name: regex, pattern: "[a-z]"}]', "data.path=demo:sums",
-    "tokenizer.path=demo:bytes", "objective.max_new_tokens=6", "objective.samples=4",
-    "batch.rows=4", "batch.micro_rows=2", "schedule=constant", "optim.lr=0.01", "train.steps=3",
-    "model.initializer_range=0.5", "model.max_position_embeddings=256",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "hf", "llama")
 
 
 @pytest.fixture
@@ -47,24 +34,15 @@ def task(tmp_path):
     return file
 
 
-def evaluated(capsys, *words):
-    """Return {task: {metric: value}} of the verb."""
-    capsys.readouterr()
-    assert main(["evaluate", *map(str, words), "format=json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["fsdp", "tensor"])
-@pytest.mark.grid(1)
-def test_a_task_has_the_same_number_in_training_and_after_it(world, tmp_path, capsys, task, layout):
-    keys = [*GRPO, *layout, f"data.cache={tmp_path}", "checkpoint.export_hf=true"]
-    keys += [f"evaluation.tasks=[{task}]", "train.evaluate_every=2"]
-    run = world.train(tmp_path / "run", *keys, ranks=2)
+def test_a_task_has_the_same_number_in_training_and_after_it_on_any_ranks(
+    evaluate, train, tmp_path, task
+):
+    keys = [*GRPO, "model.initializer_range=0.5", "model.max_position_embeddings=256"]
+    run = train("run", *keys, f"evaluation.tasks=[{task}]", "train.evaluate_every=2", ranks=2)
     during = run.metrics[-1]["tasks"]
     assert run.metrics[1]["tasks"]["letters/reward"] != during["letters/reward"]
     for source in (run.folder, run.folder / "hf"):
-        metrics = evaluated(capsys, source, f"tasks=[{task}]")["letters"]
+        metrics = evaluate(source, [task])["letters"]
         assert metrics["failed"] == pytest.approx(1 / 6)
         assert 1 <= metrics["turns"] <= 2
         assert metrics["reward"] > 0
@@ -72,25 +50,17 @@ def test_a_task_has_the_same_number_in_training_and_after_it(world, tmp_path, ca
         for name, value in during.items():
             assert metrics[name.removeprefix("letters/")] == pytest.approx(value), name
 
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_ranks_divide_a_task_and_answers_of_one_turn_are_one_too(world, tmp_path, capsys, task):
-    run = world.train(tmp_path / "run", *GRPO, f"data.cache={tmp_path}")
     plain = tmp_path / "plain.yaml"
     plain.write_text(
         f"environment: null\ndata: {tmp_path / 'rows.jsonl'}\nmax_new_tokens: 8\nsamples: 3\n"
         "temperature: 1.0\nrewards: [{name: regex, pattern: '[a-z]'}]\n"
     )
-    words = [run.folder, f"tasks=[{task},{plain}]", "limit=5"]
-    alone = evaluated(capsys, *words)
+    words = run.folder, [task, plain], "limit=5"
+    alone = evaluate(*words)
     assert 0 < alone["plain"]["reward"] < 1
     assert set(alone) == {"letters", "plain"}
-    out = tmp_path / "out.json"
-    shared = ["launch.device=cpu", f"out={out}"]
     for more in ([], ["sharded=true"]):
-        world.command("evaluate", *map(str, words), *shared, *more, ranks=2)
-        for name, metrics in json.loads(out.read_text()).items():
+        for name, metrics in evaluate(*words, *more, ranks=2).items():
             assert metrics == pytest.approx(alone[name]), (name, more)
 
 
@@ -105,10 +75,8 @@ def test_ranks_divide_a_task_and_answers_of_one_turn_are_one_too(world, tmp_path
         ("environment: calculator\ndata: nowhere.jsonl\nrewards: [exact]\n", "nowhere.jsonl"),
     ],
 )
-def test_a_task_that_cannot_be_run_is_refused_by_name(tmp_path, capsys, model_folder, text, named):
+def test_a_task_that_cannot_be_run_is_refused_by_name(evaluate, ledger, tmp_path, text, named):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     file = tmp_path / "task.yaml"
     file.write_text(text.replace("{data}", str(tmp_path / "rows.jsonl")))
-    assert main(["evaluate", str(model_folder), f"tasks=[{file}]"]) == 2
-    err = capsys.readouterr().err
-    assert named in err
+    assert named in evaluate(ledger.run("plain").folder, [file], code=2)

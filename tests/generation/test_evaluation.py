@@ -9,6 +9,8 @@ from other_models import make_other_folder
 from world import read_lines
 from zoo import make_folder
 
+from fsdp_trainer.errors import UserError
+
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow
 
@@ -108,39 +110,27 @@ def without_errors(metrics):
     }
 
 
-def evaluate(world, folder, tasks, *options, ranks=1):
-    results = world.command(
-        "evaluate", f"source={folder}", f"tasks=[{','.join(tasks)}]", "format=json",
-        "launch.device=cpu", "launch.timeout=120s", *options,
-        ranks=ranks, env={"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert all(rank.out == "" for rank in results[1:])
-    return without_errors(json.loads(results[0].out))
-
-
-def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, folder, tasks):
+def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(evaluate, folder, tasks):
     theirs = with_transformers(folder, tasks)
     assert theirs.keys() == MORE.keys()
     for options, ranks in (([], 1), ([], 2), (["sharded=true"], 2)):
-        ours = evaluate(world, folder, tasks, *options, ranks=ranks)
+        ours = without_errors(evaluate(folder, tasks, *options, ranks=ranks))
         assert ours.keys() == theirs.keys()
         for task, values in theirs.items():
             assert ours[task] == pytest.approx(values, rel=1e-6), (task, ranks)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "falcon_h1"])
-@pytest.mark.further
-def test_models_of_transformers_classes_get_its_metrics(world, tmp_path, tasks, kind):
-    folder = make_other_folder(tmp_path / kind, kind)
-    theirs = with_transformers(folder, tasks)
-    ours = evaluate(world, folder, tasks, "sharded=true", ranks=2)
+def test_a_model_of_transformers_classes_gets_its_metrics(evaluate, tmp_path, tasks):
+    folder = make_other_folder(tmp_path / "hf", "falcon_h1")
+    theirs = with_transformers(folder, tasks, limit=6)
+    ours = without_errors(evaluate(folder, tasks, "sharded=true", "limit=6", ranks=2))
     for task, values in theirs.items():
         assert ours[task] == pytest.approx(values, rel=1e-5), task
 
 
-def test_limit_and_examples_are_the_harness_own(world, folder, tasks):
+def test_limit_and_examples_are_the_harness_own(evaluate, folder, tasks):
     theirs = with_transformers(folder, tasks[:2], limit=5, num_fewshot=1)
-    ours = evaluate(world, folder, tasks[:2], "limit=5", "fewshot=1", "rows=3")
+    ours = without_errors(evaluate(folder, tasks[:2], "limit=5", "fewshot=1", "rows=3"))
     for task, values in theirs.items():
         assert ours[task] == pytest.approx(values, rel=1e-6)
 
@@ -200,36 +190,36 @@ def test_a_prompt_is_read_also_where_the_longest_answer_would_fill_the_context(f
     assert answers[0] != answers[1]
 
 
-def test_a_run_keeps_its_evaluations(train, world, tasks, tmp_path):
-    run = train("run", "train.steps=2", "checkpoint.export_hf=true")
-    metrics = evaluate(world, run.folder, tasks[:1], f"out={tmp_path}/results.json")
+def test_a_run_keeps_its_evaluations(ledger, evaluate, world, tasks, tmp_path):
+    run = ledger.copy("plain", tmp_path / "run")
+    metrics = evaluate(run.folder, tasks[:1], f"out={tmp_path}/results.json")
     [line] = read_lines(run.folder / "evaluations.jsonl")
-    assert line["step"] == 2
-    assert without_errors(line["tasks"]) == metrics
-    assert without_errors(json.loads((tmp_path / "results.json").read_text())) == metrics
-    exported = evaluate(world, run.folder / "hf", tasks[:1])
+    assert line["step"] == 4
+    assert line["tasks"] == metrics
+    assert json.loads((tmp_path / "results.json").read_text()) == metrics
+    exported = evaluate(run.folder / "hf", tasks[:1])
     assert exported["choice"] == pytest.approx(metrics["choice"], rel=1e-6)
-    table = world.command(
-        "evaluate", f"source={run.folder}", f"tasks=[{tasks[0]}]", "chat=true",
-        "launch.device=cpu", env={"HF_HUB_OFFLINE": "1"},
-    )[0].out  # fmt: skip
+    words = [f"source={run.folder}", f"tasks=[{tasks[0]}]", "chat=true", "launch.device=cpu"]
+    table = world.command("evaluate", *words)[0].out
     assert table.startswith("choice  acc ")
     assert "±" in table
 
 
-def test_what_cannot_be_evaluated_is_refused_by_name(world, folder, tmp_path):
-    def refused(*words):
-        return world.command("evaluate", f"source={folder}", *words, code=2)[0].err
+def test_a_task_that_lm_eval_does_not_know_is_refused_by_name():
+    from fsdp_trainer.evaluation.harness_tasks import LoadedTasks
 
-    assert "tasks=[arc_easy]" in refused()
-    assert "there is no such file" in refused(f"tasks=[{tmp_path}/none.yaml]")
+    with pytest.raises(UserError) as refused:
+        LoadedTasks(["no_task_of_this_name"], include_defaults=False)
+    assert "no such task" in str(refused.value)
 
 
-@pytest.mark.further
-def test_a_task_that_lm_eval_does_not_know_is_refused_by_name(world, folder):
-    """lm_eval looks for it in all of its files, which takes ten seconds."""
-    words = [f"source={folder}", "tasks=[no_task_of_this_name]", "launch.device=cpu"]
-    assert "no such task" in world.command("evaluate", *words, code=2)[0].err
+def test_tasks_are_checked_before_anything_begins(evaluate, folder, train, tmp_path):
+    missing = f"{tmp_path}/none.yaml"
+    assert "tasks=[arc_easy]" in evaluate(folder, [], code=2)
+    assert "there is no such file" in evaluate(folder, [missing], code=2)
+    said = train("run", f"evaluation.tasks=[{missing}]", code=2).err
+    assert "there is no such file" in said
+    assert "evaluation.tasks=[arc_easy]" in train("run", "train.evaluate_every=2", code=2).err
 
 
 AT_STEPS = ["evaluation.limit=5", "train.steps=4", "train.evaluate_every=2", "checkpoint.every=2"]
@@ -240,9 +230,8 @@ def evaluations(run):
     return [(event["step"], without_errors(event["tasks"])) for event in run.event("tasks")]
 
 
-@pytest.mark.further
 def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
-    train, world, tasks
+    train, evaluate, tasks
 ):
     chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", *AT_STEPS]
     whole = train("whole", *chosen, ranks=2)
@@ -254,7 +243,7 @@ def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
             for task, values in metrics.items()
             for name, value in values.items()
         }
-    by_verb = evaluate(world, whole.folder, [tasks[0], tasks[3]], "limit=5")
+    by_verb = without_errors(evaluate(whole.folder, [tasks[0], tasks[3]], "limit=5"))
     assert by_verb == {
         task: pytest.approx(values, rel=1e-5) for task, values in evaluations(whole)[-1][1].items()
     }
@@ -270,19 +259,15 @@ def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
     ]
 
 
-@pytest.mark.further
 def test_tasks_in_training_give_the_same_numbers_however_the_model_is_sharded(train, tasks):
     chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", "evaluation.limit=5"]
     still = ["train.steps=1", "optim.lr=0", "batch.micro_rows=1", "launch.timeout=120s"]
     [(_, alone)] = evaluations(train("alone", *chosen, *still))
-    for name in ("tensor", "context", "pipeline"):
-        layout = f"sharding.{name}=2"
-        [(_, shared)] = evaluations(train(name, *chosen, *still, layout, ranks=2))
+    for ranks, *layout in (
+        (4, "sharding.tensor=2", "sharding.context=2"),
+        (2, "sharding.pipeline=2"),
+    ):
+        run = train(f"on {ranks}", *chosen, *still, *layout, ranks=ranks)
+        [(_, shared)] = evaluations(run)
         for task, values in alone.items():
-            assert shared[task] == pytest.approx(values, rel=1e-5), name
-
-
-def test_tasks_of_a_training_are_checked_before_it_begins(train, tmp_path):
-    refused = train("run", f"evaluation.tasks=[{tmp_path}/none.yaml]", code=2)
-    assert "there is no such file" in refused.err
-    assert "evaluation.tasks=[arc_easy]" in train("run", "train.evaluate_every=2", code=2).err
+            assert shared[task] == pytest.approx(values, rel=1e-5), layout

@@ -37,8 +37,6 @@ generation_kwargs:
 metric_list:
   - metric: exact_match""",
 }
-BY_TRANSFORMERS = ["implementation=transformers"]
-"""Our own decoder would compute Gemma 3, and read its texts alone."""
 CHOICES = ["a thing", "another one", "x"]
 
 
@@ -55,14 +53,6 @@ def task_of(folder, name, rows):
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     file.write_text(TASK.format(name=name, items=items, more=MORE[name]))
     return str(file)
-
-
-def evaluate(world, model, task, *options, ranks=1, **expected):
-    ranks = world.command(
-        "evaluate", f"source={model}", f"tasks=[{task}]", "format=json", "launch.device=cpu",
-        "launch.timeout=120s", *options, ranks=ranks, env={"HF_HUB_OFFLINE": "1"}, **expected,
-    )  # fmt: skip
-    return ranks[0]
 
 
 def inputs_of(folder, model, question, image, chat=False):
@@ -95,14 +85,12 @@ def best_choice(theirs, folder, model, question, image):
     return max(range(len(CHOICES)), key=scores.__getitem__)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 @torch.no_grad()
-@pytest.mark.further
-def test_choices_about_images_are_those_of_transformers_on_any_ranks(
-    world, tmp_path, pictures, kind
+def test_choices_about_images_are_those_of_transformers_also_during_a_training(
+    evaluate, train, tmp_path, pictures
 ):
-    """The expected answers are right in all items but one."""
-    model = make_image_folder(tmp_path / kind, kind)
+    """The expected answers are right in all items but one; ranks have unequally many."""
+    model = make_image_folder(tmp_path / "qwen3_vl", "qwen3_vl")
     theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     rows = []
     for i in range(5):
@@ -111,32 +99,39 @@ def test_choices_about_images_are_those_of_transformers_on_any_ranks(
         answer = (best + (i == 2)) % len(CHOICES)
         rows.append({"question": question, "images": [image], "choices": CHOICES, "answer": answer})
     task = task_of(pictures, "choice", rows)
-    for options, ranks in ((BY_TRANSFORMERS, 1), ([*BY_TRANSFORMERS, "sharded=true", "rows=2"], 2)):
-        metrics = json.loads(evaluate(world, model, task, *options, ranks=ranks).out)
-        assert metrics["choice"]["acc"] == pytest.approx(0.8), ranks
+    for options, ranks in (([], 1), (["sharded=true", "rows=2"], 2)):
+        said = evaluate(model, [task], "implementation=transformers", *options, ranks=ranks)
+        assert said["choice"]["acc"] == pytest.approx(0.8), ranks
+
+    chats = pictures / "chats.jsonl"
+    content = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "what?"}]
+    answer = {"role": "assistant", "content": "a thing"}
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": content}, answer]}))
+    own = [
+        f"model.init_from={model}", f"data.path={chats}", "batch.seq_len=128", "batch.rows=2",
+        "train.steps=1", "optim.lr=0", "precision=fp32", "launch.device=cpu",
+    ]  # fmt: skip
+    run = train("run", *own, f"evaluation.tasks=[{task}]", ranks=2, base=[])
+    assert run.metrics[-1]["tasks"]["choice/acc"] == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.grid(1)
-@pytest.mark.further
-def test_answers_about_images_are_those_of_transformers(world, tmp_path, pictures, chat):
+@torch.no_grad()
+def test_answers_about_images_are_those_of_transformers(evaluate, tmp_path, pictures):
     model = make_image_folder(tmp_path / "llava", "llava")
     theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     rows = []
     for i in range(3):
-        processor, inputs = inputs_of(pictures, model, f"{i}?", f"pictures/{i}.png", chat)
+        processor, inputs = inputs_of(pictures, model, f"{i}?", f"pictures/{i}.png", chat=True)
         length = inputs["input_ids"].shape[1]
         tokens = theirs.generate(**inputs, max_new_tokens=12, do_sample=False)[0, length:]
         text = processor.tokenizer.decode(tokens, skip_special_tokens=True)
         rows.append({"question": f"{i}?", "images": [f"pictures/{i}.png"], "answer": text})
     task = task_of(pictures, "written", rows)
-    for options, ranks in (([], 1), (["sharded=true", "rows=1"], 2)):
-        options = [*options, f"chat={str(chat).lower()}"]
-        metrics = json.loads(evaluate(world, model, task, *options, ranks=ranks).out)
-        assert metrics["written"]["exact_match"] == 1, ranks
+    said = evaluate(model, [task], "sharded=true", "rows=1", "chat=true", ranks=2)
+    assert said["written"]["exact_match"] == 1
 
 
-def test_a_task_with_images_that_do_not_fit_is_refused(world, tmp_path, pictures):
+def test_a_task_with_images_that_do_not_fit_is_refused(evaluate, tmp_path, pictures):
     row = {"question": "<image>?", "images": ["pictures/0.png"], "choices": CHOICES, "answer": 0}
     model = make_image_folder(tmp_path / "llava", "llava")
     gemma = make_image_folder(tmp_path / "gemma3", "gemma3")
@@ -148,32 +143,6 @@ def test_a_task_with_images_that_do_not_fit_is_refused(world, tmp_path, pictures
     }
     for number, (message, (item, folder)) in enumerate(wrong.items()):
         task = task_of(pictures, "choice", [item])
-        refused = evaluate(world, folder, task, code=2)
-        assert message in refused.err, number
-        assert "choice, item 0" in refused.err, number
-
-
-@pytest.mark.further
-def test_a_training_evaluates_tasks_about_images_like_the_verb(world, train, tmp_path, pictures):
-    """Three items are divided unequally between two ranks."""
-    model = make_image_folder(tmp_path / "qwen3_vl", "qwen3_vl")
-    rows = [
-        {"question": f"{i}?", "images": [f"pictures/{i}.png"], "choices": CHOICES, "answer": i}
-        for i in range(3)
-    ]
-    task = task_of(pictures, "choice", rows)
-    chats = pictures / "chats.jsonl"
-    content = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "what?"}]
-    answer = {"role": "assistant", "content": "a thing"}
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": content}, answer]}))
-    own = [f"model.init_from={model}", f"data.path={chats}", "batch.seq_len=128", "batch.rows=2"]
-    own += [
-        "train.steps=2",
-        "checkpoint.export_hf=true",
-        "optim.lr=1e-3",
-        "precision=fp32",
-        "launch.device=cpu",
-    ]
-    run = train("run", *own, f"evaluation.tasks=[{task}]", ranks=2, base=[])
-    metrics = json.loads(evaluate(world, run.folder / "hf", task).out)
-    assert run.metrics[-1]["tasks"]["choice/acc"] == pytest.approx(metrics["choice"]["acc"])
+        refused = evaluate(folder, [task], code=2)
+        assert message in refused, number
+        assert "choice, item 0" in refused, number

@@ -1,7 +1,6 @@
 """Ranks that torchrun, Slurm or the trainer itself starts: one folder, one voice, the contract's
 exit codes."""
 
-import json
 import os
 import re
 import signal
@@ -9,76 +8,58 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import inject
 import pytest
 import torch.distributed as dist
-from inject import ENDLESS_STEP, ONE_SIGNAL, killed_once, seamed
+from folders import REPO
+from inject import ONE_SIGNAL, killed_once, seamed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from world import SMALL, RankFailed, Run, end, ranks_below, wait_until
+from world import SMALL, RankFailed, Run, alive, command, end, ranks_below, wait_until
 
 from fsdp_trainer.base.process import cores
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.nodes import first_host, free_port
-from fsdp_trainer.launch.start import RankProcesses, advice_after_kill, ranks_to_start
-from fsdp_trainer.launch.world import environment_of_ranks, rendezvous
+from fsdp_trainer.launch.start import RankProcesses, advice_after_kill
+from fsdp_trainer.launch.world import environment_of_ranks, join, rendezvous
 from fsdp_trainer.run.run_lock import RunLock
 from fsdp_trainer.run.verb import limit_compile_threads
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--rdzv_backend=c10d",
-    "--rdzv_endpoint=127.0.0.1:0",
-]
+    sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d",
+    "--rdzv_endpoint=127.0.0.1:0", "--nproc_per_node=2", "--max-restarts=2", "-m", "fsdp_trainer",
+]  # fmt: skip
 
 
 @pytest.fixture
-def start(inputs, tmp_path):
-    """Start a command line of its own in an empty folder."""
+def words(inputs, tmp_path):
+    """Return the words of a small training into `run` of the test's folder."""
+    data = [f"{key}={value}" for key, value in inputs.items()]
+    return [*SMALL, *data, f"run.root={tmp_path}", "run.name=run"]
 
+
+@pytest.fixture
+def start(words, tmp_path):
+    """Start a command line of its own, whose run is in an empty folder."""
     processes = []
 
-    def run(launcher, *overrides, env=None):
+    def run(launcher, *overrides, env):
         cwd = tmp_path / "cwd"
         cwd.mkdir(exist_ok=True)
-        given = {o.split("=")[0] for o in overrides}
-        words = [
-            *launcher,
-            *SMALL,
-            *(f"{k}={v}" for k, v in inputs.items() if k not in given),
-            "run.root=runs",
-            "run.name=run",
-            *overrides,
-        ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        processes.append(
-            subprocess.Popen(
-                words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+        line = [*launcher, *words, "run.root=runs", *overrides]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(line, cwd=cwd, env=env, **pipes))
         return processes[-1]
 
     yield run
     end(processes)
-
-
-@pytest.fixture
-def done(start, tmp_path):
-    """The same, waited for: (exit code, stdout, stderr, the run)."""
-
-    def run(launcher, *overrides, env=None):
-        process = start(launcher, *overrides, env=env)
-        out, err = process.communicate(timeout=600)
-        return process.returncode, out, err, Run(tmp_path / "cwd" / "runs" / "run")
-
-    return run
 
 
 def assert_no_other_files(folder):
@@ -89,7 +70,7 @@ def assert_no_other_files(folder):
 
 
 @pytest.mark.slow
-def test_ranks_get_the_launchers_configuration_and_launch_env_and_a_signal_stops_them_in_order(
+def test_ranks_have_their_launchers_configuration_stop_in_order_go_on_and_end_with_it(
     start, tmp_path
 ):
     how = [
@@ -97,24 +78,38 @@ def test_ranks_get_the_launchers_configuration_and_launch_env_and_a_signal_stops
         "launch.nproc_per_node=2",
         "run.name=run${oc.env:RANK,''}",  # a rank that composed again would call its run run0
         "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}",
+        *("--import", "callback"),
     ]
-    process = start(SELF, *how, env=seamed(tmp_path / "seam", ONE_SIGNAL))
+    env = seamed(tmp_path / "seam", ONE_SIGNAL)
+    env["PYTHONPATH"] += f"{os.pathsep}{REPO / 'examples/extend'}"
+    process = start(SELF, *how, env=env)
     run = Run(tmp_path / "cwd" / "runs" / "run")
     wait_until(lambda: run.metrics, process)
     for pid in ranks_below(process.pid).values():
-        env = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        assert "NCCL_DEBUG=WARN" in env, "what the environment says stays"
-        assert "OMP_NUM_THREADS=1" in env, "what the environment says stays"
+        its_own = {*Path(f"/proc/{pid}/environ").read_text().split("\0")}
+        assert {"NCCL_DEBUG=WARN", "OMP_NUM_THREADS=1"} <= its_own, "the environment's word stays"
+        os.kill(pid, signal.SIGUSR1)
     # as `timeout` does, to the process and to its group, or an impatient user: to the very end
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.001)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 75, out + err
+    stopped = run.metrics[-1]["step"]
+    assert run.checkpoints == [f"step-{stopped:08d}"]
     assert run.event("start")[0]["world_size"] == 2
-    assert run.events[-1]["reason"] == "SIGUSR1"
+    assert run.event("signal")[0]["reason"] == run.events[-1]["reason"] == "SIGUSR1"
     assert out.count("the same command resumes") == 1, "one voice"
+    assert out.count("checkpoint committed") == 1
     assert "Traceback" not in err
+    assert "2 ranks" in (run.folder / "diary.txt").read_text(), "ranks import the module too"
+    again = start(SELF, *how, env=env)
+    wait_until(lambda: len(run.metrics) > stopped, again)
+    assert run.column("step")[: stopped + 1] == list(range(1, stopped + 2))
+    ranks = ranks_below(again.pid).values()
+    again.kill()
+    wait_until(lambda: not any(map(alive, ranks)))
+    assert len(ranks) == 2
     assert_no_other_files(tmp_path / "cwd")
 
 
@@ -148,47 +143,14 @@ def test_after_a_killed_rank_the_launcher_says_how_to_go_on(tmp_path):
     assert advice_after_kill(tmp_path, "never", "train") == advice
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_path):
-    process = start(
-        SELF,
-        "launch.nproc_per_node=2",
-        "launch.watchdog=true",
-        "train.steps=3",
-        env=seamed(tmp_path / "seam", ENDLESS_STEP),
-    )
-    run = Run(tmp_path / "cwd" / "runs" / "run")
-    wait_until((tmp_path / "cwd" / "in the step").exists, process)
-    process.send_signal(signal.SIGTERM)
-    while "stops after saving" not in process.stdout.readline():
-        assert process.poll() is None
-    time.sleep(0.5)  # two at once would count as one
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 128 + signal.SIGTERM, said
-    assert not run.event("hang"), said
-    assert run.events[-1]["event"] == "end"
-    assert run.events[-1]["reason"] == "second signal (SIGTERM)"
-
-
-@pytest.mark.slow
-def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
-    words = [
-        *SMALL,
-        *(f"{k}={v}" for k, v in inputs.items()),
-        f"run.root={tmp_path}",
-        "train.steps=1",
-        "launch.env={TOLD: here, SAID: here}",
-    ]
-    assert world.call(1, env_of_rank, words) == [("here", "before")]
+def test_launch_env_counts_for_ranks_that_a_launcher_started(world, words):
+    own = ["train.steps=1", "launch.env={TOLD: here, SAID: here}"]
+    assert world.call(1, env_of_rank, [*words, *own]) == [("here", "before")]
 
 
 def env_of_rank(argv):
-    import world
-
     os.environ["SAID"] = "before"
-    assert world.command(["train", *argv], None).code == 0
+    assert command(["train", *argv], None).code == 0
     return os.environ.pop("TOLD"), os.environ.pop("SAID")
 
 
@@ -204,45 +166,27 @@ def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, nam
         assert "in the shell" in said
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
-    no_grace = seamed(
-        tmp_path / "seam", "from fsdp_trainer.launch import start\nstart.GRACE_SECONDS = 2.0"
-    )
-    process = start(
-        SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.timeout=10s", env=no_grace
-    )
-    run = Run(tmp_path / "cwd" / "runs" / "run")
-    wait_until(lambda: len(run.metrics) > 2, process)
-    os.kill(ranks_below(process.pid)["1"], signal.SIGSTOP)
-    stopped = time.monotonic()
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 1, err
-    assert time.monotonic() - stopped > 9, err
-    assert run.events[-1]["event"] == "end"
-    assert run.events[-1]["exit_code"] == 1
+def stay_until_the_end(events):
+    wait_until(lambda: '"end"' in events.read_text())
+
+
+def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(train, tmp_path):
+    stays = partial(stay_until_the_end, tmp_path / "run" / "events.jsonl")
+    seam = inject.at("forward", stays, rank=1, step=3)
+    with pytest.raises(RankFailed, match="Timed out waiting 8000ms"):
+        train("run", "train.steps=9", "launch.timeout=8s", ranks=2, seam=seam)
+    run = Run(tmp_path / "run")
+    assert run.column("step") == [1, 2]
+    assert (run.events[-1]["event"], run.events[-1]["exit_code"]) == ("end", 1)
 
 
 BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
-
-
-@pytest.mark.slow
-def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(train):
-    how = ["train.steps=20", "optim.lr=1e38", "schedule.warmup_steps=0", "train.max_skipped=3"]
-    run = train("run", *how, ranks=2, code=1)
-    err = "".join(rank.err for rank in run.ranks)
-    assert err.count("not finite for 3 steps") == 1
-    assert "Traceback" not in err
-    assert run.events[-1]["exit_code"] == 1
-    assert len(run.event("skipped")) == 3
 
 
 def say_that_it_leaves():
     print("leaves", file=sys.stderr)
 
 
-@pytest.mark.slow
 def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collective(train):
     never_ends = inject.fails("destroy_groups", AssertionError("waits for a rank that failed"))
     fault = inject.together(inject.failed(step=2), inject.at("end", say_that_it_leaves), never_ends)
@@ -253,7 +197,6 @@ def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collect
         train("whole", "train.steps=1", ranks=2, seam=never_ends)
 
 
-@pytest.mark.slow
 def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     run = train("run", f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", ranks=2, code=2)
@@ -263,16 +206,12 @@ def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path)
 
 @pytest.mark.slow
 def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
-    for name, value in {
-        "RANK": "8",
-        "GROUP_RANK": "1",
-        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
-    }.items():
-        monkeypatch.setenv(name, value)
+    error = str(tmp_path / "error.json")
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error)
     assert main(["data.path=missing.jsonl", "tokenizer.path=demo:bytes"]) == 2
-    table = str(
-        ChildFailedError("fsdp_trainer", {8: ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))})
-    )
+    table = str(ChildFailedError("fsdp_trainer", {8: ProcessFailure(0, 1, 2, error)}))
     assert "data.path=missing.jsonl there is no such file" in table
     assert "missing.jsonl" not in capsys.readouterr().err
 
@@ -282,7 +221,6 @@ def stopped_while_it_waits(rendezvous, *args):
     return rendezvous(*args)
 
 
-@pytest.mark.slow
 def test_a_rank_that_waits_for_others_to_start_stops_at_a_signal(train):
     seam = inject.around("join_world", stopped_while_it_waits)
     train("run", "train.steps=1", code=75, seam=seam, env={"WORLD_SIZE": "2"})
@@ -292,40 +230,22 @@ def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
     cfg = compose("train", ["data.path=demo:backwards", "tokenizer.path=demo:bytes"])
     with RunLock(["a"]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path / "run"):
         assert RunLock.read(tmp_path / "run") == RunLock(["a"])
-        with pytest.raises(
-            UserError,
-            match=(
-                f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20"
-            ),
-        ):
+        place = f"process {os.getpid()} on {re.escape(socket.gethostname())}"
+        with pytest.raises(UserError, match=f"{place} trains in it, since 20"):
             RunLock(["b"]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path / "run")
     RunLock(["b"]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path / "run").close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_refused_start_leaves_no_folder_that_it_made(train, world, tmp_path, ranks):
+@pytest.mark.parametrize("typed", ["train compile=enabled", "prepare", "prepare prepare.shard=0/2"])
+def test_what_is_refused_leaves_no_folder_that_it_made(world, tmp_path, typed):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
-    wrong = [f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", "compile=enabled"]
-    world.command(
-        *("train", *SMALL, *wrong, "tokenizer.path=demo:bytes"),
-        *(f"run.root={tmp_path}/new/runs", "run.name=group/run"),
-        ranks=ranks,
-        code=2,
-    )
+    how = [f"data.path={tmp_path / 'broken.jsonl'}", "tokenizer.path=demo:bytes"]
+    place = [f"run.root={tmp_path}/new/runs", "run.name=group/run"]
+    ranks = 2 if "train" in typed else 1
+    world.command(*typed.split(), *SMALL, *how, *place, ranks=ranks, code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
 
 
-@pytest.mark.parametrize("shard", [None, "0/2"])
-def test_a_refused_preparation_leaves_no_folder(world, tmp_path, shard):
-    (tmp_path / "broken.jsonl").write_text(BROKEN)
-    how = ["tokenizer.path=demo:bytes", f"run.root={tmp_path}/runs"]
-    how += [f"prepare.shard={shard}"] if shard else []
-    world.command("prepare", f"data.path={tmp_path / 'broken.jsonl'}", *how, code=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
-
-
-@pytest.mark.slow
 def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train, tmp_path):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     wrong = [f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1"]
@@ -340,30 +260,17 @@ def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train
     assert train("run", "train.steps=2").column("step") == [1, 2]
 
 
-@pytest.mark.slow
-def test_replicas_that_do_not_divide_the_world_are_refused(train):
-    assert (
-        "sharding.replicas"
-        in train(
-            "run", "train.steps=1", "sharding=hsdp", "sharding.replicas=2", ranks=1, code=2
-        ).err
-    )
-
-
 # --- restarts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.further
-def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, tmp_path):
+def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(start, tmp_path):
     """The run stays in one folder, with one voice, and without files of Hydra."""
     how = ["train.steps=4", "checkpoint.every=2"]
-    code, out, err, run = done(
-        [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=2", "-m", "fsdp_trainer"],
-        *how,
-        env=killed_once(tmp_path / "seam", 1, 4),
-    )
-    assert code == 0, out + err
+    process = start(TORCHRUN, *how, env=killed_once(tmp_path / "seam", 1, 4))
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    run = Run(tmp_path / "cwd" / "runs" / "run")
     assert run.column("step") == [1, 2, 3, 4]
     assert run.event("start")[0]["world_size"] == 2
     assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 2)]
@@ -373,54 +280,44 @@ def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, t
     assert_no_other_files(tmp_path / "cwd")
 
 
-@pytest.mark.slow
-def test_torchrun_does_not_train_again_what_stopped_in_order(world, inputs, tmp_path):
+def launched(words, environments):
+    """Train as a rank in whose environment a launcher has set more; None: it has unset that."""
+    for name, value in environments[int(os.environ["RANK"])].items():
+        os.environ.pop(name, None)
+        os.environ |= {} if value is None else {name: value}
+    return command(["train", *words], None)
+
+
+def by_torchrun(number, launch):
+    """Return what torchrun says to a rank that it has started so often in this launch."""
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/{launch}/attempt_{number}/0/error.json",
+    }
+
+
+def test_torchrun_does_not_train_again_what_stopped_in_order(world, words, tmp_path):
     """--max-restarts restarts any non-zero exit; the second attempt reads in the folder that there
     is nothing to do, and leaves at once."""
     (tmp_path / "broken.jsonl").write_text(BROKEN)
-    given = inputs | {"data.path": tmp_path / "broken.jsonl", "run.root": tmp_path}
-    words = [*SMALL, *(f"{k}={v}" for k, v in given.items()), "run.name=run", "train.steps=2"]
-    (first,), (again,) = (world.call(1, attempt_under_torchrun, words, n) for n in range(2))
+    wrong = [*words, f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=2"]
+    attempts = [(0, "first"), (1, "first"), (1, "another")]
+    first, again, other = (
+        world.call(1, launched, wrong, [by_torchrun(*attempt)])[0] for attempt in attempts
+    )
     assert (first.code, again.code) == (2, 2)
     said = first.err + again.err
     assert said.count("broken.jsonl:2") == 1
     assert "broken.jsonl" not in first.out + again.out
     assert "fsdp_trainer/" not in said, "no traceback of ours"
+    assert "broken.jsonl:2" in other.err, "an attempt of another launch tries again"
     run = Run(tmp_path / "run")
     assert run.events[-1]["event"] == "end"
     assert run.events[-1]["exit_code"] == 2
     assert not run.event("resume")
-    (other,) = world.call(1, attempt_under_torchrun, words, 0, "another")
-    assert "broken.jsonl:2" in other.err, "another launch tries again"
 
 
-def attempt_under_torchrun(words, number, launch="first"):
-    """One rank that torchrun has started so often in this launch."""
-    import world
-
-    os.environ |= {
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": str(number),
-        "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/{launch}/attempt_{number}/0/error.json",
-    }
-    return world.command(["train", *words], None)
-
-
-@pytest.mark.slow
-def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(train):
-    train("run", "train.steps=100000", "train.time_limit=1s", code=75)
-    again = train(
-        "run",
-        "train.steps=100000",
-        "train.time_limit=1s",
-        code=75,
-        env={"TORCHELASTIC_RESTART_COUNT": "1"},
-        ranks=2,
-    )
-    assert again.event("resume")[0]["world_size"] == 2
-
-
-@pytest.mark.slow
 def test_ranks_meet_in_a_store_full_of_earlier_attempts_although_their_counts_differ(world):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = world.call(2, three_attempts, store.port)
@@ -431,9 +328,7 @@ def test_ranks_meet_in_a_store_full_of_earlier_attempts_although_their_counts_di
 def three_attempts(port):
     """Return what rank 0 told each time, over a store that torchrun would have kept; one attempt is
     cut short after rank 1 has come."""
-    import torch.distributed as dist
-
-    from fsdp_trainer.launch.world import connect, join
+    from fsdp_trainer.launch.world import connect
 
     answers, rank = [], int(os.environ["RANK"])
     os.environ |= {
@@ -443,21 +338,18 @@ def three_attempts(port):
     }
     for attempt in range(3):
         if attempt == 1 and rank == 0:
-            dist.TCPStore("127.0.0.1", port, wait_for_workers=False).set(
-                "name of the attempt", "cut short"
-            )
+            cut_short = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+            cut_short.set("name of the attempt", "cut short")
             time.sleep(0.3)
         joined = join(os.environ, "cpu", 30)
         connect(joined, 30)
-        answers.append(
-            joined.from_main("told", lambda attempt=attempt: f"{attempt} {time.monotonic()}", 30)
-        )
+        message = f"{attempt} {time.monotonic()}"
+        answers.append(joined.from_main("told", lambda message=message: message, 30))
         dist.barrier()
         dist.destroy_process_group()
     return answers
 
 
-@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_for_the_others_says_what_may_be_wrong(world):
     (answers,) = world.call(1, lonely)
     assert "all 2 ranks" in answers
@@ -465,57 +357,35 @@ def test_a_rank_that_waits_in_vain_for_the_others_says_what_may_be_wrong(world):
 
 
 def lonely():
-    from fsdp_trainer.errors import RunFailed
-    from fsdp_trainer.launch.world import join
-
     try:
         join({**os.environ, "WORLD_SIZE": "2"}, "cpu", 1)
     except RunFailed as error:
         return str(error)
 
 
-@pytest.mark.slow
-def test_a_run_stopped_because_a_node_comes_or_goes_goes_on_and_one_that_stopped_in_order_does_not(
-    world, inputs, tmp_path
+def test_a_run_goes_on_when_a_node_came_or_went_and_not_when_it_had_stopped_in_order(
+    world, words, tmp_path
 ):
-    words = [
-        *SMALL,
-        *(f"{k}={v}" for k, v in inputs.items()),
-        f"run.root={tmp_path}",
-        "run.name=run",
-        "checkpoint.resume=never",
-    ]
+    stops = [*words, "checkpoint.resume=never", "train.steps=100000", "train.time_limit=1s"]
     run = Run(tmp_path / "run")
-    stops = [*words, "train.steps=100000", "train.time_limit=1s"]
-    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75]
-    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75], (
-        "torchrun restarts what stopped in order"
-    )
+
+    def train_on(*launchers):
+        """Train with a rank on each of some nodes, which have launchers of these names."""
+        size = {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": str(len(launchers))}
+        of_nodes = [
+            by_torchrun(0, name) | size | {"GROUP_RANK": str(i), "TORCHELASTIC_RESTART_COUNT": None}
+            for i, name in enumerate(launchers)
+        ]
+        return [rank.code for rank in world.call(len(launchers), launched, stops, of_nodes)]
+
+    assert train_on("a", "b") == [75, 75]
+    assert train_on("a", "b") == [75, 75]
     assert not run.event("resume"), "torchrun restarts what stopped in order"
-    assert world.call(1, on_nodes, stops, ["b"]) == [75]
+    assert train_on("b") == [75]
     assert run.event("resume")[-1]["world_size"] == 1
-    assert world.call(2, on_nodes, stops, ["b", "c"]) == [75, 75]
+    assert train_on("b", "c") == [75, 75]
     assert run.event("resume")[-1]["attempt"] == 2
-    assert world.call(2, on_nodes, stops, ["d", "e"]) == [2, 2], (
-        "another launch finds the folder used"
-    )
-
-
-def on_nodes(words, launchers):
-    """A rank alone on its node, started by the launcher of that name."""
-    import world
-
-    rank = os.environ["RANK"]
-    os.environ |= {
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": rank,
-        "GROUP_WORLD_SIZE": str(len(launchers)),
-        "TORCHELASTIC_RUN_ID": "none",
-    }
-    os.environ["TORCHELASTIC_ERROR_FILE"] = (
-        f"/tmp/torchelastic_x/{launchers[int(rank)]}/attempt_0/0/error.json"
-    )
-    return world.command(["train", *words], None).code
+    assert train_on("d", "e") == [2, 2], "another launch finds the folder used"
 
 
 # --- Slurm --------------------------------------------------------------------------------------
@@ -561,40 +431,15 @@ def test_the_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
 
 
-@pytest.mark.slow
-def test_slurm_ranks_train(world, inputs, tmp_path):
+def test_slurm_ranks_train(world, words, tmp_path):
     """Real ranks with nothing but Slurm's variables."""
-    answers = world.call(
-        2,
-        slurm_rank,
-        [
-            *SMALL,
-            *(f"{k}={v}" for k, v in inputs.items()),
-            f"run.root={tmp_path}",
-            "run.name=run",
-            "train.steps=2",
-        ],
-        str(free_port()),
-    )
-    assert answers == [0, 0]
+    step = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")) | SLURM
+    step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
+    step |= {"SLURM_STEP_NODELIST": "localhost"}
+    tasks = [step | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), str(i)) for i in range(2)]
+    ended = world.call(2, launched, [*words, "train.steps=2"], tasks)
+    assert [rank.code for rank in ended] == [0, 0]
     assert Run(tmp_path / "run").event("start")[0]["world_size"] == 2
-
-
-def slurm_rank(argv, port):
-    import world
-
-    rank = os.environ.pop("RANK")
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
-        os.environ.pop(name)
-    os.environ |= SLURM | {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "MASTER_PORT": port,
-    }
-    return world.command(["train", *argv], None).code
 
 
 def test_a_port_is_given_to_nobody_else_until_rank_0_comes():
@@ -602,13 +447,6 @@ def test_a_port_is_given_to_nobody_else_until_rank_0_comes():
     if not given_away.exists() or (first := int(given_away.read_text().split()[0])) <= 20_000:
         pytest.skip("the system gives away nearly all ports")
     assert all(10_000 <= free_port() < first for _ in range(20))
-
-
-def test_how_many_ranks_a_node_gets():
-    from fsdp_trainer.config.schema import Launch
-
-    assert ranks_to_start(Launch(nproc_per_node=3)) == 3
-    assert ranks_to_start(Launch(device="cpu")) == 1
 
 
 def test_the_ranks_of_a_node_divide_its_cores_for_compiling(monkeypatch):
@@ -623,29 +461,6 @@ def test_the_ranks_of_a_node_divide_its_cores_for_compiling(monkeypatch):
     monkeypatch.setenv(name, "5")
     limit_compile_threads()
     assert os.environ[name] == "5"
-
-
-@pytest.mark.slow
-def test_training_from_python_gives_the_exit_code_or_raises(world, inputs, tmp_path):
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}"]
-    assert world.call(1, from_python, [*words, "run.name=a", "train.steps=2"]) == [0]
-    assert world.call(1, from_python, [*words, "run.name=b", "train.stepz=2"]) == ["UserError"]
-    assert [
-        json.loads(line)["step"]
-        for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
-    ] == [1, 2]
-
-
-def from_python(overrides):
-    import fsdp_trainer
-    from fsdp_trainer.errors import UserError
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name)
-    try:
-        return fsdp_trainer.train(overrides)
-    except UserError:
-        return "UserError"
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import ssh_hosts
-from inject import ONE_SIGNAL, seamed
-from world import SMALL, Run, alive, end, wait_until
+from inject import seamed
+from world import alive, end, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.host_list import Host, read_hosts
@@ -205,32 +205,38 @@ def cluster(tmp_path):
 
 
 @pytest.fixture
-def start(cluster, inputs, tmp_path):
-    """Start a training on both hosts, by a process of its own."""
+def start(tmp_path):
+    """Start a training by a process of its own, whose ranks train nothing, and wait for these."""
     processes = []
 
-    def run(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **cluster.env, **(env or {})}
+    def run(*words: str, before: list[str], env: dict[str, str]) -> subprocess.Popen:
+        env = os.environ | seamed(tmp_path / "seam", RANKS) | env
         for name in ("RANK", "SLURM_JOB_ID"):
             env.pop(name, None)
-        hosts = f"launch.hosts=[{','.join(cluster.names)}]"
-        how = [hosts, "launch.nproc_per_node=1", f"run.root={tmp_path}", "run.name=run"]
-        given = [f"{key}={value}" for key, value in inputs.items()]
-        command = [*cluster.before, sys.executable, "-m", "fsdp_trainer", *SMALL, *given, *how]
-        processes.append(
-            subprocess.Popen(
-                [*command, *words],
-                cwd=tmp_path,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        line = [
+            *before,
+            sys.executable,
+            "-m",
+            "fsdp_trainer",
+            *DEMO,
+            f"run.root={tmp_path}",
+            *words,
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(line, cwd=tmp_path, env=env, **pipes))
+        there = {tmp_path / "rank 0", tmp_path / "rank 1"}
+        wait_until(lambda: {*tmp_path.glob("rank ?")} == there, processes[-1])
         return processes[-1]
 
     yield run
     end(processes)
+
+
+@pytest.fixture
+def on_two_hosts(start, cluster):
+    """Return a started training of two hosts."""
+    hosts = f"launch.hosts=[{','.join(cluster.names)}]"
+    return start(hosts, "launch.nproc_per_node=1", before=cluster.before, env=cluster.env)
 
 
 def processes_of(run: Path) -> list[str]:
@@ -244,33 +250,6 @@ def processes_of(run: Path) -> list[str]:
         if b"launch.hosts=null" in words and f"run.root={run.parent}".encode() in words:
             ids.append(file.parent.name)
     return ids
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_two_hosts_train_as_one_world_stop_in_order_go_on_and_end_with_their_starter(
-    start, tmp_path
-):
-    run = Run(tmp_path / "run")
-    endless = start("train.steps=100000", env=seamed(tmp_path / "seam", ONE_SIGNAL))
-    wait_until(lambda: run.metrics, endless)
-    endless.send_signal(signal.SIGTERM)
-    out, _ = endless.communicate(timeout=600)
-    assert endless.returncode == 75, out
-    assert run.event("start")[0]["world_size"] == 2
-    assert run.events[-1]["reason"] == "SIGTERM"
-    assert out.count("SIGTERM: stops after saving") == 1
-    assert not processes_of(run.folder)
-    steps = len(run.metrics)
-    again = start("train.steps=100000", "launch.watchdog=true")
-    wait_until(lambda: len(run.metrics) > steps, again)
-    assert run.column("step") == [*range(1, len(run.metrics) + 1)]
-    assert run.event("resume")[0]["world_size"] == 2
-    there = processes_of(run.folder)
-    assert len(there) >= 4, "a node and a rank on each host"
-    again.kill()
-    wait_until(lambda: not any(alive(pid) for pid in there))
-    assert not processes_of(run.folder)
 
 
 # ranks that train nothing: they are there, and end at the second signal that they hear
@@ -288,7 +267,7 @@ if sys.orig_argv[1:3] == ["-m", "fsdp_trainer"] and "RANK" in os.environ:
 
     def hear(signum, frame):
         signal.signal(signum, leave)
-        print("heard by", rank, flush=True)
+        os.write(1, b"heard\\n")  # at once: both ranks write to one pipe
 
     def leave(signum, frame):
         os._exit(128 + signum)
@@ -301,38 +280,44 @@ if sys.orig_argv[1:3] == ["-m", "fsdp_trainer"] and "RANK" in os.environ:
 """
 
 
-@pytest.fixture
-def without_training(start, tmp_path):
-    """Start two hosts whose ranks train nothing, and wait for these."""
-    process = start(env=seamed(tmp_path / "seam", RANKS))
-    wait_until(
-        lambda: {*tmp_path.glob("rank ?")} == {tmp_path / "rank 0", tmp_path / "rank 1"}, process
-    )
-    return process
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_second_signal_ends_all_hosts_at_once(without_training, tmp_path):
-    without_training.send_signal(signal.SIGINT)
+def assert_a_second_signal_ends(process):
+    process.send_signal(signal.SIGINT)
     heard = 0
     while heard < 2:
-        heard += "heard by" in without_training.stdout.readline()
-        assert without_training.poll() is None
+        heard += "heard" in process.stdout.readline()
+        assert process.poll() is None
     time.sleep(0.5)  # two at once would count as one
-    without_training.send_signal(signal.SIGINT)
-    out, _ = without_training.communicate(timeout=600)
-    assert without_training.returncode == 128 + signal.SIGINT, out
-    assert not processes_of(tmp_path / "run")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 128 + signal.SIGINT, out
 
 
 @pytest.mark.slow
-@pytest.mark.further
-def test_a_host_that_loses_its_power_ends_the_run_and_is_named(cluster, without_training, tmp_path):
+def test_a_second_signal_ends_all_ranks_at_once(start):
+    assert_a_second_signal_ends(start("launch.nproc_per_node=2", before=[], env={}))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_all_hosts_at_once(on_two_hosts, tmp_path):
+    assert len(processes_of(tmp_path / "r")) >= 4, "a node and a rank on each host"
+    assert_a_second_signal_ends(on_two_hosts)
+    assert not processes_of(tmp_path / "r")
+
+
+@pytest.mark.slow
+def test_hosts_end_with_their_starter(on_two_hosts, tmp_path):
+    there = processes_of(tmp_path / "r")
+    on_two_hosts.kill()
+    wait_until(lambda: not any(alive(pid) for pid in there))
+    assert not processes_of(tmp_path / "r")
+
+
+@pytest.mark.slow
+def test_a_host_that_loses_its_power_ends_the_run_and_is_named(cluster, on_two_hosts, tmp_path):
     if cluster.network is None:
         pytest.skip("no network namespaces here")
     cluster.network.power_off(2)
-    out, _ = without_training.communicate(timeout=600)
-    assert without_training.returncode == 1, out
+    out, _ = on_two_hosts.communicate(timeout=600)
+    assert on_two_hosts.returncode == 1, out
     assert f"{cluster.names[1]} was lost" in out
-    assert not processes_of(tmp_path / "run")
+    assert not processes_of(tmp_path / "r")

@@ -6,12 +6,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import inject
 import pytest
-from world import SMALL, Run, wait_until
+from world import SMALL, Run, end, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Launch
@@ -47,7 +46,7 @@ def come(enter):
         threads.append(threading.Thread(target=meet))
         threads[-1].start()
         if name == "serves":
-            until(lambda: heard)
+            wait_until(lambda: heard)
 
     def everyone():
         for thread in threads:
@@ -61,13 +60,6 @@ def come(enter):
         if isinstance(node, Node):
             node._left = True
             node._close()
-
-
-def until(there):
-    deadline = time.monotonic() + 300
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -94,7 +86,7 @@ def test_only_a_node_that_failed_ends_the_others(come, code, heard):
     leaving = threading.Thread(target=serves.leave, args=[code])
     leaving.start()
     if heard:
-        until(lambda: other.heard)
+        wait_until(lambda: other.heard)
         assert other.heard[0] == heard
         assert "ended with 7" in other.heard[1]
     other.leave(code)
@@ -115,7 +107,7 @@ def test_a_node_that_dies_is_noticed(come, lost):
         for _, out in came["serves"]._meeting.joined:
             out._sock.shutdown(socket.SHUT_RDWR)
     came[lost]._connection.shutdown(socket.SHUT_RDWR)
-    until(lambda: stays.heard)
+    wait_until(lambda: stays.heard)
     assert stays.heard[0] == 1
     assert "was lost" in stays.heard[1]
 
@@ -126,7 +118,7 @@ def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
     come("other")
     before = [come.all()[name] for name in ("serves", "other")]
     before[1].leave(1)
-    until(lambda: before[0].heard)
+    wait_until(lambda: before[0].heard)
     come("again")
     come("again too")
     before[0].leave(1)
@@ -150,7 +142,7 @@ def test_who_does_not_belong_there_is_told_why(come):
     come("given twice", count=3, devices="a:all")
     come("second", count=3, devices="b:all")
     come("third", count=3)
-    until(lambda: len(come.came) == 6)
+    wait_until(lambda: len(come.came) == 6)
     come("too late", count=3)
     errors = {
         name: str(error) for name, error in come.all().items() if isinstance(error, UserError)
@@ -166,11 +158,10 @@ def test_who_does_not_belong_there_is_told_why(come):
 def test_who_waits_in_vain_says_who_came(come):
     come("serves", count=3, timeout="1s")
     come("second", count=3, timeout="1s")
-    assert any(
-        f"2 of 3 nodes came within launch.timeout: {socket.gethostname()}" in str(error)
-        for error in come.all().values()
-    )
-    assert all(isinstance(error, RunFailed) for error in come.all().values())
+    errors = come.all().values()
+    assert all(isinstance(error, RunFailed) for error in errors)
+    came = f"2 of 3 nodes came within launch.timeout: {socket.gethostname()}"
+    assert any(came in str(error) for error in errors)
 
 
 @pytest.mark.slow
@@ -195,13 +186,8 @@ def test_a_signal_ends_the_wait_for_others():
     try:
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Stopped, match="SIGUSR1"):
-            Node(
-                Launch(nodes=2, rendezvous=f"localhost:{free_port()}", timeout="20s"),
-                "run",
-                1,
-                "",
-                {},
-            )
+            meeting = Launch(nodes=2, rendezvous=f"localhost:{free_port()}", timeout="20s")
+            Node(meeting, "run", 1, "", {})
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -246,28 +232,25 @@ def test_a_master_port_in_use_is_told():
         busy.bind(("", 0))
         busy.listen()
         port = str(busy.getsockname()[1])
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with pytest.raises(UserError, match=f"MASTER_PORT={port}.*is in use"):
-            join(
-                {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-                "cpu",
-                5,
-            )
+            join(rank, "cpu", 5)
 
 
-def test_more_ranks_than_gpus_are_told(monkeypatch):
+@pytest.mark.parametrize(
+    ("local", "by_slurm", "said"),
+    [("2", False, "has 2 that are visible"), ("1", True, "--gpus-per-node, not --gpus-per-task")],
+)
+def test_more_ranks_than_gpus_are_told_and_srun_users_which_flag_to_use(
+    monkeypatch, local, by_slurm, said
+):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(UserError, match="has 2 that are visible"):
-        join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}, "auto", 5)
-
-
-def test_under_srun_ranks_that_see_one_gpu_each_are_told_which_flag_to_use(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setenv("SLURM_LOCALID", "1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(not by_slurm) + 1)
+    if by_slurm:
+        monkeypatch.setenv("SLURM_LOCALID", local)
     with pytest.raises(UserError) as error:
-        join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "auto", 5)
-    assert "--gpus-per-node, not --gpus-per-task" in str(error.value)
+        join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": local}, "auto", 5)
+    assert said in str(error.value)
 
 
 @pytest.mark.slow
@@ -292,6 +275,7 @@ def test_auto_is_one_rank_for_each_visible_gpu(enter, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert start.ranks_to_start(Launch()) == 2
     assert start.ranks_to_start(Launch(device="cpu")) == 1
+    assert start.ranks_to_start(Launch(nproc_per_node=3)) == 3
 
 
 @pytest.mark.slow
@@ -311,32 +295,21 @@ def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, enter):
 
 
 @pytest.mark.slow
-@pytest.mark.further
 def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
-    words = [
-        *SMALL,
-        *(f"{k}={v}" for k, v in inputs.items()),
-        "train.steps=100000",
-        f"run.root={tmp_path}",
-        "run.name=run",
-    ]
-    where = [
-        "launch.nodes=2",
-        "launch.nproc_per_node=1",
-        f"launch.rendezvous=localhost:{free_port()}",
-    ]
-    logs = [(tmp_path / name).open("w+") for name in "ab"]
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-m", "fsdp_trainer", *words, *where], stdout=out, stderr=out
-        )
-        for out in logs
-    ]
-    run = Run(tmp_path / "run")
-    wait_until(lambda: run.metrics, both[0])
-    both[1].send_signal(signal.SIGTERM)
-    assert [node.wait(600) for node in both] == [75, 75], [
-        out.seek(0) or out.read() for out in logs
-    ]
+    data = [f"{key}={value}" for key, value in inputs.items()]
+    words = [*SMALL, *data, "train.steps=100000", f"run.root={tmp_path}", "run.name=run"]
+    meet = f"launch.rendezvous=localhost:{free_port()}"
+    words += ["launch.nodes=2", "launch.nproc_per_node=1", meet]
+    line = [sys.executable, "-m", "fsdp_trainer", *words]
+    log = (tmp_path / "log").open("w+")
+    both = [subprocess.Popen(line, stdout=log, stderr=log) for _ in range(2)]
+    try:
+        run = Run(tmp_path / "run")
+        wait_until(lambda: run.metrics, both[0])
+        both[1].send_signal(signal.SIGTERM)
+        codes = [node.wait(600) for node in both]
+    finally:
+        end(both)
+    assert codes == [75, 75], log.seek(0) or log.read()
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGTERM"

@@ -2,7 +2,6 @@
 not dead. And who is slow is named."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -19,9 +18,8 @@ from unittest.mock import patch
 import inject
 import pytest
 from folders import REPO
-from world import wait_until
+from world import read_lines, wait_until
 
-import fsdp_trainer
 from fsdp_trainer.base import phases, slots
 from fsdp_trainer.base.process import pid_namespace, start_ticks
 from fsdp_trainer.base.slots import PhaseVisit, RankSlot
@@ -60,13 +58,14 @@ def seen(
 ):
     """A rank that has begun three collectives in each of 7 steps but where it skipped one, and now
     stands in `phase` of `step`."""
+    visits = [(s, name) for s in range(1, step + 1) for name in STEP]
+    visits = (
+        visits[: visits.index((step, phase)) + 1] if phase in STEP else [*visits, (step, phase)]
+    )
     trace, count = [], 0
-    for s in range(1, step + 1):
-        for name in STEP[: STEP.index(phase) + 1] if s == step and phase in STEP else STEP:
-            trace.append(PhaseVisit(0.0, s, name, count, len(trace) + 1))
-            count += name in ("forward", "backward", "agree") and (s, name) != skipped_in
-    if phase not in STEP:
-        trace.append(PhaseVisit(0.0, step, phase, count, len(trace) + 1))
+    for visit in visits:
+        trace.append(PhaseVisit(0.0, *visit, count, len(trace) + 1))
+        count += visit[1] in ("forward", "backward", "agree") and visit != skipped_in
     slot = RankSlot(
         pid=100 + rank,
         started=1,
@@ -77,25 +76,26 @@ def seen(
         background=PhaseVisit(0.0, 0, "start", 0, 0),
         trace=trace,
     )
-    stacks = (
-        f'Thread 0x{0xDEF:016x} (most recent call first):\n  File "/lib/other.py", line 1 in '
-        f"run\n\n"
-    )
-    stacks += (
-        f"Current thread 0x{0xABC:016x} (most recent call first):\n  File "
-        f'"/lib/torch/_ops.py", line 2 in op\n  File "{file}", line 3 in f\n'
-    )
+    stacks = STACKS.format(other=0xDEF, own=0xABC, file=file)
     return RankStatus(slot, state, standing=standing, allowed=allowed, stacks=stacks, **more)
+
+
+STACKS = """Thread 0x{other:016x} (most recent call first):
+  File "/lib/other.py", line 1 in run
+
+Current thread 0x{own:016x} (most recent call first):
+  File "/lib/torch/_ops.py", line 2 in op
+  File "{file}", line 3 in f
+"""
 
 
 # --- whose fault it is --------------------------------------------------------------------------
 
 
 def test_each_file_that_names_a_dimension_is_there_and_starts_collectives():
-    package = Path(fsdp_trainer.__file__).parent
     for end in ALONG:
         if end.startswith("/fsdp_trainer/"):
-            text = (package.parent / end[1:]).read_text()
+            text = (REPO / end[1:]).read_text()
             assert re.search(r"ALL_GATHER|all_to_all|all_reduce|isend|P2POp|schedule", text), end
 
 
@@ -372,8 +372,13 @@ def test_a_world_that_is_stopped_as_a_whole_is_suspended(tmp_path, rank_process)
         assert len(ended) == done
 
 
-@pytest.mark.parametrize("full", ["open_slot", "touch", "start_watchdog"])
-@pytest.mark.grid(1)
+NO_ROOM = {
+    "open_slot": (os, "posix_fallocate"), "touch": (Path, "touch"),
+    "start_watchdog": (subprocess, "Popen"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("full", NO_ROOM)
 def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full, world):
     run = train("run", "train.steps=1", "launch.watchdog=true", seam=partial(no_room, full))
     assert len(run.metrics) == 1
@@ -382,15 +387,8 @@ def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full, wor
     assert not [*Path("/dev/shm").glob(f"fsdp_trainer-{pid}-*")]
 
 
-@contextlib.contextmanager
 def no_room(full):
-    where = {
-        "open_slot": (os, "posix_fallocate"),
-        "touch": (Path, "touch"),
-        "start_watchdog": (subprocess, "Popen"),
-    }[full]
-    with patch.object(*where, side_effect=OSError(28, "No space left on device")):
-        yield
+    return patch.object(*NO_ROOM[full], side_effect=OSError(28, "No space left on device"))
 
 
 @pytest.mark.slow
@@ -442,9 +440,7 @@ for step in range(1, 6):
         phases.enter(phase, step)
         time.sleep(0.02)
 phases.enter("forward", 6)
-if fault == "finishes":
-    pass
-elif fault == "compiles":
+if fault == "compiles":
     if rank:
         phases.compiling.begins(None)
         tell("compiling")
@@ -472,35 +468,20 @@ def ranks_that(fault, folder):
     board, run = folder / "board", folder / "run"
     run.mkdir()
     board.touch()
-    root = str(REPO)
-    env = {**os.environ, "PYTHONPATH": root}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-S", "-c", RANK, str(board), str(run), str(rank), fault],
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(2)
-    ]
-    said = "".join(
-        rank.communicate(timeout=600)[1] for rank in ranks
-    )  # the watchdog's too: it ends with them
-    events = (
-        [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-        if (run / "events.jsonl").exists()
-        else []
-    )
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    how = {"env": env, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    command = [sys.executable, "-S", "-c", RANK, str(board), str(run)]
+    ranks = [subprocess.Popen([*command, str(rank), fault], **how) for rank in range(2)]
+    # the watchdog's too: it ends with them
+    said = "".join(rank.communicate(timeout=600)[1] for rank in ranks)
     assert not list(folder.glob("board*")), "nothing is left in memory"
-    return [rank.returncode for rank in ranks], said, events, run
+    return [rank.returncode for rank in ranks], said, read_lines(run / "events.jsonl"), run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "what"), [("stopped", "stopped by a signal"), ("waits", "outside any collective")]
 )
-@pytest.mark.grid(1)
 def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path, fault, what):
     codes, said, events, run = ranks_that(fault, tmp_path)
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
@@ -511,10 +492,8 @@ def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path,
     assert said.count("fsdp-trainer: rank 1 (tensor 1) on") == 1
     assert "; waiting: rank 0 along tensor;" in said
     assert [(e["coordinates"], e["waiting"]) for e in events] == [("tensor 1", {"tensor": [0]})]
-    waiting, guilty = (
-        (run / "hangs" / Path(events[0]["files"]).name / f"rank-{r}.txt").read_text()
-        for r in range(2)
-    )
+    stacks = run / "hangs" / Path(events[0]["files"]).name
+    waiting, guilty = ((stacks / f"rank-{r}.txt").read_text() for r in range(2))
     assert "distributed_c10d.py" in waiting
     assert "state T" in guilty if fault == "stopped" else "threading.py" in guilty
 
@@ -528,16 +507,13 @@ def test_a_rank_that_dies_is_named_and_those_that_wait_for_it_are_ended(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["finishes", "compiles"])
-@pytest.mark.further
-def test_ranks_that_leave_in_order_or_compile_are_left_alone(tmp_path, fault):
-    codes, said, events, _ = ranks_that(fault, tmp_path)
+def test_ranks_that_compile_and_leave_in_order_are_left_alone(tmp_path):
+    codes, said, events, _ = ranks_that("compiles", tmp_path)
     assert codes == [0, 0]
     assert not events
     assert not said
 
 
-@pytest.mark.slow
 def test_a_run_is_watched_unless_it_says_no(train):
     for overrides, watched in ((["launch.watchdog=true"], True), ([], False)):
         name = f"run{watched}"
@@ -572,35 +548,23 @@ def board(tmp_path):
     slots.leave()
 
 
-def test_a_slot_shows_a_ranks_phases_and_the_collectives_before_each(board):
+def test_a_slot_shows_a_ranks_newest_phases_the_collectives_before_each_and_its_end(board):
     slots.count_collectives(iter([10, 20]).__next__)
     phases.enter("data", 3)
     phases.enter("forward")
     (slot,) = slots.read_slots(board.read_bytes())
     assert (slot.pid, slot.rank) == (os.getpid(), 5)
-    assert [(visit.step, visit.phase, visit.collectives) for visit in slot.trace] == [
-        (0, "start", 0),
-        (3, "data", 10),
-        (3, "forward", 20),
-    ]
-
-
-def test_a_slot_remembers_the_newest_phases(board):
-    for step in range(1, 2 * slots.TRACE_LENGTH):
+    visits = [(visit.step, visit.phase, visit.collectives) for visit in slot.trace]
+    assert visits == [(0, "start", 0), (3, "data", 10), (3, "forward", 20)]
+    slots.count_collectives(lambda: 30)
+    for step in range(4, 2 * slots.TRACE_LENGTH):
         phases.enter("forward", step)
-    (slot,) = slots.read_slots(board.read_bytes())
-    assert [visit.step for visit in slot.trace] == [
-        *range(slots.TRACE_LENGTH, 2 * slots.TRACE_LENGTH)
-    ]
-
-
-def test_a_slot_shows_that_its_rank_left_in_order(board):
-    phases.enter("end", 3)
     slots.leave()
     phases.enter("start", 0)
     (slot,) = slots.read_slots(board.read_bytes())
     assert slot.closed
-    assert slot.training.phase == "end"
+    newest = range(slots.TRACE_LENGTH, 2 * slots.TRACE_LENGTH)
+    assert [visit.step for visit in slot.trace] == [*newest]
 
 
 def test_a_checkpoints_thread_has_a_visit_of_its_own(board):
@@ -660,19 +624,11 @@ def test_a_slow_device_is_named_where_hosts_are_alike():
     assert slowest(paces(0.1, 0.1, device=[0.010, 0.011])) is None
 
 
-@pytest.mark.slow
 def test_a_slow_rank_of_a_run_is_named(train):
-    run = train(
-        "run",
-        "train.steps=2000",
-        "logging.stragglers=0.5s",
-        ranks=2,
-        seam=SLOW_RANK_UNTIL_IT_IS_NAMED,
-        code=75,
-    )
-    event = run.event("straggler")[
-        -1
-    ]  # on a machine that others use another rank or phase may have stood out before
+    how = ["train.steps=2000", "logging.stragglers=0.5s"]
+    run = train("run", *how, ranks=2, seam=SLOW_RANK_UNTIL_IT_IS_NAMED, code=75)
+    # on a machine that others use another rank or phase may have stood out before
+    event = run.event("straggler")[-1]
     assert event["seconds"] > event["others"]
     assert "rank 1 on" in run.out
 

@@ -1,5 +1,5 @@
-"""A reward model: pairs teach it, on any ranks, transformers gives its export's scores, and answers
-are rewarded by them."""
+"""A reward model: pairs teach it, transformers gives its export's scores, and answers are rewarded
+by them."""
 
 import json
 import math
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pairs import write_pairs
-from texts import make_tokenizer
+from named_runs import PAIRS
+from texts import make_tokenizer, turn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from world import read_lines
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
@@ -21,50 +22,21 @@ from fsdp_trainer.rewards.exact import Exact
 from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.reward import Attempt
 
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pairs")
-    return [
-        f"data.path={write_pairs(folder / 'pairs.jsonl')}",
-        f"data.cache={folder / 'cache'}",
-        "batch.seq_len=128",
-        "schedule=constant",
-        "optim.lr=1e-2",
-    ]
-
-
 TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
 SHOWS_TOOLS = """{% if tools %}{{ tools | tojson }}
 {% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
 {% endfor %}"""
-REWARD = ["objective=reward", "tokenizer.path=demo:bytes"]
 
 
-@pytest.mark.slow
-def test_pairs_teach_scores_alike_on_any_ranks(world, keys, tmp_path):
-    how = [*keys, *REWARD, "train.steps=4", "objective.center_weight=0.01"]
-    how += ["data.validation=0.2", "train.validate_every=4"]
-    first, *others = [
-        world.train(tmp_path / f"run{number}", *how, *more, ranks=ranks)
-        for number, (ranks, more) in enumerate(
-            (
-                (1, ["batch.micro_rows=6"]),
-                (4, ["batch.micro_rows=1", "sharding.context=2"]),
-            )
-        )
-    ]
-    assert first.column("loss")[-1] < first.column("loss")[0]
-    assert first.column("reward_accuracy")[-1] > 0.9
-    assert "log_probability_chosen" not in first.metrics[0]
-    for run in others:
-        for name in ("loss", "reward_margin", "reward_chosen", "reward_accuracy", "grad_norm"):
-            assert run.column(name) == pytest.approx(first.column(name), rel=1e-4, abs=1e-6), name
-        last, expected = run.metrics[-1], first.metrics[-1]
-        for name in ("validation_loss", "validation_reward_accuracy"):
-            assert last[name] == pytest.approx(expected[name], rel=1e-4), name
-        assert last["validation_bits_per_byte"] is None
+def test_pairs_teach_a_model_to_tell_good_answers(ledger):
+    run = ledger.run("reward")
+    assert run.column("loss")[-1] < run.column("loss")[0]
+    assert run.column("reward_accuracy")[-1] > 0.9
+    assert "log_probability_chosen" not in run.metrics[0]
+    last = run.metrics[-1]
+    assert last["validation_reward_accuracy"] > 0.9
+    assert last["validation_bits_per_byte"] is None
 
 
 class Writes(RewardModel):
@@ -99,114 +71,85 @@ def test_a_reward_model_with_a_short_context_is_named_at_the_start():
 TEXTS = ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n", "a", "no 7"]
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_an_export_scores_as_transformers_does_and_can_be_trained_on(world, keys, tmp_path, capsys):
-    how = [*keys, *REWARD, "checkpoint.every=2", "checkpoint.keep=9"]
-    whole = world.train(tmp_path / "whole", *how, "train.steps=4")
-    world.train(tmp_path / "run", *how, "train.steps=2")
-    run = world.train(tmp_path / "run", *how, "train.steps=4")
-    assert run.column("loss") == whole.column("loss"), "a resume goes on as if it had not stopped"
-
-    out = tmp_path / "export"
-    assert main(["export", f"source={run.folder}", f"out={out}"]) == 0
+@pytest.fixture(scope="module")
+def exported(ledger, tmp_path_factory):
+    """A folder of a reward model whose template shows tools, transformers' model and tokenizer."""
+    out = tmp_path_factory.mktemp("reward") / "export"
+    assert main(["export", f"source={ledger.run('reward').folder}", f"out={out}"]) == 0
     theirs = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
-    assert theirs.config.num_labels == 1
     tokenizer = AutoTokenizer.from_pretrained(out)
-    with torch.no_grad():
-        expected = [
-            theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in TEXTS
-        ]
-    for source in (out, run.folder):
-        scores = open_reward_model(source).scores(TEXTS)
-        assert scores == pytest.approx(expected, rel=1e-5, abs=1e-6)
     tokenizer.chat_template = SHOWS_TOOLS
     tokenizer.save_pretrained(out)
-    check_rewards_of_answers(world, theirs, tokenizer, out, tmp_path)
+    return out, theirs, tokenizer
 
+
+def score_of(exported, text):
+    """The score of a text by transformers' model."""
+    _, theirs, tokenizer = exported
+    with torch.no_grad():
+        return theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
+
+
+def test_an_export_scores_as_transformers_does(ledger, exported, capsys):
+    out, theirs, _ = exported
+    assert theirs.config.num_labels == 1
+    expected = [score_of(exported, text) for text in TEXTS]
+    for source in (out, ledger.run("reward").folder):
+        scores = open_reward_model(source).scores(TEXTS)
+        assert scores == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert main(["generate", f"source={out}", "prompt=Hello"]) == 2
     assert "writes no text" in capsys.readouterr().err
-    start = [*keys, f"model.init_from={out}", "objective=reward", "train.steps=1"]
-    again = world.train(tmp_path / "again", *start)
-    assert again.column("loss")[0] < whole.column("loss")[0]
-    refused = [*keys, f"model.init_from={out}", "objective=dpo", "train.steps=1"]
-    said = world.train(tmp_path / "dpo", *refused, code=2).err
+
+
+def test_a_reward_model_can_be_trained_on_but_for_no_other_objective(ledger, exported, train):
+    start = [*map(ledger.with_places, PAIRS), f"model.init_from={exported[0]}"]
+    again = train("again", *start, "objective=reward", "train.steps=1")
+    assert again.column("loss")[0] < ledger.run("reward").column("loss")[0]
+    said = train("dpo", *start, "objective=dpo", code=2).err
     assert "objective=reward" in said
 
 
-def check_rewards_of_answers(world, theirs, tokenizer, source, tmp_path):
-    """Check that 2 ranks, which make answers of their own, give each the reward of transformers'
-    score, for a conversation with the row's tools."""
+def test_answers_get_the_reward_of_transformers_score_on_any_ranks(exported, train, tmp_path):
+    """Scores count for a conversation with the row's tools; ranks make answers of their own."""
+    source, _, tokenizer = exported
     file = tmp_path / "questions.jsonl"
     rows = [{"question": f"{i}+1?", "answer": f"{i + 1}", "tools": [TOOL]} for i in range(9)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = f"{{name: model, source: {source}, weight: 2, label: rm}}"
     grpo = [
-        *["objective=grpo", f"objective.rewards=[{reward}]", "objective.max_new_tokens=6"],
-        *["tokenizer.path=demo:bytes", "objective.samples=2", "batch.rows=2", "batch.seq_len=128"],
-        *[f"data.path={file}", f"data.cache={tmp_path / 'cache'}"],
-    ]
-    run = world.train(tmp_path / "rewarded", *grpo, "train.steps=2", ranks=2)
-    lines = [json.loads(one) for one in (run.folder / "samples.jsonl").read_text().splitlines()]
+        "objective=grpo", f"objective.rewards=[{reward}]", "objective.max_new_tokens=6",
+        "objective.samples=2", "batch.rows=2", "batch.seq_len=128", f"data.path={file}",
+    ]  # fmt: skip
+    run = train("rewarded", *grpo, "train.steps=2", ranks=2)
+    lines = read_lines(run.folder / "samples.jsonl")
     assert len(lines) >= 2
     for line in lines:
         answer = tokenizer.decode(tokenizer.encode(line["text"]), skip_special_tokens=True)
         question = line["prompt"].removeprefix("user\n").removesuffix("\nassistant\n")
-        turns = [("user", question), ("assistant", answer)]
-        text = tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in turns],
-            tools=[TOOL],
-            tokenize=False,
-        )
+        turns = [turn("user", question), turn("assistant", answer)]
+        text = tokenizer.apply_chat_template(turns, tools=[TOOL], tokenize=False)
         assert text.startswith('[{"type": "function"')
-        with torch.no_grad():
-            score = theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
-        assert line["reward"] == pytest.approx(2 * score, rel=1e-5, abs=1e-6)
+        expected = 2 * score_of(exported, text)
+        assert line["reward"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert run.column("reward") == pytest.approx([2 * x for x in run.column("reward/rm")])
     assert main(["rewards", f"data.path={file}", f"objective.rewards=[{reward}]"]) == 0
 
     short = shutil.copytree(source, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
-    grpo[1] = f"objective.rewards=[{reward.replace(str(source), str(short))}]"
-    failed = world.train(tmp_path / "fails", *grpo, "train.steps=1", code=1)
+    shorter = f"objective.rewards=[{reward.replace(str(source), str(short))}]"
+    failed = train("fails", *grpo, shorter, "train.steps=1", code=1)
     assert "reads at most 16 tokens" in failed.out
     assert "is longer than a reward model reads: 16" in failed.err
 
 
-@pytest.mark.slow
-def test_a_language_model_becomes_a_reward_model(world, keys, tmp_path):
-    lm = world.train(
-        tmp_path / "lm", *keys, "tokenizer.path=demo:bytes", "objective=simpo", "train.steps=1"
-    )
-    out = tmp_path / "export"
-    assert main(["export", f"source={lm.folder}", f"out={out}"]) == 0
+def test_a_language_model_becomes_a_reward_model(ledger):
+    run = ledger.run("plain").folder
     with pytest.raises(UserError, match="is a language model"):
-        open_reward_model(out)
-    runs = [
-        world.train(
-            tmp_path / f"from{number}",
-            *keys,
-            "objective=reward",
-            f"model.init_from={source}",
-            "train.steps=2",
-        )
-        for number, source in enumerate((lm.folder, out))
-    ]
-    assert runs[0].column("loss") == runs[1].column("loss"), "the same weights, the same new head"
-    assert runs[0].column("loss")[0] == pytest.approx(math.log(2), abs=0.3)
-
-
-REFUSED = {
-    "sharding.tensor=2": "sharding.tensor=1",
-    "adapter=lora": "adapter=none",
-    "train.sample_prompts=[Hello]": "writes no text",
-    "objective.beta=1": "objective=dpo",
-}
-
-
-def test_what_a_reward_model_cannot_do_is_refused_before_anything_starts(capsys):
-    assert main(["data.path=demo:backwards", *REWARD, *REFUSED]) == 2
-    said = capsys.readouterr().err
-    for named in REFUSED.values():
-        assert named in said
+        open_reward_model(run / "hf")
+    words = [*PAIRS, "objective=reward", "train.steps=2"]
+    first, other = (
+        ledger.run(words=[*words, f"model.init_from={source}"]) for source in (run, run / "hf")
+    )
+    assert first.column("loss") == other.column("loss"), "the same weights, the same new head"
+    assert first.column("loss")[0] == pytest.approx(math.log(2), abs=0.3)

@@ -2,14 +2,14 @@
 
 import json
 import tempfile
-import threading
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import world
+import yaml
+from json_server import JsonServer
 
 from fsdp_trainer import extensions
 from fsdp_trainer.errors import RunFailed, UserError
@@ -75,40 +75,38 @@ def test_the_number_of_an_answer_is_read_as_people_write_it(text, number):
     assert (None if value is None else float(value)) == number
 
 
-def test_a_number_that_must_be_marked_counts_nowhere_else():
-    entry = {"name": "number", "marked": True}
-    assert reward_of(entry, "it is \\boxed{8}", "#### 8") == 1
-    assert reward_of(entry, "it is 8", "#### 8") == 0
+PATTERN = "name: regex, pattern: 'answer: (\\w+)'"
 
 
-def test_numbers_are_equal_within_the_tolerance_alone():
-    assert reward_of("number", "0.333333333", "1/3") == 1
-    assert reward_of("number", "0.333", "1/3") == 0
-    assert reward_of({"name": "number", "tolerance": 0.01}, "1009", "1000") == 1
-    assert reward_of({"name": "number", "field": "result"}, "8", None, result=8) == 1
-
-
-def test_exact_passes_over_white_space_and_if_asked_capitals():
-    assert reward_of("exact", " New\n York ", "New York") == 1
-    assert reward_of("exact", "new york", "New York") == 0
-    assert reward_of({"name": "exact", "ignore_case": True}, "new york", "New York") == 1
-    assert reward_of({"name": "exact", "ignore_spaces": False}, "a  b", "a b") == 0
-
-
-def test_a_pattern_is_found_fits_all_or_captures_the_reference():
-    pattern = {"name": "regex", "pattern": r"answer: (\w+)"}
-    assert reward_of(pattern, "my answer: A") == 1
-    assert reward_of(pattern, "my answer") == 0
-    assert reward_of(pattern | {"whole": True}, "my answer: A") == 0
-    assert reward_of(pattern | {"capture": True}, "answer: A, no, answer: B", "B") == 1
-    assert reward_of(pattern | {"capture": True}, "answer: B, no, answer: A", "B") == 0
-
-
-def test_a_long_answer_loses_little_by_little():
-    entry = {"name": "length", "max": 10, "buffer": 4}
-    scores = [reward_of(entry, "a " * n) for n in (5, 6, 7, 8, 10, 11)]
-    assert scores == [0, 0, -0.25, -0.5, -1, -1]
-    assert reward_of({"name": "length", "min": 2, "unit": "characters"}, "a") == -1
+@pytest.mark.parametrize(
+    ("entry", "answer", "reference", "reward"),
+    [
+        ("{name: number, marked: true}", "it is \\boxed{8}", "#### 8", 1),
+        ("{name: number, marked: true}", "it is 8", "#### 8", 0),
+        ("number", "0.333333333", "1/3", 1),
+        ("number", "0.333", "1/3", 0),
+        ("{name: number, tolerance: 0.01}", "1009", "1000", 1),
+        ("{name: number, field: result}", "8", None, 1),
+        ("exact", " New\n York ", "New York", 1),
+        ("exact", "new york", "New York", 0),
+        ("{name: exact, ignore_case: true}", "new york", "New York", 1),
+        ("{name: exact, ignore_spaces: false}", "a  b", "a b", 0),
+        (f"{{{PATTERN}}}", "my answer: A", None, 1),
+        (f"{{{PATTERN}}}", "my answer", None, 0),
+        (f"{{{PATTERN}, whole: true}}", "my answer: A", None, 0),
+        (f"{{{PATTERN}, capture: true}}", "answer: A, no, answer: B", "B", 1),
+        (f"{{{PATTERN}, capture: true}}", "answer: B, no, answer: A", "B", 0),
+        ("{name: length, max: 10, buffer: 4}", "a " * 5, None, 0),
+        ("{name: length, max: 10, buffer: 4}", "a " * 6, None, 0),
+        ("{name: length, max: 10, buffer: 4}", "a " * 7, None, -0.25),
+        ("{name: length, max: 10, buffer: 4}", "a " * 8, None, -0.5),
+        ("{name: length, max: 10, buffer: 4}", "a " * 10, None, -1),
+        ("{name: length, max: 10, buffer: 4}", "a " * 11, None, -1),
+        ("{name: length, min: 2, unit: characters}", "a", None, -1),
+    ],
+)
+def test_an_answer_is_rewarded_as_the_entry_says(entry, answer, reference, reward):
+    assert reward_of(yaml.safe_load(entry), answer, reference, result=8) == reward
 
 
 def test_rewards_are_added_with_their_weights():
@@ -120,34 +118,34 @@ def test_rewards_are_added_with_their_weights():
     assert [reward.title for reward in rewards] == ["exact", "length"]
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"name": "http", "url": "localhost:8000"}, "needs an address"),
-        ({"name": "http", "url": "http://me:secret@host/"}, "has a password in it"),
-        ({"name": "http", "url": "http://host/", "token_env": "NO_SUCH"}, "is not set"),
-        ("numbr", "Did you mean  number ?"),
-        ("exact_match", "Did you mean  exact ?"),
-        ("fsdp_trainer.rewards.exact.Exact", "there is no such reward"),
-        ({"name": "length", "maxx": 3}, "Did you mean  max ?"),
-        ({"name": "length", "max": "x"}, "must be a whole number"),
-        ({"name": "length", "max": 0}, "must be at least 1"),
-        ({"name": "length"}, "has neither max nor min"),
-        ({"name": "length", "max": 4, "unit": "lines"}, "is not one of: tokens, words"),
-        ({"weight": 2}, "lacks a name"),
-        ({"name": "regex"}, "lacks a pattern"),
-        ("model", "lacks a source"),
-        ({"name": "model", "source": "./nowhere"}, "nor a Hugging Face folder"),
-        ({"name": "model", "scorer": 1}, "is no part of the reward model"),
-        ({"name": "regex", "pattern": "(a"}, "is no regular expression"),
-        ({"name": "regex", "pattern": "a", "capture": True}, "needs a group"),
-        ({"name": "number", "label": "a b"}, "letters, digits"),
-    ],
-)
-def test_a_wrong_entry_is_refused_with_what_to_type(entry, message):
+WRONG = {
+    "{name: http, url: 'localhost:8000'}": "needs an address",
+    "{name: http, url: 'http://me:secret@host/'}": "has a password in it",
+    "{name: http, url: 'http://host/', token_env: NO_SUCH}": "is not set",
+    "numbr": "Did you mean  number ?",
+    "exact_match": "Did you mean  exact ?",
+    "fsdp_trainer.rewards.exact.Exact": "there is no such reward",
+    "{name: length, maxx: 3}": "Did you mean  max ?",
+    "{name: length, max: x}": "must be a whole number",
+    "{name: length, max: 0}": "must be at least 1",
+    "{name: length}": "has neither max nor min",
+    "{name: length, max: 4, unit: lines}": "is not one of: tokens, words",
+    "{weight: 2}": "lacks a name",
+    "{name: regex}": "lacks a pattern",
+    "model": "lacks a source",
+    "{name: model, source: ./nowhere}": "nor a Hugging Face folder",
+    "{name: model, scorer: 1}": "is no part of the reward model",
+    "{name: regex, pattern: (a}": "is no regular expression",
+    "{name: regex, pattern: a, capture: true}": "needs a group",
+    "{name: number, label: a b}": "letters, digits",
+}
+
+
+@pytest.mark.parametrize("entry", WRONG)
+def test_a_wrong_entry_is_refused_with_what_to_type(entry):
     with pytest.raises(UserError, match="rewards cannot be used") as refused:
-        make_rewards([entry])
-    assert message in str(refused.value)
+        make_rewards([yaml.safe_load(entry)])
+    assert WRONG[entry] in str(refused.value)
 
 
 def test_two_rewards_of_a_kind_need_labels():
@@ -173,69 +171,64 @@ def test_a_reward_gives_one_finite_number_for_each_answer(register, value):
         reward_of("wrong", "a")
 
 
-@pytest.mark.slow
-def test_the_datas_own_answers_are_scored_without_a_model(questions):
-    done = command("rewards", f"data.path={questions}", "objective.rewards=[number,exact]")
+@pytest.fixture
+def rewards(questions):
+    """Return a function that runs the verb on questions with the words given."""
+    return lambda *words, **options: command(
+        "rewards", f"data.path={questions}", "objective.rewards=[number]", *words, **options
+    )
+
+
+def test_the_datas_own_answers_are_scored_without_a_model(rewards):
+    done = rewards("objective.rewards=[number,exact]")
     assert "number       1   1.000   1.000    1.000" in done.out
     assert "4 answers of the data itself" in done.out
 
 
-@pytest.mark.slow
-def test_a_files_answers_are_scored_by_row_or_by_prompt(questions, tmp_path):
-    words = ["rewards", f"data.path={questions}", "objective.rewards=[number]", "format=json"]
+def by_row(done):
+    return {one["row"].rpartition(":")[2]: one["reward"] for one in json.loads(done.out)["scores"]}
+
+
+def test_a_files_answers_are_scored_by_row_or_by_prompt(rewards, questions, tmp_path):
     lines, objects = tmp_path / "a.txt", tmp_path / "a.jsonl"
-    lines.write_text("0\n2\n5\n")
+    lines.write_text("0\nno 2\u2028really\n5\n")
+    assert by_row(rewards(f"answers={lines}", "format=json")) == {"1": 1, "2": 1, "3": 0}
     objects.write_text(
         '{"prompt": "3+3?", "sample": 0, "text": "6"}\n{"prompt": "3+3?", "text": "7"}\n'
     )
-    by_row = json.loads(command(*words, f"answers={lines}").out)
-    assert [one["reward"] for one in by_row["scores"]] == [1, 1, 0]
-    by_prompt = json.loads(command(*words, f"answers={objects}").out)
-    assert by_prompt["reward"]["mean"] == by_prompt["rewards"]["number"]["mean"] == 0.5
-    assert {one["row"] for one in by_prompt["scores"]} == {f"{questions}:4"}
-    objects.write_text('{"prompt": "no such", "text": "6"}\n')
-    assert "none is to a prompt" in command(*words, f"answers={objects}", code=2).err
-    objects.write_text('{"prompt": "no answer"}\n')
-    assert "a.jsonl:1" in command(*words, f"answers={objects}", code=2).err
+    said = json.loads(rewards(f"answers={objects}", "format=json").out)
+    assert said["reward"]["mean"] == said["rewards"]["number"]["mean"] == 0.5
+    assert {one["row"] for one in said["scores"]} == {f"{questions}:4"}
+    questions.write_text("".join(f'{{"question": "next?", "answer": "{n}"}}\n' for n in (2, 3)))
+    for text, message in (
+        ('{"prompt": "no such", "text": "6"}\n', "none is to a prompt"),
+        ('{"prompt": "no answer"}\n', "a.jsonl:1"),
+        ('{"prompt": "next?", "text": "2"}\n', f"{questions}:1 and {questions}:2, whose reference"),
+    ):
+        objects.write_text(text)
+        assert message in rewards(f"answers={objects}", code=2).err
 
 
-def test_a_row_that_cannot_be_scored_is_named_or_skipped(questions):
-    questions.write_text(questions.read_text() + '{"question": "why?", "answer": "who knows"}\n')
-    words = ["rewards", f"data.path={questions}", "objective.rewards=[number]"]
-    refused = command(*words, code=2).err
-    assert f"{questions}:5" in refused
+def test_a_row_that_cannot_be_scored_is_named_or_skipped(rewards, questions, tmp_path):
+    """An answer by number belongs to the row of that number even then."""
+    rows = questions.read_text().splitlines()
+    rows[1] = '{"question": "why?", "answer": "who knows"}'
+    questions.write_text("\n".join(rows))
+    refused = rewards(code=2).err
+    assert f"{questions}:2" in refused
     assert "has no number in its answer" in refused
-    assert "skipped  1 rows" in command(*words, "data.on_error=skip").out
+    skips = "data.on_error=skip"
+    assert "skipped  1 rows" in rewards(skips).out
+    answers = tmp_path / "a.txt"
+    answers.write_text("0\nno idea\n4\n")
+    scored = rewards(f"answers={answers}", "format=json", skips)
+    assert by_row(scored) == {"1": 1, "3": 1}
 
 
-@pytest.mark.slow
-def test_an_answer_by_number_belongs_to_the_row_of_that_number_even_if_rows_are_skipped(tmp_path):
-    rows, answers = tmp_path / "rows.jsonl", tmp_path / "a.txt"
-    rows.write_text(
-        '{"question": "1+1?", "answer": "2"}\n{"question": "why?", "answer": "who knows"}\n'
-        '{"question": "2+2?", "answer": "4"}\n'
-    )
-    answers.write_text("2\nno idea\u2028really\n4\n")
-    words = ["rewards", f"data.path={rows}", "objective.rewards=[number]", "format=json"]
-    done = json.loads(command(*words, f"answers={answers}", "data.on_error=skip").out)
-    assert {one["row"]: one["reward"] for one in done["scores"]} == {f"{rows}:1": 1, f"{rows}:3": 1}
-
-
-@pytest.mark.slow
-def test_an_answer_to_a_prompt_of_two_rows_with_different_references_is_refused(tmp_path):
-    rows, answers = tmp_path / "rows.jsonl", tmp_path / "a.jsonl"
-    rows.write_text('{"question": "next?", "answer": "2"}\n{"question": "next?", "answer": "3"}\n')
-    answers.write_text('{"prompt": "next?", "text": "2"}\n')
-    words = ["rewards", f"data.path={rows}", "objective.rewards=[number]"]
-    refused = command(*words, f"answers={answers}", code=2).err
-    assert f"{rows}:1 and {rows}:2, whose references differ" in refused
-
-
-@pytest.mark.slow
-def test_tokens_are_counted_by_the_tokenizer_that_is_named(questions):
-    words = ["rewards", f"data.path={questions}", "objective.rewards=[{name: length, max: 12}]"]
-    assert "there is no tokenizer" in command(*words, code=2).err
-    by_bytes = command(*words, "tokenizer.path=demo:bytes", "format=json").out
+def test_tokens_are_counted_by_the_tokenizer_that_is_named(rewards):
+    length = "objective.rewards=[{name: length, max: 12}]"
+    assert "there is no tokenizer" in rewards(length, code=2).err
+    by_bytes = rewards(length, "tokenizer.path=demo:bytes", "format=json").out
     assert json.loads(by_bytes)["reward"]["mean"] == 0  # "It is\n#### 0": 12 bytes
 
 
@@ -343,27 +336,13 @@ def scorer(monkeypatch):
     monkeypatch.setattr("fsdp_trainer.base.web.PAUSE_SECONDS", 0.0)
     replies, requests = [], []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            requests.append((self.headers, json.loads(body)))
-            status, content = replies.pop(0)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(_path, body, headers):
+        requests.append((headers, body))
+        return replies.pop(0)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    address = f"http://127.0.0.1:{server.server_port}/score"
-    yield SimpleNamespace(url=address, replies=replies, requests=requests)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    server = JsonServer(answer)
+    yield SimpleNamespace(url=server.url, replies=replies, requests=requests)
+    server.close()
 
 
 def test_a_server_scores_what_it_is_sent(scorer, monkeypatch):
@@ -409,7 +388,6 @@ def test_a_server_that_is_not_there_is_named(monkeypatch):
         scores_of({"name": "http", "url": "http://127.0.0.1:1/"}, ["a"], {})
 
 
-@pytest.mark.slow
 def test_an_error_on_one_rank_is_raised_on_all(world):
     message = "a reward failed: ZeroDivisionError: division by zero"
     assert world.call(2, score_on_a_rank) == [(message, [[]]), (message, [[0.0]])]

@@ -10,41 +10,22 @@ from unittest.mock import patch
 
 import inject
 import pytest
+from named_runs import GRPO
+from rollouts import with_environment
 from vllm_server import VllmServer
-from world import SMALL
 
 from fsdp_trainer.base import web
 from fsdp_trainer.base.process import wait_until
 from fsdp_trainer.base.web import RequestFailed
-from fsdp_trainer.cli import main
 from fsdp_trainer.methods.serving.policy_server import read_completion
 
-GRPO = [
-    "objective=grpo", 'objective.rewards=[{name: regex, pattern: "[a-z]"}]', "data.path=demo:sums",
-    "tokenizer.path=demo:bytes", "objective.max_new_tokens=6", "objective.samples=2",
-    "batch.rows=2", "batch.micro_rows=2", "train.steps=3", "schedule=constant",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(world, tmp_path_factory):
-    """A folder of a small model with random weights."""
-    folder = tmp_path_factory.mktemp("model")
-    words = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "train.steps=1"]
-    world.train(folder / "run", *words, "checkpoint.export_hf=true")
-    return folder / "run/hf"
-
-
-@pytest.fixture
-def served(model, tmp_path):
-    """A server of a copy of the model."""
-    with serving(model, tmp_path / "hf") as server:
-        yield server
+KEYS = [*GRPO, "objective.samples=2", "batch.rows=2", "batch.micro_rows=2"]
 
 
 @contextmanager
-def serving(model, folder):
-    shutil.copytree(model, folder)
+def serving(ledger, folder):
+    """A server of a copy of a small model."""
+    shutil.copytree(ledger.run("plain").folder / "hf", folder)
     server = VllmServer(folder)
     try:
         yield server
@@ -53,21 +34,27 @@ def serving(model, folder):
 
 
 @pytest.fixture
-def words(model, served):
-    return words_for(served, model)
+def served(ledger, tmp_path):
+    with serving(ledger, tmp_path / "hf") as server:
+        yield server
 
 
-def words_for(served, model):
-    return [*GRPO, f"model.init_from={served.folder}", f"data.cache={model.parent / 'cache'}"]
+def words_for(served):
+    place = [f"objective.server={served.url}", f"model.init_from={served.folder}"]
+    return [*KEYS, *place, "tokenizer.path=demo:bytes"]
+
+
+def with_adapter(served):
+    return [*words_for(served), "adapter=lora", "optim.lr=0.05"]
 
 
 @pytest.fixture(scope="module")
-def adapted(world, model, tmp_path_factory):
+def adapted(ledger, world, tmp_path_factory):
     """A run whose server was sent its adapters, and that server."""
     folder = tmp_path_factory.mktemp("adapted")
-    with serving(model, folder / "hf") as served:
-        keys = [*words_for(served, model), "adapter=lora", f"objective.server={served.url}"]
-        yield world.train(folder / "run", *keys, "optim.lr=0.05", ranks=2), served
+    with serving(ledger, folder / "hf") as served:
+        keys = [*with_adapter(served), f"data.cache={folder / 'cache'}"]
+        yield world.train(folder / "run", *keys, ranks=2), served
 
 
 def no_pause():
@@ -75,7 +62,6 @@ def no_pause():
     return patch.object(web, "PAUSE_SECONDS", 0.0)
 
 
-@pytest.mark.slow
 def test_a_server_is_sent_the_adapter_of_every_step_and_answers_with_it(adapted):
     run, served = adapted
     loaded = [body["lora_name"] for body in served.asked("/v1/load_lora_adapter")]
@@ -94,14 +80,10 @@ def test_a_server_is_sent_the_adapter_of_every_step_and_answers_with_it(adapted)
     assert (first["top_p"], first["top_k"], first["repetition_penalty"]) == (1, -1, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_server_reads_whole_weights_again_and_may_be_behind(
-    world, served, words, model, tmp_path
-):
-    keys = [*words, f"model.init_from={model}", f"objective.server={served.url}"]
+def test_a_server_reads_whole_weights_again_and_may_be_behind(ledger, served, train):
+    keys = [*words_for(served), f"model.init_from={ledger.run('plain').folder / 'hf'}"]
     keys += [f"objective.server_folder={served.folder}", "objective.max_staleness=1"]
-    run = world.train(tmp_path / "run", *keys, "train.steps=4", ranks=2)
+    run = train("run", *keys, "train.steps=4", ranks=2)
     assert len(served.asked("/collective_rpc")) == len(served.asked("/reset_prefix_cache")) == 2
     assert run.column("staleness") == [0, 1, 0, 1]
     difference = run.column("sampler_difference")
@@ -109,23 +91,21 @@ def test_a_server_reads_whole_weights_again_and_may_be_behind(
     assert difference[1] > 2e-5 < difference[3]
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_server_that_is_lost_for_a_moment_costs_nothing_and_for_good_a_restart(
-    world, served, words, adapted, tmp_path
-):
+def test_a_server_that_is_lost_for_good_costs_a_restart(served, train, adapted):
     whole, _ = adapted
-    keys = [*words, "adapter=lora", f"objective.server={served.url}", "optim.lr=0.05"]
-    served.failures["/v1/completions"] = 3
-    place = [f"run.root={tmp_path}", "run.name=run"]
-    run = world.train(tmp_path / "run", *keys, "train.steps=1", ranks=2, seam=no_pause)
-    assert run.column("reward") == whole.column("reward")[:1]
-    served.failures["/v1/completions"] = None
-    lost = world.command("train", *SMALL, *place, *keys, ranks=2, code=1, seam=no_pause)
-    assert f"the server {served.url} answers no more prompts: HTTP 503" in lost[0].err
-    assert "the same command resumes" in lost[0].err
+    keys = with_adapter(served)
+    count = itertools.count()
+
+    def is_lost_after_a_step(body):
+        if next(count) == 4:
+            served.failures["/v1/completions"] = None
+
+    served.before = is_lost_after_a_step
+    lost = train("run", *keys, ranks=2, code=1, seam=no_pause).err
+    assert f"the server {served.url} answers no more prompts: HTTP 503" in lost
+    assert "the same command resumes" in lost
     served.failures.clear()
-    run = world.train(tmp_path / "run", *keys, "train.steps=2", ranks=2)
+    run = train("run", *keys, "train.steps=2", ranks=2)
     assert run.column("reward") == pytest.approx(whole.column("reward")[:2])
 
 
@@ -133,8 +113,7 @@ def touch(file):
     file.touch()
 
 
-@pytest.mark.slow
-def test_a_server_answers_for_a_coming_step_while_one_is_trained(world, served, words, tmp_path):
+def test_a_server_answers_for_a_coming_step_while_one_is_trained(served, train, tmp_path):
     trained = tmp_path / "trained"
     requests = []
 
@@ -145,9 +124,8 @@ def test_a_server_answers_for_a_coming_step_while_one_is_trained(world, served, 
             assert wait_until(trained.exists, 60)
 
     served.before = wait_for_training
-    keys = [*words, "adapter=lora", f"objective.server={served.url}", "objective.ahead=1"]
     begun = inject.at("backward", functools.partial(touch, trained), rank=0, step=1)
-    run = world.train(tmp_path / "run", *keys, ranks=2, seam=begun)
+    run = train("run", *with_adapter(served), "objective.ahead=1", ranks=2, seam=begun)
     assert run.column("staleness") == [0, 1, 1]
     models = [body["model"] for body in served.asked("/v1/completions")]
     assert [models.count(f"run-{step:08d}") for step in range(3)] == [8, 4, 0]
@@ -165,21 +143,16 @@ class Echo:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["", "tensor"])
-@pytest.mark.further
 def test_turns_of_a_server_that_fails_and_starts_again_are_those_of_one_that_does_not(
-    world, model, tmp_path, layout
+    ledger, train, tmp_path
 ):
-    file = tmp_path / "echo.py"
-    file.write_text(ECHO)
-    turns = [f"objective.environment={file}:Echo", "objective.rewards=[]", "batch.seq_len=64"]
-    turns += ["objective.max_new_tokens=8", "objective.ahead=2", "objective.round_tokens=6"]
+    turns = [
+        *with_environment(tmp_path, ECHO, "Echo"), "objective.max_new_tokens=8",
+        "objective.ahead=2", "objective.round_tokens=6", "train.steps=4", "sharding.tensor=2",
+    ]  # fmt: skip
     runs = []
     for name in ("whole", "broken"):
-        with serving(model, tmp_path / name / "hf") as served:
-            keys = [*words_for(served, model), *turns, *layout, "adapter=lora", "optim.lr=0.05"]
-            keys += [f"objective.server={served.url}", "train.steps=4"]
+        with serving(ledger, tmp_path / f"{name} hf") as served:
             count = itertools.count()
 
             def disturb(body, served=served, count=count):
@@ -192,7 +165,7 @@ def test_turns_of_a_server_that_fails_and_starts_again_are_those_of_one_that_doe
 
             if name == "broken":
                 served.before = disturb
-            runs.append(world.train(tmp_path / name / "run", *keys, ranks=2, seam=no_pause))
+            runs.append(train(name, *with_adapter(served), *turns, ranks=2, seam=no_pause))
     whole, broken = runs
     assert max(whole.column("turns_max")) > 1
     assert max(whole.column("grad_norm")) > 0
@@ -200,45 +173,19 @@ def test_turns_of_a_server_that_fails_and_starts_again_are_those_of_one_that_doe
         assert broken.column(column) == pytest.approx(whole.column(column), rel=1e-5), column
 
 
-REFUSED = {
-    "objective.server=localhost": "objective.server=http://localhost:8000",
-    "objective.server=http://me:secret@host": "VLLM_API_KEY",
-}
-
-
-@pytest.mark.parametrize("typed", REFUSED)
-def test_an_address_that_is_none_is_refused(capsys, typed):
-    keys = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective=grpo"]
-    assert main([*keys, "objective.rewards=[exact]", "adapter=lora", typed]) == 2
-    assert REFUSED[typed] in capsys.readouterr().err
-
-
-def test_whole_weights_need_a_folder_of_their_own(capsys, tmp_path):
-    (tmp_path / "data").mkdir()
-    keys = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective=grpo"]
-    keys += ["objective.rewards=[exact]", "objective.server=http://localhost:1"]
-    assert main(keys) == 2
-    assert "objective.server_folder=FOLDER" in capsys.readouterr().err
-    assert main([*keys, f"objective.server_folder={tmp_path}"]) == 2
-    assert "holds something else than a model" in capsys.readouterr().err
-    assert main([*keys[:-1], "objective.max_staleness=2"]) == 2
-    assert "only counts with  objective.server=URL" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_server_that_is_not_there_or_has_another_model_is_named(world, served, words, tmp_path):
-    place = [f"run.root={tmp_path}", "run.name=run", "adapter=lora"]
-
+def test_a_server_that_is_not_there_or_has_another_model_is_named(served, train):
     def refused(*more):
-        results = world.command("train", *SMALL, *words, *place, *more, code=2, seam=no_pause)
-        return results[0].err
+        return train("run", *with_adapter(served), *more, code=2, seam=no_pause).err
 
     said = refused("objective.server=http://127.0.0.1:1")
     assert "cannot be reached: [Errno 111] Connection refused" in said
     assert f"vllm serve {served.folder}" in said
     served.models = {"other/model": None}
-    said = refused(f"objective.server={served.url}")
-    assert f"serves other/model, and this run trains {served.folder}" in said
+    assert f"serves other/model, and this run trains {served.folder}" in refused()
+
+
+def completion(**logprobs):
+    return {"choices": [{"logprobs": logprobs or None, "finish_reason": "stop"}]}
 
 
 @pytest.mark.parametrize(
@@ -246,14 +193,10 @@ def test_a_server_that_is_not_there_or_has_another_model_is_named(world, served,
     [
         None,
         {"choices": []},
-        {"choices": [{"logprobs": None, "finish_reason": "stop"}]},
-        {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [0]}, "finish_reason": "x"}]},
-        {"choices": [{"logprobs": {"tokens": [], "token_logprobs": []}, "finish_reason": "x"}]},
-        {
-            "choices": [
-                {"logprobs": {"tokens": [1], "token_logprobs": [None]}, "finish_reason": "x"}
-            ]
-        },
+        completion(),
+        completion(tokens=["a"], token_logprobs=[0]),
+        completion(tokens=[], token_logprobs=[]),
+        completion(tokens=[1], token_logprobs=[None]),
     ],
 )
 def test_answers_without_tokens_or_their_probabilities_are_refused(given):
@@ -262,6 +205,7 @@ def test_answers_without_tokens_or_their_probabilities_are_refused(given):
 
 
 def test_tokens_are_read_as_numbers():
-    given = {"tokens": ["token_id:5", "token_id:2"], "token_logprobs": [-0.5, -1]}
-    answer = read_completion({"choices": [{"logprobs": given, "finish_reason": "stop"}]})
+    answer = read_completion(
+        completion(tokens=["token_id:5", "token_id:2"], token_logprobs=[-0.5, -1])
+    )
     assert (answer.tokens, answer.log_probabilities, answer.finished) == ([5, 2], [-0.5, -1], True)

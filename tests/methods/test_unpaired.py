@@ -1,10 +1,11 @@
-"""Good and bad answers: KTO's formula, a baseline from mismatched answers that is the same on any
-ranks, labels and pairs as its data."""
+"""Good and bad answers: KTO's formula, a baseline from mismatched answers, labels and pairs as its
+data."""
 
 import numpy as np
 import pytest
 import torch
-from pairs import write_labelled, write_pairs
+from named_runs import LORA, PAIRS, RUNS
+from pairs import write_labelled
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
@@ -80,7 +81,6 @@ def test_each_answer_lies_beside_its_prompt_with_the_answer_before_it(tmp_path):
     assert longest <= tight.seq_len
 
 
-@pytest.mark.slow
 def test_preview_shows_good_bad_and_mismatched_answers(tmp_path, capsys):
     path = write_labelled(tmp_path / "labelled.jsonl", count=6)
     keys = ["tokenizer.path=demo:bytes", "preview.rows=2", f"data.cache={tmp_path / 'cache'}"]
@@ -90,62 +90,29 @@ def test_preview_shows_good_bad_and_mismatched_answers(tmp_path, capsys):
         assert part in said, part
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("labelled")
-    return [
-        f"data.path={write_labelled(folder / 'labelled.jsonl')}",
-        "tokenizer.path=demo:bytes",
-        f"data.cache={folder / 'cache'}",
-        "batch.seq_len=128",
-        "train.steps=3",
-        "objective=kto",
-    ]
+def test_answers_are_learnt_and_the_base_of_adapters_is_the_reference(ledger):
+    run = ledger.run(words=[*RUNS["kto"].words, *LORA])
+    assert run.column("loss")[0] == pytest.approx(0.5, abs=1e-7), "both models are equal"
+    assert run.column("loss")[-1] < 0.5
+    assert run.column("baseline")[0] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_good_and_bad_answers_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
-    layouts = (
-        (1, ["batch.micro_rows=6"]),
-        (4, ["sharding.context=2", "batch.micro_rows=1"]),
-    )
-    runs = [
-        world.train(
-            tmp_path / f"run{number}",
-            *keys,
-            "adapter=lora",
-            "data.validation=0.2",
-            "train.validate_every=3",
-            "schedule=constant",
-            *more,
-            ranks=ranks,
-        )
-        for number, (ranks, more) in enumerate(layouts)
-    ]
-    first, *others = runs
-    assert first.column("loss")[0] == pytest.approx(0.5, abs=1e-7), "both models are equal"
-    assert first.column("loss")[-1] < 0.5
-    assert first.column("baseline")[0] == 0
-    names = ["loss", "reward_margin", "reward_good", "log_probability_bad", "baseline"]
-    for run in others:
-        for name in names:
-            assert run.column(name) == pytest.approx(first.column(name), rel=2e-5, abs=1e-6), name
-        last, expected = run.metrics[-1], first.metrics[-1]
-        for name in ("validation_loss", "validation_reward_margin", "validation_baseline"):
-            assert last[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
-
-
-@pytest.mark.slow
-def test_pairs_are_one_good_and_one_bad_answer_each(world, keys, tmp_path):
-    pairs = f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}"
-    run = world.train(tmp_path / "pairs", *keys, pairs, "objective.beta=0.5", "schedule=constant")
+def test_pairs_are_one_good_and_one_bad_answer_each(ledger):
+    run = ledger.run(words=[*PAIRS, "objective=kto", "objective.beta=0.5"])
     assert run.column("loss")[0] == pytest.approx(0.5, abs=1e-6)
-    assert "the reference reads 120 answers" in run.out
+    assert "the reference reads 160 answers" in run.out
     assert run.column("reward_margin")[-1] > 0
-    for name in ("sft", "dpo"):
-        others = [*keys[:-1], f"objective={name}"]
-        said = world.train(tmp_path / name, *others, code=2).err
-        assert "objective=kto" in said, name
-    said = world.train(tmp_path / "none", *keys, "objective.reference=none", code=2).err
-    assert "compares with a reference" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective=sft"], "objective=kto"),
+        (["objective=dpo"], "objective=kto"),
+        (["objective=kto", "objective.reference=none"], "compares with a reference"),
+    ],
+)
+def test_labelled_answers_need_kto_and_a_reference(train, tmp_path, words, message):
+    path = write_labelled(tmp_path / "labelled.jsonl")
+    said = train("run", f"data.path={path}", "batch.seq_len=128", *words, code=2).err
+    assert message in said

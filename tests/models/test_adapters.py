@@ -106,19 +106,21 @@ def shown(world, inputs):
     return preview
 
 
-KINDS = {
-    "lora": (["adapter=lora"], {}),
-    "rslora": (["adapter=lora", "adapter.scaling=rslora"], {"use_rslora": True}),
-    "dora": (["adapter=dora"], {"use_dora": True}),
-    "patterns": (
+WITH_PEFT = {
+    "dora beside biases": ("llama biases", 2, ["adapter=dora"], {"use_dora": True}),
+    "rslora by patterns, some ranks without a row": (
+        "llama",
+        3,
         [
             "adapter=lora",
+            "adapter.scaling=rslora",
             "adapter.targets=[q_proj,v_proj,down_proj]",
             "adapter.rank_pattern={layers.1.self_attn.q_proj: 2, q_proj: 8}",
             "adapter.alpha_pattern={down_proj: 3}",
             "adapter.also=[head]",
         ],
         {
+            "use_rslora": True,
             "target_modules": ["q_proj", "v_proj", "down_proj"],
             "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8},
             "alpha_pattern": {"down_proj": 3},
@@ -128,21 +130,10 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "ranks"),
-    [
-        ("lora", 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("dora", 2), ("rslora", 1), ("patterns", 2)]
-        ),
-    ],
-)
-@pytest.mark.grid(2)
-def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path, kind, ranks):
-    folder = make_folder(tmp_path / "hf")
-    how, options = KINDS[kind]
+@pytest.mark.parametrize("case", WITH_PEFT)
+def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path, case):
+    family, ranks, how, options = WITH_PEFT[case]
+    folder = make_folder(tmp_path / "hf", family)
     ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks)
     losses, gradients = train_with_peft(folder, shown(folder), ours.start, **options)
     assert ours.run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
@@ -220,7 +211,7 @@ def documents(rows):
             begin += length
 
 
-def train_merged(folder, rows, start, names, scale=6 / 4):
+def train_merged(folder, rows, start, names, scale):
     """Losses, and the gradients of the first step, by autograd through W + scale · B·A.
 
     names: what is trained.
@@ -256,142 +247,67 @@ def merged(name, given, base, scale, fused):
     return magnitude[:, None] * total / total.detach().norm(dim=1, keepdim=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kind", "ranks"),
-    [
-        ("phi3", "lora", 1),
-        ("phi3", "dora", 2),
-        ("llama biases", "dora", 2),
-        ("mistral window", "lora", 1),
-        ("qwen2", "dora", 1),
-        ("qwen3", "lora", 1),
-        ("gemma2", "dora", 1),
-        ("gemma3 long", "lora", 1),
-        ("olmo2", "lora", 1),
-    ],
-)
-@pytest.mark.grid(2)
-def test_every_family_learns_as_through_merged_weights(
-    train_adapters, shown, tmp_path, family, kind, ranks
+MERGED = {
+    "parts of a fused matrix, two ranks without a row": (
+        "phi3",
+        4,
+        ["adapter=dora", "adapter.rank=2"],
+    ),
+    "a tied head and norms in full": (
+        "llama tied",
+        2,
+        ["adapter=lora", "adapter.also=[head,norms]"],
+    ),
+    "modules in full by patterns": (
+        "qwen2 window",
+        2,
+        [
+            "adapter=lora",
+            "adapter.also=[embedding,'model.layers.1.*norm',lm_head]",
+            "adapter.targets=[q_proj,'model.layers.0.mlp.*']",
+        ],
+    ),
+    "compiled": ("llama", 1, ["adapter=dora", "activation_checkpoint=budget"]),
+    "some frozen": (
+        "gemma3 long",
+        2,
+        ["adapter=lora", "train.freeze=['model.layers.1.*','*.0.*.lora_B.*']"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_losses_and_gradients_are_those_through_merged_weights(
+    train_adapters, shown, tmp_path, compiled, case
 ):
+    family, ranks, how = MERGED[case]
+    seam = contextlib.nullcontext
+    if case == "compiled":
+        how, seam = [*how, *compiled], inject.no_kernels()
     folder = make_folder(tmp_path / "hf", family)
-    ours = train_adapters("ours", f"adapter={kind}", f"model.init_from={folder}", ranks=ranks)
-    losses, gradients = train_merged(folder, shown(folder), ours.start, list(ours.gradients))
+    rank = 2 if "adapter.rank=2" in how else 4
+    ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks, seam=seam)
+    trained = list(ours.gradients)
+    losses, gradients = train_merged(folder, shown(folder), ours.start, trained, 6 / rank)
     assert ours.run.column("loss") == pytest.approx(losses, abs=2e-6, rel=0)
     assert_close(ours.gradients, gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [
-        (["adapter.also=[head]"], {"tie_word_embeddings": True}),
-        pytest.param(["adapter.also=[head,embedding,norms]"], {}, marks=pytest.mark.slow),
-        pytest.param(
-            [
-                "adapter.also=['model.layers.1.*norm',lm_head]",
-                "adapter.targets=[q_proj,'model.layers.0.mlp.*']",
-            ],
-            {},
-            marks=pytest.mark.slow,
-        ),
-        (["train.freeze=['model.layers.1.*','*.0.*.lora_B.*']"], {}),
-    ],
-    ids=str,
-)
-@pytest.mark.grid(1)
-def test_what_is_trained_in_full_besides_and_what_is_frozen(
-    train_adapters, shown, tmp_path, how, options
-):
-    folder = make_folder(tmp_path / "hf", **options)
-    how = ["adapter=lora", *how, f"model.init_from={folder}"]
-    ours = train_adapters("ours", *how, ranks=2)
-    losses, gradients = train_merged(folder, shown(folder), ours.start, list(ours.gradients))
-    assert ours.run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
-    assert_close(ours.gradients, gradients)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "hf")
-
-
-@pytest.fixture(scope="module")
-def references():
-    """Trainings on one rank by their overrides."""
-    return {}
-
-
-HSDP = ["sharding=hsdp", "sharding.replicas=2"]
-EACH_ROW = ["batch.micro_rows=1"]
-ATTENTION = ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]
-UNITS_OF_TWO = ["sharding.blocks_per_unit=2", "sharding.reshard_after_forward=false"]
-DORA = ["adapter=dora"]
-WAYS = [
-    # ranks, how it is computed, what a training on one rank has too
-    (3, EACH_ROW, ["adapter.rank=5"]),
-    (4, [], ["adapter.rank=2"]),  # two ranks have no row of A
-    (2, ATTENTION, DORA),
-    (2, ["sharding=ddp", "activation_checkpoint=full"], DORA),
-    (4, [*HSDP, *EACH_ROW, "sharding.accumulate=unsharded"], DORA),
-    (2, ["sharding.cpu_offload=true", *UNITS_OF_TWO], DORA),
-    (2, ["optim.state_dtype=8bit"], ["optim.state_dtype=8bit"]),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "how", "common"),
-    WAYS,
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-@pytest.mark.grid(1)
-@pytest.mark.further
-def test_however_it_is_sharded_and_computed(train_adapters, folder, references, ranks, how, common):
-    common = ["adapter=lora"] * (common != DORA) + common
-    common += [f"model.init_from={folder}"]
-    if tuple(common) not in references:
-        references[tuple(common)] = train_adapters("alone", *common)
-    alone = references[tuple(common)]
-    run = train_adapters("run", *common, *how, ranks=ranks)
-    assert run.run.column("loss") == pytest.approx(alone.run.column("loss"), abs=1e-6, rel=0)
-    assert_close(run.gradients, alone.gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_compiled_blocks_have_the_same_gradients(train_adapters, tmp_path, compiled):
-    how = [*compiled, "activation_checkpoint=budget"]
-    common = [
-        "adapter=dora",
-        f"model.init_from={make_folder(tmp_path / 'hf', num_hidden_layers=1)}",
-    ]
-    eager = train_adapters("eager", *common)
-    run = train_adapters("run", *common, *how, ranks=2, seam=inject.no_kernels())
-    assert run.run.column("loss") == pytest.approx(eager.run.column("loss"), abs=2e-6, rel=0)
-    assert_close(run.gradients, eager.gradients)
-    assert "compiled again" not in run.run.out
+    assert "compiled again" not in ours.run.out
 
 
 def every_linear(_real, module, *_recipe_and_shares):
     return isinstance(module, torch.nn.Linear)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "recipe"), [("lora", "tensorwise"), ("dora", "rowwise")])
-@pytest.mark.further
-def test_adapters_beside_float8_products(train_adapters, tmp_path, kind, recipe):
+def test_adapters_beside_float8_products(train_adapters, tmp_path):
     pytest.importorskip("torchao")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
     folder = make_folder(tmp_path / "hf", **sizes)
-    common = [f"adapter={kind}", f"model.init_from={folder}", "precision.param_dtype=bfloat16"]
+    common = ["adapter=dora", f"model.init_from={folder}", "precision.param_dtype=bfloat16"]
     emulated = inject.together(
         inject.setting("float8_emulated", True), inject.around("float8_gains", every_linear)
     )
     exact = train_adapters("exact", *common)
-    how = f"precision.float8={recipe}"
-    run = train_adapters("run", *common, how, ranks=2, seam=emulated)
+    run = train_adapters("run", *common, "precision.float8=rowwise", ranks=2, seam=emulated)
     assert run.run.column("loss") == pytest.approx(exact.run.column("loss"), rel=0.03)
     assert run.run.column("loss") != exact.run.column("loss")
     assert run.gradients.keys() == exact.gradients.keys()

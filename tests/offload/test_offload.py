@@ -7,30 +7,11 @@ from functools import partial
 
 import inject
 import pytest
-from pairs import write_pairs
-from stored import assert_byte_equal, checkpoint, newest, stored
-from world import SPIKY
+from named_runs import RUNS
+from stored import assert_byte_equal, assert_undisturbed, checkpoint, go_on, newest, stored
+from world import SPIKY, RankFailed
 
 CPU, DISK = "optim.offload=cpu", "optim.offload=disk"
-RUNS = {
-    "bfloat16": (2, ["precision.param_dtype=bfloat16", "activation_checkpoint=full"]),
-    "three ranks, twice a step": (3, ["batch.micro_rows=1"]),
-    "tensor groups": (4, ["sharding.tensor=2"]),
-    "replicas, and gradients summed once": (
-        4,
-        ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"],
-    ),
-    "adapters": (2, ["adapter=lora"]),
-    "moments in eight bits": (2, ["optim=adamw_8bit"]),
-    "weights in bfloat16": (
-        2,
-        ["precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16"],
-    ),
-    "lion": (1, ["optim=lion"]),
-    "sgd": (2, ["optim=sgd"]),
-    "gathered blocks": (2, ["sharding.reshard_after_forward=false", "sharding.blocks_per_unit=2"]),
-}
-"""Numbers of ranks, and overrides."""
 
 
 @inject.fault
@@ -42,87 +23,69 @@ def many_small_parts():
 
 
 def assert_same(one, other):
-    """Raise AssertionError if the newest checkpoints of two runs differ in a bit."""
+    """Raise AssertionError if two runs differ in a loss, or their newest checkpoints in a bit."""
+    assert one.column("loss") == other.column("loss")
     assert_byte_equal(stored(newest(one)), stored(newest(other)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "words"), RUNS.values(), ids=RUNS.keys())
-@pytest.mark.grid(1)
-def test_every_place_of_states_gives_the_same_bits(train, ranks, words):
-    words = ["train.steps=2", "data.validation=0.2", "train.validate_every=1", *words]
+@pytest.mark.parametrize(
+    ("ranks", "words", "place"),
+    [
+        (
+            3,
+            "precision.param_dtype=bfloat16 precision.master_dtype=bfloat16 optim=adamw_8bit"
+            " batch.micro_rows=1 sharding.accumulate=unsharded",
+            DISK,
+        ),
+        (1, "precision.master_dtype=bfloat16 optim=adamw_8bit", CPU),
+        (2, "optim=lamb", CPU),
+        (
+            2,
+            "precision.param_dtype=bfloat16 sharding.tensor=2 optim=lion adapter=lora",
+            f"sharding.cpu_offload=true {DISK}",
+        ),
+    ],
+)
+def test_states_in_small_parts_in_every_place_give_the_same_bits(train, ranks, words, place):
+    """Random rounding too: it depends on the places of the numbers in a parameter."""
+    words = ["train.steps=2", "data.validation=0.2", "train.validate_every=1", *words.split()]
     device = train("device", *words, ranks=ranks)
-    for name, place in (("host", CPU), ("disk", DISK)):
-        elsewhere = train(name, *words, place, ranks=ranks)
-        assert elsewhere.column("loss") == device.column("loss")
-        assert_same(elsewhere, device)
+    elsewhere = train("run", *words, *place.split(), ranks=ranks, seam=many_small_parts())
+    assert_same(elsewhere, device)
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_weights_to_compute_with_may_be_on_the_host_too(train):
-    words = ["train.steps=3", "precision.param_dtype=bfloat16", "batch.micro_rows=1"]
-    device = train("device", *words, ranks=2)
-    assert_same(train("disk", *words, DISK, "sharding.cpu_offload=true", ranks=2), device)
+def test_a_reference_that_is_read_before_the_first_step_has_the_weights(ledger):
+    assert_same(ledger.run(words=(*RUNS["dpo"].words, DISK)), ledger.run("dpo"))
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_reference_that_is_read_before_the_first_step_has_the_weights(train, tmp_path):
-    words = ["train.steps=2", "objective=dpo", f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}"]
-    device, disk = (
-        train(name, *words, f"data.cache={tmp_path / name}-cache", place, ranks=2)
-        for name, place in (("device", "optim.offload=none"), ("disk", DISK))
-    )
-    assert disk.column("loss") == device.column("loss")
-    assert_same(disk, device)
-
-
-@pytest.mark.further
-def test_states_in_many_files_parts_and_slices_give_the_same_bits_in_each_checkpoint(train):
-    """The checkpoints link the files, and later updates leave these alone."""
-    words = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
-    device = train("device", *words, ranks=2)
-    disk = train("disk", *words, DISK, ranks=2, seam=many_small_parts())
+@pytest.mark.parametrize("place", [CPU, DISK])
+def test_states_in_small_parts_give_the_same_bits_in_each_checkpoint(train, ledger, place):
+    """Checkpoints link several files on a disk, and later updates leave these alone."""
+    words = ["schedule=constant", "train.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
+    elsewhere = train("run", *words, place, ranks=2, seam=many_small_parts())
     for step in (2, 4, 5):
-        one, other = checkpoint(disk, step), checkpoint(device, step)
+        one, other = (checkpoint(run, step) for run in (elsewhere, ledger.run("every step")))
         assert_byte_equal(stored(one), stored(other))
-        assert len(list(one.glob("__1_*.distcp"))) > 1
-    assert not (disk.folder / "states").exists()
+        assert (len(list(one.glob("__1_*.distcp"))) > 1) == (place == DISK)
+    assert not (elsewhere.folder / "states").exists()
 
 
-@pytest.mark.slow
-def test_large_parameters_in_host_memory_are_updated_as_a_whole(train):
-    words = ["train.steps=2"]
-    host = train("host", *words, CPU, seam=many_small_parts())
-    assert_same(host, train("device", *words))
+def test_a_run_goes_on_with_its_states_in_another_place(ledger, tmp_path):
+    whole = ledger.run("every step")
+    words = [f"checkpoint.resume={checkpoint(whole, 3)}"]
+    for step, place in ((5, DISK), (7, CPU), (9, "optim.offload=none")):
+        words += ["checkpoint=async", f"train.steps={step}", place]
+        moved = go_on(ledger, "every step", tmp_path / "run", *words, ranks=2)
+        words = []
+    assert_undisturbed(moved, whole)
 
 
-@pytest.mark.slow
-def test_random_rounding_of_large_parameters_is_that_of_their_numbers_places(train):
-    """A part of a parameter would draw the random bits of its first numbers again."""
-    words = ["train.steps=2", "precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16"]
-    disk = train("disk", *words, DISK, seam=many_small_parts())
-    assert_same(disk, train("device", *words))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.grid(1)
-def test_a_run_goes_on_with_its_states_in_another_place(train, mode):
-    words = ["schedule=constant", f"checkpoint.mode={mode}"]
-    whole = train("whole", *words, "train.steps=8", ranks=2)
-    for step, place in ((2, DISK), (4, CPU), (6, DISK), (8, "optim.offload=none")):
-        moved = train("moved", *words, f"train.steps={step}", place, ranks=2)
-    assert_same(moved, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.further
 def test_a_rewind_leaves_the_checkpoints_alone_that_link_the_states(train):
     words = [*SPIKY, "train.on_spike=rewind", "train.steps=22"]
-    device = train("device", *words, ranks=2, seam=inject.garbage())
-    disk = train("disk", *words, DISK, ranks=2, seam=inject.garbage())
+    device, disk = (
+        train(place, *words, f"optim.offload={place}", seam=inject.garbage())
+        for place in ("none", "disk")
+    )
     assert len(device.event("rewind")) == len(disk.event("rewind")) == 1
     for step in (6, 12, 18, 22):
         assert_byte_equal(stored(checkpoint(disk, step)), stored(checkpoint(device, step)))
@@ -143,23 +106,19 @@ def killed_in_an_update(step: int):
         yield
 
 
-@pytest.mark.slow
-def test_a_crash_in_an_update_is_noticed_and_the_checkpoint_resumes(train, tmp_path):
-    words = ["train.steps=6", "checkpoint.every=2", "schedule=constant"]
-    whole = train("whole", *words, ranks=1)
-    with pytest.raises(AssertionError, match=r"died|ended"):
-        train("killed", *words, DISK, ranks=1, seam=killed_in_an_update(5))
-    run = train("killed", *words, DISK, ranks=1)
+def test_a_crash_in_an_update_is_noticed_and_the_checkpoint_resumes(train, ledger):
+    words = ["train.steps=6", "checkpoint.every=2", "schedule=constant", DISK]
+    with pytest.raises(RankFailed, match="died"):
+        train("run", *words, ranks=2, seam=killed_in_an_update(5))
+    run = train("run", *words, ranks=2)
     assert "an update was cut off when the run ended" in run.out
-    assert_same(run, whole)
+    assert_undisturbed(run, ledger.run("every step"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("point", ["state_file", "state_piece"])
 def test_a_full_disk_ends_the_run_with_the_place_and_the_reason(train, point):
-    full = OSError(errno.ENOSPC, "No space left on device")
-    words = ["train.steps=2", DISK]
-    run = train("run", *words, ranks=2, code=1, seam=inject.fails(point, full, rank=1))
+    full = inject.fails(point, inject.no_space(), rank=1)
+    run = train("run", "train.steps=2", DISK, ranks=2, code=1, seam=full)
     assert "optimizer's states in" in run.err
     assert "rank-" in run.err
     assert "No space left on device" in run.err
@@ -172,11 +131,10 @@ def refuse_direct_access(real, path, flags, *args):
     return real(path, flags, *args)
 
 
-@pytest.mark.slow
-def test_a_file_system_without_direct_access_is_used_without_it(train):
-    words = ["train.steps=2"]
-    run = train("run", *words, DISK, seam=inject.around("state_open", refuse_direct_access))
-    assert_same(run, train("device", *words))
+def test_a_file_system_without_direct_access_is_used_without_it(train, ledger):
+    refused = inject.around("state_open", refuse_direct_access)
+    run = train("run", "schedule=constant", "train.steps=2", DISK, ranks=2, seam=refused)
+    assert_undisturbed(run, ledger.run("every step"))
 
 
 def move_late(real, *args):
@@ -184,7 +142,6 @@ def move_late(real, *args):
     return real(*args)
 
 
-@pytest.mark.slow
 def test_a_disk_that_makes_most_of_a_step_is_named_with_its_rate(train):
     slow = train("slow", "train.steps=5", DISK, seam=inject.around("state_piece", move_late))
     assert "updates are" in slow.out
@@ -205,19 +162,11 @@ def test_what_cannot_be_combined_is_refused_with_what_can(train, words, wanted):
     assert wanted in train("refused", *words, code=2).err
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_norms_of_whole_matrices_are_computed_on_the_host(train):
-    words = ["train.steps=3", "optim=lamb"]
-    assert_same(train("host", *words, CPU, ranks=2), train("device", *words, ranks=2))
-
-
 def list_files(place, listed):
     """Write how many files of states rank 0 has in a folder."""
     listed.write_text(str(len(list(place.glob("*/rank-0/*.states")))))
 
 
-@pytest.mark.slow
 def test_the_files_are_where_they_are_wanted_and_gone_after_the_run(train, tmp_path):
     place, listed = tmp_path / "disk", tmp_path / "listed"
     look = inject.at("update", partial(list_files, place, listed))

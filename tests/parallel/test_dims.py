@@ -1,42 +1,32 @@
 """The dimensions of the ranks: who reads which rows, who holds which part, and what sums count."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import SIZES, batch_of, built, configuration, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_trainer.base.torch_private import reduce_scatter_groups
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Sharding, TrainConfig
-from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import grow_vocabulary
 from fsdp_trainer.parallel.parallelize import Computation, fsdp_modules, parallelize
 from fsdp_trainer.training.gradients import clip_gradients
+from fsdp_trainer.training.weights import draw_weights
 
-INNER = {"context": 1, "tensor": 1}
-OUTER = {"pipeline": 1}
+HSDP = Sharding(strategy="hsdp", replicas=2)
 STRATEGIES = {
-    "fsdp": (Sharding(), {**OUTER, "replicate": 1, "shard": 4, **INNER}, ("shard",)),
-    "hsdp": (
-        Sharding(strategy="hsdp", replicas=2),
-        {**OUTER, "replicate": 2, "shard": 2, **INNER},
-        ("replicate", "shard"),
-    ),
-    "ddp": (
-        Sharding(strategy="ddp"),
-        {**OUTER, "replicate": 4, "shard": 1, **INNER},
-        ("replicate", "shard"),
-    ),
+    # its layout, and the sizes of the mesh's dimensions
+    "fsdp": (Sharding(), {"shard": 4}),
+    "hsdp": (HSDP, {"replicate": 2, "shard": 2}),
+    "ddp": (Sharding(strategy="ddp"), {"replicate": 4, "shard": 1}),
 }
 
 
@@ -50,87 +40,57 @@ def timeout_of(group):
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def described(sharding):
-    """Return what a rank knows of its place, and the sum of all ranks' numbers."""
-    dims, total = dims_of(sharding), torch.tensor(float(os.environ["RANK"]))
-    dims.sum_over_batch(total)
-    timeouts = [timeout_of(group) for group in dims.mesh.get_all_groups()]
-    return (
-        dims.sizes,
-        dims.mesh.mesh_dim_names,
-        (dims.batch_rank, dims.batch_ranks),
-        total,
-        timeouts,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_rank_reads_its_own_rows_and_the_mesh_has_no_dimension_to_spare(world, strategy):
-    sharding, sizes, names = STRATEGIES[strategy]
-    ranks = world.call(4, described, sharding)
-    assert Layout(sharding, 4, Batch()).sizes == sizes
-    assert [rank[0] for rank in ranks] == [sizes] * 4
-    assert [rank[1] for rank in ranks] == [names] * 4
-    assert [rank[2] for rank in ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
-    assert [rank[3] for rank in ranks] == [6.0] * 4
-    assert [rank[4] for rank in ranks] == [[60.0] * len(names)] * 4
-
-
 def placed(sharding):
-    """A rank's place, the ranks of its groups, and sums of what each rank of a tensor group has."""
+    """Return a rank's place, its mesh, groups, and sums of what each rank has."""
     dims = dims_of(sharding)
     rows, tokens = (torch.tensor(float(dims.batch_rank + 1)) for _ in range(2))
     dims.sum_over_batch(rows)
     dims.sum_over_tokens(tokens)
-    members = [dist.get_process_group_ranks(dims.group(name)) for name in ("context", "tensor")]
-    timeouts = {timeout_of(dims.group(name)) for name in ("context", "tensor")}
-    shape = dict(zip(dims.mesh.mesh_dim_names, dims.mesh.shape, strict=True))
-    batch = (dims.batch_rank, dims.batch_ranks, dims.same_rows)
-    return batch, members, shape, rows.item(), tokens.item(), timeouts
+    inner = [name for name in ("context", "tensor") if dims.sizes[name] > 1]
+    groups = [*dims.mesh.get_all_groups(), *map(dims.group, inner)]
+    return {
+        "sizes": dims.sizes,
+        "mesh": dict(zip(dims.mesh.mesh_dim_names, dims.mesh.shape, strict=True)),
+        "batch": (dims.batch_rank, dims.batch_ranks, dims.same_rows),
+        "members": [dist.get_process_group_ranks(dims.group(name)) for name in inner],
+        "sums": (rows.item(), tokens.item()),
+        "timeouts": {timeout_of(group) for group in groups},
+        "copies": (dims.groups_along("replicate"), dims.groups_along("shard")),
+    }
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_reads_its_own_rows_and_the_mesh_has_no_dimension_to_spare(world, strategy):
+    sharding, mesh = STRATEGIES[strategy]
+    ranks = world.call(4, placed, sharding)
+    sizes = {"pipeline": 1, "replicate": 1, "context": 1, "tensor": 1} | mesh
+    assert Layout(sharding, 4, Batch()).sizes == sizes
+    for number, rank in enumerate(ranks):
+        assert rank["sizes"] == sizes
+        assert rank["mesh"] == mesh
+        assert rank["batch"] == (number, 4, 1)
+        assert rank["sums"] == (10, 10)
+        assert rank["timeouts"] == {60.0}
+        if strategy == "hsdp":
+            assert rank["copies"] == ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+
+
 def test_ranks_of_a_tensor_and_a_context_group_read_the_same_rows(world):
-    layout = Sharding(strategy="hsdp", replicas=2, context=2, tensor=2)
-    ranks = world.call(8, placed, layout)
-    assert [rank[0] for rank in ranks] == [(i // 4, 2, 4) for i in range(8)]
-    assert ranks[5][1] == [[5, 7], [4, 5]]
-    assert ranks[0][2] == {"replicate": 2, "shard": 2}
-    assert {rank[3] for rank in ranks} == {3.0}
-    assert {rank[4] for rank in ranks} == {6.0}  # those of a context group have other tokens
-    assert ranks[0][5] == {60.0}
-
-
-def groups(sharding):
-    dims = dims_of(sharding)
-    return dims.groups_along("replicate"), dims.groups_along("shard")
-
-
-@pytest.mark.slow
-def test_ranks_that_hold_the_same_part_are_known(world):
-    assert world.call(4, groups, STRATEGIES["hsdp"][0])[0] == ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-
-
-def refused(sharding):
-    with pytest.raises(UserError) as error:
-        dims_of(sharding)
-    dist.barrier()  # a rank that left now would break the connection that another is opening
-    return str(error.value)
-
-
-def test_replicas_that_do_not_divide_the_ranks_are_refused(world):
-    assert "3" in world.call(2, refused, Sharding(strategy="hsdp", replicas=3))[0]
+    ranks = world.call(8, placed, replace(HSDP, context=2, tensor=2))
+    assert [rank["batch"] for rank in ranks] == [(i // 4, 2, 4) for i in range(8)]
+    assert ranks[5]["members"] == [[5, 7], [4, 5]]
+    assert ranks[0]["mesh"] == {"replicate": 2, "shard": 2}
+    # those of a context group have other tokens
+    assert {rank["sums"] for rank in ranks} == {(3, 6)}
+    assert ranks[0]["timeouts"] == {60.0}
 
 
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (
-            {"tensor": 3},
-            "must divide the number of ranks, which is 8.\nUse  sharding.tensor=2",
-        ),
+        ({"tensor": 3}, "must divide the number of ranks, which is 8.\nUse  sharding.tensor=2"),
         ({"tensor": 2, "context": 3}, "sharding.context=3 must divide the number of groups of"),
+        ({"strategy": "hsdp", "replicas": 3}, "sharding.replicas=3 must divide the number"),
         ({"strategy": "hsdp", "replicas": 8, "tensor": 2}, "which are 4 of 8"),
     ],
 )
@@ -142,9 +102,8 @@ def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_one_that_does(l
 def test_a_layout_knows_what_a_rank_computes_in_a_step():
     sharding = Sharding(strategy="hsdp", replicas=2, pipeline=2, context=2, tensor=2)
     layout = Layout(sharding, 16, Batch(seq_len=64, rows=12, micro_rows=2))
-    assert (layout.batch_ranks, layout.same_rows, layout.fsdp_ranks, layout.stage_ranks) == (
-        2, 4, 2, 8,
-    )  # fmt: skip
+    assert (layout.batch_ranks, layout.same_rows) == (2, 4)
+    assert (layout.fsdp_ranks, layout.stage_ranks) == (2, 8)
     assert (layout.row_tokens, layout.tokens, layout.micro_batches) == (32, 64, 3)
     assert layout.stages.count == 2
     assert layout.keeps_gathered  # in a pipeline, unless sharding.reshard_after_forward says no
@@ -165,7 +124,7 @@ PLACEMENTS = {
 """Of each parameter: the dimensions of its mesh, and how it lies on them."""
 
 
-def gradients():
+def drawn_gradients():
     """Return gradients of 5 × 6 numbers each, one of them plain."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(5, 6, generator=generator) for name in (*PLACEMENTS, "plain")}
@@ -173,10 +132,10 @@ def gradients():
 
 def clipped(max_norm, max_value):
     """The norm, and the whole gradients after clipping."""
-    dims = dims_of(STRATEGIES["hsdp"][0])
+    dims = dims_of(HSDP)
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     model = nn.ParameterDict()
-    for name, gradient in gradients().items():
+    for name, gradient in drawn_gradients().items():
         if name in PLACEMENTS:
             dimensions, places = PLACEMENTS[name]
             mesh = flat if len(dimensions) == 1 else dims.mesh
@@ -184,55 +143,26 @@ def clipped(max_norm, max_value):
         model[name] = nn.Parameter(torch.zeros_like(gradient))
         model[name].grad = gradient
     norm = clip_gradients(model, dims, max_norm, max_value)
-    return norm, {
-        name: p.grad.full_tensor() if name in PLACEMENTS else p.grad for name, p in model.items()
-    }
+    gradients = [p.grad for p in model.values()]
+    return norm, [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_value", [None, 0.5], ids=["norm", "norm and value"])
 def test_the_norm_is_that_of_one_process_however_parameters_are_placed(world, max_value):
-    whole = torch.cat([g.flatten() for g in gradients().values()])
+    whole = torch.cat([g.flatten() for g in drawn_gradients().values()])
     limited = whole if max_value is None else whole.clamp(-max_value, max_value)
     ranks = world.call(4, clipped, 1.0, max_value)
     for norm, after in ranks:
         assert torch.equal(norm, ranks[0][0])
         torch.testing.assert_close(norm, whole.norm())
-        together = torch.cat([g.flatten() for g in after.values()])
+        together = torch.cat([g.flatten() for g in after])
         torch.testing.assert_close(together, limited / limited.norm())
-
-
-LAYOUTS = {
-    "rows": ((4,), [Shard(0)]),
-    "columns": ((4,), [Shard(1)]),
-    "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
-    "columns and rows": ((2, 2), [Shard(1), Shard(0)]),
-    "rows twice": ((2, 2), [Shard(0), Shard(0)]),
-    "strided rows": ((2, 2), [Shard(0), None]),
-}
-"""The shape of a mesh of four ranks, and how a matrix lies on it; None: as fully_shard has it."""
-
-
-def decoder():
-    """Return a decoder without storage; it has 77 rows for 74 tokens, which no number of ranks
-    divides."""
-    config = ModelConfig(
-        vocab_size=74,
-        vocab_multiple=77,
-        hidden_size=20,
-        head_dim=4,
-        intermediate_size=30,
-        num_hidden_layers=1,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        return Decoder(config)
 
 
 def separate_timeouts():
     dims = dims_of(Sharding())
     cfg = TrainConfig(sharding=Sharding(separate_reduce_scatter=True))
-    model = parallelize(decoder(), dims, Computation.of(cfg))
+    model = parallelize(meta_decoder(ModelConfig(**SIZES)), dims, Computation.of(cfg))
     groups = {g for module in fsdp_modules(model) for g in reduce_scatter_groups(module)}
     return [timeout_of(group) for group in groups]
 
@@ -243,62 +173,23 @@ def test_a_group_of_its_own_for_reductions_has_the_runs_timeout_too(world):
     assert world.call(2, separate_timeouts) == [[60.0], [60.0]]
 
 
-def laid_out(layout):
-    """A decoder whose matrices lie as `layout` says; its vectors are replicated."""
-    shape, places = LAYOUTS[layout]
-    model, mesh = decoder(), init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    strided = None in places
-    tensor_mesh, places = (mesh["a"], places[:1]) if strided else (mesh, places)
-    for module in list(model.modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            own = places if parameter.ndim > 1 else [Replicate()] * len(places)
-            sharded = distribute_tensor(parameter.detach(), tensor_mesh, own)
-            setattr(module, name, nn.Parameter(sharded))
-    if strided:
-        fully_shard(model, mesh=mesh["b"])
-    model.to_empty(device="cpu")
-    return model
+def grown(sharding):
+    """Return the embedding before and after tokens from the 51st on are added."""
+    config = ModelConfig(**SIZES, vocab_multiple=101)
+    cfg = configuration({"sharding": sharding}, batch=batch_of(8))
+    model, _ = built(config, cfg)
+    draw_weights(model, 3)
+    embedding = {"": model.model.embed_tokens.weight}
+    before = whole(embedding)[""]
+    grow_vocabulary(model, 50)
+    return before, whole(embedding)[""]
 
 
-def started(layout, known):
-    model = laid_out(layout) if layout else decoder().to_empty(device="cpu")
-    initialize_weights(model, 3)
-    if known:
-        grow_vocabulary(model, known)
-    return {
-        name: p.detach().full_tensor() if layout else p.detach()
-        for name, p in model.named_parameters()
-    }
-
-
-def started_in_all_layouts():
-    """Random weights by layout, before and after tokens are added."""
-    dist.init_process_group("gloo")
-    return {layout: (started(layout, None), started(layout, 50)) for layout in LAYOUTS}
-
-
-@pytest.fixture(scope="module")
-def of_four_ranks(world):
-    return world.call(4, started_in_all_layouts)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.grid(3)
-def test_random_weights_are_the_same_numbers_for_every_layout(of_four_ranks, layout):
-    whole = started(None, None)
-    together = of_four_ranks[layout][0]
-    assert whole.keys() == together.keys()
-    for name in whole:
-        assert torch.equal(whole[name], together[name]), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_new_tokens_start_as_the_mean_of_all_known_ones_for_every_layout(of_four_ranks, layout):
-    name = "model.embed_tokens.weight"
-    together = of_four_ranks[layout][1][name]
-    before = started(None, None)[name]
-    assert torch.equal(together[:50], before[:50])
-    torch.testing.assert_close(together[50:74], before[:50].mean(0).expand(24, -1))
-    assert not together[74:].any()
+@pytest.mark.parametrize("sharding", [{}, {"tensor": 2}], ids=str)
+def test_new_tokens_start_as_the_mean_of_all_known_ones_for_every_layout(world, sharding):
+    """Rows may be divided twice, and no number of ranks divides them."""
+    before, after = world.call(4, grown, sharding)[0]
+    assert torch.equal(after[:50], before[:50])
+    torch.testing.assert_close(after[50:97], before[:50].mean(0).expand(47, -1))
+    assert len(after) > 97
+    assert not after[97:].any()

@@ -2,19 +2,20 @@
 checkpoints, exports and restarts do not notice."""
 
 import contextlib
+import shutil
 from unittest.mock import patch
 
 import inject
 import pytest
 import torch
-from stored import newest, stored
+from stored import assert_undisturbed, checkpoint
 from torch import nn
+from world import Run
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.parallel import convert
 
 pytest.importorskip("torchao")
-pytestmark = pytest.mark.slow  # torchao takes seconds to import on every rank
 WIDE = [
     "model.hidden_size=64",
     "model.intermediate_size=128",
@@ -23,7 +24,6 @@ WIDE = [
     "schedule=constant",
 ]
 FLOAT8 = [*WIDE, "precision.float8=tensorwise"]
-STEPS = "train.steps=12"
 
 
 def every_linear(_real, module, *_recipe_and_shares):
@@ -36,51 +36,27 @@ EMULATED = inject.together(
 """No kernel is needed, and small matrices count too."""
 
 
-@pytest.fixture(scope="module")
-def exact(world, inputs, tmp_path_factory):
-    """A run without float8."""
-    overrides = (f"{k}={v}" for k, v in inputs.items())
-    return world.train(tmp_path_factory.mktemp("exact") / "run", *overrides, *WIDE, STEPS)
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.grid(1)
-def test_the_loss_is_near_that_of_bfloat16(train, exact, recipe):
-    run = train("run", *WIDE, f"precision.float8={recipe}", STEPS, seam=EMULATED)
+def test_the_loss_is_near_that_of_bfloat16(train, ledger, recipe):
+    steps = "train.steps=12"
+    exact = ledger.run(words=["data.path=DATA/chats.jsonl", *WIDE, steps])
+    run = train("run", *WIDE, f"precision.float8={recipe}", steps, seam=EMULATED)
     assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03)
     assert run.column("loss") != exact.column("loss")
     assert f"float8 products ({recipe}) in 14 linear layers" in run.out
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        [
-            "sharding=hsdp",
-            "sharding.replicas=2",
-            "activation_checkpoint=selective",
-            "optim=adamw_8bit",
-        ],
-        ["sharding.tensor=2", "checkpoint=async"],
-        [
-            "precision.master_dtype=bfloat16",
-            "sharding.accumulate=unsharded",
-            "sharding.blocks_per_unit=2",
-        ],
-    ],
-    ids=" ".join,
-)
-@pytest.mark.further
-def test_a_run_goes_on_bitwise_on_two_ranks(train, how):
-    common = [*FLOAT8, *how, "batch.micro_rows=3", "checkpoint.every=2"]
-    ranks = 4 if "sharding=hsdp" in how else 2
-    train("run", *common, "train.steps=2", ranks=ranks, seam=EMULATED)
-    again = train("run", *common, "train.steps=3", ranks=ranks, seam=EMULATED)
-    whole = train("whole", *common, "train.steps=3", ranks=ranks, seam=EMULATED)
-    a, b = stored(newest(again)), stored(newest(whole))
-    assert again.column("loss") == whole.column("loss")
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+def test_a_run_goes_on_bitwise_on_two_ranks(train):
+    how = [
+        *FLOAT8, "optim=adamw_8bit", "activation_checkpoint=selective", "checkpoint=async",
+        "sharding.accumulate=unsharded", "sharding.blocks_per_unit=2", "batch.micro_rows=1",
+        "checkpoint.every=2", "checkpoint.keep=9",
+    ]  # fmt: skip
+    whole = train("whole", *how, "train.steps=3", ranks=2, seam=EMULATED)
+    shutil.copytree(whole.folder, whole.folder.with_name("run"))
+    shutil.rmtree(checkpoint(Run(whole.folder.with_name("run")), 3))
+    again = train("run", *how, "train.steps=3", ranks=2, seam=EMULATED)
+    assert_undisturbed(again, whole)
 
 
 @contextlib.contextmanager
@@ -106,43 +82,28 @@ def watched():
 
 def test_weights_are_gathered_in_float8_and_their_scales_found_together(train):
     train("run", *FLOAT8, "train.steps=3", ranks=2, seam=watched)
-    assert "float8" not in train("plain", *WIDE, "train.steps=1").out
 
 
-@pytest.mark.further
 def test_exports_and_imports_know_nothing_of_float8(train):
-    run = train(
-        "run",
-        *FLOAT8,
-        "train.steps=2",
-        "checkpoint.export_hf=true",
-        "checkpoint.export_dtype=float32",
-        seam=EMULATED,
-    )
-    model, again = load_model(run.folder), load_model(run.folder / "hf")
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
-    )
-    how = [
-        "precision=fp8",
-        "batch.seq_len=64",
-        "batch.rows=6",
-        "train.steps=1",
-        "optim.lr=0",
-        "checkpoint.export_hf=true",
-    ]
-    on = train("on", *how, f"model.init_from={run.folder / 'hf'}", base=[], seam=EMULATED, ranks=2)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(model.parameters(), load_model(on.folder / "hf").parameters(), strict=True)
-    )
+    export = ["checkpoint.export_hf=true", "checkpoint.export_dtype=float32"]
+    run = train("run", *FLOAT8, *export, "train.steps=2", seam=EMULATED)
+    folder = run.folder / "hf"
+    how = ["precision=fp8", "batch.seq_len=64", "batch.rows=6", "train.steps=1", "optim.lr=0"]
+    how += [f"model.init_from={folder}", *export]
+    on = train("on", *how, base=[], seam=EMULATED, ranks=2)
+    exported, *others = (load_model(one) for one in (folder, run.folder, on.folder / "hf"))
+    for other in others:
+        for a, b in zip(exported.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_a_run_may_change_to_and_from_float8(train):
     train("run", *WIDE, "train.steps=2")
     changed = train("run", *FLOAT8, "train.steps=3", seam=EMULATED)
     assert "precision.float8 was null, is tensorwise" in changed.out
-    assert len(train("run", *WIDE, "train.steps=4").metrics) == 4
+    again = train("run", *WIDE, "train.steps=4")
+    assert len(again.metrics) == 4
+    assert "float8 products" not in again.out
 
 
 @pytest.mark.parametrize(
@@ -163,10 +124,8 @@ def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, how, mess
 
 
 def test_a_model_too_small_to_gain_is_refused(train):
-    assert (
-        "large enough"
-        in train("run", *FLOAT8, code=2, seam=inject.setting("float8_emulated", True)).err
-    )
+    emulated = inject.setting("float8_emulated", True)
+    assert "large enough" in train("run", *FLOAT8, code=2, seam=emulated).err
 
 
 def test_matrices_gain_where_torchaos_own_filter_says_so():
@@ -177,16 +136,11 @@ def test_matrices_gain_where_torchaos_own_filter_says_so():
             for columns in (16, 1024, 1040, 2048, 2064, 4096, 4112, 14336):
                 with torch.device("meta"):
                     linear = nn.Linear(columns, rows)
-                assert convert.worth_float8(linear, recipe) == theirs(linear, "q_proj"), (
-                    recipe,
-                    rows,
-                    columns,
-                )
+                same = convert.worth_float8(linear, recipe) == theirs(linear, "q_proj")
+                assert same, (recipe, rows, columns)
     assert not convert.worth_float8(nn.Embedding(2048, 4112), "tensorwise")
 
 
 def test_without_torchao_it_is_named(train):
-    assert (
-        "pip install 'fsdp_trainer[ao]'"
-        in train("run", *FLOAT8, code=2, seam=inject.without_package("torchao")).err
-    )
+    run = train("run", *FLOAT8, code=2, seam=inject.without_package("torchao"))
+    assert "pip install 'fsdp_trainer[ao]'" in run.err

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import write_pairs
 from stored import assert_bitwise_equal, newest, stored
 
 from fsdp_trainer.base import eight_bit_messages
@@ -92,37 +91,26 @@ def test_with_error_feedback_the_errors_of_several_steps_do_not_add_up(world):
 
 
 SETTINGS = {
-    "weights": [],
-    "adapters, twice a step": ["adapter=lora", "batch.micro_rows=1", "batch.rows=8"],
-    "two blocks in a unit": ["sharding.blocks_per_unit=2", "sharding.prefetch=2"],
-    "parts of rows": ["sharding.context=2", "activation_checkpoint=full"],
-    "a frozen start": ["train.freeze=['model.embed_tokens.*','model.layers.0.*']"],
-    "no adapters for the reference": ["objective=dpo", "adapter=lora"],
-}
+    "parts of rows, two blocks in a unit": [
+        "sharding.context=2", "activation_checkpoint=full", "sharding.blocks_per_unit=2",
+        "sharding.prefetch=2", "train.freeze=['model.embed_tokens.*']",
+    ],
+    "no adapters for the reference, twice a step": [
+        "objective=dpo", "adapter=lora", "batch.micro_rows=1", "batch.rows=8",
+        "data.path=DATA/pairs.jsonl",
+    ],
+}  # fmt: skip
 """Overrides by what is particular about a run."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.further
-def test_a_second_copy_changes_no_bit(train, tmp_path, words):
+def test_a_second_copy_changes_no_bit(ledger, words):
     """Neither do validations between the steps, which leave a copy behind."""
-    common = ["train.steps=3", "data.validation=0.2", "train.validate_every=1", *words]
-    if "objective=dpo" in words:
-        common.append(f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}")
-    plain = train("plain", *common, ranks=4)
-    copied = train("copied", *common, COPY, ranks=4)
+    common = ["data.path=DATA/chats.jsonl"] if "objective=dpo" not in words else []
+    common += ["train.steps=3", "data.validation=0.2", "train.validate_every=1", *words]
+    plain = ledger.run(words=common, ranks=4)
+    copied = ledger.run(words=[*common, COPY], ranks=4)
     assert copied.column("loss") == plain.column("loss")
-    one, other = (stored(newest(run)) for run in (plain, copied))
-    assert_bitwise_equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_second_copy_in_a_pipeline_of_two_stages_changes_no_bit(train):
-    words = ["sharding.pipeline=2", "batch.micro_rows=1", "batch.rows=16", "train.steps=2"]
-    plain = train("plain", *words, "sharding.reshard_after_forward=true", ranks=8)
-    copied = train("copied", *words, COPY, ranks=8)
     assert_bitwise_equal(stored(newest(plain)), stored(newest(copied)))
 
 
@@ -148,41 +136,12 @@ def test_a_copy_for_ranks_that_do_not_divide_is_refused_with_a_number_that_does(
     assert "Use  sharding.reshard_after_forward=true" in problem.reason
 
 
-LAYOUTS = {
-    "two ranks": (2, []),
-    "four ranks, twice a step, adapters": (4, ["adapter=lora", "batch.micro_rows=1"]),
-    "tensor groups": (4, ["sharding.tensor=2"]),
-    "replicas": (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"]),
-    "divided experts": (
-        2,
-        [
-            "sharding.expert=2", "model.family=qwen3_moe", "model.num_experts=4",
-            "model.num_experts_per_tok=2", "model.moe_intermediate_size=32",
-        ],
-    ),
-    "a second copy": (4, [COPY]),
-}  # fmt: skip
-"""Numbers of ranks, and overrides."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "words"), LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.grid(1)
-def test_training_with_messages_in_eight_bits_learns_like_exact_training(train, ranks, words):
-    exact = train("exact", "train.steps=10", *words, ranks=ranks)
+def test_training_with_messages_in_eight_bits_learns_like_exact_training(ledger):
+    words = ["data.path=DATA/chats.jsonl", "train.steps=10", "batch.micro_rows=3"]
+    exact = ledger.run(words=words, ranks=2)
     eight_bits = ["sharding.quantize=both", "sharding.error_feedback=true"]
-    eight = train("eight", "train.steps=10", *eight_bits, *words, ranks=ranks)
+    eight = ledger.run(words=[*words, *eight_bits], ranks=2)
     loss, near = exact.column("loss"), eight.column("loss")
     assert near != loss
     assert near == pytest.approx(loss, rel=0.02)
     assert eight.column("grad_norm") == pytest.approx(exact.column("grad_norm"), rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_run_with_messages_in_eight_bits_goes_on_bitwise_after_a_stop(train):
-    words = ["sharding.quantize=both", "schedule=constant"]
-    whole = train("whole", *words, "train.steps=4", ranks=2)
-    train("parts", *words, "train.steps=2", ranks=2)
-    parts = train("parts", *words, "train.steps=4", ranks=2)
-    assert_bitwise_equal(stored(newest(whole)), stored(newest(parts)))

@@ -96,8 +96,8 @@ def test_a_plan_counts_a_reward_model_on_every_rank(folder, capsys):
 
 @pytest.mark.slow
 def test_a_large_row_of_answers_can_be_the_peak(folder):
-    huge = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 60_000}
-    (folder / "config.json").write_text(json.dumps(huge))
+    config = replace(REWARDER, intermediate_size=60_000)
+    (folder / "config.json").write_text(json.dumps(config.to_hf("float32")))
     rewards = f"objective.rewards=[{{name: model, source: {folder}, label: rm}}]"
     words = ["model=tiny", "plan.gpu=h100", "plan.world_size=1", "objective=grpo", rewards]
     peak = planned(*words, "batch.seq_len=512", "batch.rows=64").memory.peak

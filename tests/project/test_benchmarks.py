@@ -16,16 +16,27 @@ import pytest
 from benchmarks import gpu, harness, ladder, train_step, trl_common
 
 
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    """Return the folder of stored results, an empty one."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    return tmp_path
+
+
 def finish(compared, check):
     harness.finish("some", {"what": "a test"}, compared, check)
 
 
-def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+def code_of_check(compared):
+    with pytest.raises(SystemExit) as exited:
+        finish(compared, check=True)
+    return exited.value.code
+
+
+def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(results, capsys):
     finish({"speed": harness.spread([1.5, 2.0, 2.2]), "memory": 3.0}, check=False)
-    stored = json.loads((tmp_path / harness.machine()["kind"] / "some.json").read_text())
+    file = results / harness.machine()["kind"] / "some.json"
+    stored = json.loads(file.read_text())
     assert stored["compared"] == {"speed": 2.0, "memory": 3.0}
     assert stored["versions"]["torch"]
     assert stored["machine"]["cores"]
@@ -36,39 +47,27 @@ def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(
         ({"speed": harness.spread([1.2, 1.5, 1.85])}, 0),
         ({"speed": harness.spread([1.2, 1.5, 1.75])}, 1),
     ):
-        with pytest.raises(SystemExit) as exited:
-            finish(compared, check=True)
-        assert exited.value.code == code
+        assert code_of_check(compared) == code
     said = capsys.readouterr().err
     assert "some: memory was 3, is 2.5" in said
     assert "some: speed was 2, is 1.5, 1.75 at best" in said
-    assert json.loads((tmp_path / harness.machine()["kind"] / "some.json").read_text()) == stored
+    assert json.loads(file.read_text()) == stored
 
 
-def test_a_processor_without_a_result_is_compared_with_one_of_as_many_cores(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "machine", lambda: {"kind": "2-cpu-cores-old", "processor": "Old"})
+def test_a_processor_without_a_result_is_compared_with_one_of_as_many_cores(monkeypatch, capsys):
+    def on(cores, processor):
+        machine = {"kind": f"{cores}-cpu-cores-{processor}", "processor": processor}
+        monkeypatch.setattr(harness, "machine", lambda: machine)
+
+    on(2, "old")
     finish({"speed": 2.0}, check=False)
-    monkeypatch.setattr(harness, "machine", lambda: {"kind": "2-cpu-cores-new", "processor": "New"})
-    with pytest.raises(SystemExit) as exited:
-        finish({"speed": 1.0}, check=True)
-    assert exited.value.code == 1
-    assert "some: the stored result is of another processor, Old" in capsys.readouterr().err
+    on(2, "new")
+    assert code_of_check({"speed": 1.0}) == 1
+    assert "some: the stored result is of another processor, old" in capsys.readouterr().err
     finish({"speed": 1.0}, check=False)
-    with pytest.raises(SystemExit) as exited:
-        finish({"speed": 1.0}, check=True)
-    assert exited.value.code == 0
-    monkeypatch.setattr(harness, "machine", lambda: {"kind": "4-cpu-cores-new", "processor": "New"})
-    with pytest.raises(SystemExit, match="no stored result of this kind of machine"):
-        finish({"speed": 1.0}, check=True)
-
-
-def test_a_check_without_a_stored_result_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match="no stored result of this kind of machine"):
-        finish({"speed": 2.0}, check=True)
+    assert code_of_check({"speed": 1.0}) == 0
+    on(4, "new")
+    assert "no stored result of this kind of machine" in code_of_check({"speed": 1.0})
 
 
 def test_ways_take_turns_and_a_ratio_is_taken_within_a_round():
@@ -125,12 +124,10 @@ def answered(module, file):
     return said.getvalue()
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models(
     in_the_pool, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sys, "argv", ["gpu", "--small", "1", "--parts", "ceilings,sft,offload"])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--small", "1", "--parts", "ceilings,sft"])
     gpu.main()
     said = capsys.readouterr().out
     assert '"tflops"' in said
@@ -138,9 +135,7 @@ def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models(
     assert '"mean_loss"' in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["preferences", "rollouts", "tool_rollouts"])
-@pytest.mark.further
+@pytest.mark.parametrize("name", ["preferences", "rollouts"])
 def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
     in_the_pool, enter, monkeypatch, capsys, name
 ):
@@ -155,8 +150,6 @@ def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
     assert "skipped: trl" in said
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_what_several_gpus_would_show_runs_on_ranks_of_the_cpu(in_the_pool, world, tmp_path):
     rates = json.loads(world.call(2, rates_of_links)[0])
     assert all(rate["median"] > 0 for rate in rates.values())
@@ -173,7 +166,6 @@ def rates_of_links():
 
 
 @pytest.mark.slow
-@pytest.mark.further
 def test_what_torchruns_ranks_print_as_json_is_returned(tmp_path):
     line = """import json, os
 for _ in range(300):

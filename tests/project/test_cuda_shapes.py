@@ -9,7 +9,7 @@ from fsdp_trainer.optim.optimizers import OPTIMIZERS
 from tools.cuda_shapes.cases import KERNELS, MODELS, WAITING, steps
 
 
-@pytest.mark.further
+@pytest.mark.slow
 def test_all_families_optimizers_and_layouts_of_attention_are_among_the_cases():
     cases = steps()
     assert {*KERNELS, *WAITING} <= cases.keys()

@@ -31,6 +31,28 @@ pytestmark = [
 ]
 
 
+BFLOAT16 = "precision.param_dtype=bfloat16"
+
+
+def assert_goes_on_bitwise(train, *how, steps=(3, 6), timeout=600):
+    """Raise AssertionError unless a run that is stopped ends as one that is not; return that."""
+    some, all_of_them = (f"train.steps={count}" for count in steps)
+    common = ["schedule=constant", "launch.device=cuda", f"checkpoint.every={steps[0]}", *how]
+    train("again", *common, some, timeout=timeout)
+    again, whole = (train(n, *common, all_of_them, timeout=timeout) for n in ("again", "whole"))
+    assert_bitwise_equal(stored(newest(again)), stored(newest(whole)))
+    return whole
+
+
+def assert_near_the_cpu(train, *how, near=2e-3, **options):
+    """Raise AssertionError unless losses on a GPU are near those on a CPU."""
+    steps = ["train.steps=5", "schedule=constant", *how]
+    cpu, gpu = (
+        train(device, *steps, f"launch.device={device}", **options) for device in ("cpu", "cuda")
+    )
+    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=near)
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -63,17 +85,11 @@ pytestmark = [
 )
 def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
     # FlexAttention has no kernel for narrower heads
-    common = [
-        "train.steps=10",
-        "schedule=constant",
-        "batch.micro_rows=2",
-        "model.head_dim=16",
-    ]
+    common = ["train.steps=10", "schedule=constant", "batch.micro_rows=2", "model.head_dim=16"]
     cpu = train("cpu", *common, "launch.device=cpu")
-    gpu = train(
-        "gpu", *common, "launch.device=cuda", "precision.param_dtype=bfloat16", *how, timeout=300
-    )
-    exact = train("exact", *common, "launch.device=cuda", *how, timeout=300)
+    common += ["launch.device=cuda", *how]
+    gpu = train("gpu", *common, BFLOAT16, timeout=300)
+    exact = train("exact", *common, timeout=300)
     assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
     assert exact.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
     assert gpu.column("step") == list(range(1, 11))
@@ -98,17 +114,7 @@ def test_activations_in_host_memory_change_nothing(train, how):
 
 
 def test_a_run_goes_on_bitwise(train):
-    how = [
-        "schedule=constant",
-        "launch.device=cuda",
-        "precision.param_dtype=bfloat16",
-        "checkpoint.every=3",
-    ]
-    train("run", *how, "train.steps=3")
-    assert_bitwise_equal(
-        stored(newest(train("run", *how, "train.steps=6"))),
-        stored(newest(train("whole", *how, "train.steps=6"))),
-    )
+    assert_goes_on_bitwise(train, BFLOAT16)
 
 
 @pytest.mark.parametrize("layout", ["varlen", "documents", "mask", "flex"])
@@ -118,25 +124,9 @@ def test_a_deterministic_run_goes_on_bitwise_over_long_documents(train, tmp_path
     path.write_text(
         "".join(json.dumps({"text": "".join(letters[i:] + letters[:i])}) + "\n" for i in range(40))
     )
-    how = [
-        f"data.path={path}",
-        f"model.attention={layout}",
-        "batch.seq_len=2048",
-        "batch.rows=2",
-        "batch.micro_rows=1",
-        "model.head_dim=64",
-        "model.max_position_embeddings=2048",
-        "schedule=constant",
-        "launch.device=cuda",
-        "precision.param_dtype=bfloat16",
-        "checkpoint.every=3",
-        "train.deterministic=true",
-    ]
-    train("run", *how, "train.steps=3")
-    assert_bitwise_equal(
-        stored(newest(train("run", *how, "train.steps=6"))),
-        stored(newest(train("whole", *how, "train.steps=6"))),
-    )
+    data = [f"data.path={path}", "batch.seq_len=2048", "batch.rows=2", "batch.micro_rows=1"]
+    model = ["model.head_dim=64", "model.max_position_embeddings=2048", f"model.attention={layout}"]
+    assert_goes_on_bitwise(train, *data, *model, BFLOAT16, "train.deterministic=true")
 
 
 WINDOWS = ["model.family=mistral", "model.sliding_window=32"]
@@ -180,26 +170,14 @@ NO_WAITING = inject.together(
         ["compile=enabled"],
         # FSDP2 waits for the gradients of a step's second micro-batch: there is one
         ["sharding.cpu_offload=true", "batch.micro_rows=6"],
-        [
-            "model.family=gemma2",
-            "model.sliding_window=16",
-            "model.attn_logit_softcapping=30",
-            "model.final_logit_softcapping=20",
-        ],
+        [*GEMMA, "model.final_logit_softcapping=20"],
         ["model.tie_word_embeddings=false"],
     ],
     ids=str,
 )
 def test_no_step_waits_for_the_host(train, how):
-    run = train(
-        "run",
-        "train.steps=5",
-        "launch.device=cuda",
-        "precision.param_dtype=bfloat16",
-        "batch.micro_rows=2",
-        *how,
-        seam=NO_WAITING,
-    )
+    common = ["train.steps=5", "launch.device=cuda", BFLOAT16, "batch.micro_rows=2"]
+    run = train("run", *common, *how, seam=NO_WAITING)
     assert run.column("step") == [1, 2, 3, 4, 5]
 
 
@@ -228,24 +206,14 @@ def test_no_step_of_several_sources_waits_for_the_host(train, tmp_path):
         write_chats(tmp_path / f"{name}.jsonl", 40, start)
         for name, start in (("one", 0), ("two", 200))
     ]
-    run = train(
-        "run",
-        f"data.path=[{','.join(map(str, data))}]",
-        "train.steps=5",
-        "launch.device=cuda",
-        "batch.micro_rows=2",
-        seam=NO_WAITING,
-    )
+    how = ["train.steps=5", "launch.device=cuda", "batch.micro_rows=2"]
+    run = train("run", f"data.path=[{','.join(map(str, data))}]", *how, seam=NO_WAITING)
     assert len(run.metrics[-1]["loss_by_source"]) == 2
 
 
 def test_micro_batches_made_ahead_are_those_made_on_the_spot(train):
-    how = [
-        "train.steps=30",
-        "launch.device=cuda",
-        "batch.micro_rows=1",
-        "sharding.accumulate=sharded",
-    ]
+    how = ["train.steps=30", "launch.device=cuda", "batch.micro_rows=1"]
+    how += ["sharding.accumulate=sharded"]
     runs = [train(f"ahead{depth}", *how, f"data.prefetch={depth}") for depth in (0, 1, 4)]
     assert runs[0].column("loss") == runs[1].column("loss") == runs[2].column("loss")
 
@@ -274,7 +242,7 @@ def test_a_profile_has_the_devices_kernels_and_a_snapshot_of_its_memory(train):
 
 
 def test_samples_change_nothing_of_training(train):
-    how = ["train.steps=6", "launch.device=cuda", "precision.param_dtype=bfloat16"]
+    how = ["train.steps=6", "launch.device=cuda", BFLOAT16]
     run = train(
         "run", *how, "train.sample_prompts=[aaa]", "train.validate_every=2", "train.sample_tokens=8"
     )
@@ -296,23 +264,10 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
     ids=str,
 )
 def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train, how):
-    common = [
-        *how,
-        "model.hidden_size=64",
-        "model.intermediate_size=128",
-        "schedule=constant",
-        "checkpoint.every=3",
-    ]
-    train("run", *common, "launch.device=cuda", "train.steps=3")
-    again, whole = (
-        train(name, *common, "launch.device=cuda", "train.steps=6") for name in ("run", "whole")
-    )
-    a, b = stored(newest(again)), stored(newest(whole))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert again.column("loss") == pytest.approx(
-        train("cpu", *common, "launch.device=cpu", "train.steps=6").column("loss"), rel=0.02
-    )
+    common = [*how, "model.hidden_size=64", "model.intermediate_size=128"]
+    whole = assert_goes_on_bitwise(train, *common)
+    cpu = train("cpu", *common, "schedule=constant", "launch.device=cpu", "train.steps=6")
+    assert whole.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
 
 
 def test_rounding_bits_are_those_of_the_cpu():
@@ -336,24 +291,15 @@ def test_rounding_bits_are_those_of_the_cpu():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
     pytest.importorskip("torchao")
-    wide = [
-        "model.hidden_size=2304",
-        "model.intermediate_size=4352",
-        "model.num_hidden_layers=1",
-        "model.head_dim=128",
-        "schedule=constant",
-    ]
-    wide += ["model.initializer_range=0.02", "optim.lr=1e-4"]
     common = [
-        *wide,
-        "launch.device=cuda",
-        "precision.param_dtype=bfloat16",
-        "compile=enabled",
-        "checkpoint.every=3",
-    ]
+        "model.hidden_size=2304", "model.intermediate_size=4352", "model.num_hidden_layers=1",
+        "model.head_dim=128", "model.initializer_range=0.02", "optim.lr=1e-4", "schedule=constant",
+        "launch.device=cuda", BFLOAT16, "compile=enabled", "checkpoint.every=3",
+    ]  # fmt: skip
     exact = train("exact", *common, "train.steps=6", timeout=300)
-    train("run", *common, f"precision.float8={recipe}", "train.steps=3", timeout=300)
-    run = train("run", *common, f"precision.float8={recipe}", "train.steps=6", timeout=300)
+    common.append(f"precision.float8={recipe}")
+    train("run", *common, "train.steps=3", timeout=300)
+    run = train("run", *common, "train.steps=6", timeout=300)
     assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.05)
     assert run.column("step") == [1, 2, 3, 4, 5, 6]
 
@@ -368,17 +314,9 @@ ELSEWHERE = [
 @pytest.mark.parametrize("how", ELSEWHERE, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_elsewhere_train_as_on_the_gpu_and_go_on_bitwise(train, how, dtype):
-    common = [
-        "launch.device=cuda",
-        f"precision.param_dtype={dtype}",
-        "batch.micro_rows=2",
-        "schedule=constant",
-        "checkpoint.every=3",
-    ]
-    device = train("device", *common, "train.steps=6")
-    train("again", *common, *how, "train.steps=3")
-    again, whole = (train(name, *common, *how, "train.steps=6") for name in ("again", "whole"))
-    assert_bitwise_equal(stored(newest(again)), stored(newest(whole)))
+    common = [f"precision.param_dtype={dtype}", "batch.micro_rows=2"]
+    whole = assert_goes_on_bitwise(train, *common, *how)
+    device = train("device", *common, "launch.device=cuda", "schedule=constant", "train.steps=6")
     tolerance = 1e-4 if dtype == "float32" else 0.01
     for name in ("loss", "grad_norm"):
         assert whole.column(name) == pytest.approx(device.column(name), rel=tolerance)
@@ -405,17 +343,13 @@ METHODS = {
 @pytest.mark.parametrize(("write", "how"), METHODS.values(), ids=METHODS.keys())
 def test_preferences_are_learnt_as_on_a_cpu(train, tmp_path, request, write, how):
     method = request.node.callspec.id.split(",")[0]
-    common = [f"objective={method}", f"data.path={write(tmp_path / 'rows.jsonl')}", *how]
-    cpu, gpu = (
-        train(device, *common, "train.steps=5", "schedule=constant", f"launch.device={device}")
-        for device in ("cpu", "cuda")
-    )
-    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+    rows = write(tmp_path / "rows.jsonl")
+    assert_near_the_cpu(train, f"objective={method}", f"data.path={rows}", *how)
 
 
 OF_A_FOLDER = [
-    "model.implementation=transformers", "precision=fp32", "batch.micro_rows=1", "train.steps=5",
-    "schedule=constant", "checkpoint.every=null", "launch.watchdog=false",
+    "model.implementation=transformers", "precision=fp32", "batch.micro_rows=1",
+    "checkpoint.every=null", "launch.watchdog=false",
 ]  # fmt: skip
 """Overrides in place of those that shape a tiny model."""
 
@@ -423,12 +357,8 @@ OF_A_FOLDER = [
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "qwen3_next", "cohere2"])
 def test_modules_of_transformers_train_as_on_a_cpu(train, tmp_path, kind):
     folder = make_other_folder(tmp_path / kind, kind)
-    common = [f"model.init_from={folder}", "batch.seq_len=64", "batch.rows=4"]
-    cpu, gpu = (
-        train(device, *common, f"launch.device={device}", base=OF_A_FOLDER, timeout=300)
-        for device in ("cpu", "cuda")
-    )
-    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+    how = [f"model.init_from={folder}", "batch.seq_len=64", "batch.rows=4"]
+    assert_near_the_cpu(train, *how, base=OF_A_FOLDER, timeout=300)
 
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="needs transformers 5.23")
@@ -442,37 +372,19 @@ def test_images_train_as_on_a_cpu(train, tmp_path, kind):
         rows.append({"messages": [{"role": "user", "content": question}, answer]})
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = [
-        f"model.init_from={make_image_folder(tmp_path / kind, kind)}",
-        f"data.path={path}",
-        "batch.seq_len=160",
-        "batch.rows=2",
-    ]
-    cpu, gpu = (
-        train(device, *common, f"launch.device={device}", base=OF_A_FOLDER, timeout=300)
-        for device in ("cpu", "cuda")
-    )
-    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+    folder = make_image_folder(tmp_path / kind, kind)
+    how = [f"model.init_from={folder}", f"data.path={path}", "batch.seq_len=160", "batch.rows=2"]
+    assert_near_the_cpu(train, *how, base=OF_A_FOLDER, timeout=300)
 
 
 @pytest.mark.parametrize("how", [[], ["optim.offload=cpu"], ["adapter=lora"]], ids=str)
 def test_rewards_train_and_go_on_bitwise(train, how):
-    common = [
-        "objective=grpo",
-        'objective.rewards=[{name: regex, pattern: "[a-z]"}]',
-        "data.path=demo:sums",
-        "objective.max_new_tokens=6",
-        "objective.samples=4",
-        "batch.rows=4",
-        "batch.micro_rows=2",
-        "launch.device=cuda",
-        "schedule=constant",
-        "checkpoint.every=2",
-        *how,
-    ]
-    train("again", *common, "train.steps=2", timeout=300)
-    again, whole = (train(name, *common, "train.steps=4", timeout=300) for name in ("again", "w"))
-    assert_bitwise_equal(stored(newest(again)), stored(newest(whole)))
+    grpo = [
+        "objective=grpo", 'objective.rewards=[{name: regex, pattern: "[a-z]"}]',
+        "data.path=demo:sums", "objective.max_new_tokens=6", "objective.samples=4",
+        "batch.rows=4", "batch.micro_rows=2",
+    ]  # fmt: skip
+    assert_goes_on_bitwise(train, *grpo, *how, steps=(2, 4), timeout=300)
 
 
 def test_recorded_kernels_answer_as_those_that_are_launched_one_by_one(tmp_path, monkeypatch):

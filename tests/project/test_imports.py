@@ -100,4 +100,4 @@ def test_no_test_imports_from_another():
 def test_every_place_where_tests_break_the_package_is_there():
     limits = [place for places in inject.SETTINGS.values() for place in places]
     for place in [*inject.POINTS.values(), *limits]:
-        resolve_name(place)  # raises what names it: change it in tests/inject.py
+        resolve_name(place)  # raises what names it: change it in tests/ranks/inject.py

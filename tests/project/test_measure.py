@@ -10,51 +10,28 @@ sys.path.insert(0, str(REPO / "tools"))
 from measure import broken_limits, exceeded, measure, of_folders
 
 LONG = "def long(x):\n" + "".join(f"    if x == {n}:\n        return {n}\n" for n in range(11))
+REASON = {"a.py:long": "a table"}
+PAGE = "class Page: ...\n"
+IN_A_FUNCTION = "def f():\n    from package.a import g\n"
+PACKAGES = {
+    "within the limits": (["from package import b\n", PAGE], {}, []),
+    "a circle": (["from package import b\n", IN_A_FUNCTION], {}, ["package.a", "package.b"]),
+    "a class twice": ([PAGE, PAGE], {}, ["class Page exists 2 times: a.py, b.py"]),
+    "a long function": ([LONG, ""], {}, ["a.py:long has 11 branches"]),
+    "a long function with a reason": ([LONG, ""], REASON, []),
+    "a reason for one that is not long": (["def long(): ...\n", ""], REASON, ["remove it"]),
+}
 
 
-@pytest.fixture
-def problems(tmp_path):
-    """Return the limits that a package of these files breaks."""
-
-    def write_and_measure(files, reasons=None):
-        package = tmp_path / "package"
-        package.mkdir()
-        for name, text in files.items():
-            (package / name).write_text(text)
-        return broken_limits(measure(package), reasons or {})
-
-    return write_and_measure
-
-
-def test_a_package_within_the_limits_has_no_problem(problems):
-    assert problems({"a.py": "from package import b\n", "b.py": "class B: ...\n"}) == []
-
-
-def test_a_circle_of_imports_is_a_problem(problems):
-    [circle] = problems(
-        {"a.py": "from package import b\n", "b.py": "def f():\n    from package.a import g\n"}
-    )
-    assert "package.a" in circle
-    assert "package.b" in circle
-
-
-def test_a_class_name_that_exists_twice_is_a_problem(problems):
-    [twice] = problems({"a.py": "class Page: ...\n", "b.py": "class Page: ...\n"})
-    assert twice == "class Page exists 2 times: a.py, b.py"
-
-
-def test_a_long_function_is_a_problem_unless_it_has_a_reason(problems):
-    [long] = problems({"a.py": LONG})
-    assert "a.py:long has 11 branches" in long
-
-
-def test_a_long_function_with_a_reason_is_none(problems):
-    assert problems({"a.py": LONG}, {"a.py:long": "a table"}) == []
-
-
-def test_a_reason_for_a_function_that_is_not_long_is_a_problem(problems):
-    [stale] = problems({"a.py": "def long(): ...\n"}, {"a.py:long": "a table"})
-    assert "remove it" in stale
+@pytest.mark.parametrize(("texts", "reasons", "said"), PACKAGES.values(), ids=PACKAGES)
+def test_what_breaks_a_limit_is_a_problem(tmp_path, texts, reasons, said):
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, text in zip(("a.py", "b.py"), texts, strict=True):
+        (package / name).write_text(text)
+    problems = broken_limits(measure(package), reasons)
+    assert len(problems) == bool(said)
+    assert [text for text in said if text not in problems[0]] == []
 
 
 def test_a_folder_beside_the_package_is_one_room_whose_columns_have_limits(tmp_path):

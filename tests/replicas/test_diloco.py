@@ -18,7 +18,8 @@ HOW = [
     "schedule=constant", "optim=sgd", "optim.momentum=0", "optim.weight_decay=0",
     f"optim.lr={LR}", f"optim.grad_clip={CLIP}", "precision=fp32", f"batch.rows={ROWS}",
     "batch.micro_rows=1",
-    "batch.seq_len=128", "tokenizer.path=demo:bytes", "model=auto", "checkpoint.every=null",
+    "batch.seq_len=128", "tokenizer.path=demo:bytes", "launch.watchdog=false", "model=auto",
+    "checkpoint.every=null",
     f"replicas.outer_lr={OUTER_LR}", f"replicas.outer_momentum={MOMENTUM}",
 ]  # fmt: skip
 WHOLE = {"every": 3}
@@ -26,11 +27,23 @@ STREAMED = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.3}
 
 
 @pytest.fixture(scope="module")
-def groups(world):
+def pools(world):
     with lighthouse() as address:
         pools = GroupPools(world, address)
         yield pools
         pools.close()
+
+
+@pytest.fixture
+def train(pools, words, tmp_path):
+    """Return `train("name", choice, *overrides)`, which trains as groups, two if none are said."""
+
+    def start(name, choice, *overrides, **options):
+        settings = [f"replicas.{key}={value}" for key, value in choice.items()]
+        own = [*words, *settings, *overrides]
+        return pools.train(tmp_path / name, *own, method="diloco", base=[], **options)
+
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +65,6 @@ def rows(world, words):
     own = [word for word in words if word.startswith(("data", "model", "tokenizer", "batch"))]
     shown = world.command("preview", *own, "preview.format=json", "preview.rows=96")[0].out
     return [json.loads(line) for line in shown.splitlines()]
-
-
-def settings(choice):
-    return [f"replicas.{key}={value}" for key, value in choice.items()]
 
 
 def textbook(folder, rows, steps, groups, every, fragments=1, delay=0, mixing=0.0, lost=()):
@@ -141,55 +150,28 @@ def assert_weights(run, outer, own, tolerance):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("choice", "count", "ranks"),
-    [(WHOLE, 2, 1), (WHOLE, 2, 2), (STREAMED, 2, 1), (WHOLE, 3, 1)],
-    ids=["whole", "2 ranks", "streamed", "3 groups"],
-)
-@pytest.mark.grid(1)
-def test_three_outer_steps_are_those_of_a_plain_program(
-    groups, words, folder, rows, tmp_path, choice, count, ranks
-):
+@pytest.mark.parametrize("choice", [WHOLE, STREAMED], ids=["whole", "streamed"])
+def test_three_outer_steps_are_those_of_a_plain_program(train, folder, rows, choice):
     steps = 3 * choice["every"]
-    own = [*words, *settings(choice), f"train.steps={steps}", f"replicas.min={count}"]
-    run, *_ = groups.train(
-        tmp_path / "run",
-        *own,
-        method="diloco",
-        groups=count,
-        ranks=ranks,
-        base=["launch.watchdog=false"],
-    )
-    assert_weights(run, *textbook(folder, rows, steps, count, **choice), tolerance=1e-6)
+    run, _ = train("run", choice, f"train.steps={steps}", "replicas.min=2")
+    assert_weights(run, *textbook(folder, rows, steps, 2, **choice), tolerance=1e-6)
     assert run.column("step") == list(range(1, steps + 1))
 
 
-@pytest.mark.further
 def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights(
-    groups, words, folder, rows, tmp_path
+    train, folder, rows
 ):
     """The other group waits for it with the first average."""
-    own = [*words, *settings(WHOLE), "train.steps=9", "replicas.min=2"]
-    run, killed = groups.train(
-        tmp_path / "run",
-        *own,
-        method="diloco",
-        seams={1: killed_at(step=2)},
-        base=["launch.watchdog=false"],
-    )
+    seams = {1: killed_at(step=2)}
+    run, killed = train("run", WHOLE, "train.steps=9", "replicas.min=2", ranks=2, seams=seams)
     assert "took over step 3 of another group, after its own step 0" in killed.out
     expected = textbook(folder, rows, 9, 2, **WHOLE, lost=[1])
     assert_weights(run, *expected, tolerance=1e-6)
 
 
-@pytest.mark.slow
-def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(
-    groups, words, folder, rows, tmp_path
-):
+def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(train, folder, rows):
     """One outer step: then the difference is that of one message."""
-    own = [*words, *settings(WHOLE), "train.steps=3", "replicas.min=2", "replicas.quantize=true"]
-    run, _ = groups.train(tmp_path / "run", *own, method="diloco", base=["launch.watchdog=false"])
+    run, _ = train("run", WHOLE, "train.steps=3", "replicas.min=2", "replicas.quantize=true")
     outer, _ = textbook(folder, rows, 3, 2, **WHOLE)
     begun, state = textbook(folder, rows, 0, 1, **WHOLE)[0], stored(newest(run))
     step = OUTER_LR * (1 + MOMENTUM)
@@ -202,11 +184,8 @@ def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(
     assert 1e-6 < largest <= step * 2 * changed / 127 / 2
 
 
-@pytest.mark.further
-def test_one_group_resumes_as_if_it_had_never_stopped(groups, words, tmp_path):
-    own = [*words, *settings(WHOLE)]
-    options = {"method": "diloco", "groups": 1, "base": ["launch.watchdog=false"]}
-    (whole,) = groups.train(tmp_path / "whole", *own, "train.steps=8", **options)
-    groups.train(tmp_path / "run", *own, "train.steps=5", **options)
-    (run,) = groups.train(tmp_path / "run", *own, "train.steps=8", **options)
+def test_one_group_resumes_as_if_it_had_never_stopped(train):
+    (whole,) = train("whole", WHOLE, "train.steps=6", groups=1)
+    train("run", WHOLE, "train.steps=4", groups=1)
+    (run,) = train("run", WHOLE, "train.steps=6", groups=1)
     assert_byte_equal(stored(newest(run)), stored(newest(whole)))

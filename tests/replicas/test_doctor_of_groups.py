@@ -3,24 +3,22 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from replica_groups import lighthouse
 from world import World
 
 
-def doctor(pool, *words, ranks=1):
-    """Run `doctor` on the ranks of a pool; return its findings."""
-    results = pool.command("doctor", "doctor.format=json", *words, ranks=ranks)
+def doctor(pool, *words):
+    """Run `doctor` on a rank of a pool; return its findings."""
+    results = pool.command("doctor", "doctor.format=json", *words)
     return [json.loads(line) for line in results[0].out.splitlines()]
 
 
-@pytest.mark.further
 def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):
     second = World()
     with lighthouse() as address, ThreadPoolExecutor(1) as thread:
         words = [f"run.root={tmp_path}", "replicas.method=sync", f"replicas.lighthouse={address}"]
-        other = thread.submit(doctor, second, *words, "replicas.id=1", ranks=2)
-        both = [doctor(world, *words, "replicas.id=0", ranks=2), other.result()]
+        other = thread.submit(doctor, second, *words, "replicas.id=1")
+        both = [doctor(world, *words, "replicas.id=0"), other.result()]
     second.close()
     for i, findings in enumerate(both):
         met = next(f for f in findings if f["what"] == "groups")
@@ -31,7 +29,6 @@ def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):
         assert "plan.groups_gbps=" in links["advice"]
 
 
-@pytest.mark.slow
 def test_doctor_says_how_to_measure_between_groups(world, tmp_path):
     words = [f"run.root={tmp_path}", "replicas.method=sync", "launch.groups=2"]
     findings = doctor(world, *words)

@@ -3,13 +3,11 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 from replica_groups import GroupPools, lighthouse
 from world import Run, alive, wait_until
 
-STEPS = 150
 STARTER = """
 from fsdp_trainer.launch.start_groups import Lighthouse
 with Lighthouse() as started:
@@ -18,44 +16,34 @@ with Lighthouse() as started:
 """
 
 
-@pytest.fixture(scope="module")
-def words(inputs):
-    return [*(f"{key}={value}" for key, value in inputs.items()), f"train.steps={STEPS}"]
+def test_groups_go_on_when_the_lighthouse_is_started_again_and_end_if_it_stays_away(
+    world, inputs, tmp_path
+):
+    run = Run(tmp_path / "run")
+    words = [*(f"{key}={value}" for key, value in inputs.items()), "train.steps=99999"]
+    words += ["replicas.min=2", "launch.timeout=8s"]
 
+    def trains_on():
+        before = len(run.metrics)
+        wait_until(lambda: len(run.metrics) > before + 5 or training.done())
+        assert not training.done()
 
-@pytest.mark.further
-def test_groups_go_on_when_the_lighthouse_is_started_again(world, words, tmp_path):
-    with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
-        first = lighthouse()
-        address = stack.enter_context(first)
-        pools = GroupPools(world, address)
-        stack.callback(pools.close)
-        training = thread.submit(pools.train, tmp_path / "run", *words, "replicas.min=2")
-        shared = Run(tmp_path / "run")
-        wait_until(lambda: len(shared.metrics) > 3 or training.done())
-        first.__exit__(None, None, None)
-        stack.enter_context(lighthouse(int(address.rpartition(":")[2])))
+    with ThreadPoolExecutor(1) as thread:
+        with lighthouse() as address:
+            pools = GroupPools(world, address)
+            training = thread.submit(pools.train, run.folder, *words, code=1)
+            trains_on()
+        with lighthouse(int(address.rpartition(":")[2])):
+            trains_on()
         training.result()
-    assert shared.column("step") == list(range(1, STEPS + 1))
-    assert [e["groups"] for e in shared.event("groups")][-1] == 2
+    pools.close()
+    assert run.column("step") == list(range(1, len(run.metrics) + 1))
+    assert run.event("groups")[-1]["groups"] == 2
+    (end,) = run.event("end")
+    assert "no meeting of the groups for 8 s" in end["reason"]
 
 
-@pytest.mark.further
-def test_a_run_whose_lighthouse_stays_away_says_so(world, words, tmp_path):
-    with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
-        first = lighthouse()
-        pools = GroupPools(world, stack.enter_context(first))
-        more = [*words, "launch.timeout=4s", "train.steps=9999"]
-        training = thread.submit(pools.train, tmp_path / "run", *more, groups=1, code=1)
-        shared = Run(tmp_path / "run")
-        wait_until(lambda: len(shared.metrics) > 3 or training.done())
-        first.__exit__(None, None, None)
-        training.result()
-    (end,) = shared.event("end")
-    assert "no meeting of the groups for 4 s" in end["reason"]
-
-
-@pytest.mark.further
+@pytest.mark.slow
 def test_a_lighthouse_does_not_outlive_who_started_it_for_groups():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     starter = subprocess.Popen([sys.executable, "-c", STARTER], **pipes)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from world import SMALL, Run, alive, end, wait_until
 
-STEPS = 300
+STEPS = 100
 
 
-@pytest.mark.further
+@pytest.mark.slow
 def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(inputs, tmp_path):
     words = [f"{key}={value}" for key, value in inputs.items()]
     place = [f"run.root={tmp_path}", "run.name=run"]

@@ -20,12 +20,6 @@ HOW = [
     "train.steps=8", "schedule=constant", "batch.micro_rows=1", "data.validation=0.2",
     "train.validate_every=4", "checkpoint.every=4",
 ]  # fmt: skip
-LAYOUTS = {
-    "1 rank": (1, []),
-    "2 ranks": (2, []),
-    "tensor": (2, ["sharding.tensor=2"]),
-    "pipeline": (2, ["sharding.pipeline=2"]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +59,6 @@ def counts(run):
     return [(e["step"], e["groups"]) for e in run.event("groups")]
 
 
-@pytest.mark.further
 def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, tmp_path):
     (run,) = groups.train(tmp_path / "run", *words, groups=1)
     assert run.column("loss") == undisturbed.column("loss")
@@ -73,17 +66,13 @@ def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, 
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.grid(1)
-def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path, layout):
-    ranks, sharding = LAYOUTS[layout]
-    run, _ = groups.train(tmp_path / "run", *words, *sharding, "replicas.min=2", ranks=ranks)
+@pytest.mark.parametrize("sharding", ["sharding.tensor=2", "sharding.pipeline=2"])
+def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path, sharding):
+    run, _ = groups.train(tmp_path / "run", *words, sharding, "replicas.min=2", ranks=2)
     assert counts(run) == [(0, 2)]
     assert_same_run(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_killed_group_comes_back_with_the_state_of_the_others(
     groups, words, undisturbed, tmp_path
 ):
@@ -94,7 +83,6 @@ def test_a_killed_group_comes_back_with_the_state_of_the_others(
     assert_same_run(run, undisturbed)
 
 
-@pytest.mark.further
 def test_the_group_that_writes_the_files_may_be_killed(groups, words, undisturbed, tmp_path):
     """Three groups of which two are enough: neither a line nor a checkpoint is missing."""
     seams = {0: killed_at(step=3)}
@@ -102,27 +90,23 @@ def test_the_group_that_writes_the_files_may_be_killed(groups, words, undisturbe
     assert_same_run(run, undisturbed)
 
 
-@pytest.mark.further
-def test_all_groups_stop_together_and_resume_exactly(groups, words, undisturbed, tmp_path):
-    more = [*words, "replicas.min=2"]
-    stop = inject.at("forward", partial(inject.send, signal.SIGTERM), step=3)
-    first, _ = groups.train(tmp_path / "run", *more, seams={0: stop, 1: stop}, code=75)
-    assert first.checkpoints == ["step-00000003"]
-    run, _ = groups.train(tmp_path / "run", *more)
-    assert_same_run(run, undisturbed)
-
-
-@pytest.mark.further
-def test_a_run_whose_groups_were_all_lost_goes_on_from_its_checkpoint(
+def test_all_groups_stop_together_resume_exactly_go_on_after_a_loss_and_export(
     groups, words, undisturbed, tmp_path
 ):
-    seams = {0: killed_at(step=7), 1: killed_at(step=7)}
-    run, _ = groups.train(tmp_path / "run", *words, "replicas.min=2", seams=seams)
-    assert [event["step"] for event in run.event("resume")] == [4]
+    train = partial(groups.train, tmp_path / "run", *words)
+    stop = inject.at("forward", partial(inject.send, signal.SIGTERM), step=3)
+    first, _ = train("replicas.min=2", seams={0: stop, 1: stop}, code=75)
+    assert first.checkpoints == ["step-00000003"]
+    lost = killed_at(step=7)
+    run, _ = train("replicas.min=2", seams={0: lost, 1: lost})
+    assert [event["step"] for event in run.event("resume")] == [3, 4]
     assert_same_run(run, undisturbed)
+    assert not list(run.folder.rglob("hf/model.safetensors"))
+    (again,) = train("checkpoint.export_hf=true", groups=1)
+    assert "already finished" in again.out
+    assert list(run.folder.rglob("hf/model.safetensors"))
 
 
-@pytest.mark.further
 def test_groups_rewind_together_after_a_spike(groups, world, inputs, tmp_path):
     data = [f"{key}={value}" for key, value in inputs.items()]
     how = [*data, *SPIKY, "train.on_spike=rewind", f"train.steps={inject.SPIKED + 2}"]
@@ -134,16 +118,6 @@ def test_groups_rewind_together_after_a_spike(groups, world, inputs, tmp_path):
     assert run.column("loss") == pytest.approx(alone.column("loss"), rel=1e-4)
 
 
-@pytest.mark.further
-def test_a_group_exports_the_run_that_others_have_finished(groups, words, tmp_path):
-    groups.train(tmp_path / "run", *words)
-    assert not list((tmp_path / "run").rglob("hf/model.safetensors"))
-    (again,) = groups.train(tmp_path / "run", *words, "checkpoint.export_hf=true", groups=1)
-    assert "already finished" in again.out
-    assert list((tmp_path / "run").rglob("hf/model.safetensors"))
-
-
-@pytest.mark.further
 def test_a_new_group_waits_for_others_that_hold_the_folder(groups, words, tmp_path):
     folder = tmp_path / "run"
     with ThreadPoolExecutor(1) as thread:
@@ -164,7 +138,6 @@ def test_a_plain_run_is_refused_while_groups_train_in_the_folder(world, words, t
             pass
 
 
-@pytest.mark.further
 def test_a_group_with_other_settings_is_refused_and_the_others_go_on(groups, words, tmp_path):
     folder = tmp_path / "run"
     rare = [f"{key}=9999" for key in ("train.steps", "train.validate_every", "checkpoint.every")]

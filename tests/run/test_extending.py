@@ -33,15 +33,9 @@ def nothing_registered_afterwards(monkeypatch):
 
 @pytest.fixture
 def words(inputs, tmp_path):
-    return [
-        *SMALL,
-        *(f"{key}={value}" for key, value in inputs.items()),
-        f"run.root={tmp_path}",
-        "run.name=run",
-        "train.steps=2",
-        "launch.nproc_per_node=1",
-        "launch.device=cpu",
-    ]
+    data = [f"{key}={value}" for key, value in inputs.items()]
+    place = [f"run.root={tmp_path}", "run.name=run", "launch.nproc_per_node=1"]
+    return [*SMALL, *data, *place, "train.steps=2", "launch.device=cpu"]
 
 
 @pytest.mark.slow
@@ -67,14 +61,6 @@ def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path
     assert all(0 <= line["confident_share"] <= 1 for line in lines)
     assert all(line["own_metrics"] == ["confident_share"] for line in lines)
     assert all(0 < line["objective"] < line["loss"] for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.further
-def test_ranks_that_are_started_import_the_module_too(words, tmp_path):
-    ranks = ["launch.nproc_per_node=2", "--import", "callback"]
-    assert main([*words, *ranks]) == 0
-    assert "2 ranks" in (tmp_path / "run" / "diary.txt").read_text()
 
 
 @pytest.mark.slow
@@ -162,7 +148,6 @@ def test_a_program_that_fails_stops_no_run(words, tmp_path, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.further
 def test_mlflow_gets_every_step_and_a_restart_goes_on_in_the_same_run(words, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import inject
 import pytest
+from named_runs import NamedRun
 from stored import assert_bitwise_equal, end_of, newest, stored
 from world import RankFailed, wait_until, write_chats
 
@@ -23,74 +24,69 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.stopping.time_limits import slurm_seconds_left
 
-HOW = [
-    "schedule=constant", "train.steps=4", "checkpoint.every=2", "batch.micro_rows=1",
-    "data.validation=0.2", "train.validate_every=2",
+HOW = (
+    "data.path=DATA/chats.jsonl", "schedule=constant", "train.steps=4", "checkpoint.every=2",
+    "batch.micro_rows=1", "data.validation=0.2", "train.validate_every=2",
     "train.sample_prompts=[a,bb]", "train.sample_tokens=3", "checkpoint.best=true",
     "train.validate_first=false",
-]  # fmt: skip
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def undisturbed(world, inputs, tmp_path_factory):
-    return world.train(
-        tmp_path_factory.mktemp("whole") / "run",
-        *(f"{k}={v}" for k, v in inputs.items()),
-        *HOW,
-        ranks=2,
-    )
+@pytest.fixture
+def undisturbed(ledger):
+    return ledger.run(words=HOW, ranks=2)
+
+
+@pytest.fixture
+def start(ledger, world, tmp_path):
+    """Return a function that gives the command of `undisturbed`, into another folder."""
+    words = ledger.words_of(NamedRun(2, HOW))
+    return partial(world.train, tmp_path / "run", *words, base=[], ranks=2)
+
+
+IN_BACKGROUND = ("shards", "manifest", "rename", "prune")
+"""Phases of a checkpoint, which another thread may write."""
 
 
 def assert_the_same_end(run, undisturbed):
     for column in ("step", "loss", "tokens"):
         assert run.column(column) == undisturbed.column(column), column
-    assert [line.get("validation_loss") for line in run.metrics] == [
-        line.get("validation_loss") for line in undisturbed.metrics
-    ]
-    assert [(e["step"], e["loss"]) for e in run.event("evaluation")] == [
-        (e["step"], e["loss"]) for e in undisturbed.event("evaluation")
-    ]
+    for each in ("loss", "step"):
+        evaluated = [[e[each] for e in r.event("evaluation")] for r in (run, undisturbed)]
+        assert evaluated[0] == evaluated[1], each
+    validated = [[line.get("validation_loss") for line in r.metrics] for r in (run, undisturbed)]
+    assert validated[0] == validated[1]
     assert run.checkpoints[-1] == undisturbed.checkpoints[-1]
     assert end_of(run) == ("end", 0)
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
-    said, expected = (
-        json.loads((newest(r) / "trainer.json").read_text()) for r in (run, undisturbed)
-    )
-    assert said == expected, "what is remembered besides tensors, the best validation too"
-    assert (run.folder / "samples.jsonl").read_text() == (
-        undisturbed.folder / "samples.jsonl"
-    ).read_text()
+    said, expected = ((newest(r) / "trainer.json").read_text() for r in (run, undisturbed))
+    assert json.loads(said) == json.loads(expected), "with the best validation"
+    samples = [(r.folder / "samples.jsonl").read_text() for r in (run, undisturbed)]
+    assert samples[0] == samples[1]
 
 
-def ALL(*phase):
-    return pytest.param(*phase, marks=[pytest.mark.slow, pytest.mark.faults])
+QUICK = [("backward", 5, 1, "sync"), ("shards", 1, 0, "async")]
+MOMENTS = [
+    ("backward", 5, 1), ("validation", 3, 1),
+    *((phase, 1, rank) for phase in ("data", "forward", "clip", "update", "log", "staging")
+      for rank in (0, 1)),
+    *((phase, 2, rank) for phase in ("samples", "agree") for rank in (0, 1)),
+    *((phase, 1, 0) for phase in IN_BACKGROUND),
+]  # fmt: skip
+CASES = [(*moment, mode) for moment in MOMENTS for mode in ("sync", "async")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("phase", "nth", "rank"),
-    [
-        ("backward", 5, 1),
-        ("shards", 1, 0),
-        ALL("validation", 3, 1),
-        *[ALL(phase, nth, rank) for rank in (0, 1) for nth,
-        *phases in ((1, "data", "forward", "clip", "update", "log", "staging"),
-        (2, "samples", "agree")) for phase in phases],
-        *[ALL(phase, 1, 0) for phase in ("manifest", "rename", "prune")],
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("mode", ["sync", ALL("async")])
-@pytest.mark.grid(1)
+    ("phase", "nth", "rank", "mode"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.faults) for case in CASES],
+)
 def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_are_the_same(
-    train, undisturbed, phase, nth, rank, mode
+    start, undisturbed, phase, nth, rank, mode
 ):
-    how = [*HOW, f"checkpoint={mode}"]
-    # the first checkpoint is that of step 2
-    background = phase in ("shards", "manifest", "rename", "prune")
     seam = inject.signalled(phase, rank, nth, signal.SIGUSR1)
-    if background:
+    if phase in IN_BACKGROUND:  # the first checkpoint is that of step 2
         seam = inject.signalled_before(3, phase, rank, nth, signal.SIGUSR1)
-    stopped = train("run", *how, ranks=2, seam=seam, code=75)
+    stopped = start(f"checkpoint={mode}", seam=seam, code=75)
     assert end_of(stopped) == ("end", 75)
     assert stopped.events[-1]["reason"] == "SIGUSR1"
     assert len(stopped.event("signal")) == 1
@@ -98,24 +94,20 @@ def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_
     assert stopped.checkpoints[-1] == f"step-{step:08d}"
     assert stopped.event("checkpoint")[-1]["step"] == step
     assert step < 4
-    assert_the_same_end(train("run", *how, ranks=2), undisturbed)
+    assert_the_same_end(start(f"checkpoint={mode}"), undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.further
-def test_a_signal_amid_the_last_validation_leaves_it_to_the_next_start(train, undisturbed):
-    stopped = train("run", *HOW, ranks=2, seam=inject.signalled("validation", 1, 12), code=75)
+def test_a_signal_amid_the_last_validation_leaves_it_to_the_next_start(start, undisturbed):
+    stopped = start(seam=inject.signalled("validation", 1, 12), code=75)
     assert stopped.column("step") == [1, 2, 3, 4]
     assert "validation_loss" not in stopped.metrics[-1]
-    assert_the_same_end(train("run", *HOW, ranks=2), undisturbed)
+    assert_the_same_end(start(), undisturbed)
 
 
-@pytest.mark.slow
-def test_work_that_a_stop_left_is_dropped_where_nothing_asks_for_it_any_more(train):
-    stopped = train("run", *HOW, seam=inject.signalled("validation", 0, 2), code=75)
+def test_work_that_a_stop_left_is_dropped_where_nothing_asks_for_it_any_more(start):
+    stopped = start(seam=inject.signalled("validation", 0, 2), code=75)
     assert stopped.column("step") == [1, 2]
-    others = [word for word in HOW if "sample" not in word and "validate_every" not in word]
-    run = train("run", *others, "train.validate_every=3", "train.sample_prompts=[]")
+    run = start("train.validate_every=3", "train.sample_prompts=[]")
     assert run.column("step") == [1, 2, 3, 4]
     assert [event["step"] for event in run.event("evaluation")] == [3, 4]
 
@@ -149,18 +141,16 @@ def blocked_read(nth):
     over.set()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 9, 2), ALL(2, 5, 1)])
-@pytest.mark.further
+@pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 9, 2)])
 def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(
-    train, undisturbed, ahead, nth, step
+    start, undisturbed, ahead, nth, step
 ):
     """The data hang in the second micro-batch of three, or in validation."""
-    stopped = train("run", *HOW, f"data.prefetch={ahead}", ranks=2, seam=blocked_read(nth), code=75)
+    stopped = start(f"data.prefetch={ahead}", seam=blocked_read(nth), code=75)
     assert len(stopped.metrics) == step
     assert stopped.checkpoints[-1] == f"step-{step:08d}"
     assert not stopped.event("skipped")
-    assert_the_same_end(train("run", *HOW, ranks=2), undisturbed)
+    assert_the_same_end(start(), undisturbed)
 
 
 def interrupted(real, self, name, *args):
@@ -181,7 +171,6 @@ def slow_tokenizing():
     )
 
 
-@pytest.mark.slow
 def test_a_signal_while_another_rank_tokenizes_ends_all_and_leaves_nothing_half_made(
     train, tmp_path
 ):
@@ -195,7 +184,6 @@ def test_a_signal_while_another_rank_tokenizes_ends_all_and_leaves_nothing_half_
     assert train("run", *how, ranks=2).column("step") == [1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "committed"), [("start", 0), ("export", 1)])
 def test_a_signal_before_or_after_training_is_heard_too(train, phase, committed):
     how = ["train.steps=1", "checkpoint.export_hf=true"]
@@ -245,31 +233,22 @@ def slow_steps():
         yield
 
 
-@pytest.mark.slow
 def test_a_run_stops_early_enough_to_save_within_its_limit(train):
-    run = train(
-        "run",
-        "train.steps=99",
-        "train.time_limit=900s",
-        "checkpoint.every=2",
-        seam=slow_steps(),
-        code=75,
-    )
+    how = ["train.steps=99", "train.time_limit=900s", "checkpoint.every=2"]
+    run = train("run", *how, seam=slow_steps(), code=75)
     assert int(re.findall(r"\[(\d+) s\]", run.out)[-1]) == 3 * 70 + 2 * 300
     assert run.events[-1]["reason"] == "time_limit"
     assert run.checkpoints[-1] == "step-00000003"
     assert len(run.metrics) == 3
 
 
-@pytest.mark.slow
 def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
     env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)}
     run = train("run", "train.steps=100000", ranks=2, env=env, code=75)
     assert run.events[-1]["reason"] == "slurm_time_limit"
     assert run.event("slurm_time_limit")
-    assert (
-        len(train("other", "train.steps=3", "launch.slurm_time_limit=false", env=env).metrics) == 3
-    )
+    other = train("other", "train.steps=3", "launch.slurm_time_limit=false", env=env)
+    assert len(other.metrics) == 3
 
 
 @pytest.mark.parametrize(
@@ -318,26 +297,20 @@ def twice(phase):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "phase",
-    [
-        "shards",
-        pytest.param("staging", marks=pytest.mark.faults),
-        pytest.param("rename", marks=pytest.mark.faults),
-    ],
-)
+OTHERS = [pytest.param(phase, marks=pytest.mark.faults) for phase in ("staging", "rename")]
+
+
+@pytest.mark.parametrize("phase", ["shards", *OTHERS])
 def test_a_second_signal_ends_a_blocked_run_at_once_and_what_is_committed_stays(train, phase):
     how = ["train.steps=4", "checkpoint.every=2"]
     with pytest.raises(RankFailed, match="rank 0: died"):
-        train("run", *how, seam=twice(phase))
+        train("run", *how, "launch.watchdog=true", seam=twice(phase))
     run = train("run", *how)
+    assert not run.event("hang"), "the watchdog reports no hang"
     assert run.event("resume")[0]["step"] == 2
     assert run.column("step") == [1, 2, 3, 4]
-    assert (
-        run.events[-3]["event"] == "resume"
-        or run.event("end")[0]["reason"] == "second signal (SIGTERM)"
-    )
+    ended = run.event("end")[0]["reason"] == "second signal (SIGTERM)"
+    assert ended or run.events[-3]["event"] == "resume"
 
 
 def signalled_while_blocked():
@@ -352,8 +325,6 @@ PEER_DIES = inject.together(
 """Rank 1 dies hard; rank 0 sits where it notices nothing, and gets the launcher's signal."""
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_a_signal_after_another_rank_has_died_ends_this_one_at_once(train, tmp_path):
     with pytest.raises(RankFailed, match="rank 0: died"):
         train("run", "train.steps=4", ranks=2, seam=PEER_DIES)
@@ -374,7 +345,6 @@ A_DISK_THAT_HANGS = inject.together(
 """Two signals while the main thread hangs in a write of the run's records."""
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_a_run_whose_disk_hangs(train):
     with pytest.raises(RankFailed, match="rank 0: died"):
         train("run", "train.steps=2", seam=A_DISK_THAT_HANGS)
@@ -420,18 +390,14 @@ def test_the_second_interrupt_of_a_notebook_ends_the_run_and_not_the_notebook(
 def test_an_event_loop_hears_its_own_signals_meanwhile_and_afterwards():
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
-    os.set_blocking(ear, False)
     before, handler = signal.set_wakeup_fd(mouth), signal.signal(signal.SIGUSR2, lambda *_: None)
     stop = StopSignals(None, lambda text: None, lambda reason, code: None)
     try:
-        os.kill(os.getpid(), signal.SIGUSR2)
-        select.select([ear], [], [], 60)
-        assert os.read(ear, 9) == bytes([signal.SIGUSR2])
-        stop.close()
-        stop.close()
-        os.kill(os.getpid(), signal.SIGUSR2)
-        select.select([ear], [], [], 60)
-        assert os.read(ear, 9) == bytes([signal.SIGUSR2])
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert select.select([ear], [], [], 60)[0], "it is heard"
+            assert os.read(ear, 9) == bytes([signal.SIGUSR2])
+            stop.close()
     finally:
         stop.close()
         signal.set_wakeup_fd(before)
@@ -452,21 +418,14 @@ LONG_WAITS = ("checkpoint_wait", "compare_copies", "records_write")
 """For the rest of a failed save, for replicas' digests, for the records' disk."""
 
 
-@pytest.mark.slow
-@pytest.mark.further
 def test_waits_that_may_be_long_are_no_ordinary_phases(train):
     how = ["train.steps=6", "checkpoint=async", "checkpoint.every=2", "train.check_every=2"]
-    run = train(
-        "run",
-        *how,
-        ranks=2,
-        seam=inject.together(
-            inject.quick_retries(),
-            *(inject.around(point, partial(tell_phase, point)) for point in LONG_WAITS),
-            inject.fails("checkpoint_write", inject.no_space()),
-        ),
-        code=1,
+    seam = inject.together(
+        inject.quick_retries(),
+        *(inject.around(point, partial(tell_phase, point)) for point in LONG_WAITS),
+        inject.fails("checkpoint_write", inject.no_space()),
     )
+    run = train("run", *how, ranks=2, seam=seam, code=1)
     places = set(re.findall(r"\[(\w+) in (\w+)\]", run.out))
     assert {name for name, _ in places} == set(LONG_WAITS)
     assert places <= {

@@ -78,7 +78,6 @@ def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
     sys.platform != "linux" or "+cpu" not in version("torch"),
     reason="elsewhere torch loads its libraries alone",
 )
-@pytest.mark.further
 def test_torchs_library_is_loaded_while_python_imports_and_before_torch_looks_for_it():
     python(
         "import re, sys\nfrom pathlib import Path\nfrom fsdp_trainer.run.verb import "

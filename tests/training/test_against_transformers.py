@@ -8,37 +8,20 @@ from fnmatch import fnmatch
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from stored import tensors
 from zoo import make_model
 
 transformers = pytest.importorskip("transformers")
 
 STEPS, ROWS, PEAK, WARMUP, CLIP, DECAY, FLOOR = 5, 4, 3e-3, 2, 0.5, 0.1, 0.1
-FAMILIES = (
-    "llama tied",
-    "qwen3",
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "deepseek_v3",
-    "gpt_oss",
-    "mistral window",
-    "qwen2",
-    "gemma2",
-    "gemma3 long",
-    "olmo2",
-    "phi3",
-)
-
-
-@pytest.fixture(params=FAMILIES)
-def folder(request, tmp_path):
-    """A Hugging Face folder with random weights."""
-    make_model(request.param, vocab_size=264, max_position_embeddings=128).save_pretrained(
-        tmp_path / "hf"
-    )
-    return tmp_path / "hf"
+CASES = [
+    ("llama tied", []),
+    ("llama tied", ["model.embed_tokens.*"]),
+    ("qwen3", ["model.layers.0.*", "*.q_proj.*"]),
+    ("gemma2", []),
+    ("gpt_oss", []),
+]
+"""Models, and patterns of frozen weights."""
 
 
 @pytest.fixture
@@ -56,82 +39,36 @@ def weighted(tmp_path):
     return tmp_path / "chats.jsonl"
 
 
-@pytest.fixture
-def common(weighted, folder):
-    return [
-        f"model.init_from={folder}",
-        "tokenizer.path=demo:bytes",
-        f"data.path={weighted}",
-        "batch.seq_len=128",
-        f"batch.rows={ROWS}",
-    ]
+@pytest.mark.parametrize(("name", "frozen"), CASES)
+def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
+    train, world, inputs, weighted, tmp_path, name, frozen
+):
+    folder = tmp_path / "model"
+    model = make_model(name, vocab_size=264, max_position_embeddings=128)
+    model.save_pretrained(folder)
+    common = [
+        f"model.init_from={folder}", "tokenizer.path=demo:bytes", f"data.path={weighted}",
+        "batch.seq_len=128", f"batch.rows={ROWS}",
+    ]  # fmt: skip
+    run = train(
+        "ours", *common, "model=auto", f"train.steps={STEPS}", "batch.micro_rows=2",
+        f"optim.lr={PEAK}", f"schedule.warmup_steps={WARMUP}", f"schedule.min_ratio={FLOOR}",
+        f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32",
+        f"train.freeze={frozen}", "checkpoint.export_hf=true", ranks=2, base=["launch.timeout=60s"],
+    )  # fmt: skip
+    cache = f"data.cache={inputs['data.cache']}"
+    shown = ["preview", "preview.format=json", f"preview.rows={STEPS * ROWS}"]
+    lines = world.command(*shown, *common, cache)[0].out.splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["row"] for row in rows] == list(range(STEPS * ROWS))
+    assert max(len(row["documents"]) for row in rows) > 1
+    assert any("weights" in row for row in rows)
 
-
-@pytest.fixture
-def ours(train, common):
-    """Our training, on two ranks."""
-
-    def start(*overrides):
-        return train(
-            "ours", *common, "model=auto", f"train.steps={STEPS}", "batch.micro_rows=2",
-            f"optim.lr={PEAK}", f"schedule.warmup_steps={WARMUP}", f"schedule.min_ratio={FLOOR}",
-            f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32",
-            "logging.every=5", *overrides, ranks=2, base=["launch.timeout=60s"],
-        )  # fmt: skip
-
-    return start
-
-
-@pytest.fixture
-def shown(world, inputs, common):
-    """The rows of that training."""
-
-    def preview():
-        shown = world.command(
-            "preview",
-            *common,
-            f"data.cache={inputs['data.cache']}",
-            "preview.format=json",
-            f"preview.rows={STEPS * ROWS}",
-        )[0].out
-        rows = [json.loads(line) for line in shown.splitlines()]
-        assert [row["row"] for row in rows] == list(range(STEPS * ROWS))
-        assert max(len(row["documents"]) for row in rows) > 1
-        assert any("weights" in row for row in rows)
-        return rows
-
-    return preview
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1)
-def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(ours, shown, folder):
-    run, rows = ours(), shown()
-    loss, norm, tokens, _ = plain_training(folder, rows)
+    loss, norm, tokens, model = plain_training(folder, rows, frozen)
     assert run.column("loss") == pytest.approx(loss, rel=1e-4)
     assert run.column("grad_norm") == pytest.approx(norm, rel=1e-4)
     assert run.column("tokens") == tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("folder", "patterns"),
-    [
-        ("llama tied", ["model.embed_tokens.*"]),
-        ("qwen3", ["model.layers.0.*", "*.q_proj.*"]),
-        ("qwen3", ["lm_head.*", "model.norm.*"]),
-    ],
-    ids=str,
-    indirect=["folder"],
-)
-@pytest.mark.grid(1)
-def test_frozen_weights_as_in_plain_transformers(ours, shown, folder, patterns):
-    before = load_file(folder / "model.safetensors")
-    run, rows = ours(f"train.freeze={patterns}", "checkpoint.export_hf=true"), shown()
-    loss, norm, _, model = plain_training(folder, rows, patterns)
-    assert run.column("loss") == pytest.approx(loss, rel=1e-4)
-    assert run.column("grad_norm") == pytest.approx(norm, rel=1e-4)
-    after = load_file(run.folder / "hf" / "model.safetensors")
+    before, after = (tensors(one) for one in (folder, run.folder / "hf"))
     assert after.keys() == before.keys()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -141,7 +78,7 @@ def test_frozen_weights_as_in_plain_transformers(ours, shown, folder, patterns):
             assert torch.equal(after[name], before[name]), name
 
 
-def plain_training(folder, rows, frozen=()):
+def plain_training(folder, rows, frozen):
     """Losses, gradient norms, tokens so far, and the model. frozen: patterns of names."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"

@@ -144,13 +144,6 @@ def lock(_folder: Path) -> None:
     held.acquire()
 
 
-def hoard(_folder: Path) -> None:
-    """Allocate more memory than the address space has, so that the system itself refuses it."""
-    import torch
-
-    torch.empty(2**50, dtype=torch.uint8)
-
-
 def skip(_folder: Path) -> None:
     """Skip this rank's next all-reduce."""
     import torch.distributed as dist
@@ -165,7 +158,6 @@ def skip(_folder: Path) -> None:
 
 DEEDS = {
     "lock": lock,
-    "hoard": hoard,
     "skip": skip,
     "kill": kill,
     "kill_all": kill_all,

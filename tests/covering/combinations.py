@@ -1,0 +1,704 @@
+"""Combinations of method, model, optimizer and layout, each compared with one rank.
+
+    make fuzz SEED=2 N=50       # the first 50 combinations of another seed
+    make covering               # writes covering_array.json again, after a new value of a dimension
+
+A combination has a value of each dimension in `TASK` and in `LAYOUT`. Its run has all of them, the
+reference those of TASK only: one rank, one micro-batch a step, nothing recomputed or offloaded.
+Metrics of every step and exported weights must be equal within the tolerance of the optimizer.
+
+A value may be written in several ways, which take turns. Combinations are chosen so that each pair
+of values of two dimensions occurs, if the program accepts it; a refusal must be one message,
+without a traceback. Where a combination differs, both command lines are printed, and those of the
+smallest combination with a difference.
+"""
+
+import json
+import math
+import re
+import shlex
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import inject
+import torch
+from image_models import make_image_folder, write_pictures
+from pairs import write_labelled, write_pairs
+from stored import tensors
+from world import SMALL, RankFailed, Run, World, command, compose_once, write_chats
+
+from fsdp_trainer.base.distributed import local_part, local_slice
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.resolve import sharding_problems
+from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.plan.plan_inputs import architecture
+
+STEPS = 3
+Value = tuple[str, ...]
+"""The words of a value, in the ways that take turns."""
+RANKS = "launch.nproc_per_node="
+THEN = "then:"
+"""Begins the words of a second layout, on which the run is resumed after its first step."""
+BASE = [
+    *SMALL, "batch.micro_rows=8", "schedule=constant", "tokenizer.path=demo:bytes",
+    "checkpoint.export_hf=true", "launch.device=cpu",
+]  # fmt: skip
+PAIRS = "data.path=DATA/pairs.jsonl batch.seq_len=128"
+GRPO = (
+    "objective=grpo"
+    " objective.rewards=[{name:regex,pattern:'[a-z]'},{name:length,max:4,unit:tokens}]"
+    " data.path=demo:sums objective.max_new_tokens=6 objective.samples=4"
+)
+VISION = "model=auto model.init_from=DATA/vision"
+EXPERTS = "model.num_experts=4 model.num_experts_per_tok=2 model.moe_intermediate_size=12"
+TASK: dict[str, list[Value]] = {
+    "method": [
+        (
+            "objective=sft data.path=DATA/chats.jsonl",
+            "objective=sft data.path=DATA/weighted.jsonl",
+            "objective=sft data.path=[{path:DATA/chats.jsonl,weight:0.7}"
+            ",{path:DATA/weighted.jsonl,weight:0.3}]",
+        ),
+        ("data=pretrain data.path=DATA/texts.jsonl",),
+        (
+            f"objective=dpo {PAIRS} objective.label_smoothing=0.1",
+            f"objective=simpo {PAIRS} objective.gamma=0.5 objective.sft_weight=0.3",
+            f"objective=ipo {PAIRS}",
+            f"objective=orpo {PAIRS}",
+        ),
+        ("objective=kto data.path=DATA/labelled.jsonl batch.seq_len=128",),
+        (f"objective=reward {PAIRS} objective.center_weight=0.01",),
+        (
+            "objective=distil data.path=DATA/chats.jsonl objective.teacher=DATA/teacher",
+            "objective=distil data.path=DATA/chats.jsonl objective.teacher=DATA/teacher"
+            " objective.top_k=5 objective.divergence=reverse",
+        ),
+        (
+            f"{GRPO} objective.updates=2 objective.weighting=dr_grpo",
+            f"{GRPO} objective.kl=0.1 objective.weighting=grpo objective.temperature=1.5",
+            GRPO,
+        ),
+        (
+            "objective=sft data.path=DATA/images.jsonl data.format=messages batch.seq_len=128"
+            f" {VISION}/llava",
+            "objective=sft data.path=DATA/images.jsonl data.format=messages batch.seq_len=128"
+            f" {VISION}/qwen3_vl",
+        ),
+    ],
+    "family": [
+        ("model.family=llama", "model.family=olmo2 model.num_key_value_heads=4"),
+        ("model.family=qwen3 model.head_dim=16", "model.family=qwen2"),
+        (
+            "model.family=mistral model.sliding_window=12",
+            "model.family=phi3 model.sliding_window=12",
+        ),
+        (
+            f"model.family=qwen3_moe {EXPERTS} model.mlp_only_layers=[1]",
+            f"model.family=qwen2_moe {EXPERTS} model.shared_expert_intermediate_size=20",
+            "model.family=mixtral model.num_experts=4 model.sliding_window=16",
+            "model.family=olmoe model.num_experts=4 model.num_key_value_heads=4",
+        ),
+        (
+            f"model.family=deepseek_v3 {EXPERTS} model.head_dim=null model.num_key_value_heads=4"
+            " model.q_lora_rank=12 model.kv_lora_rank=10 model.qk_nope_head_dim=4"
+            " model.qk_rope_head_dim=4 model.v_head_dim=6 model.n_group=2 model.topk_group=1",
+        ),
+        ("model.family=gpt_oss model.num_experts=4 model.sliding_window=12",),
+        (
+            "model.family=gemma2 model.sliding_window=12 model.final_logit_softcapping=5"
+            " model.attn_logit_softcapping=3",
+            "model.family=gemma3_text model.sliding_window=12",
+        ),
+    ],
+    "optim": [
+        # with the default eps, Adam would amplify gradients that are only rounding
+        ("optim=adamw optim.eps=1e-3", "optim=adamw optim.eps=1e-3 optim.implementation=foreach"),
+        ("optim=adamw_8bit optim.eps=1e-3", "optim=adamw_bf16 optim.eps=1e-3"),
+        (
+            "optim=muon optim.ns_dtype=float32 optim.eps=1e-3",
+            "optim=normuon optim.ns_dtype=float32 optim.eps=1e-3",
+        ),
+        ("optim=lion optim.lr=1e-3", "optim=sgd optim.lr=0.1"),
+        ("optim=lamb optim.eps=1e-3", "optim=lars optim.lr=3"),
+    ],
+    "adapter": [
+        ("",),
+        (
+            "adapter=lora adapter.rank=4",
+            "adapter=lora adapter.rank=2 adapter.targets=[all,experts]",
+            "adapter=lora adapter.rank=4 adapter.also=[head,norms]",
+        ),
+        ("adapter=dora adapter.rank=4",),
+        (
+            "adapter=qlora adapter.rank=2 model.hidden_size=128 model.intermediate_size=128"
+            " model.head_dim=32",
+        ),
+    ],
+    "precision": [("",), ("precision.param_dtype=bfloat16",)],
+    "blocks": [("",), ("model.num_hidden_layers=4", "model.num_hidden_layers=5")],
+    "embedding": [
+        (
+            "model.tie_word_embeddings=true",
+            "model.tie_word_embeddings=true model.vocab_multiple=48",
+        ),
+        (
+            "model.tie_word_embeddings=false",
+            "model.tie_word_embeddings=false model.attention_bias=true",
+        ),
+    ],
+    "loss": [
+        ("",),
+        ("loss.z_loss=1e-3", "loss.label_smoothing=0.1"),
+        ("loss.load_balancing=0.1 loss.router_z_loss=1e-2", "loss.bias_update_speed=0.01"),
+    ],
+    "rows": [
+        ("batch.rows=6", "batch.rows=7", "batch.rows=8"),
+        ("batch.rows=5 data.packing=none", "batch.rows=7 data.packing=none data.pad_to_multiple=8"),
+    ],
+    "stream": [("",), ("data.streaming=true",)],
+    "clip": [
+        ("",),
+        ("optim.grad_clip=0.1", "optim.grad_clip=null", "optim.grad_clip_value=0.01"),
+    ],
+    "freeze": [("",), ("train.freeze=[*embed_tokens*]", "train.freeze=[*.layers.0.*_proj.weight]")],
+    "validation": [("",), ("data.validation=0.2 train.validate_every=2",)],
+}
+"""Words of the reference and of the run, by dimension; the first value is the simplest."""
+LAYOUT: dict[str, list[Value]] = {
+    "ranks": [
+        (f"{RANKS}2", f"{RANKS}3"),
+        (
+            f"{RANKS}2 sharding=ddp",
+            f"{RANKS}2 sharding=hsdp sharding.replicas=2",
+            f"{RANKS}4 sharding=hsdp sharding.replicas=2",
+        ),
+        (
+            f"{RANKS}2 sharding.tensor=2",
+            f"{RANKS}4 sharding=ddp sharding.tensor=2",
+        ),
+        (
+            f"{RANKS}2 sharding.context=2",
+            f"{RANKS}2 sharding.context=2 sharding.context_method=ring",
+            f"{RANKS}2 sharding.context=2 sharding.context_method=gathered",
+            f"{RANKS}4 sharding.tensor=2 sharding.context=2",
+        ),
+        (
+            f"{RANKS}2 sharding.pipeline=2",
+            f"{RANKS}2 sharding.pipeline=2 sharding.pipeline_schedule=gpipe",
+            f"{RANKS}2 sharding.pipeline=2 sharding.pipeline_schedule=interleaved",
+            f"{RANKS}4 sharding.pipeline=2 sharding.pipeline_schedule=zbv sharding.tensor=2",
+            f"{RANKS}4 sharding.pipeline=2 sharding.context=2 sharding=ddp",
+        ),
+        (
+            f"{RANKS}2 sharding.expert=2",
+            f"{RANKS}2 sharding.expert=2 sharding.tensor=2",
+            f"{RANKS}4 sharding.expert=4 sharding.context=2",
+            f"{RANKS}4 sharding.expert=2 sharding.pipeline=2",
+            f"{RANKS}4 sharding.expert=2 sharding=hsdp sharding.replicas=2",
+        ),
+    ],
+    "micro": [("batch.micro_rows=1", "batch.micro_rows=3"), ("batch.micro_rows=2",)],
+    "recompute": [
+        ("",),
+        (
+            "activation_checkpoint=full",
+            "activation_checkpoint=full activation_checkpoint.every=2",
+            "activation_checkpoint.offload=true",
+        ),
+        (
+            "activation_checkpoint=selective",
+            "activation_checkpoint=selective activation_checkpoint.save=[attention]",
+        ),
+    ],
+    "gather": [
+        ("",),
+        (
+            "sharding.reshard_after_forward=false",
+            "sharding.blocks_per_unit=2",
+            "sharding.prefetch=2",
+            "sharding.prefetch=0 sharding.blocks_per_unit=2",
+            "sharding.reshard_after_forward=2",
+            "sharding.separate_reduce_scatter=true sharding.reduce_scatter_buffers=2",
+        ),
+        ("optim.offload=cpu", "sharding.cpu_offload=true", "optim.offload=disk"),
+        ("sharding.quantize=both", "sharding.quantize=gradients sharding.error_feedback=true"),
+    ],
+    "accumulate": [("",), ("sharding.accumulate=unsharded",)],
+    "attention": [("",), ("model.attention=mask", "model.attention=documents")],
+    "check": [("",), ("train.check_every=1", "data.prefetch=2")],
+    "resume": [
+        ("",),
+        (
+            f"{THEN} {RANKS}2 sharding=ddp",
+            f"{THEN} {RANKS}2 sharding.tensor=2",
+            f"{THEN} {RANKS}1",
+            f"{THEN} {RANKS}2 sharding.pipeline=2 batch.micro_rows=1",
+        ),
+    ],
+    "start": [("",), ("model=auto model.init_from=HERE/start/hf",)],
+}
+"""Words of the run only, by dimension."""
+WITH_A_FOLDER = ("model=auto", "model.init_from", "model.attention=", "model.vocab_multiple")
+"""Beginnings of the words about the model that a run has which starts from a folder."""
+DIMENSIONS = TASK | LAYOUT
+Combination = dict[str, str]
+"""The words of a combination, by dimension."""
+
+
+# --- what may differ ------------------------------------------------------------------------------
+
+
+class Tolerance(NamedTuple):
+    """The largest differences from one rank.
+
+    metrics: relative, of every step's metrics, beside `rounding`. weights: of a number, as a share
+    of the largest one of its tensor. share: of numbers that may differ by more, up to `outliers`.
+    """
+
+    metrics: float = 2e-5
+    weights: float = 1e-5
+    share: float = 0.0
+    outliers: float = 0.0
+    rounding: float = 1e-5
+    """Difference of any metric: of sums of log-probabilities, which may nearly cancel."""
+
+
+TOLERANCES = {
+    # Newton-Schulz amplifies the rounding of small singular values
+    "muon": Tolerance(metrics=5e-4, weights=2e-4),
+    "normuon": Tolerance(metrics=5e-4, weights=2e-4),
+    # the sign of an average that is nearly 0 depends on rounding
+    "lion": Tolerance(metrics=1e-3, share=0.01, outliers=0.1),
+    # a number near the middle of two values of its format may be rounded to either
+    "adamw_8bit": Tolerance(metrics=1e-3, weights=1e-3),
+    "adamw_bf16": Tolerance(metrics=1e-3, weights=1e-3),
+}
+"""By the option of optim."""
+NOT_COMPARED = re.compile(r"seconds|per_second|^time$|memory|phases|mfu|reward_accuracy")
+"""Metrics that are measured, or count signs of differences that are 0 at the first step."""
+SMALL_NUMBERS = 0.1
+"""Tensors whose largest number is below this are compared as if it were this."""
+NUDGES = 2
+"""Number of references that begin with weights that differ by rounding, to see how much the task
+amplifies it."""
+AMPLIFIED = 4.0
+"""How many times the largest difference of those references a difference may be."""
+
+
+ROUNDED = Tolerance(metrics=0.1, weights=5e-2, share=0.02, outliers=0.3, rounding=2e-2)
+"""Where each number is rounded to 8 bits: in bfloat16, and in quantised messages."""
+DECISIVE = {"loss", "objective", "grad_norm", "validation_loss", "tokens", "supervised_tokens"}
+"""Metrics that are compared there; others are differences of numbers that nearly cancel."""
+
+
+def tolerance(combination: Combination) -> Tolerance:
+    """Return the largest differences that a combination may have."""
+    if combination["precision"] or "sharding.quantize" in combination["gather"]:
+        return ROUNDED
+    optim = combination["optim"].split()[0].removeprefix("optim=")
+    return TOLERANCES.get(optim, Tolerance())
+
+
+@dataclass
+class Results:
+    """The compared results of a run: metrics by step and name, weights by name."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, run: Run) -> "Results":
+        lines = [dict(numbers(line)) for line in run.metrics]
+        weights = tensors(run.folder / "hf") or tensors(run.folder / "adapter")
+        return cls(lines, weights)
+
+
+def numbers(line: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the metrics of a line that are compared, also those inside lists and mappings."""
+    for name, value in line.items():
+        if NOT_COMPARED.search(name):
+            continue
+        if isinstance(value, dict):
+            yield from numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, list):
+            yield from numbers({str(i): v for i, v in enumerate(value)}, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield prefix + name, float(value)
+        elif value is None:
+            yield prefix + name, math.nan
+
+
+class Difference(NamedTuple):
+    """A difference as a multiple of what is allowed, and where it is."""
+
+    ratio: float
+    where: str
+
+
+def differences(one: Results, other: Results, allowed: Tolerance) -> Difference:
+    """Return the largest difference of two runs."""
+    listed = [Difference(0.0, "")]
+    if len(one.metrics) != len(other.metrics) or one.weights.keys() != other.weights.keys():
+        return Difference(math.inf, "other steps or other names of weights")
+    for step, (line, expected) in enumerate(zip(one.metrics, other.metrics, strict=True), 1):
+        if not line.keys() >= expected.keys():  # a run that is resumed has validated before
+            return Difference(math.inf, f"no metrics {sorted(expected.keys() - line.keys())}")
+        for name, value in expected.items():
+            if allowed is ROUNDED and name not in DECISIVE:
+                continue
+            ratio = abs(line[name] - value) / (allowed.metrics * abs(value) + allowed.rounding)
+            if math.isnan(line[name]) or math.isnan(value):
+                ratio = 0.0 if math.isnan(line[name]) == math.isnan(value) else math.inf
+            text = f"{name} of step {step}: {line[name]:.8g}, expected {value:.8g}"
+            listed.append(Difference(ratio, text))
+    listed += differing_weights(one.weights, other.weights, allowed)
+    return max(listed)
+
+
+def differing_weights(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], allowed: Tolerance
+) -> Iterator[Difference]:
+    """Yield the largest difference of each weight."""
+    for name, expected in other.items():
+        if one[name].shape != expected.shape or one[name].dtype != expected.dtype:
+            yield Difference(math.inf, f"form of {name}")
+            continue
+        largest = max(expected.float().abs().max().item(), SMALL_NUMBERS)
+        distance = (one[name].float() - expected.float()).abs().nan_to_num(math.inf) / largest
+        worst = distance.max().item()
+        text = f"{name} by {worst:.1e} of its largest number"
+        usual = distance.flatten().sort().values
+        usual = usual[: math.ceil(len(usual) * (1 - allowed.share))][-1].item()
+        yield Difference(usual / allowed.weights, text)
+        if allowed.share:
+            yield Difference(worst / allowed.outliers, text)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The program refuses a combination, with one message. keys: those that it names."""
+
+    def __init__(self, keys: list[str]):
+        super().__init__(keys)
+        self.keys = keys
+
+
+class Failed(Exception):
+    """A run ended otherwise than it should. args[0] says how."""
+
+
+def nudge(seed: int, trainer: Any) -> None:
+    """Change each weight by a few units of its last place, as another order of sums would."""
+    for name, parameter in trainer.model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
+        noise = torch.randn(parameter.shape, generator=generator)[local_slice(parameter)]
+        with torch.no_grad():
+            local_part(parameter).mul_(1 + 3e-7 * noise)
+
+
+@dataclass
+class Fuzz:
+    """Runs combinations in a pool of ranks.
+
+    folder: runs are written into it. data: what they read, written by `write_inputs`. fault: a seam
+    of every run on several ranks, to see whether it is found.
+    """
+
+    world: World
+    folder: Path
+    data: Path
+    fault: Callable | None = None
+    count: int = 0
+
+    def write_inputs(self) -> None:
+        """Write the data, models and teacher that words name as DATA."""
+        self.data.mkdir(parents=True, exist_ok=True)
+        write_chats(self.data / "chats.jsonl", 100)
+        write_pairs(self.data / "pairs.jsonl", 40)
+        write_labelled(self.data / "labelled.jsonl", 40)
+        write_weighted(self.data / "weighted.jsonl", 60)
+        write_texts(self.data / "texts.jsonl", 80)
+        write_shown(self.data, 40)
+        for kind in ("llava", "qwen3_vl"):
+            make_image_folder(self.data / "vision" / kind, kind)
+        teacher = [f"data.path={self.data / 'chats.jsonl'}", "run.seed=7", "train.steps=1"]
+        self.start([*teacher, f"run.root={self.data}", "run.name=teacher"])
+
+    def words(self, combination: Combination, dimensions: dict[str, Any]) -> list[str]:
+        """Return the words of these dimensions, without those of a second layout."""
+        chosen = [
+            combination[name] for name in dimensions if not combination[name].startswith(THEN)
+        ]
+        words = " ".join(chosen).split()
+        words = [self.with_places(word) for word in words]
+        if any(word.startswith("model.init_from") for word in words):
+            words = [word for word in words if word.startswith(WITH_A_FOLDER) or not is_size(word)]
+        return words
+
+    def with_places(self, word: str) -> str:
+        """Return a word in which DATA and HERE are folders."""
+        return word.replace("DATA", str(self.data)).replace("HERE", str(self.folder))
+
+    def check(self, combination: Combination) -> Difference:
+        """Return the largest difference between a combination and its reference.
+
+        Raises Refused, and Failed.
+        """
+        self.require_accepted(combination)
+        reference = self.train(self.words(combination, TASK))
+        if combination["start"]:
+            shutil.rmtree(self.folder / "start", ignore_errors=True)
+            self.start(self.words_of_start(combination))
+        results = self.train(self.words(combination, DIMENSIONS), then=combination["resume"])
+        allowed = tolerance(combination)
+        largest = differences(results, reference, allowed)
+        if largest.ratio <= 1 or largest.ratio == math.inf:
+            return largest
+        task = self.words(combination, TASK)
+        amplified = 0.0
+        for seed in range(NUDGES):
+            nudged = self.train(task, seam=inject.with_trainer(partial(nudge, seed)))
+            amplified = max(amplified, differences(nudged, reference, allowed).ratio)
+        ratio = largest.ratio / max(1.0, AMPLIFIED * amplified)
+        return Difference(
+            ratio, f"{largest.where} (rounding makes {amplified:.2g} of what is allowed)"
+        )
+
+    def require_accepted(self, combination: Combination) -> None:
+        """Raise Refused if the configuration is refused before any rank starts."""
+        require_comparable(combination)
+        words = self.words(combination | {"start": ""}, DIMENSIONS)
+        require_accepted(*self.argv(words))
+        if then := combination["resume"]:
+            require_accepted(*self.argv(second_layout(words, then)))
+
+    def timed(self, combination: Combination) -> tuple[Difference, float]:
+        """Return the largest difference, infinite if a run failed, and seconds. Raises Refused."""
+        started = time.monotonic()
+        try:
+            largest = self.check(combination)
+        except Failed as error:
+            largest = Difference(math.inf, str(error))
+        return largest, time.monotonic() - started
+
+    def train(self, words: list[str], then: str = "", seam: Callable | None = None) -> Results:
+        """Train, perhaps on a second layout after the first step; return the results."""
+        self.count += 1
+        name = f"run{self.count}"
+        place = [f"run.root={self.folder}", f"run.name={name}"]
+        if then:
+            self.start([*place, *words, "train.steps=1"])
+            words = second_layout(words, then)
+        self.start([*place, *words, f"train.steps={STEPS}"], seam)
+        results = Results.of(Run(self.folder / name))
+        shutil.rmtree(self.folder / name)
+        return results
+
+    def start(self, words: list[str], seam: Callable | None = None) -> None:
+        """Run a command line on its ranks. Raises Refused, and Failed."""
+        argv, ranks = self.argv(words)
+        require_accepted(argv, ranks)
+        seam = self.fault if ranks > 1 else seam
+        try:
+            answers = self.world.call(ranks, command, argv, seam, compose_once(tuple(argv)))
+        except RankFailed as error:
+            raise Failed(str(error)) from None
+        codes = [answer.code for answer in answers]
+        said = "\n".join(f"{answer.out}{answer.err}" for answer in answers)
+        if codes == [2] * ranks:
+            raise refusal(answers[0].err)
+        if codes != [0] * ranks:
+            raise Failed(f"exit codes {codes}\n{said}")
+
+    def argv(self, words: list[str]) -> tuple[list[str], int]:
+        """Return the command line of every rank, and the number of ranks."""
+        own = [word for word in words if not word.startswith(RANKS)]
+        return ["train", *self.all_words([f"train.steps={STEPS}", *own])], ranks_of(words)
+
+    def words_of_start(self, combination: Combination) -> list[str]:
+        """Return the words of a run that only exports the weights of the combination's model."""
+        words = self.words(combination, TASK)
+        sizes = [word for word in words if is_size(word) or word.startswith("precision")]
+        place = [f"run.root={self.folder}", "run.name=start", "train.steps=0"]
+        return [*sizes, "objective=sft", f"data.path={self.data}/chats.jsonl", *place]
+
+    def all_words(self, words: list[str]) -> list[str]:
+        from_folder = any(word.startswith("model.init_from") for word in words)
+        base = [word for word in BASE if not (from_folder and is_size(word))]
+        if any("/vision/" in word for word in words):
+            base.remove("tokenizer.path=demo:bytes")
+        return [*base, f"data.cache={self.data / 'cache'}", *words]
+
+    def command_lines(self, combination: Combination) -> str:
+        """Return the command lines of a combination and its reference."""
+        lines = []
+        for dimensions, name in ((DIMENSIONS, "run"), (TASK, "reference")):
+            words = self.all_words([*self.words(combination, dimensions), f"train.steps={STEPS}"])
+            last = {word.partition("=")[0]: word for word in words}
+            lines.append(f"  fsdp-trainer run.name={name} {shlex.join(last.values())}")
+        if combination["start"]:
+            words = self.all_words(self.words_of_start(combination))
+            lines.insert(0, f"  fsdp-trainer {shlex.join(words)}")
+        if combination["resume"]:
+            lines[-2] += (
+                f"\n    with train.steps=1 first, and then with {combination['resume'][6:]}"
+            )
+        return "\n".join(lines)
+
+    def smallest(self, combination: Combination) -> Combination:
+        """Return a combination that still differs, with as many simplest values as can be."""
+        for name in reversed(DIMENSIONS):
+            simpler = combination | {name: SIMPLEST[name]}
+            if simpler != combination and self.differs(simpler):
+                combination = simpler
+        return combination
+
+    def differs(self, combination: Combination) -> bool:
+        try:
+            return self.check(combination).ratio > 1
+        except Refused:
+            return False
+        except Failed:
+            return True
+
+
+def is_size(word: str) -> bool:
+    """Return True for a word that decides the architecture, or how random weights are drawn."""
+    return word.startswith("model")
+
+
+def ranks_of(words: list[str]) -> int:
+    """Return the largest number of ranks in some words; 1 without one."""
+    return max([1, *(int(w.removeprefix(RANKS)) for w in words if w.startswith(RANKS))])
+
+
+def second_layout(words: list[str], then: str) -> list[str]:
+    """Return the words of a run that goes on with the layout of a resume."""
+    own = [word for word in words if not word.startswith(("sharding", RANKS))]
+    return own + then.removeprefix(THEN).split()
+
+
+def require_accepted(argv: list[str], ranks: int) -> None:
+    """Raise Refused if the configuration is refused, by itself or for this model."""
+    try:
+        cfg = compose("train", argv[1:])
+        config, _ = architecture(cfg)
+        problems = list(sharding_problems(cfg, config))
+        assert ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze).trained_numbers
+    except UserError as error:
+        raise Refused([problem.what.partition("=")[0] for problem in error.problems]) from None
+    except Exception:
+        raise Failed(traceback.format_exc()) from None
+    layout = Layout(cfg.sharding, ranks, cfg.batch)
+    problems += filter(None, [layout.problem, layout.pipeline_problem])
+    if problems:
+        raise Refused([problem.what.partition("=")[0] for problem in problems])
+
+
+def require_comparable(combination: Combination) -> None:
+    """Raise Refused if some words count for nothing, or if rounding decides what is trained on."""
+    if "model.init_from" in combination["method"]:
+        void = ("family", "blocks", "embedding", "start")
+        if any(combination[name] != SIMPLEST[name] for name in void):
+            raise Refused(["model.init_from"])
+        if combination["stream"]:
+            raise Refused(["data.streaming"])
+    if "grpo" in combination["method"] and tolerance(combination) is ROUNDED:
+        raise Refused(["objective"])  # other answers would be sampled
+
+
+def refusal(text: str) -> Refused:
+    """Return what a message refuses. Raises Failed unless it is one message."""
+    if "Traceback" in text or text.count("fsdp-trainer:") != 1:
+        raise Failed(f"a refusal is not one message:\n{text}")
+    refused = re.findall(r"^  ([a-z_]+(?:\.\w+)?)=", text, re.MULTILINE)
+    return Refused(refused or re.findall(r"\b[a-z_]+\.[a-z_]+\b", text))
+
+
+def write_weighted(path: Path, count: int) -> None:
+    """Write chats of several turns whose answers have weights."""
+    rows = [
+        {
+            "messages": [
+                turn
+                for n in range(1 + i % 2)
+                for turn in (
+                    {"role": "user", "content": "q" * (i % 5 + n)},
+                    {"role": "assistant", "content": f"{i}", "weight": 0.25 * (1 + i % 4)},
+                )
+            ]
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_texts(path: Path, count: int) -> None:
+    """Write texts of 5 to 160 characters."""
+    rows = [{"text": " ".join(str(i * n % 89) for n in range(2, 4 + i % 50))} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_shown(folder: Path, count: int) -> None:
+    """Write chats.jsonl's like with a picture in most of them, and the pictures beside it."""
+    names = write_pictures(folder / "pictures", 5)
+    rows = []
+    for i in range(count):
+        picture = {"type": "image", "image": f"pictures/{names[i % 5]}"}
+        text = {"type": "text", "text": "q" * (1 + i % 7)}
+        content = [picture, text] if i % 3 else [text]
+        answer = {"role": "assistant", "content": f"it is {i * i}!"}
+        rows.append({"messages": [{"role": "user", "content": content}, answer]})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "images.jsonl").write_text(text)
+
+
+SIMPLEST: Combination = {name: values[0][0] for name, values in DIMENSIONS.items()}
+
+
+def title(combination: Combination) -> str:
+    """Return a combination's words in short: without data, sizes and simplest values."""
+    words = " ".join(
+        value for name, value in combination.items() if value != SIMPLEST[name]
+    ).split()
+    short = [word for word in words if not word.startswith(("data.path", "model.", "batch.seq"))]
+    family = combination["family"].split()[0].partition("=")[2]
+    return " ".join([family, *short]).replace(RANKS, "ranks=")
+
+
+def run_all(
+    fuzz: Fuzz, combinations: Iterable[Combination], say: Callable[[str], None] = print
+) -> list[str]:
+    """Check combinations and print a line for each; return reports of those that differ."""
+    reports = []
+    for number, combination in enumerate(combinations, 1):
+        try:
+            largest, seconds = fuzz.timed(combination)
+        except Refused as refused:  # by its ranks, which know more than the configuration
+            say(f"{number:4} refused {', '.join(refused.keys)}: {title(combination)}")
+            continue
+        differs = largest.ratio > 1
+        verdict = "DIFFERS" if differs else "same"
+        say(
+            f"{number:4} {verdict} {largest.ratio:.1g} of what is allowed, {seconds:.1f} s: "
+            f"{title(combination)}"
+        )
+        if differs:
+            reports.append(f"{largest.where}\n{fuzz.command_lines(combination)}")
+            say(reports[-1])
+            smallest = fuzz.smallest(combination)
+            say(f"and with as few words as possible:\n{fuzz.command_lines(smallest)}")
+    return reports

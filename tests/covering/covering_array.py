@@ -1,0 +1,208 @@
+"""Combinations in which each pair of values of two dimensions occurs, if the program accepts it.
+
+    PYTHONPATH=... python tests/covering/covering_array.py             # writes covering_array.json
+    PYTHONPATH=... python tests/covering/covering_array.py SEED N      # checks others: make fuzz
+
+`make covering` and `make fuzz` set the path. The file also lists the pairs that are refused.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import composing
+from combinations import DIMENSIONS, SIMPLEST, Combination, Fuzz, Refused, run_all
+from world import World
+
+FILE = Path(__file__).with_name("covering_array.json")
+SEED = 1
+EXPENSIVE = {"resume": 6, "start": 6}
+"""Dimensions that take a run more, and how many pairs a value of them must add."""
+Choice = tuple[str, int]
+"""A dimension and the number of one of its values."""
+Pair = frozenset[Choice]
+
+
+def choices(name: str) -> list[Choice]:
+    return [(name, number) for number in range(len(DIMENSIONS[name]))]
+
+
+def all_pairs() -> list[Pair]:
+    """Return all pairs of values of two dimensions, those of the largest dimensions first."""
+    return [
+        frozenset(pair)
+        for one, other in sorted(
+            itertools.combinations(DIMENSIONS, 2),
+            key=lambda names: -len(DIMENSIONS[names[0]]) * len(DIMENSIONS[names[1]]),
+        )
+        for pair in itertools.product(choices(one), choices(other))
+    ]
+
+
+def pairs_of(combination: Combination) -> set[Pair]:
+    """Return the pairs of values that occur in a combination."""
+    chosen = [
+        (name, number)
+        for name, words in combination.items()
+        for number, value in enumerate(DIMENSIONS[name])
+        if words in value
+    ]
+    return {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
+
+
+class Dealer:
+    """Deals combinations that the program accepts until each pair has occurred.
+
+    accepts: raises Refused for a combination. `refused` lists the pairs that are not accepted with
+    the simplest values of all other dimensions, nor with another family.
+    """
+
+    def __init__(self, seed: int, accepts: Callable[[Combination], None]):
+        self.random = random.Random(seed)
+        self.accepts = accepts
+        self.uncovered = all_pairs()
+        self.refused: set[Pair] = set()
+        self.dealt: set[str] = set()
+        self.turns = dict.fromkeys((c for name in DIMENSIONS for c in choices(name)), 0)
+
+    def deal(self) -> Iterator[Combination]:
+        """Yield combinations: first those that cover pairs, then those with other ways to write."""
+        yield from self.deal_pairs()
+        for name, values in DIMENSIONS.items():
+            for words in itertools.chain(*values):
+                if words not in self.dealt and (one := self.with_words({name: words})):
+                    yield one
+
+    def deal_pairs(self) -> Iterator[Combination]:
+        while self.uncovered:
+            first = self.uncovered.pop(0)
+            if combination := self.with_pair(first):
+                combination = self.filled(combination, self.numbers(combination, dict(first)))
+                covered = pairs_of(combination)
+                for choice in set().union(*covered):
+                    self.turns[choice] += 1
+                self.dealt |= set(combination.values())
+                self.uncovered = [pair for pair in self.uncovered if pair not in covered]
+                yield combination
+            else:
+                self.refused.add(first)
+
+    def with_pair(self, pair: Pair) -> Combination | None:
+        """Return the simplest combination with a pair, or None if all of its ways are refused."""
+        one, other = sorted(pair)
+        for words, others in itertools.product(self.ways(one), self.ways(other)):
+            if combination := self.with_words({one[0]: words, other[0]: others}):
+                return combination
+        return None
+
+    def with_words(self, words: Combination) -> Combination | None:
+        """Return the simplest combination with some words, or None if it is refused.
+
+        Some need another family than the simplest, as a layout of experts, or more blocks.
+        """
+        names = [name for name in ("family", "blocks") if name not in words]
+        thirds = [{}, *({name: way[0]} for name in names for way in DIMENSIONS[name])]
+        tries = (SIMPLEST | third | words for third in thirds)
+        return next(filter(self.is_accepted, tries), None)
+
+    def numbers(self, combination: Combination, chosen: dict[str, int]) -> dict[str, int]:
+        """Return `chosen` with the numbers of all values that are not the simplest."""
+        others = {
+            name: number
+            for name, words in combination.items()
+            for number, value in enumerate(DIMENSIONS[name])
+            if words in value and number
+        }
+        return others | chosen
+
+    def filled(self, combination: Combination, numbers: dict[str, int]) -> Combination:
+        """Return a combination with the values that add most pairs. numbers: those it has."""
+        names = [name for name in DIMENSIONS if name not in numbers]
+        self.random.shuffle(names)
+        for name in sorted(names, key=lambda name: (name in EXPENSIVE, -len(DIMENSIONS[name]))):
+            needed = EXPENSIVE.get(name, 1)
+            wanted = [choice for choice in choices(name) if self.gain(choice, numbers) >= needed]
+            self.random.shuffle(wanted)
+            for choice in sorted(wanted, key=lambda choice: -self.gain(choice, numbers)):
+                tries = (combination | {name: words} for words in self.ways(choice))
+                if accepted := next(filter(self.is_accepted, tries), None):
+                    combination = accepted
+                    numbers = numbers | {name: choice[1]}
+                    break
+        return combination
+
+    def gain(self, choice: Choice, numbers: dict[str, int]) -> int:
+        """Return how many pairs a value adds; 0 if one is refused."""
+        pairs = [frozenset((choice, other)) for other in numbers.items()]
+        if any(pair in self.refused for pair in pairs):
+            return 0
+        open_pairs = set(self.uncovered)
+        return sum(pair in open_pairs for pair in pairs)
+
+    def ways(self, choice: Choice) -> list[str]:
+        """Return the ways to write a value, that whose turn it is first."""
+        ways = DIMENSIONS[choice[0]][choice[1]]
+        turn = self.turns[choice] % len(ways)
+        return [*ways[turn:], *ways[:turn]]
+
+    def is_accepted(self, combination: Combination) -> bool:
+        try:
+            self.accepts(combination)
+        except Refused:
+            return False
+        return True
+
+
+def stored() -> list[Combination]:
+    """Return the combinations of the file."""
+    return [SIMPLEST | row for row in json.loads(FILE.read_text())["combinations"]]
+
+
+def refused() -> set[Pair]:
+    """Return the pairs that the file lists as refused."""
+    return {
+        frozenset((name, number) for name, number in pair)
+        for pair in json.loads(FILE.read_text())["refused"]
+    }
+
+
+def write(dealer: Dealer) -> None:
+    """Write all combinations of a dealer, each without its simplest values, and refused pairs."""
+    rows = [
+        {name: words for name, words in one.items() if words != SIMPLEST[name]}
+        for one in dealer.deal()
+    ]
+    refused = sorted(sorted(pair) for pair in dealer.refused)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    pairs = ",\n".join(json.dumps(pair) for pair in refused)
+    FILE.write_text(f'{{"combinations": [\n{lines}\n], "refused": [\n{pairs}\n]}}\n')
+    print(f"{len(rows)} combinations, {len(refused)} of {len(all_pairs())} pairs refused")
+
+
+def main(seed: int, count: int) -> int:
+    """Return the exit code: 1 if a combination differs from its reference."""
+    composing.keep()
+    world = World()
+    fuzz = Fuzz(world, Path("build/fuzz").resolve(), Path("build/fuzz/data").resolve())
+    try:
+        fuzz.write_inputs()
+        dealer = Dealer(seed, fuzz.require_accepted)
+        if not count:
+            write(dealer)
+            return 0
+        reports = run_all(fuzz, itertools.islice(dealer.deal(), count))
+    finally:
+        world.close()
+    print(f"{count} combinations of seed {seed}, {len(reports)} differ")
+    return 1 if reports else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("seed", type=int, nargs="?", default=SEED)
+    parser.add_argument("count", type=int, nargs="?", default=0)
+    sys.exit(main(**vars(parser.parse_args())))

@@ -1,6 +1,0 @@
-"""The repository and the folder of its tests, wherever a test lies."""
-
-from pathlib import Path
-
-TESTS = Path(__file__).resolve().parent
-REPO = TESTS.parent

@@ -1,0 +1,351 @@
+"""A few training steps of a model in one process or on several ranks, and their comparison."""
+
+import contextlib
+import pickle
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from world import pack
+
+from fsdp_trainer.base.distributed import gather, local_part, local_slice
+from fsdp_trainer.checkpoint.formats.huggingface import import_weights
+from fsdp_trainer.config.context_methods import context_method
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Batch,
+    Optim,
+    Precision,
+    Sharding,
+    Train,
+    TrainConfig,
+)
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resolve_adapters
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.four_bit import quantize_linears
+from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.hf.new_model import meta_decoder
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel import activation_offload, convert
+from fsdp_trainer.parallel import parallelize as parallelize_module
+from fsdp_trainer.parallel.compile import is_one_graph
+from fsdp_trainer.parallel.context import context_ranks
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate, initialize_magnitudes
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
+from fsdp_trainer.parallel.pipeline import Pipeline
+from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.gradients import GradientSync, clip_gradients
+from fsdp_trainer.training.objective import CrossEntropy
+from fsdp_trainer.training.weights import draw_weights
+
+STEPS = 2
+VOCABULARY = 97
+ROW = 32
+DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
+SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
+"""Supervised positions of each row in four.
+
+Those of the first row are all in one half, and the third row has none.
+"""
+
+LATENT = {
+    "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 12,
+    "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "first_k_dense_replace": 9,
+}  # fmt: skip
+"""A model with latent attention of 4 heads, and dense blocks."""
+GROUPED = LATENT | {
+    "first_k_dense_replace": 1, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 12, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
+"""The model of LATENT with experts in all blocks but the first."""
+
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "family": "qwen3",
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def plain(sizes, settings, rows):
+    """Return the weights at the start and the results of `take_steps`, of one process.
+
+    sizes: of the model, changes of SIZES. settings: see `configuration`; and `loss`, options of the
+    objective; `attention`; `compiled`; `one_rank`, see `start`. rows: of a step.
+    """
+    cfg, config = configuration(settings, batch=batch_of(rows)), ModelConfig(**SIZES | sizes)
+    model = Decoder(config)
+    adapters = resolve_adapters(cfg.adapter, config)
+    quantize_linears(model, four_bit_weights(model, adapters), torch.float32)
+    choose_trained(model, adapters, cfg.train.freeze)
+    start(model, settings.get("one_rank"))
+    first = whole(dict(model.named_parameters()))
+    assembler = Assembler(ROW, 1, 1, 0, 1, CPU)
+    return first, *take_steps_on_rows(model, cfg, None, assembler, **settings.get("loss", {}))
+
+
+def on_ranks(sizes, settings, rows):
+    """Return what `plain` does, computed by all ranks together."""
+    cfg, config = configuration(settings, batch=batch_of(rows)), ModelConfig(**SIZES | sizes)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(activation_offload, "SMALLEST", 256))
+        patches.enter_context(mock.patch.object(convert, "EMULATED", True))
+        patches.enter_context(mock.patch.object(convert, "worth_float8", is_linear))
+        model, dims = built(config, cfg, settings.get("compiled", False))
+        start(model, settings.get("one_rank"))
+        first = whole(dict(model.named_parameters()))
+        choice = context_method(cfg.sharding, ROW, config.on_tensor_rank(cfg.sharding.tensor))
+        assembler = Assembler(
+            ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
+            attention=settings.get("attention", "documents"),
+            same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
+        )  # fmt: skip
+        pipeline = None
+        if cfg.sharding.pipeline > 1:
+            pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), CPU)
+        loss = settings.get("loss", {})
+        return first, *take_steps_on_rows(model, cfg, dims, assembler, pipeline, **loss)
+
+
+def built(config, cfg, compiled=False):
+    """Return this rank's part of a model without weights, and the dimensions."""
+    dist.init_process_group("gloo")
+    dims = Dims(layout_of(cfg), "cpu", 60)
+    config = config.with_equal_rows(cfg.sharding.tensor)
+    adapters = resolve_adapters(cfg.adapter, config)
+    with compiled_quickly():
+        model = parallelize(
+            meta_decoder(config), dims, Computation.of(cfg, compiled), adapters, cfg.train.freeze
+        )
+    allocate(model, CPU)
+    return model, dims
+
+
+def batch_of(rows):
+    return Batch(seq_len=ROW, rows=rows, micro_rows=1)
+
+
+def is_linear(module, *_):
+    return isinstance(module, torch.nn.Linear)
+
+
+@torch.no_grad()
+def start(model, one_rank=False):
+    """Set weights as at a run's start, but no biases, norms or adapters that would not show.
+
+    one_rank: all tokens go to the first two experts, and so to one rank.
+    """
+    draw_weights(model, 1)
+    for name, parameter in model.named_parameters():
+        local = local_part(parameter)
+        if name.endswith(("norm.weight", "bias")) or "lora_B" in name:
+            local += 0.1
+        if one_rank and name.endswith("mlp.gate.weight"):
+            first = local_slice(parameter)[0].start
+            line = torch.linspace(-1, 1, parameter.shape[1])
+            for i, values in enumerate(local, first):
+                values.copy_(line * (1, -1, *[0] * 6)[i])
+    initialize_magnitudes(model)
+
+
+def imported(folder, sharding):
+    """Return the whole weights that ranks of a layout read from a folder."""
+    cfg = configuration({"sharding": sharding}, batch=batch_of(8))
+    model, _ = built(ModelConfig.from_hf(folder), cfg)
+    import_weights(model, folder)
+    return whole(dict(model.named_parameters()))
+
+
+def layout_of(cfg):
+    """Return the layout of the ranks of the process group."""
+    return Layout(cfg.sharding, dist.get_world_size(), cfg.batch)
+
+
+def configuration(settings, **groups):
+    """Return a configuration for small steps.
+
+    settings: the layout and other changes from the defaults, by group. groups: further groups.
+    """
+    precision = {"param_dtype": "float32", "master_dtype": "float32"}
+    return TrainConfig(
+        sharding=Sharding(**settings.get("sharding", {})),
+        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
+        # with the default eps, Adam would amplify gradients that are only rounding
+        optim=Optim(**{"lr": 3e-3, "eps": 1e-3} | settings.get("optim", {})),
+        precision=Precision(**precision | settings.get("precision", {})),
+        adapter=Adapter(**settings.get("adapter", {})),
+        train=Train(freeze=settings.get("freeze", [])),
+        **groups,
+    )
+
+
+def packed_row(number, step):
+    """Return a row of packed documents, [1, ROW]."""
+    random = np.random.default_rng(10 * step + number)
+    rows, kind = Rows.empty(1, ROW), number % len(DOCUMENTS)
+    rows.documents = [DOCUMENTS[kind]]
+    filled = sum(DOCUMENTS[kind])
+    rows.tokens[0, :filled] = random.integers(0, VOCABULARY, filled)
+    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[kind]])
+    places = [i for i in SUPERVISED[kind] if i < filled]
+    rows.labels[0, places] = random.integers(0, VOCABULARY, len(places))
+    rows.weights[0, places] = random.random(len(places)) + 0.5
+    return rows
+
+
+def take_steps_on_rows(model, cfg, dims, assembler, pipeline=None, **loss_options):
+    """Take steps of cfg.batch.rows packed rows, which are dealt to the assembler's ranks.
+
+    See take_steps.
+    """
+    rows = cfg.batch.rows
+    own = range(assembler.rank, rows, assembler.ranks)
+
+    def weight(step):
+        return sum(packed_row(number, step).weights.sum() for number in range(rows))
+
+    def batch(number, step):
+        return assembler.assemble(packed_row(number, step))
+
+    return take_steps(model, cfg, dims, own, batch, weight, pipeline, **loss_options)
+
+
+def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss_options):
+    """Train STEPS steps; return losses, gradient norms, first gradients and last weights.
+
+    Gradients and weights are complete tensors by name. dims: None in one process. own: indices of
+    this rank's rows. batch_of(number, step): returns one of them as a micro-batch. weight_of(step):
+    returns the weight of all rows. pipeline: the pipeline to use, or None.
+    """
+    if pipeline:
+        return pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline)
+    optimizer = build_optimizer(model, cfg.optim)
+    sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        weight = weight_of(step)
+        loss = torch.zeros(())
+        for number in own:
+            batch = batch_of(number, step)
+            if sync:
+                sync.before(last=number == own[-1])
+            value = model(batch, CrossEntropy(batch.weights / weight, **loss_options)).value
+            value.backward()
+            loss = loss + value.detach()
+        if dims:
+            dims.sum_over_tokens(loss)
+        losses.append(loss.item())
+        if step == 0:
+            gradients = whole({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+        if dims:
+            norms.append(clip_gradients(model, dims, 0.5, None).item())
+        else:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.set_learning_rate(3e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, whole(dict(model.named_parameters()))
+
+
+def compiled_quickly():
+    """Return a patch that compiles blocks by aot_eager, because inductor takes a minute."""
+    return mock.patch.object(parallelize_module, "compile_blocks", compile_quickly)
+
+
+def compile_quickly(model, cfg, **options):
+    torch.compiler.reset()
+    if model.lm_head is not None:
+        model.lm_head.compile_chunks(backend="aot_eager")
+    for block in model.blocks().values():
+        block.compile(fullgraph=is_one_graph(block), backend="aot_eager")
+
+
+def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):
+    """Train STEPS steps by a pipeline, see take_steps."""
+    optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        weight = weight_of(step)
+        batches = [batch_of(number, step) for number in own]
+        computed = pipeline.train(batches, [CrossEntropy(b.weights / weight) for b in batches])
+        loss = sum((value for value, _ in computed), torch.zeros(()))
+        dims.sum_over_tokens(loss)
+        losses.append(loss.item())
+        if step == 0:
+            trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+            gradients = of_all_stages(trained)
+        norms.append(clip_gradients(model, dims, 0.5, None).item())
+        optimizer.set_learning_rate(3e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, of_all_stages(dict(model.named_parameters()))
+
+
+def of_all_stages(tensors):
+    """Return complete tensors by name, gathered from all ranks' parts and stages, on every rank.
+
+    Copies of a part must be equal. torch's own gathering is not used, because it caches process
+    groups that have been destroyed.
+    """
+    own = {n: (t.shape, local_slice(t), local_part(t.detach())) for n, t in tensors.items()}
+    together = {}
+    for parts in map(pickle.loads, gather(pack(own))):
+        for name, (shape, part, numbers) in parts.items():
+            if name not in together:
+                nothing = torch.empty(shape, dtype=numbers.dtype)
+                together[name] = nothing, torch.zeros(shape, dtype=torch.bool)
+            one, known = together[name]
+            assert torch.equal(one[part][known[part]], numbers[known[part]]), f"copies of {name}"
+            one[part], known[part] = numbers, True
+    assert all(known.all() for _, known in together.values())
+    return {name: one for name, (one, _) in together.items()}
+
+
+def whole(tensors):
+    """Return complete tensors by name, gathered from all ranks if there are several."""
+    if dist.is_initialized():
+        return of_all_stages(tensors)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def without_padding(tensors, expected):
+    """Return tensors without the padding of a vocabulary, which must be zero.
+
+    expected: tensors by name that have the right number of rows.
+    """
+    for name in tensors.keys() & expected.keys():
+        assert not tensors[name][len(expected[name]) :].any(), f"padding of {name}"
+    return {n: t[: len(expected[n])] if n in expected else t for n, t in tensors.items()}
+
+
+def assert_same(got, expected, tolerance=1e-5):
+    """Raise AssertionError if two results differ.
+
+    got, expected: the initial weights, followed by the results of `take_steps`. tolerance: largest
+    difference of weights after the steps.
+    """
+    got = [
+        without_padding(g, e) if isinstance(e, dict) else g
+        for g, e in zip(got, expected, strict=False)
+    ]
+    for name, weight in expected[0].items():
+        assert torch.equal(got[0][name], weight), f"start of {name}"
+    assert got[1][0] == pytest.approx(expected[1][0], rel=1e-6)
+    assert got[2][0] == pytest.approx(expected[2][0], rel=1e-6)
+    assert got[3].keys() == expected[3].keys()
+    for name, gradient in expected[3].items():
+        error = (got[3][name] - gradient).abs().max() / gradient.abs().max()
+        assert error < 2e-5, f"gradient of {name}: {error:.1e}"
+    for name, weight in expected[4].items():
+        error = (got[4][name] - weight).abs().max()
+        assert error < tolerance, f"{name} after {STEPS} steps: {error:.1e}"

@@ -1,0 +1,140 @@
+"""The named runs of the ledger, as data: ranks, overrides, and whether the second step is recorded.
+
+Overrides are added to `ledger.BASE`. In a word, DATA is the folder of `ledger.write_data`, and
+RUN(name) the folder of another run. A run costs half a second to two; add a name only for what no
+other one shows.
+"""
+
+from dataclasses import dataclass
+
+ROW = 256
+STEPS = 3
+FULL_ROWS = [
+    "data=pretrain", "data.path=DATA/rows.jsonl", f"batch.seq_len={ROW}", "batch.micro_rows=2",
+    f"train.steps={STEPS}", "model.hidden_size=128", "model.intermediate_size=192",
+    "schedule=constant", "optim.grad_clip=0.5",
+]  # fmt: skip
+"""Rows without padding or randomness, so that a step can be rehearsed: each has one document."""
+EXPERTS = [
+    "model.family=qwen3_moe", "model.num_experts=4", "model.num_experts_per_tok=4",
+    "model.moe_intermediate_size=64",
+]  # fmt: skip
+"""Each token goes to all experts: routing is even."""
+FULL, SELECTIVE = "activation_checkpoint=full", "activation_checkpoint=selective"
+STAGES = ["sharding.pipeline=2", "model.num_hidden_layers=4"]
+DISTIL = ["objective=distil", "objective.teacher=RUN(teacher)"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "one rank, recomputed": (1, [FULL]),
+    "fsdp": (2, []),
+    "fsdp of four": (4, []),
+    "fsdp of eight": (8, []),
+    "fsdp of three, with padding": (3, []),
+    "recomputed": (2, [FULL]),
+    "recomputed selectively": (2, [SELECTIVE]),
+    "recomputed in every second block": (2, [FULL, "activation_checkpoint.every=2"]),
+    "ddp": (2, ["sharding=ddp"]),
+    "hsdp": (4, ["sharding=hsdp", "sharding.replicas=2"]),
+    "two micro-batches": (2, ["batch.rows=8"]),
+    "summed unsharded": (2, ["batch.rows=8", "sharding.accumulate=unsharded"]),
+    "kept gathered": (2, ["sharding.reshard_after_forward=false"]),
+    "with a second copy": (4, ["sharding.reshard_after_forward=2"]),
+    "in eight bits": (2, ["sharding.quantize=both"]),
+    "in eight bits, with feedback": (
+        4,
+        ["sharding.quantize=both", "sharding.error_feedback=true", "batch.rows=16"],
+    ),
+    "two blocks in a unit": (2, ["sharding.blocks_per_unit=2"]),
+    "prefetched": (2, ["sharding.prefetch=2", "model.num_hidden_layers=4"]),
+    "bfloat16": (2, ["precision.param_dtype=bfloat16"]),
+    "pure bfloat16": (2, ["precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16"]),
+    "tied": (2, ["model.tie_word_embeddings=true"]),
+    "adapters": (2, ["adapter=lora"]),
+    "frozen": (2, ["train.freeze=['model.embed_tokens.*','model.layers.0.*']"]),
+    "eight bits": (2, ["optim=adamw_8bit"]),
+    "lion": (2, ["optim=lion"]),
+    "muon": (2, ["optim=muon"]),
+    "tensor": (2, ["sharding.tensor=2"]),
+    "tensor, recomputed": (2, ["sharding.tensor=2", FULL]),
+    "tensor and shards": (4, ["sharding.tensor=2"]),
+    "context": (2, ["sharding.context=2"]),
+    "context, gathered": (2, ["sharding.context=2", "sharding.context_method=gathered"]),
+    "context and tensor": (4, ["sharding.context=2", "sharding.tensor=2"]),
+    "pipeline": (2, STAGES),
+    "pipeline and shards": (4, STAGES),
+    "interleaved": (2, [*STAGES, "sharding.pipeline_schedule=interleaved"]),
+    "zbv": (2, [*STAGES, "sharding.pipeline_schedule=zbv"]),
+    "pipeline and tensor": (4, [*STAGES, "sharding.tensor=2"]),
+    "experts": (2, EXPERTS),
+    "experts on ranks": (2, [*EXPERTS, "sharding.expert=2"]),
+    "experts on ranks, with shards": (4, [*EXPERTS, "sharding.expert=2"]),
+    "with a teacher": (2, DISTIL),
+}
+"""Numbers of ranks and overrides, which say only how the work is shared, but for the task's."""
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run. records: its second step is recorded, and rehearsed before."""
+
+    ranks: int
+    words: tuple[str, ...]
+    records: bool = False
+
+
+def readers(ranks: int, words: list[str]) -> int:
+    """Return how many ranks read different rows."""
+    sizes = dict(word.split("=", 1) for word in words)
+    for name in ("tensor", "context", "pipeline"):
+        ranks //= int(sizes.get(f"sharding.{name}", 1))
+    return ranks
+
+
+def layout(ranks: int, own: list[str]) -> NamedRun:
+    """Return the run of a layout, with two rows for each rank that reads, and for each stage."""
+    count = 4 if "sharding.pipeline=2" in own else 1
+    words = [f"batch.rows={2 * count * readers(ranks, own)}", *own]
+    if "optim=lion" not in own:  # with the default eps, Adam amplifies what is only rounding
+        words.append("optim.eps=1e-3")
+    return NamedRun(ranks, (*FULL_ROWS, *words), records=True)
+
+
+CHATS = ["data.path=DATA/chats.jsonl", "schedule=constant", "checkpoint.export_hf=true"]
+PAIRS = ["data.path=DATA/pairs.jsonl", "schedule=constant", "batch.seq_len=128", "train.steps=3"]
+VALIDATED = ["data.validation=0.2", "train.validate_every=2"]
+GRPO = [
+    "objective=grpo", "data.path=demo:sums", "objective.samples=4", "objective.max_new_tokens=6",
+    'objective.rewards=[{name: regex, pattern: "[a-z]"},{name: length, max: 4, unit: tokens}]',
+    "train.steps=3", "checkpoint.export_hf=true", "schedule=constant",
+]  # fmt: skip
+LORA = ["adapter=lora", "adapter.rank=4"]
+OTHER = [
+    "model.hidden_size=48", "model.num_hidden_layers=3", "model.family=qwen3",
+    "model.vocab_size=271",
+]  # fmt: skip
+RUNS: dict[str, NamedRun] = {
+    # chats, with all that a run leaves behind
+    "plain": NamedRun(1, (*CHATS, *VALIDATED, "train.steps=4", "checkpoint.every=2")),
+    "plain on two": NamedRun(2, (*CHATS, *VALIDATED, "train.steps=4", "checkpoint.every=2")),
+    "long": NamedRun(1, (*CHATS, *VALIDATED, "train.steps=20", "checkpoint.every=10")),
+    "adapter": NamedRun(1, (*CHATS, *LORA, "train.steps=3", "checkpoint.every=2")),
+    "teacher": NamedRun(1, (*CHATS, *OTHER, "train.steps=1", "run.seed=7")),
+    # a run of each method
+    "pretrain": NamedRun(1, (*CHATS[1:], "train.steps=3")),
+    "dpo": NamedRun(1, (*PAIRS, "objective=dpo", "checkpoint.export_hf=true")),
+    "reward": NamedRun(
+        1, (*PAIRS, *VALIDATED, "objective=reward", "checkpoint.export_hf=true", "optim.lr=1e-2")
+    ),
+    "kto": NamedRun(1, (*PAIRS[1:], "data.path=DATA/labelled.jsonl", "objective=kto")),
+    "distil": NamedRun(
+        1, (*CHATS, *VALIDATED, "train.steps=3", *DISTIL, "objective.temperature=2")
+    ),
+    "grpo": NamedRun(1, tuple(GRPO)),
+    # what an interrupted training is compared with, and goes on from
+    "every step": NamedRun(
+        2,
+        (*CHATS[:2], "train.steps=9", "checkpoint.every=1", "checkpoint.keep=9", "logging.every=2"),
+    ),
+    **{name: layout(*value) for name, value in LAYOUTS.items()},
+}
+"""All named runs. Those of LAYOUTS are compared with one rank, with their plan and rehearsal."""

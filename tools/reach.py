@@ -258,11 +258,16 @@ class Graph:
         return min(ranks, default=len(near)), -len(common)
 
     def choose(self, changed: Sequence[str]) -> list[Choice]:
-        """Return the test files that reach any of these files, the nearest first."""
+        """Return the test files that reach any of these files, the nearest first.
+
+        One of the same room with a common word counts as one that imports the changed file.
+        """
         best: dict[str, tuple[tuple, Choice]] = {}
         for file in changed:
             for test, distance in self.reached_by(file).items():
-                rank = distance, *self.unlikeness(test, file), test
+                rooms, words = self.unlikeness(test, file)
+                steps = min(distance, 1) if rooms == 0 and words < 0 else distance
+                rank = steps, rooms, words, distance, test
                 if test not in best or rank < best[test][0]:
                     best[test] = rank, Choice(test, distance, file)
         return [choice for _, choice in sorted(best.values())]

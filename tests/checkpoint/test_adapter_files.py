@@ -134,9 +134,10 @@ def merged(world, inputs, tmp_path_factory):
             "phi3",
             {},
             2,
-            "=dora .targets=[q_proj,up_proj,o_proj] .also=[v_proj] .rank_pattern={q_proj:2}"
-            " .alpha_pattern={q_proj:5}",
+            "=dora .targets=[q_proj,v_proj,up_proj,o_proj] .rank_pattern={v_proj:2}"
+            " .alpha_pattern={v_proj:5}",
         ),
+        ("phi3", {}, 1, "=lora .targets=[q_proj,o_proj] .also=[v_proj]"),
         (
             "mixtral",
             {},

@@ -37,7 +37,10 @@ BITS = {"fp8": 8, "int8": 8, "int4": 4}
 )
 def test_each_number_is_within_half_a_step_and_the_model_is_nearly_the_same(tmp_path, family, kind):
     folder = make_folder(tmp_path / "hf", family, shard="100KB", **SIZES)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ messages }}")
     out = export(folder, tmp_path / "out", "form=compressed", f"quantization={kind}")
+    assert (out / template.name).read_text() == template.read_text()
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors"
     options = transformers.CompressedTensorsConfig(dequantize=True)

@@ -99,6 +99,11 @@ def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_one_that_does(l
     assert words in f"{problem.what} {problem.reason}"
 
 
+def test_the_size_that_is_named_divides_the_ranks_that_are_left():
+    problem = Layout(Sharding(tensor=2, context=4), 10, Batch()).problem
+    assert problem.reason.endswith("which is 5.\nUse  sharding.context=1")
+
+
 def test_a_layout_knows_what_a_rank_computes_in_a_step():
     sharding = Sharding(strategy="hsdp", replicas=2, pipeline=2, context=2, tensor=2)
     layout = Layout(sharding, 16, Batch(seq_len=64, rows=12, micro_rows=2))

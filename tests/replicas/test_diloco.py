@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from replica_groups import GroupPools, killed_at, lighthouse
 from stored import assert_byte_equal, newest, stored
+from world import SMALL
 from zoo import make_model
+
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -182,6 +186,15 @@ def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(tra
     )
     # a group's numbers are at most twice the mean's here
     assert 1e-6 < largest <= step * 2 * changed / 127 / 2
+
+
+def test_a_part_that_would_be_sent_before_the_one_before_is_averaged_is_refused():
+    words = [*SMALL, "data.path=demo:backwards", "tokenizer.path=demo:bytes"]
+    words += ["replicas.method=diloco", "replicas.every=4", "replicas.fragments=2"]
+    words += ["replicas.id=0", "replicas.lighthouse=127.0.0.1:1"]
+    assert compose("train", [*words, "replicas.delay=1"]).replicas.delay == 1
+    with pytest.raises(UserError, match="less than the 2 steps"):
+        compose("train", [*words, "replicas.delay=2"])
 
 
 def test_one_group_resumes_as_if_it_had_never_stopped(train):

@@ -28,7 +28,7 @@ quickstart-rl: setup  ## a tiny model that adds badly learns to add from rewards
 pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoint, and see that the run ends the same
 	$(BIN)/python tests/faults/pull_the_plug.py
 
-test: $(VENV)/.for-developers  ## all tests that run before a change lands: 15 minutes on two quiet cores
+test: $(VENV)/.for-developers  ## all tests that run before a change lands: 15 to 30 minutes on two quiet cores
 	$(BIN)/python -m pytest -q $(TESTS) -m "not faults"
 
 test-fast: $(VENV)/.for-developers  ## the tests that start no ranks and take little time: under two minutes

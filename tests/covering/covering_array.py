@@ -43,14 +43,19 @@ def all_pairs() -> list[Pair]:
     ]
 
 
-def pairs_of(combination: Combination) -> set[Pair]:
-    """Return the pairs of values that occur in a combination."""
-    chosen = [
-        (name, number)
+def numbers_of(combination: Combination) -> dict[str, int]:
+    """Return the number of each dimension's value."""
+    return {
+        name: number
         for name, words in combination.items()
         for number, value in enumerate(DIMENSIONS[name])
         if words in value
-    ]
+    }
+
+
+def pairs_of(combination: Combination) -> set[Pair]:
+    """Return the pairs of values that occur in a combination."""
+    chosen = numbers_of(combination).items()
     return {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
 
 
@@ -64,7 +69,7 @@ class Dealer:
     def __init__(self, seed: int, accepts: Callable[[Combination], None]):
         self.random = random.Random(seed)
         self.accepts = accepts
-        self.uncovered = all_pairs()
+        self.uncovered = dict.fromkeys(all_pairs())  # in order, and quick to look up
         self.refused: set[Pair] = set()
         self.dealt: set[str] = set()
         self.turns = dict.fromkeys((c for name in DIMENSIONS for c in choices(name)), 0)
@@ -79,14 +84,17 @@ class Dealer:
 
     def deal_pairs(self) -> Iterator[Combination]:
         while self.uncovered:
-            first = self.uncovered.pop(0)
+            first = next(iter(self.uncovered))
+            del self.uncovered[first]
             if combination := self.with_pair(first):
-                combination = self.filled(combination, self.numbers(combination, dict(first)))
+                others = {n: number for n, number in numbers_of(combination).items() if number}
+                combination = self.filled(combination, others | dict(first))
                 covered = pairs_of(combination)
                 for choice in set().union(*covered):
                     self.turns[choice] += 1
                 self.dealt |= set(combination.values())
-                self.uncovered = [pair for pair in self.uncovered if pair not in covered]
+                for pair in covered:
+                    self.uncovered.pop(pair, None)
                 yield combination
             else:
                 self.refused.add(first)
@@ -109,16 +117,6 @@ class Dealer:
         tries = (SIMPLEST | third | words for third in thirds)
         return next(filter(self.is_accepted, tries), None)
 
-    def numbers(self, combination: Combination, chosen: dict[str, int]) -> dict[str, int]:
-        """Return `chosen` with the numbers of all values that are not the simplest."""
-        others = {
-            name: number
-            for name, words in combination.items()
-            for number, value in enumerate(DIMENSIONS[name])
-            if words in value and number
-        }
-        return others | chosen
-
     def filled(self, combination: Combination, numbers: dict[str, int]) -> Combination:
         """Return a combination with the values that add most pairs. numbers: those it has."""
         names = [name for name in DIMENSIONS if name not in numbers]
@@ -140,8 +138,7 @@ class Dealer:
         pairs = [frozenset((choice, other)) for other in numbers.items()]
         if any(pair in self.refused for pair in pairs):
             return 0
-        open_pairs = set(self.uncovered)
-        return sum(pair in open_pairs for pair in pairs)
+        return sum(pair in self.uncovered for pair in pairs)
 
     def ways(self, choice: Choice) -> list[str]:
         """Return the ways to write a value, that whose turn it is first."""

@@ -26,6 +26,8 @@ from covering_array import Dealer, all_pairs, pairs_of, refused, stored
 
 from fsdp_trainer.config.methods import METHODS
 
+COMBINATIONS = stored()
+
 
 @pytest.fixture(scope="session")
 def fuzz(world, ledger, tmp_path_factory):
@@ -38,22 +40,22 @@ def fuzz(world, ledger, tmp_path_factory):
     return runs
 
 
-@pytest.mark.parametrize("number", range(len(stored())))
+@pytest.mark.parametrize("number", range(len(COMBINATIONS)))
 def test_a_combination_gives_the_numbers_of_one_rank(fuzz, number):
-    combination = stored()[number]
+    combination = COMBINATIONS[number]
     largest = fuzz.check(combination)
     assert largest.ratio <= 1, f"{largest.where}\n{fuzz.command_lines(combination)}"
 
 
 def test_each_pair_of_values_occurs_or_is_refused():
     """`make covering` writes the combinations again after a new value."""
-    occurring = set().union(*map(pairs_of, stored()))
+    occurring = set().union(*map(pairs_of, COMBINATIONS))
     assert set(all_pairs()) == occurring | refused()
     assert not occurring & refused()
-    words = {word for one in stored() for value in one.values() for word in value.split()}
+    words = {word for one in COMBINATIONS for value in one.values() for word in value.split()}
     assert {f"objective={name}" for name in METHODS} <= words
     every = {words for values in DIMENSIONS.values() for value in values for words in value}
-    assert every == {words for one in stored() for words in one.values()}
+    assert every == {words for one in COMBINATIONS for words in one.values()}
 
 
 def too_large(real, self, scores, tokens):

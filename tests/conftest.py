@@ -105,6 +105,12 @@ def inputs(chats, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def input_words(inputs):
+    """Return `inputs` as words of a command line."""
+    return [f"{key}={value}" for key, value in inputs.items()]
+
+
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """Return overrides for compilation, with a long timeout and one cache for all tests.
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from itertools import pairwise
 
 import inject
@@ -64,6 +65,7 @@ def chain(world):
 
     run.faults = {}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verb, "write_demo", partial(write_demo, fraction=0.1))
         for module in (verb, evaluation):
             patch.setattr(module, "start_ranks", start)
         yield run

@@ -2,11 +2,10 @@
 
 import asyncio
 import json
+import re
 import signal
-import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
@@ -15,8 +14,10 @@ from contextlib import contextmanager
 
 import pytest
 from browser import browser_page, settle
+from forked import Forked
 from image_models import make_image_folder, write_pictures
 from texts import make_tokenizer
+from world import wait_until
 from zoo import make_folder
 
 from fsdp_trainer.apps.chat.engine import AnswerText, ChatJob, Engine, first_stop, settled_text
@@ -174,11 +175,6 @@ def image_server(tmp_path_factory):
         yield server
 
 
-def until(condition):
-    while not condition():
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_openais_client_gets_the_answers_of_generate(server, folder, capsys):
     assert main(["generate", f"source={folder}", "prompt=Hi", "max_tokens=8", "format=json"]) == 0
@@ -224,7 +220,7 @@ def test_a_short_answer_overtakes_a_long_one_and_a_closed_stream_ends(server):
     assert server.create(model="m", messages=HI, max_tokens=2).usage.completion_tokens == 2
     assert not server.engine.is_idle
     long.close()
-    until(lambda: server.engine.is_idle)
+    wait_until(lambda: server.engine.is_idle)
 
 
 @pytest.mark.slow
@@ -237,8 +233,8 @@ def test_a_client_that_goes_away_ends_its_answer(server):
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
         )
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        until(lambda: not server.engine.is_idle)
-    until(lambda: server.engine.is_idle)
+        wait_until(lambda: not server.engine.is_idle)
+    wait_until(lambda: server.engine.is_idle)
 
 
 def test_a_client_that_goes_away_while_it_sends_its_request_is_no_error():
@@ -364,18 +360,18 @@ def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_server_and_its_streams(folder):
+def test_ctrl_c_ends_the_server_and_its_streams(folder, tmp_path):
     command = [sys.executable, "-m", "fsdp_trainer", "chat", f"source={folder}", "port=0"]
     body = json.dumps({"messages": HI, "stream": True, "max_tokens": LONG}).encode()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = Forked(command, tmp_path / "log")
     try:
-        url = process.stdout.readline().split()[3]
-        assert process.stdout.readline() == "Ctrl-C ends it\n"
+        wait_until(lambda: "Ctrl-C ends it\n" in process.said, process)
+        url = re.search(r"http://\S+", process.said)[0]
         with urllib.request.urlopen(f"{url}v1/chat/completions", data=body) as stream:
             assert stream.readline().startswith(b"data: ")
             process.send_signal(signal.SIGINT)
             assert b"closing" in stream.read()
-        rest, _ = process.communicate()
-        assert (process.returncode, rest) == (0, "ended\n")
+        assert process.wait() == 0
+        assert process.said.endswith("Ctrl-C ends it\nended\n")
     finally:
         process.kill()

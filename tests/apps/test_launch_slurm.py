@@ -9,6 +9,7 @@ import sys
 import fake_slurm
 import inject
 import pytest
+from forked import Forked
 from world import SMALL, Run, read_lines, wait_until
 
 from fsdp_trainer.apps.sweep import slurm
@@ -37,15 +38,6 @@ def cluster(tmp_path, enter, monkeypatch):
 def place(cluster):
     """A Slurm that takes jobs."""
     return OnSlurm(Slurm(gpus_per_node=0, jobs=2), compose("train", DEMO[:-1]).launch)
-
-
-@pytest.mark.slow
-def test_a_job_gives_its_exit_code_and_prints_into_its_folder(place, tmp_path):
-    output = tmp_path / "runs/s/jobs/a/output.log"
-    job = place.start(None, ["optim.lrr=1"], output)
-    wait_until(lambda: job.poll() is not None)
-    assert job.poll() == 2
-    assert "optim.lr=1" in output.read_text()
 
 
 @pytest.mark.slow
@@ -152,27 +144,27 @@ def test_what_is_wrong_is_told(capsys, monkeypatch, tmp_path, enter):
 
 @pytest.mark.slow
 def test_a_sweep_that_was_killed_finds_its_job_again_and_stops_it_in_order(
-    cluster, inputs, tmp_path
+    cluster, input_words, tmp_path
 ):
-    words = [*SMALL, *(f"{key}={value}" for key, value in inputs.items()), *DEMO[-2:]]
+    words = [*SMALL, *input_words, *DEMO[-2:]]
     words += ["train.steps=100000", "optim.lr=1e-3", "hydra.launcher.gpus_per_node=0"]
     place = tmp_path / "runs/s"
 
-    def sweep():
+    def sweep(log):
         command = [sys.executable, "-m", "fsdp_trainer", "-m", *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return Forked(command, tmp_path / log)
 
-    first = sweep()
+    first = sweep("first")
     wait_until(lambda: list((place / "slurm").glob("*/job_id")), first)
     first.kill()
-    first.communicate()
-    second = sweep()
+    first.wait()
+    second = sweep("second")
     (file,) = wait_until(lambda: list((place / "jobs").glob("*/metrics.jsonl")), second)
     run = Run(file.parent)
-    second.terminate()
-    out, _ = second.communicate(timeout=600)
-    assert second.returncode == 75, out
-    assert "found again: Slurm job 1000" in out, out
+    second.send_signal(signal.SIGTERM)
+    assert second.wait() == 75, second.said
+    assert "found again: Slurm job 1000" in second.said
     assert [line["state"] for line in read_lines(place / "sweep.jsonl")] == ["stopped"]
     assert [event["reason"] for event in run.event("end")] == ["SIGTERM"]
+    assert "the same command resumes" in (run.folder / "output.log").read_text()
     assert fake_slurm.states(cluster).keys() == {"1000"}

@@ -5,19 +5,19 @@ import fcntl
 import itertools
 import json
 import math
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import inject
 import pytest
 import yaml
+from forked import Forked
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from world import SMALL, Run, alive, read_lines, wait_until
@@ -585,52 +585,39 @@ def test_what_does_not_fit_is_not_started(sweep, enter):
 # --- with real ranks ----------------------------------------------------------------------------
 
 
-IN_STEP_7 = """
-import pathlib, time
-from fsdp_trainer.base import phases
-
-reached = pathlib.Path({file!r})
-
-def wait(thread, ended):
-    if thread.step == 7 and not reached.exists():
+def wait_once(reached):
+    if not reached.exists():
         reached.touch()
         time.sleep(600)
 
-phases.add_listener(wait)
-"""
 
-
-def test_a_killed_sweep_leaves_no_rank_and_the_same_command_goes_on(inputs, train, tmp_path):
-    words = [*SMALL, *(f"{key}={value}" for key, value in inputs.items()), "run.name=s"]
+def test_a_killed_sweep_leaves_no_rank_and_the_same_command_goes_on(input_words, train, tmp_path):
+    words = [*SMALL, *input_words, "run.name=s"]
     words += ["optim.lr=3e-3", "train.steps=8", "checkpoint.every=5", "hydra.launcher.jobs=2"]
     reached = tmp_path / "reached"
-    env = inject.seamed(tmp_path / "seam", IN_STEP_7.format(file=str(reached)))
+    seam = inject.at(None, partial(wait_once, reached), step=7)
 
-    def start():
+    def start(log):
         command = [sys.executable, "-m", "fsdp_trainer", "-m", *words]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
+        return Forked(command, tmp_path / log, cwd=tmp_path, seam=seam)
 
     def saved():
         folders = (tmp_path / "runs/s/jobs").glob("*")
         return reached.exists() and any(Run(folder).event("checkpoint") for folder in folders)
 
-    first = start()
+    first = start("first")
     try:
         wait_until(saved, first)
-        # with one rank, the job's process is the rank
-        (rank,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        (rank,) = first.children  # with one rank, the job's process is the rank
     finally:
         first.kill()
-        first.communicate()
+        first.wait()
     wait_until(lambda: not alive(rank))
-    second = start()
-    out, _ = second.communicate(timeout=600)
-    assert second.returncode == 0, out
+    second = start("second")
+    assert second.wait() == 0, second.said
     (line,) = read_lines(tmp_path / "runs/s/sweep.jsonl")
     run = Run(tmp_path / line["folder"])
-    assert "100%" not in out
+    assert "100%" not in second.said
     assert "8/8 100%" in (run.folder / "output.log").read_text()
     assert run.event("resume")[0]["step"] == 5
     assert run.column("step") == list(range(1, 9))

@@ -106,12 +106,12 @@ def adapt(train):
 
 
 @pytest.fixture(scope="module")
-def merged(world, inputs, tmp_path_factory):
+def merged(world, input_words, tmp_path_factory):
     """Return a folder with a `base`, and a `run` of an adapter for it that was merged."""
     folder = tmp_path_factory.mktemp("merged")
     base = make_folder(folder / "base")
     words = ["adapter=dora", "checkpoint.merge=true", f"model.init_from={base}"]
-    words += ["data.template=plain", *(f"{key}={value}" for key, value in inputs.items())]
+    words += ["data.template=plain", *input_words]
     world.train(folder / "run", *words_of(words), base=HF)
     return folder
 
@@ -146,10 +146,13 @@ def merged(world, inputs, tmp_path_factory):
             " .rank_pattern={w3:2,down_proj:3} .alpha_pattern={experts:3}",
         ),
         ("gpt_oss", {}, 2, "=lora .targets=[all,experts] .rank_pattern={gate_up_proj:3}"),
+        ("olmoe", {}, 1, "=lora .targets=[all,experts] .also=[norms]"),
         ("olmoe", {}, 1, "=lora .also=['*.0.mlp.experts']"),
     ],
 )
-def test_peft_loads_our_adapter_and_gives_our_logits(adapt, tmp_path, family, options, ranks, how):
+def test_peft_loads_our_adapter_gives_our_logits_and_it_comes_back_as_it_was(
+    adapt, tmp_path, family, options, ranks, how
+):
     base = make_folder(tmp_path / "base", family, **options)
     words = [f"adapter{word}" for word in how.split()]
     words += ["checkpoint.merge=true", f"model.init_from={base}"]
@@ -166,6 +169,14 @@ def test_peft_loads_our_adapter_and_gives_our_logits(adapt, tmp_path, family, op
             torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5, msg=name)
     transformers.AutoTokenizer.from_pretrained(adapter)
     assert adapter_config(adapter)["base_model_name_or_path"] == str(base)
+    source = run.folder
+    if family == "olmoe":
+        source = export(source, tmp_path / "separate", "form=adapter", "experts=separate")
+        assert_close(run.folder, peft_model(base, source))
+    if family in ("phi3", "olmoe"):
+        again = adapt("again", f"adapter.init_from={source}", "train.steps=0", ranks=2)
+        assert_byte_equal(tensors(again.folder / "adapter"), tensors(adapter))
+        assert adapter_config(again.folder / "adapter") == adapter_config(adapter)
 
 
 def test_only_a_merged_run_leaves_a_whole_model(adapt, base, tmp_path):
@@ -247,27 +258,6 @@ def test_a_run_goes_on_from_a_peft_folder_and_later_without_it(adapt, world, tmp
     assert config["base_model_name_or_path"] == str(base)
     adapter.rename(tmp_path / "elsewhere")
     assert adapt("run", *start, "train.steps=2", ranks=2).column("step") == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "source"),
-    [
-        ("phi3", "adapter.rank_pattern={q_proj: 2}", "first"),
-        ("olmoe", "adapter.targets=[all,experts]", "separate"),
-    ],
-)
-def test_our_adapter_comes_back_as_it_was(adapt, tmp_path, family, kind, source):
-    base = make_folder(tmp_path / "base", family)
-    words = ["adapter=lora", "adapter.also=[norms]", kind, f"model.init_from={base}"]
-    first = adapt("first", *words).folder
-    if source == "separate":
-        separate = export(first, tmp_path / source, "form=adapter", "experts=separate")
-        assert_close(first, peft_model(base, separate))
-    again = [f"adapter.init_from={tmp_path / source}", "train.steps=0"]
-    adapters = [path / "adapter" for path in (first, adapt("second", *again, ranks=2).folder)]
-    assert_byte_equal(*map(tensors, adapters))
-    configs = map(adapter_config, adapters)
-    assert next(configs) == next(configs)
 
 
 def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(adapt, base, tmp_path):

@@ -141,15 +141,6 @@ def test_a_checkpoint_on_its_way_is_committed_whatever_ends_the_run(train):
     assert [e["event"] for e in run.events] == ["start", "checkpoint", "end"]
 
 
-def test_a_run_that_is_stopped_leaves_with_its_last_step_committed(train):
-    how = ["train.steps=100000", "train.time_limit=1s", "checkpoint=async", "checkpoint.every=1"]
-    run = train("run", *how, ranks=2, code=75)
-    last = run.metrics[-1]["step"]
-    assert run.checkpoints[-1] == f"step-{last:08d}"
-    assert run.event("checkpoint")[-1]["step"] == last
-    assert len(run.checkpoints) == min(2, last)
-
-
 def killed_while_writing(step, run):
     """Rank 1 is killed hard in the middle of the second checkpoint."""
     if step == 6:

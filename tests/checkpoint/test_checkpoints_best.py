@@ -148,6 +148,7 @@ def test_a_resume_tells_what_is_not_as_it_was(ledger, tmp_path):
     words = ["train.steps=5", "optim.lr=1e-3", "logging.every=2"]
     words += ["checkpoint.allow_changes=[optim]"]
     same = go_on(ledger, "plain on two", tmp_path / "run", *words)
+    assert same.column("lr") == pytest.approx([0.001, 0.002, 0.003, 0.003, 0.001])
     changes = same.event("resume")[0]["changes"]
     assert {key: change for key, change in changes.items() if not key.startswith("run.")} == {
         "train.steps": [4, 5], "optim.lr": [0.003, 0.001], "logging.every": [None, 2],

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import inject
 import pytest
 from stored import assert_undisturbed, checkpoint, go_on, newest
-from world import verify
+from world import flip_bit, verify
 
 from fsdp_trainer.checkpoint.atomic_files import commit, read_manifest, replaced
 from fsdp_trainer.checkpoint.digest import weights_digest
@@ -76,17 +76,11 @@ def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_go
     (last / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
     run = go_on(ledger, NAME, tmp_path / "run", "train.steps=5")
     assert run.event("resume")[0]["step"] == 4
-    flip(last / "trainer.json")
+    flip_bit(last / "trainer.json")
     assert "trainer.json" in verify(f"source={last}", code=3), "its files have theirs"
 
 
 # --- damage -------------------------------------------------------------------------------------
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 def cut(path):
@@ -94,7 +88,7 @@ def cut(path):
 
 
 DAMAGES = [
-    ("MANIFEST.json", flip), ("MANIFEST.json", os.remove), ("__1_0.distcp", flip),
+    ("MANIFEST.json", flip_bit), ("MANIFEST.json", os.remove), ("__1_0.distcp", flip_bit),
     ("__0_0.distcp", cut), (".metadata", os.remove), ("hf/config.json", cut),
 ]  # fmt: skip
 
@@ -152,13 +146,18 @@ def is_own_manifest(path):
     return is_manifest(path) and path.parts[-4] == "own"
 
 
-def test_all_ranks_go_on_from_where_rank_0_sees_that_the_run_stands(train, ledger):
-    how = ["schedule=constant", f"checkpoint.resume={ledger.run('every step').folder}"]
-    train("own", *how, "train.steps=10", ranks=2)
+def test_a_run_goes_on_from_anothers_checkpoint_and_later_from_where_rank_0_sees_its_own(
+    train, ledger
+):
+    whole = ledger.run("every step")
+    how = ["schedule=constant", f"checkpoint.resume={checkpoint(whole, 7)}"]
+    branch = train("own", *how, "train.steps=9", ranks=2)
+    assert branch.column("loss") == whole.column("loss")[7:]
+    assert branch.checkpoints == ["step-00000009"]
     lags = inject.unseen("is_file", is_own_manifest, rank=1)
     run = train("own", *how, "train.steps=11", ranks=2, seam=lags)
-    assert [e["step"] for e in run.event("resume")] == [9, 10]
-    assert len(run.metrics) == 11 - 9
+    assert [e["step"] for e in run.event("resume")] == [7, 9]
+    assert run.column("step") == [8, 9, 10, 11]
 
 
 # --- what is kept -------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def write_step_2_wrong(real, path, windows):
     """Write other bytes of step 2 than those to be read back."""
     written = real(path, windows)
     if "step-00000002" in str(path):
-        flip(path)
+        flip_bit(path)
     return written
 
 

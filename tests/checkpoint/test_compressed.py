@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from foreign import export, of, require_refused
+from foreign import export, of
 from stored import tensors
 from zoo import make_folder
 
@@ -89,19 +89,3 @@ def test_experts_in_8_bits_are_within_half_a_step(tmp_path, family):
         matrix, scale = original[name], stored[f"{name}_scale"]
         error = (stored[name] * scale - matrix).abs()
         assert (error <= matrix.abs().amax(1, keepdim=True) * STEPS["int8"] * 1.01).all(), name
-
-
-@pytest.mark.parametrize(
-    ("family", "words", "reason"),
-    [
-        ("llama", ["form=compressed"], "needs  quantization=fp8|int8|int4"),
-        ("llama", ["quantization=fp8"], "only counts with  form=compressed"),
-        ("gpt_oss", ["form=compressed", "quantization=fp8"], "has all experts in one tensor"),
-        ("llama", ["form=compressed", "quantization=int4"], "no multiple of 32: use int8"),
-    ],
-)
-def test_what_cannot_be_quantised_is_refused_and_nothing_is_left(
-    tmp_path, capsys, family, words, reason
-):
-    sizes = {"intermediate_size": 72}
-    require_refused(tmp_path, capsys, reason, family, sizes, *words)

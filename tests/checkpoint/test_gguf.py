@@ -90,17 +90,6 @@ def test_each_number_is_as_near_as_its_format_allows(tmp_path):
         assert (np.abs(values.reshape(blocks.shape) - blocks) <= limit).all(), name
 
 
-def test_the_file_of_a_run_with_an_adapter_is_that_of_the_merged_model(ledger, tmp_path):
-    run = ledger.run("adapter").folder
-    export(run, tmp_path / "hf")
-    merged = numbers(exported(tmp_path / "hf", tmp_path / "a.gguf", "dtype=f32"))
-    direct = numbers(exported(run, tmp_path / "b.gguf", "dtype=f32"))
-    assert direct.keys() == merged.keys()
-    for name, values in direct.items():
-        np.testing.assert_array_equal(values, merged[name], name)
-    assert [path.name for path in tmp_path.glob(".*")] == []
-
-
 def test_the_metadata_are_those_of_llama_cpps_converter(tmp_path):
     folder = make_folder(tmp_path / "hf", "llama")
     config = json.loads((folder / "config.json").read_text())
@@ -201,33 +190,17 @@ def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path):
     assert types[tokens.index("<0x41>")] == gguf.TokenType.BYTE
 
 
-@pytest.mark.parametrize(
-    ("out", "words", "named"),
-    [
-        ("hf", ["form=gguf"], "out=model.gguf"),
-        ("there.gguf", ["form=gguf"], "exists; choose another file"),
-        ("hf", ["dtype=q8_0"], "only counts with  form=gguf"),
-        ("a.gguf", ["form=gguf", "dtype=q4_k"], "q8_0"),
-    ],
-)
-def test_what_cannot_be_written_is_refused_by_name(tmp_path, capsys, out, words, named):
-    folder = make_folder(tmp_path / "hf", "llama")
-    (tmp_path / "there.gguf").touch()
-    export(folder, tmp_path / out, *words, code=2)
-    assert named in capsys.readouterr().err
-    assert not (tmp_path / "a.gguf").exists()
-
-
-def test_a_family_or_a_tokenizer_without_a_name_there_is_refused(tmp_path, capsys):
-    out = tmp_path / "a.gguf"
-    export(make_folder(tmp_path / "deepseek", "deepseek_v3"), out, "form=gguf", code=2)
-    assert "There are: llama mistral mixtral qwen2" in capsys.readouterr().err
-    folder = make_folder(tmp_path / "llama", "llama")
+def test_a_file_that_exists_or_a_tokenizer_without_a_name_there_is_refused(tmp_path, capsys):
+    folder, there = make_folder(tmp_path / "hf", "llama"), tmp_path / "there.gguf"
+    there.touch()
+    for out, said in ((folder, "out=model.gguf"), (there, "exists; choose another file")):
+        export(folder, out, "form=gguf", code=2)
+        assert said in capsys.readouterr().err
     file = folder / "tokenizer.json"
     stored = json.loads(file.read_text())
     stored["model"]["merges"] = [["a", "b"]]
     file.write_text(json.dumps(stored))
-    export(folder, out, "form=gguf", code=2)
+    out = export(folder, tmp_path / "a.gguf", "form=gguf", code=2)
     assert "llama.cpp has no name" in capsys.readouterr().err
     assert not out.exists()
 

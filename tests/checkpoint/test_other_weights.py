@@ -16,7 +16,6 @@ from foreign import (
     make_other,
     of,
     require_equal,
-    require_refused,
     why_refused,
 )
 from safetensors.torch import load_file
@@ -314,23 +313,6 @@ def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path
         assert torch.equal(weight, torch.from_numpy(numbers))
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "reason"),
-    [
-        ("gemma2", {}, "query_pre_attn_scalar=24"),
-        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
-        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
-        ("qwen2_moe", {"decoder_sparse_step": 2}, "dense feed-forwards in some blocks"),
-        ("deepseek_v3", {}, "is not written as GGUF in this version"),
-    ],
-)
-def test_a_model_that_llama_cpp_would_compute_otherwise_is_not_written(
-    tmp_path, capsys, family, options, reason
-):
-    options = options and {**AS_LLAMA_CPP[family], **options}
-    require_refused(tmp_path, capsys, reason, family, options, "form=gguf")
-
-
 def test_a_gguf_file_that_was_copied_in_part_is_refused(tmp_path):
     file = export(make_folder(tmp_path / "hf"), tmp_path / "model.gguf", "form=gguf", "dtype=f32")
     file.write_bytes(file.read_bytes()[:-1000])
@@ -371,14 +353,11 @@ def test_meta_computes_the_same_width_from_what_is_exported():
         assert multiple * ((hidden + multiple - 1) // multiple) == wanted
 
 
-def test_scaled_positions_of_llama_3_are_written_for_meta_and_others_are_refused(tmp_path, capsys):
+def test_scaled_positions_of_llama_3_are_written_for_meta(tmp_path):
     scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
     folder = make_folder(tmp_path / "a", rope_parameters=scaling, max_position_embeddings=16384)
     read = load_model(export(folder, tmp_path / "out", "form=meta")).config
     assert read.rope_scaling == load_model(folder).config.rope_scaling
-    export(make_folder(tmp_path / "b", "llama yarn"), tmp_path / "none", "form=meta", code=2)
-    assert "has no place in Meta's params.json" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_with_an_adapter_is_exported_merged_for_torchtitan(ledger, tmp_path):
@@ -387,16 +366,38 @@ def test_a_run_with_an_adapter_is_exported_merged_for_torchtitan(ledger, tmp_pat
     require_equal(export(run, tmp_path / "hf"), titan)
 
 
+FEWER_KEYS = {**AS_LLAMA_CPP["olmoe"], "num_key_value_heads": 2}
+NOT_NORMED = {**AS_LLAMA_CPP["qwen3_moe"], "norm_topk_prob": False}
+SOME_DENSE = {**AS_LLAMA_CPP["qwen2_moe"], "decoder_sparse_step": 2}
+NARROW = {"intermediate_size": 72}
+
+
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("family", "options", "words", "reason"),
     [
-        (["form=torchtitan"], "model_type=gemma2"),
-        (["form=meta", "dtype=q8_0"], "only counts with  form=gguf"),
-        (["form=meta", "merge_into=trained"], "only counts with  form=merged"),
+        ("gemma2", {}, "form=gguf", "query_pre_attn_scalar=24"),
+        ("olmoe", FEWER_KEYS, "form=gguf", "num_key_value_heads=2"),
+        ("qwen3_moe", NOT_NORMED, "form=gguf", "norm_topk_prob=false"),
+        ("qwen2_moe", SOME_DENSE, "form=gguf", "dense feed-forwards in some blocks"),
+        ("deepseek_v3", {}, "form=gguf", "There are: llama mistral mixtral qwen2"),
+        ("llama", {}, "form=gguf dtype=q4_k", "q8_0"),
+        ("llama yarn", {}, "form=meta", "has no place in Meta's params.json"),
+        ("gemma2", {}, "form=torchtitan", "model_type=gemma2"),
+        ("llama", {}, "form=meta dtype=q8_0", "only counts with  form=gguf"),
+        ("llama", {}, "form=meta merge_into=trained", "only counts with  form=merged"),
+        ("llama", {}, "form=compressed", "needs  quantization=fp8|int8|int4"),
+        ("llama", {}, "quantization=fp8", "only counts with  form=compressed"),
+        ("gpt_oss", {}, "form=compressed quantization=fp8", "has all experts in one tensor"),
+        ("llama", NARROW, "form=compressed quantization=int4", "no multiple of 32: use int8"),
     ],
 )
-def test_what_has_no_form_is_refused_and_nothing_is_left(tmp_path, capsys, words, reason):
-    require_refused(tmp_path, capsys, reason, "gemma2", {}, *words)
+def test_what_has_no_form_in_another_tool_is_refused_and_nothing_is_left(
+    tmp_path, capsys, family, options, words, reason
+):
+    folder = make_folder(tmp_path / "hf", family, **options)
+    export(folder, tmp_path / "out.gguf", *words.split(), code=2)
+    assert reason in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 LLAMA_3_1 = {

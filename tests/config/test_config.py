@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import yaml
+from answers import ANSWERS
 from folders import REPO
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -141,87 +142,16 @@ def test_all_problems_are_told_at_once(refused):
         assert part in said
 
 
-MEANT = {
-    "training.batch_size=8": "batch.rows=8",
-    "per_device_train_batch_size=8": "batch.micro_rows=8",
-    "data.max_length=64": "batch.seq_len=64",
-    "++num_train_epochs=3": "train.epochs=3",
-    "+model_name_or_path=x/y": "model.init_from=x/y",
-    "gradient_checkpointing=true": "activation_checkpoint=full",
-    "optimizer=adamw": "optim=adamw",
-    "seed=1": "run.seed=1",
-    "optim.warmup_steps=10": "schedule.warmup_steps=10",
-    "optim.weigth_decay=0.1": "optim.weight_decay=0.1",
-    "optim.learning_rat=1": "optim.lr=1",
-    "logging.steps=4": "logging.every=4",
-    "bach.rows=1": "batch.rows=1",
-    "model=qwen3_06b": "model=qwen3_0_6b",
-    "data=chats.jsonl": "data.path=chats.jsonl",
-    "compile=true": "compile=enabled",
-    "adapter.r=4": "adapter.rank=4",
-    "adapter.lora_alpha=4": "adapter.alpha=4",
-    "adapter=qlora2": "adapter=qlora ?",
-    "adapter.name=qlora": "adapter=qlora",
-    "optim.name=adamw_8bit": "optim=adamw_8bit",
-    "adapter.rank_pattern={'layers.[0-1].*':4}": r"{layers.\[0-1\].*:4}",
-}
-
-
 def test_an_unknown_name_is_refused_and_the_right_one_named(refused):
-    said = answers(refused(*MEANT))
-    assert list(said) == list(MEANT)
-    for typed, meant in MEANT.items():
+    names = ANSWERS["[other names]"]
+    said = answers(refused(*names))
+    assert list(said) == list(names)
+    for typed, meant in names.items():
         assert meant in said[typed], typed
 
 
-MISTAKES = [
-    {
-        "data.path=https://host/a?b=c": """'data.path="https://host/a?b=c"'""",
-        "data.path=[~/a,~/b]": """'data.path=["~/a","~/b"]'""",
-        "optim.betas=(0.9,0.95)": "optim.betas=[0.9,0.95]",
-        "~optim": "not deleted",
-        "optim.lr": "neither a verb nor key=value",
-        "batch=3": "batch has: seq_len rows micro_rows",
-        "hydra.run.dir=x": "hydra.* is closed",
-        "+hydra.callbacks.x._target_=os.system": "hydra.* is closed",
-        "data.fields={_target_: os.system}": "_target_",
-        "run.name=${now:%H}": "differs between ranks",
-    },
-    {
-        "launch.device=gpu": "Did you mean  launch.device=cuda ?",
-        "logging.wandb=false": "Did you mean  logging.wandb=disabled ?",
-        "train.on_spike=on": "Did you mean  train.on_spike=warn ?",
-        "data.packing=bestfit": "Did you mean  data.packing=best_fit ?",
-        "activation_checkpoint.mode=selectiv": "activation_checkpoint.mode=selective ?",
-        "checkpoint.allow_changes=[optim.lrr]": "optim.lr ?",
-        "checkpoint.merge=true": "there is none",
-        "optim.betas=[0.9,2]": "at most 1",
-        "optim.grad_clip=0": "or null",
-        "optim.eps=null": "optim.eps=1e-8",
-        "run.overwrite=3": "true or false",
-        "data.validation=1.5": "data.validation=0.02",
-        "train.time_limit=soon": "1h30m",
-        "sharding.replicas=2": "sharding=hsdp",
-        "tokenizer.path=Qwen/Qwen3-0.6B": "model.init_from",
-        "model.init_from=nowhere/": "no such folder",
-        "data.path=demo:forwards": "demo:backwards",
-        "data.template=mine.jinja": "no such file",
-        "checkpoint.resume=runs/none": "neither auto nor never",
-    },
-    {"data.path=*.nothing": "no file matches", "tokenizer.path=no.model": "no such file"},
-    {"sharding.replicas=1": "sharding.replicas=2", "sharding=hsdp": ""},
-    {"train.epochs=2": "keep one", "train.steps=3": ""},
-    {"model.hidden_size=100": "multiple", "model.num_attention_heads=3": ""},
-    {"model=auto": "chosen twice", "model=tiny": ""},
-    {"optim.betas=[0.9]": "optim.betas=[0.9,0.95]"},
-    {"optim.betas=[0.9,1.0]": "optim.betas=[0.9,0.95]"},
-    {"optim.betas=[0.9,0.95,0.99]": "optim.betas=[0.9,0.95]"},
-    {"run.name=../x": "is not inside run.root=runs"},
-]
-
-
 def test_a_mistake_says_what_to_type_instead(refused):
-    for mistakes in MISTAKES:
+    for mistakes in (part for title, part in ANSWERS.items() if "together" in title):
         usual = [word for word in DEMO if word.split("=")[0] not in " ".join(mistakes)]
         said = answers(refused(*reversed(mistakes), *usual))
         for typed, reason in mistakes.items():
@@ -336,25 +266,13 @@ def test_a_recipe_is_built_on_packaged_ones_and_on_files_beside_it(own):
         assert (cfg.model.hidden_size, cfg.batch.rows, cfg.run.name) == (64, 6, "sized")
 
 
-WRONG_DEFAULTS = {
-    "- precision: fp32": "- override /precision: fp32",
-    "- override precision: fp32": "- override /precision: fp32",
-    "- override /schedule: lin": "- override /schedule: linear ?",
-    "- override /optim: shampoo": "Muon with AdamW beside it",
-    "- override /precison: fp32": "- override /precision: fp32 ?",
-    "- recipe: llama8b_sft": "by its name alone: - llama8b_sft",
-    "- /recipe: maths": "by its name alone: - maths",
-    "- quikstart": "- quickstart ?",
-    "- fp32": "- override /precision: fp32",
-}
-
-
 def test_mistakes_in_a_recipes_defaults_are_told_with_file_line_and_correction(own, refused):
-    entries = "".join(f"  {entry}\n" for entry in WRONG_DEFAULTS)
+    wrong = ANSWERS["[a recipe's defaults]"]
+    entries = "".join(f"  {entry}\n" for entry in wrong)
     folder = own(recipe__bad=f"defaults:\n{entries}optim:\n  learning_rate: 1\n")
     message = refused("--config-dir", folder, "+recipe=bad", *DEMO)
     lines = {p.split()[0]: " ".join(p.split()) for p in message.split("\n\n")[1:]}
-    for line, (entry, said) in enumerate(WRONG_DEFAULTS.items(), start=2):
+    for line, (entry, said) in enumerate(wrong.items(), start=2):
         problem = lines[f"{folder}/recipe/bad.yaml:{line}"]
         assert entry in problem
         assert said in problem
@@ -432,26 +350,8 @@ def test_help_lists_verbs_groups_and_recipes(says):
 def test_completion_knows_verbs_recipes_keys_and_values(says, own, monkeypatch):
     monkeypatch.chdir(REPO)
     folder = own(recipe__mine="# @package _global_")
-    for line, offered in {
-        f"--config-dir {folder} +recipe=mis": "+recipe=mistral7b_sft",
-        f"--config-dir {folder} +recipe=min": "+recipe=mine",
-        "ex": "export",
-        "preview preview.": "preview.rows=",
-        "plan plan.gpu=b": "plan.gpu=b200",
-        "+recipe=qu": "+recipe=quickstart",
-        "-m +sweep=": "+sweep=lr",
-        "export so": "source=",
-        "train sharding=": "sharding=hsdp",
-        "op": "optim.",
-        "optim.w": "optim.weight_decay=",
-        "activation_checkpoint.mode=s": "activation_checkpoint.mode=selective",
-        "run.overwrite=": "run.overwrite=true",
-        "data.path=de": "data.path=demo:backwards",
-        "data.path=pyproj": "data.path=pyproject.toml",
-        "data.path=conf/opt": "data.path=conf/optim/",
-        "config key=export.d": "key=export.dtype",
-        "--info defaults-": "defaults-tree",
-    }.items():
+    for typed, offered in ANSWERS["[completed]"].items():
+        line = typed.replace("FOLDER", folder)
         monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line} and what follows")
         monkeypatch.setenv("COMP_POINT", str(len(f"fsdp-trainer {line}")))
         said = says("-sc query=bash").split()

@@ -100,30 +100,62 @@ fsdp_config:
   fsdp_activation_checkpointing: true
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
 """
-DEEPSPEED = {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
-    "bf16": {"enabled": True}, "gradient_clipping": 0.5,
-    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},
-}  # fmt: skip
-ARGUMENTS = {
-    "output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
-    "learning_rate": 1e-5, "num_train_epochs": 2, "lr_scheduler_type": "linear",
-    "warmup_steps": 0.1, "max_steps": 50, "optim": "adafactor", "seed": 7, "save_steps": 10,
-    "save_total_limit": 2, "report_to": ["tensorboard"], "push_to_hub": True,
-}  # fmt: skip
+DEEPSPEED = """
+{
+ "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+ "bf16": {"enabled": true},
+ "gradient_clipping": 0.5,
+ "train_micro_batch_size_per_gpu": 4,
+ "gradient_accumulation_steps": 2,
+ "optimizer": {
+  "type": "AdamW",
+  "params": {"lr": 3e-05, "betas": [0.9, 0.95]}
+ }
+}
+"""
+ARGUMENTS = """
+{
+ "output_dir": "out",
+ "per_device_train_batch_size": 2,
+ "gradient_accumulation_steps": 4,
+ "learning_rate": 1e-05,
+ "num_train_epochs": 2,
+ "lr_scheduler_type": "linear",
+ "warmup_steps": 0.1,
+ "max_steps": 50,
+ "optim": "adafactor",
+ "seed": 7,
+ "save_steps": 10,
+ "save_total_limit": 2,
+ "report_to": ["tensorboard"],
+ "push_to_hub": true
+}
+"""
 FILES = {
     "axolotl.yml": (
         AXOLOTL,
-        {
-            "model.init_from": "NousResearch/Llama-2-7b-hf", "adapter": "qlora",
-            "optim": "adamw_8bit", "schedule": "cosine", "precision": "bf16",
-            "activation_checkpoint": "full", "data.path": "hf://datasets/tatsu-lab/alpaca",
-            "data.format": "alpaca", "data.validation": 0.05, "data.packing": "best_fit",
-            "batch.seq_len": 4096, "batch.micro_rows": 2, "batch.rows": 16, "train.epochs": 3,
-            "optim.lr": 2e-4, "optim.weight_decay": 0.0, "adapter.rank": 32, "adapter.alpha": 16,
-            "adapter.targets": "all", "run.root": "./out",
-        },
+        """
+model.init_from: NousResearch/Llama-2-7b-hf
+adapter: qlora
+optim: adamw_8bit
+schedule: cosine
+precision: bf16
+activation_checkpoint: full
+data.path: hf://datasets/tatsu-lab/alpaca
+data.format: alpaca
+data.validation: 0.05
+data.packing: best_fit
+batch.seq_len: 4096
+batch.micro_rows: 2
+batch.rows: 16
+train.epochs: 3
+optim.lr: 0.0002
+optim.weight_decay: 0.0
+adapter.rank: 32
+adapter.alpha: 16
+adapter.targets: all
+run.root: ./out
+""",
         {
             "lora_dropout: 0.05": "there is no dropout",
             "warmup_ratio: 0.1": "schedule.warmup_steps",
@@ -133,59 +165,102 @@ FILES = {
     ),
     "llama_factory.yaml": (
         LLAMA_FACTORY,
-        {
-            "objective": "orpo", "adapter": "lora", "adapter.targets": ["q_proj", "v_proj"],
-            "data.path": ["FOLDER/k.json", "hf://datasets/a/b"], "data.template": "llama3",
-            "sharding": "fsdp", "sharding.reshard_after_forward": False, "optim.offload": "cpu",
-            "precision": "fp16", "train.steps": 200, "schedule.warmup_steps": 20,
-            "logging.wandb": "online", "batch.rows": 16, "batch.micro_rows": 1,
-            "batch.seq_len": 2048, "objective.beta": 0.1, "adapter.rank": 8, "optim.lr": 5e-6,
-            "schedule": "cosine", "model.init_from": "meta-llama/Meta-Llama-3-8B-Instruct",
-        },
+        """
+objective: orpo
+adapter: lora
+adapter.targets: [q_proj, v_proj]
+data.path: [FOLDER/k.json, 'hf://datasets/a/b']
+data.template: llama3
+sharding: fsdp
+sharding.reshard_after_forward: false
+optim.offload: cpu
+precision: fp16
+train.steps: 200
+schedule.warmup_steps: 20
+logging.wandb: online
+batch.rows: 16
+batch.micro_rows: 1
+batch.seq_len: 2048
+objective.beta: 0.1
+adapter.rank: 8
+optim.lr: 5.0e-06
+schedule: cosine
+model.init_from: meta-llama/Meta-Llama-3-8B-Instruct
+""",
         {},
     ),
     "torchtune.yaml": (
         TORCHTUNE,
-        {
-            "adapter": "qlora", "model.init_from": "/m", "tokenizer.path": "/m/tokenizer.model",
-            "data.path": "hf://datasets/yahma/alpaca-cleaned", "data.packing": "best_fit",
-            "adapter.targets": ["q_proj", "v_proj", "o_proj", "down_proj", "gate_proj", "up_proj"],
-            "optim": "adamw", "optim.lr": 3e-4, "optim.weight_decay": 0.01, "batch.rows": 32,
-            "schedule": "cosine", "schedule.warmup_steps": 100, "precision": "bf16",
-            "train.epochs": 1, "adapter.rank": 8, "data.format": "alpaca", "batch.micro_rows": 2,
-            "optim.implementation": "fused",
-        },
+        """
+adapter: qlora
+model.init_from: /m
+tokenizer.path: /m/tokenizer.model
+data.path: hf://datasets/yahma/alpaca-cleaned
+data.packing: best_fit
+adapter.targets: [q_proj, v_proj, o_proj, down_proj, gate_proj, up_proj]
+optim: adamw
+optim.lr: 0.0003
+optim.weight_decay: 0.01
+batch.rows: 32
+schedule: cosine
+schedule.warmup_steps: 100
+precision: bf16
+train.epochs: 1
+adapter.rank: 8
+data.format: alpaca
+batch.micro_rows: 2
+optim.implementation: fused
+""",
         {"profiler.enabled: false": "profile.steps"},
     ),
     "accelerate.yaml": (
         ACCELERATE,
-        {
-            "sharding": "fsdp", "sharding.reshard_after_forward": False, "precision": "bf16",
-            "activation_checkpoint": "full", "launch.nodes": 2, "launch.nproc_per_node": 8,
-            "launch.rendezvous": "node0:29501",
-        },
+        """
+sharding: fsdp
+sharding.reshard_after_forward: false
+precision: bf16
+activation_checkpoint: full
+launch.nodes: 2
+launch.nproc_per_node: 8
+launch.rendezvous: node0:29501
+""",
         {},
     ),
     "deepspeed.json": (
-        json.dumps(DEEPSPEED),
-        {
-            "sharding": "fsdp", "sharding.reshard_after_forward": False, "optim.offload": "disk",
-            "precision": "bf16", "optim.grad_clip": 0.5, "batch.micro_rows": 4, "batch.rows": 16,
-            "optim": "adamw", "optim.lr": 3e-5, "optim.betas": [0.9, 0.95],
-        },
+        DEEPSPEED,
+        """
+sharding: fsdp
+sharding.reshard_after_forward: false
+optim.offload: disk
+precision: bf16
+optim.grad_clip: 0.5
+batch.micro_rows: 4
+batch.rows: 16
+optim: adamw
+optim.lr: 3.0e-05
+optim.betas: [0.9, 0.95]
+""",
         {},
     ),
     "arguments.json": (
-        json.dumps(ARGUMENTS),
-        {
-            "run.root": "out", "batch.micro_rows": 2, "batch.rows": 16, "optim.lr": 1e-5,
-            "train.steps": 50, "schedule": "linear", "schedule.warmup_steps": 5, "run.seed": 7,
-            "checkpoint.every": 10, "checkpoint.keep": 2, "logging.tensorboard": True,
-        },
+        ARGUMENTS,
+        """
+run.root: out
+batch.micro_rows: 2
+batch.rows: 16
+optim.lr: 1.0e-05
+train.steps: 50
+schedule: linear
+schedule.warmup_steps: 5
+run.seed: 7
+checkpoint.every: 10
+checkpoint.keep: 2
+logging.tensorboard: true
+""",
         {"optim: adafactor": "there is no optimizer adafactor", "push_to_hub: true": "hf upload"},
     ),
-}  # fmt: skip
-"""Content of a file, what its recipe sets for two ranks, and what is said about some settings."""
+}
+"""Content of a file, what its recipe sets for two ranks (as YAML), and what is said about some."""
 
 
 def sets_of(text):
@@ -220,7 +295,7 @@ def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tm
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     compose("train", [f"+recipe={recipe}"], inputs=False)
-    assert sets_of(text.replace(str(tmp_path), "FOLDER")) == sets
+    assert sets_of(text.replace(str(tmp_path), "FOLDER")) == yaml.safe_load(sets)
     assert ("not kept: split=train" in text) == ("split: train" in content)
     for setting in read_foreign_file(tmp_path / name).settings:
         assert f"{setting}: " in text, setting

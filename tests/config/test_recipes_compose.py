@@ -4,7 +4,7 @@ import os
 
 import pytest
 import yaml
-from recipe import PUBLISHED, RECIPES, named_size, published_model, recipe_as_it_is
+from recipe import PARAMETERS, RECIPES, named_size, published_model, recipe_as_it_is
 
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import CONF, compose, options
@@ -96,7 +96,7 @@ def test_every_option_sets_its_groups_selector_and_keys_that_exist():
 
 @pytest.mark.slow
 def test_named_sizes_have_their_published_parameter_counts():
-    assert set(PUBLISHED) == set(options("train")["model"]) - {"auto", "tiny"}
-    for name, (_, count) in PUBLISHED.items():
+    assert set(PARAMETERS) == set(options("train")["model"]) - {"auto", "tiny"}
+    for name, (_, count) in PARAMETERS.items():
         assert named_size(name).name == name, name
         assert published_model(name).parameters() == count, name

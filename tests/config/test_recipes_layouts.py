@@ -76,11 +76,13 @@ def test_the_head_of_a_recipe_is_its_arithmetic_and_its_plan(name):
         expected = [steps * each / 3600 for each in plan.step_seconds]
         assert hours == pytest.approx(expected, rel=0.01)
 
-    best = seconds(name, recorded()[name])
+    layout = recorded()[name]
+    if candidate(name, layout).cfg == cfg:
+        return  # it is the recipe's own
     own = sum(plan.step_seconds) / 2
     if cfg.objective.method.samples:  # whose plan counts the answers of a step, too
         own = seconds(name, [])
-    assert own <= SLOWER * best, f"slower than  {' '.join(recorded()[name])}"
+    assert own <= SLOWER * seconds(name, layout), f"slower than  {' '.join(layout)}"
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ A combination has a value of each dimension in `TASK` and in `LAYOUT`. Its run h
 reference those of TASK only: one rank, one micro-batch a step, nothing recomputed or offloaded.
 Metrics of every step and exported weights must be equal within the tolerance of the optimizer.
 
-A value may be written in several ways, which take turns. Combinations are chosen so that each pair
-of values of two dimensions occurs, if the program accepts it; a refusal must be one message,
-without a traceback. Where a combination differs, both command lines are printed, and those of the
-smallest combination with a difference.
+A value may be written in several ways, which take turns, those of few ranks more often.
+Combinations are chosen so that each pair of values of two dimensions occurs, if the program accepts
+it; a refusal must be one message, without a traceback. Where a combination differs, both command
+lines are printed, and those of the smallest combination with a difference.
 """
 
 import json
@@ -21,8 +21,8 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -32,7 +32,7 @@ import torch
 from image_models import make_image_folder, write_pictures
 from pairs import write_labelled, write_pairs
 from stored import tensors
-from world import SMALL, RankFailed, Run, World, command, compose_once, write_chats
+from world import SMALL, RankFailed, Run, World, command, write_chats
 
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.config.composing.compose import compose
@@ -42,7 +42,7 @@ from fsdp_trainer.models.resolve import sharding_problems
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.plan.plan_inputs import architecture
 
-STEPS = 3
+STEPS = 2
 Value = tuple[str, ...]
 """The words of a value, in the ways that take turns."""
 RANKS = "launch.nproc_per_node="
@@ -144,7 +144,7 @@ TASK: dict[str, list[Value]] = {
         ),
     ],
     "precision": [("",), ("precision.param_dtype=bfloat16",)],
-    "blocks": [("",), ("model.num_hidden_layers=4", "model.num_hidden_layers=5")],
+    "blocks": [("",), ("model.num_hidden_layers=4", "model.num_hidden_layers=3")],
     "embedding": [
         (
             "model.tie_word_embeddings=true",
@@ -161,8 +161,8 @@ TASK: dict[str, list[Value]] = {
         ("loss.load_balancing=0.1 loss.router_z_loss=1e-2", "loss.bias_update_speed=0.01"),
     ],
     "rows": [
-        ("batch.rows=6", "batch.rows=7", "batch.rows=8"),
-        ("batch.rows=5 data.packing=none", "batch.rows=7 data.packing=none data.pad_to_multiple=8"),
+        ("batch.rows=4", "batch.rows=5", "batch.rows=6"),
+        ("batch.rows=4 data.packing=none", "batch.rows=5 data.packing=none data.pad_to_multiple=8"),
     ],
     "stream": [("",), ("data.streaming=true",)],
     "clip": [
@@ -435,7 +435,7 @@ class Fuzz:
         for kind in ("llava", "qwen3_vl"):
             make_image_folder(self.data / "vision" / kind, kind)
         teacher = [f"data.path={self.data / 'chats.jsonl'}", "run.seed=7", "train.steps=1"]
-        self.start([*teacher, f"run.root={self.data}", "run.name=teacher"])
+        self.start(teacher, self.data / "teacher")
 
     def words(self, combination: Combination, dimensions: dict[str, Any]) -> list[str]:
         """Return the words of these dimensions, without those of a second layout."""
@@ -461,7 +461,8 @@ class Fuzz:
         reference = self.train(self.words(combination, TASK))
         if combination["start"]:
             shutil.rmtree(self.folder / "start", ignore_errors=True)
-            self.start(self.words_of_start(combination))
+            self.start(self.words_of_start(combination), self.folder / "start")
+            accepted.cache_clear()  # it has looked into that folder
         results = self.train(self.words(combination, DIMENSIONS), then=combination["resume"])
         allowed = tolerance(combination)
         largest = differences(results, reference, allowed)
@@ -481,9 +482,9 @@ class Fuzz:
         """Raise Refused if the configuration is refused before any rank starts."""
         require_comparable(combination)
         words = self.words(combination | {"start": ""}, DIMENSIONS)
-        require_accepted(*self.argv(words))
+        accepted(*self.argv(words))
         if then := combination["resume"]:
-            require_accepted(*self.argv(second_layout(words, then)))
+            accepted(*self.argv(second_layout(words, then)))
 
     def timed(self, combination: Combination) -> tuple[Difference, float]:
         """Return the largest difference, infinite if a run failed, and seconds. Raises Refused."""
@@ -497,23 +498,23 @@ class Fuzz:
     def train(self, words: list[str], then: str = "", seam: Callable | None = None) -> Results:
         """Train, perhaps on a second layout after the first step; return the results."""
         self.count += 1
-        name = f"run{self.count}"
-        place = [f"run.root={self.folder}", f"run.name={name}"]
+        folder = self.folder / f"run{self.count}"
         if then:
-            self.start([*place, *words, "train.steps=1"])
+            self.start([*words, "train.steps=1"], folder)
             words = second_layout(words, then)
-        self.start([*place, *words, f"train.steps={STEPS}"], seam)
-        results = Results.of(Run(self.folder / name))
-        shutil.rmtree(self.folder / name)
+        self.start(words, folder, seam)
+        results = Results.of(Run(folder))
+        shutil.rmtree(folder)
         return results
 
-    def start(self, words: list[str], seam: Callable | None = None) -> None:
-        """Run a command line on its ranks. Raises Refused, and Failed."""
+    def start(self, words: list[str], folder: Path, seam: Callable | None = None) -> None:
+        """Train into a folder on as many ranks as the words say. Raises Refused, and Failed."""
         argv, ranks = self.argv(words)
-        require_accepted(argv, ranks)
+        cfg = accepted(argv, ranks)
+        cfg = replace(cfg, run=replace(cfg.run, root=str(folder.parent), name=folder.name))
         seam = self.fault if ranks > 1 else seam
         try:
-            answers = self.world.call(ranks, command, argv, seam, compose_once(tuple(argv)))
+            answers = self.world.call(ranks, command, list(argv), seam, cfg)
         except RankFailed as error:
             raise Failed(str(error)) from None
         codes = [answer.code for answer in answers]
@@ -523,17 +524,16 @@ class Fuzz:
         if codes != [0] * ranks:
             raise Failed(f"exit codes {codes}\n{said}")
 
-    def argv(self, words: list[str]) -> tuple[list[str], int]:
-        """Return the command line of every rank, and the number of ranks."""
+    def argv(self, words: list[str]) -> tuple[tuple[str, ...], int]:
+        """Return the command line of every rank, without its folder, and the number of ranks."""
         own = [word for word in words if not word.startswith(RANKS)]
-        return ["train", *self.all_words([f"train.steps={STEPS}", *own])], ranks_of(words)
+        return ("train", *self.all_words([f"train.steps={STEPS}", *own])), ranks_of(words)
 
     def words_of_start(self, combination: Combination) -> list[str]:
         """Return the words of a run that only exports the weights of the combination's model."""
         words = self.words(combination, TASK)
         sizes = [word for word in words if is_size(word) or word.startswith("precision")]
-        place = [f"run.root={self.folder}", "run.name=start", "train.steps=0"]
-        return [*sizes, "objective=sft", f"data.path={self.data}/chats.jsonl", *place]
+        return [*sizes, "objective=sft", f"data.path={self.data}/chats.jsonl", "train.steps=0"]
 
     def all_words(self, words: list[str]) -> list[str]:
         from_folder = any(word.startswith("model.init_from") for word in words)
@@ -550,7 +550,8 @@ class Fuzz:
             last = {word.partition("=")[0]: word for word in words}
             lines.append(f"  fsdp-trainer run.name={name} {shlex.join(last.values())}")
         if combination["start"]:
-            words = self.all_words(self.words_of_start(combination))
+            place = [f"run.root={self.folder}", "run.name=start"]
+            words = self.all_words([*self.words_of_start(combination), *place])
             lines.insert(0, f"  fsdp-trainer {shlex.join(words)}")
         if combination["resume"]:
             lines[-2] += (
@@ -591,10 +592,11 @@ def second_layout(words: list[str], then: str) -> list[str]:
     return own + then.removeprefix(THEN).split()
 
 
-def require_accepted(argv: list[str], ranks: int) -> None:
-    """Raise Refused if the configuration is refused, by itself or for this model."""
+@lru_cache
+def accepted(argv: tuple[str, ...], ranks: int) -> Any:
+    """Return the configuration. Raises Refused if it is refused, by itself or for this model."""
     try:
-        cfg = compose("train", argv[1:])
+        cfg = compose("train", list(argv[1:]))
         config, _ = architecture(cfg)
         problems = list(sharding_problems(cfg, config))
         assert ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze).trained_numbers
@@ -606,6 +608,7 @@ def require_accepted(argv: list[str], ranks: int) -> None:
     problems += filter(None, [layout.problem, layout.pipeline_problem])
     if problems:
         raise Refused([problem.what.partition("=")[0] for problem in problems])
+    return cfg
 
 
 def require_comparable(combination: Combination) -> None:

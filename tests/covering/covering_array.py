@@ -11,17 +11,18 @@ import itertools
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import composing
-from combinations import DIMENSIONS, SIMPLEST, Combination, Fuzz, Refused, run_all
+from combinations import DIMENSIONS, SIMPLEST, Combination, Fuzz, Refused, ranks_of, run_all
 from world import World
 
 FILE = Path(__file__).with_name("covering_array.json")
 SEED = 1
-EXPENSIVE = {"resume": 6, "start": 6}
-"""Dimensions that take a run more, and how many pairs a value of them must add."""
+TRIES = 3
+"""Number of combinations of which the one is taken that covers most pairs."""
 Choice = tuple[str, int]
 """A dimension and the number of one of its values."""
 Pair = frozenset[Choice]
@@ -71,8 +72,7 @@ class Dealer:
         self.accepts = accepts
         self.uncovered = dict.fromkeys(all_pairs())  # in order, and quick to look up
         self.refused: set[Pair] = set()
-        self.dealt: set[str] = set()
-        self.turns = dict.fromkeys((c for name in DIMENSIONS for c in choices(name)), 0)
+        self.dealt: Counter[str] = Counter()
 
     def deal(self) -> Iterator[Combination]:
         """Yield combinations: first those that cover pairs, then those with other ways to write."""
@@ -88,12 +88,10 @@ class Dealer:
             del self.uncovered[first]
             if combination := self.with_pair(first):
                 others = {n: number for n, number in numbers_of(combination).items() if number}
-                combination = self.filled(combination, others | dict(first))
-                covered = pairs_of(combination)
-                for choice in set().union(*covered):
-                    self.turns[choice] += 1
-                self.dealt |= set(combination.values())
-                for pair in covered:
+                tries = [self.filled(combination, others | dict(first)) for _ in range(TRIES)]
+                combination = max(tries, key=lambda one: len(self.uncovered.keys() & pairs_of(one)))
+                self.dealt.update(combination.values())
+                for pair in pairs_of(combination):
                     self.uncovered.pop(pair, None)
                 yield combination
             else:
@@ -121,9 +119,8 @@ class Dealer:
         """Return a combination with the values that add most pairs. numbers: those it has."""
         names = [name for name in DIMENSIONS if name not in numbers]
         self.random.shuffle(names)
-        for name in sorted(names, key=lambda name: (name in EXPENSIVE, -len(DIMENSIONS[name]))):
-            needed = EXPENSIVE.get(name, 1)
-            wanted = [choice for choice in choices(name) if self.gain(choice, numbers) >= needed]
+        for name in sorted(names, key=lambda name: -len(DIMENSIONS[name])):
+            wanted = [choice for choice in choices(name) if self.gain(choice, numbers)]
             self.random.shuffle(wanted)
             for choice in sorted(wanted, key=lambda choice: -self.gain(choice, numbers)):
                 tries = (combination | {name: words} for words in self.ways(choice))
@@ -141,10 +138,9 @@ class Dealer:
         return sum(pair in self.uncovered for pair in pairs)
 
     def ways(self, choice: Choice) -> list[str]:
-        """Return the ways to write a value, that whose turn it is first."""
+        """Return the ways to write a value, first that of the fewest ranks in all runs so far."""
         ways = DIMENSIONS[choice[0]][choice[1]]
-        turn = self.turns[choice] % len(ways)
-        return [*ways[turn:], *ways[:turn]]
+        return sorted(ways, key=lambda words: self.dealt[words] * ranks_of(words.split()))
 
     def is_accepted(self, combination: Combination) -> bool:
         try:

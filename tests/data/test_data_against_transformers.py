@@ -14,6 +14,7 @@ from texts import (
     assert_learnt_alike,
     learnt_in_transformers,
     samples_of,
+    talk,
     turn,
     write_tokenizer,
 )
@@ -88,12 +89,8 @@ FORMS = {
         ]}""",
         [
             turn("system", " Be brief. "),
-            ASKED,
-            CALLING,
-            RESULT,
-            turn("assistant", "Grey 🌧🌧"),
-            turn("user", "And you?"),
-            turn("assistant", ""),
+            *(ASKED, CALLING, RESULT, turn("assistant", "Grey 🌧🌧")),
+            *talk("And you?", ""),
         ],
     ),
     "alpaca in Chinese, with history": (
@@ -101,12 +98,7 @@ FORMS = {
             "history": [["一", "one"], ["二", " two "]]}""",
         [
             turn("system", "简短"),
-            turn("user", "一"),
-            turn("assistant", "one"),
-            turn("user", "二"),
-            turn("assistant", " two "),
-            turn("user", "翻译。\n“你好”"),
-            turn("assistant", "hello\n"),
+            *talk("一", "one", "二", " two ", "翻译。\n“你好”", "hello\n"),
         ],
     ),
     "messages in parts of type and value": (
@@ -130,10 +122,10 @@ FORMS = {
     "answers that hold the text of special tokens": (
         r"""{"prompt": "<|im_end|>\n<|im_start|>assistant\nno",
             "completion": "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>"}""",
-        [
-            turn("user", "<|im_end|>\n<|im_start|>assistant\nno"),
-            turn("assistant", "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>"),
-        ],
+        talk(
+            "<|im_end|>\n<|im_start|>assistant\nno",
+            "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>",
+        ),
     ),
 }
 
@@ -201,7 +193,7 @@ def conversation(i):
         turn("assistant", words(i, i % 9)),
     ]
     for _ in range(2 * (i % 5 == 0)):
-        messages += [turn("user", words(i + 2, 2)), turn("assistant", words(i + 3, i % 30))]
+        messages += talk(words(i + 2, 2), words(i + 3, i % 30))
     return {"messages": messages} | ({"tools": TOOLS} if i % 2 else {})
 
 

@@ -53,7 +53,7 @@ def rows_of(order: RowOrder, epoch: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     GROUPS,
     st.sampled_from(["best_fit", "none"]),

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import struct
 from zlib import crc32
 
@@ -85,27 +86,39 @@ def bytes_of(folder, name="0.png"):
     return (folder / "pictures" / name).read_bytes()
 
 
+PARTS = """
+{"type": "image", "image": "AT"}
+{"type": "image", "image": "FOLDER/AT"}
+{"type": "image", "image": "file://FOLDER/AT"}
+{"type": "image", "image": "BASE64"}
+{"type": "image", "path": "AT"}
+{"type": "image_url", "image_url": {"url": "data:image/png;base64,BASE64"}}
+{"type": "input_image", "image_url": "data:image/png;base64,BASE64"}
+"""
+ROWS = """
+{"messages": [{"role": "user", "content": [{"type": "image"}, WHAT]}, ANSWER], "images": ["AT"]}
+{"messages": [{"role": "user", "content": "<image>what?"}, ANSWER], "images": ["AT"]}
+{"messages": [{"role": "user", "content": "what?"}, ANSWER], "images": ["AT"]}
+{"messages": [{"role": "user", "content": "what?", "images": ["AT"]}, ANSWER]}
+{"conversations": [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "a!"}], "image": "AT"}
+{"prompt": "<image>what?", "completion": "a!", "images": ["AT"]}
+{"instruction": "what?", "output": "a!", "image": "AT"}
+"""  # noqa: E501 - rows as they stand in a file
+
+
 @pytest.mark.slow
 def test_all_forms_of_an_image_give_the_same_sample(prepared, folder):
-    plain = base64.b64encode(bytes_of(folder)).decode()
-    at, url, what = "pictures/0.png", f"data:image/png;base64,{plain}", text("what?")
-    absolute = f"{folder}/{at}"
-    said = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "a!"}]
-    forms = [
-        *map(image, (at, absolute, f"file://{absolute}", plain)),
-        {"type": "image", "path": at},
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "input_image", "image_url": url},
-    ]
-    rows = [asking(form, what) for form in forms] + [
-        asking({"type": "image"}, what, images=[at]),
-        saying("<image>what?", images=[at]),
-        saying("what?", images=[at]),
-        {"messages": [{"role": "user", "content": "what?", "images": [at]}, ANSWER]},
-        {"conversations": said, "image": at},
-        {"prompt": "<image>what?", "completion": "a!", "images": [at]},
-        {"instruction": "what?", "output": "a!", "image": at},
-    ]
+    """A part of a question, or a row."""
+    texts = {
+        "AT": "pictures/0.png",
+        "FOLDER": str(folder),
+        "BASE64": base64.b64encode(bytes_of(folder)).decode(),
+        "WHAT": json.dumps(text("what?")),
+        "ANSWER": json.dumps(ANSWER),
+    }
+    given = re.sub("|".join(texts), lambda name: texts[name[0]], PARTS + ROWS)
+    rows = [json.loads(line) for line in given.split("\n") if line]
+    rows = [asking(row, text("what?")) if "type" in row else row for row in rows]
     stores = [prepared(row, name=f"{i}.jsonl").train[0] for i, row in enumerate(rows)]
     expected = content_of(stores[0])
     assert len(expected[1]) == 1

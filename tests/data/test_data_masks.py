@@ -1,6 +1,7 @@
 """Every assistant turn is learnt with its end, and nothing else."""
 
 import json
+import re
 from itertools import islice
 
 import pytest
@@ -12,6 +13,7 @@ from texts import (
     make_tokenizer,
     samples_of,
     supervised_texts,
+    talk,
     turn,
     write_tokenizer,
 )
@@ -26,67 +28,47 @@ from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
 WHERE = ("chats.jsonl", 1)
 ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-LONG_CHAT = [
-    turn("system", "S"),
-    turn("user", "U"),
-    turn("assistant", "A"),
-    turn("user", "V"),
-    turn("assistant", "B"),
-]
-# the families' own formats, written out: before the last answer, the answer as it is learnt, what
-# follows it
+LONG_CHAT = [turn("system", "S"), *talk("U", "A", "V", "B")]
+# the families' own formats, written out; the last answer, as it is learnt, is marked
 RENDERED = {
     "chatml": (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
-        "B<|im_end|>",
-        "\n",
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+        "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
+        "<|im_start|>assistant\n«B<|im_end|>»\n"
     ),
-    "llama2": (
-        "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]",
-        " B </s>",
-        "",
-    ),
+    "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]« B </s>»",
     "llama3": (
-        "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "B<|eot_id|>",
-        "",
+        "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«B<|eot_id|>»"
     ),
-    "mistral": ("<s>[INST] U[/INST] A</s>[INST] S\n\nV[/INST]", " B</s>", ""),
+    "mistral": "<s>[INST] U[/INST] A</s>[INST] S\n\nV[/INST]« B</s>»",
     "gemma": (
-        "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n<start_of_turn>user\nV<end_of_turn>\n"
-        "<start_of_turn>model\n",
-        "B<end_of_turn>",
-        "\n",
+        "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\n"
+        "A<end_of_turn>\n<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n"
+        "«B<end_of_turn>»\n"
     ),
     "olmo2": (
-        "<s><|system|>\nS\n<|user|>\nU\n<|assistant|>\nA</s>\n<|user|>\nV\n<|assistant|>\n",
-        "B</s>",
-        "",
+        "<s><|system|>\nS\n<|user|>\nU\n<|assistant|>\nA</s>\n<|user|>\nV\n<|assistant|>\n«B</s>»"
     ),
     "phi3": (
-        "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n",
-        "B<|end|>",
-        "\n</s>",
+        "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\n"
+        "V<|end|>\n<|assistant|>\n«B<|end|>»\n</s>"
     ),
     "phi4": (
-        "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|><|im_start|>assistant<|im_sep|>A<|im_end|>"
-        "<|im_start|>user<|im_sep|>V<|im_end|><|im_start|>assistant<|im_sep|>",
-        "B<|im_end|>",
-        "",
+        "<|im_start|>system<|im_sep|>S<|im_end|>"
+        "<|im_start|>user<|im_sep|>U<|im_end|>"
+        "<|im_start|>assistant<|im_sep|>A<|im_end|>"
+        "<|im_start|>user<|im_sep|>V<|im_end|>"
+        "<|im_start|>assistant<|im_sep|>«B<|im_end|>»"
     ),
-    "plain": (
-        "<s>System:\nS\n\nUser:\nU\n\nAssistant:\nA</s>\n\nUser:\nV\n\nAssistant:\n",
-        "B</s>",
-        "",
-    ),
+    "plain": "<s>System:\nS\n\nUser:\nU\n\nAssistant:\nA</s>\n\nUser:\nV\n\nAssistant:\n«B</s>»",
     "qwen3": (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
-        "<think>\n\n</think>\n\nB<|im_end|>",
-        "\n",
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+        "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
+        "<|im_start|>assistant\n«<think>\n\n</think>\n\nB<|im_end|>»\n"
     ),
 }
 
@@ -110,7 +92,7 @@ def learnt(tokenizer, messages, template=None, **options):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(name, family):
-    before, answer, after = RENDERED[name]
+    before, answer, after = re.split("[«»]", RENDERED[name])
     template = load_template(name, family)
     assert template.render(LONG_CHAT) == before + answer + after
     assert template.render(LONG_CHAT[:4], add_generation_prompt=True) == before
@@ -130,12 +112,7 @@ CHATS = [
     CHAT,
     CHAT[1:],
     [*CHAT[:3], turn("tool", "ok"), turn("assistant", ""), turn("user", "end")],
-    [
-        turn("user", " q\n"), turn("assistant", "  padded \n"),
-        turn("user", "q"), turn("assistant", ""),
-        turn("user", "q"), turn("assistant", "🎉 é"),
-        turn("user", "q"), turn("assistant", "a</s>b"),
-    ],
+    talk(" q\n", "  padded \n", "q", "", "q", "🎉 é", "q", "a</s>b"),
     [
         turn("user", "U"),
         turn("assistant", "pre", tool_calls=[ADD, ADD], reasoning_content="why"),
@@ -183,12 +160,8 @@ def test_no_template_loses_reasoning_or_tools(name, family):
 
 def test_reasoning_is_learnt_in_every_turn_but_only_seen_in_the_last_as_at_inference(family):
     template = load_template("qwen3", family)
-    chat = [
-        turn("user", "U"),
-        turn("assistant", "<think>\nr1\n</think>\n\nA"),
-        turn("user", "V"),
-        turn("assistant", "B", reasoning_content="r2"),
-    ]
+    chat = talk("U", "<think>\nr1\n</think>\n\nA", "V")
+    chat.append(turn("assistant", "B", reasoning_content="r2"))
     samples, _ = learnt(family, chat, template)
     assert [supervised_texts(family, sample) for sample in samples] == [
         ["<think>\nr1\n</think>\n\nA<|im_end|>"],
@@ -256,7 +229,7 @@ def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
         "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    chat = [turn("user", "a"), turn("assistant", "Be brief.")]
+    chat = talk("a", "Be brief.")
     (sample,), _ = learnt(tokenizer, chat, Template("t", source, {}))
     answer = supervised_texts(tokenizer, sample)[0]
     assert not answer.startswith(" ")
@@ -269,12 +242,7 @@ def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_repor
     end = AddedToken("<|im_end|>", special=True, normalized=False, **{how: True})
     backend.add_special_tokens([end])
     tokenizer = saved(tmp_path, backend)
-    chat = [
-        turn("user", "q"),
-        turn("assistant", "word"),
-        turn("user", "q"),
-        turn("assistant", "spaced "),
-    ]
+    chat = talk("q", "word", "q", "spaced ")
     (sample,), builder = learnt(tokenizer, chat)
     if how == "single_word":  # "word<|im_end|>" is text to it, "spaced <|im_end|>" ends
         assert builder.counts["no_end"] == 1

@@ -294,15 +294,10 @@ def by(kind, sources, *numbers):
     return f"data.path=[{','.join(entries)}]"
 
 
-def test_a_mixture_by_weights_trains_alike_on_all_ranks_tells_what_it_gave_and_is_known_again(
-    train, sources
-):
+def test_a_mixture_by_weights_tells_what_it_gave_and_is_known_again(train, sources):
     how = ["train.steps=6", "schedule=constant", "batch.rows=7"]
     weighted = by("weight", sources, 0.6, 0.4)
     run = train("run", weighted, *how, "batch.micro_rows=7")
-    others = train("on two", weighted, *how, "batch.micro_rows=1", ranks=2)
-    assert others.column("loss") == pytest.approx(run.column("loss"), rel=1e-5)
-    assert others.column("grad_norm") == pytest.approx(run.column("grad_norm"), rel=1e-4)
     assert set(run.metrics[0]["loss_by_source"]) == {"a", "b"}
     a, b = run.event("data")[0]["sources"]
     assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4)
@@ -332,7 +327,7 @@ def test_an_epoch_goes_on_bitwise_after_a_stop_and_with_a_source_that_may_be_add
     whole = train("whole", before, *how)
     assert [source["epochs"] for source in whole.event("data")[-1]["sources"]] == [1, 2]
     cut = train("cut", before, *how[1:], "train.steps=3")
-    a, b = cut.event("data")[-1]["sources"]
+    a = cut.event("data")[-1]["sources"][0]
     shutil.copytree(cut.folder, tmp_path / "added")
     cut = train("cut", before, *how)
     assert cut.column("loss") == whole.column("loss")
@@ -350,14 +345,6 @@ def test_an_epoch_goes_on_bitwise_after_a_stop_and_with_a_source_that_may_be_add
     run = train("added", more, *how, "checkpoint.allow_changes=[data.path]", ranks=2)
     assert f"a continues at epoch 1, row {a['rows']} of" in run.out
     assert "c is new: begins at its first row" in run.out
-    after = run.event("data")[-1]["sources"]
-    rows, epochs = (np.array([source[key] for source in after]) for key in ("rows", "epochs"))
-    size = (rows / epochs).round()
-    of_epoch = size * [1, 3, 1]
-    done = rows.sum() - 18  # what was left of the first epoch, in rows of the new one
-    assert done == pytest.approx((1 - 18 / (size @ [1, 2, 0])) * of_epoch.sum(), abs=1)
-    new = rows - [a["rows"], b["rows"], 0]
-    assert (abs(new - done * of_epoch / of_epoch.sum()) < 1).all()
     again = train("added", more, *how)  # what was allowed once is the run's data now
     assert "is already finished" in again.out
 

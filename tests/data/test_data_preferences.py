@@ -2,7 +2,7 @@
 and shown; what learns from single answers refuses them."""
 
 import json
-import os
+import re
 
 import pytest
 from texts import samples_of, supervised_texts, turn
@@ -17,58 +17,62 @@ from fsdp_trainer.errors import UserError
 
 BYTES = load_tokenizer("demo:bytes")
 Q, A, B = turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
-SYSTEM = {"system": "s", "instruction": "q", "input": "i"}
-HUMAN = {"from": "human", "value": "q"}
-OTHER = turn("user", "other")
-HH = "\n\nHuman: q\n\nAssistant: "
+TURNS = {"Q": Q, "A": A, "B": B, "OTHER": turn("user", "other")}
 
 
-def gpt(answer):
-    return {"from": "gpt", "value": answer}
+def columns_of(row):
+    """Return the columns of a row of JSON, in which Q, A, B and OTHER are turns."""
+    return json.loads(re.sub(r"\b(Q|A|B|OTHER)\b", lambda name: json.dumps(TURNS[name[0]]), row))
 
 
 def read(columns):
     return make_reader(columns, "auto", None, "f", kind="pairs").read(Record(columns, ("f", 1)))
 
 
-@pytest.mark.parametrize(
-    ("columns", "prompt"),
-    [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, [Q]),
-        ({"question": "q", "chosen": "a", "rejected": "b"}, [Q]),
-        (SYSTEM | {"chosen": "a", "rejected": "b"}, [turn("system", "s"), turn("user", "q\ni")]),
-        ({"prompt": [Q], "chosen": [A], "rejected": [B]}, [Q]),
-        ({"prompt": [Q], "chosen": A, "rejected": B}, [Q]),
-        ({"chosen": [Q, A], "rejected": [Q, B]}, [Q]),
-        ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, [Q]),
-        ({"prompt": [Q], "chosen": [A, Q, A], "rejected": [A, Q, B]}, [Q, A, Q]),
-        ({"conversations": [HUMAN], "chosen": gpt("a"), "rejected": gpt("b")}, [Q]),
-        ({"chosen": HH + "a", "rejected": HH + "b"}, [Q]),
+PAIRS = {
+    '{"prompt": "q", "chosen": "a", "rejected": "b"}': [Q],
+    '{"question": "q", "chosen": "a", "rejected": "b"}': [Q],
+    '{"system": "s", "instruction": "q", "input": "i", "chosen": "a", "rejected": "b"}': [
+        turn("system", "s"),
+        turn("user", "q\ni"),
     ],
-)
-def test_pairs_are_read_in_every_form(columns, prompt):
-    pair = read(columns)
-    assert (pair.prompt, pair.chosen, pair.rejected) == (prompt, [A], [B])
+    '{"prompt": [Q], "chosen": [A], "rejected": [B]}': [Q],
+    '{"prompt": [Q], "chosen": A, "rejected": B}': [Q],
+    '{"chosen": [Q, A], "rejected": [Q, B]}': [Q],
+    '{"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}': [Q],
+    '{"prompt": [Q], "chosen": [A, Q, A], "rejected": [A, Q, B]}': [Q, A, Q],
+    """{"conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}""": [Q],
+    r"""{"chosen": "\n\nHuman: q\n\nAssistant: a",
+        "rejected": "\n\nHuman: q\n\nAssistant: b"}""": [Q],
+}
+"""Rows, and their prompts."""
 
 
-@pytest.mark.parametrize(
-    ("columns", "reason"),
-    [
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null"),
-        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "the same"),
-        ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty"),
-        ({"prompt": "q", "chosen": "a", "rejected": 5}, "rejected' should be text"),
-        ({"chosen": "a", "rejected": "b"}, "share no prompt"),
-        ({"chosen": [Q, A], "rejected": [OTHER, B]}, "share no prompt"),
-        ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "the row's own prompt"),
-        ({"chosen": [Q, A], "rejected": [Q, B, Q]}, "rejected does not end with a turn of the as"),
-        ({"chosen": [Q, A], "rejected": [Q, A, Q, B]}, "chosen is the beginning"),
-        ({"prompt": [Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, OTHER, B]}, "user's turn"),
-    ],
-)
-def test_a_pair_that_is_none_is_an_error_of_the_row(columns, reason):
-    with pytest.raises(RecordError, match=reason):
-        read(columns)
+@pytest.mark.parametrize("row", PAIRS)
+def test_pairs_are_read_in_every_form(row):
+    pair = read(columns_of(row))
+    assert (pair.prompt, pair.chosen, pair.rejected) == (PAIRS[row], [A], [B])
+
+
+WRONG = {
+    '{"prompt": "q", "chosen": "a", "rejected": null}': "'rejected' is null",
+    '{"prompt": "q", "chosen": "a", "rejected": "a"}': "the same",
+    '{"prompt": "q", "chosen": "a", "rejected": " "}': "rejected is empty",
+    '{"prompt": "q", "chosen": "a", "rejected": 5}': "rejected' should be text",
+    '{"chosen": "a", "rejected": "b"}': "share no prompt",
+    '{"chosen": [Q, A], "rejected": [OTHER, B]}': "share no prompt",
+    '{"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}': "the row's own prompt",
+    '{"chosen": [Q, A], "rejected": [Q, B, Q]}': "rejected does not end with a turn of the as",
+    '{"chosen": [Q, A], "rejected": [Q, A, Q, B]}': "chosen is the beginning",
+    '{"prompt": [Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, OTHER, B]}': "user's turn",
+}
+
+
+@pytest.mark.parametrize("row", WRONG)
+def test_a_pair_that_is_none_is_an_error_of_the_row(row):
+    with pytest.raises(RecordError, match=WRONG[row]):
+        read(columns_of(row))
 
 
 @pytest.fixture
@@ -138,18 +142,19 @@ def test_pairs_with_an_answer_in_common_are_no_duplicates(jsonl, prepared):
     assert (len(store), store.groups, store.counts["duplicate"]) == (6, 3, 1)
 
 
-def test_the_better_answers_can_be_trained_on(train, jsonl, pairs):
-    fields = "data.fields={prompt: prompt, completion: chosen}"
-    assert train("run", f"data.path={jsonl(*pairs)}", fields, "train.steps=1").metrics
+def test_a_file_for_another_objective_is_named_and_its_better_answers_can_be_trained_on():
+    def single(columns, fields=None):
+        reader = make_reader(columns, "auto", fields, "a.jsonl", kind="single")
+        return reader.read(Record(columns, ("a.jsonl", 1)))
 
-
-def test_a_file_for_another_objective_is_named(tmp_path):
-    sides = {"chosen": "a", "rejected": "b"}
-    for prompt, advised in (
-        ({"prompt": "q"}, "prompt: prompt, c"),
-        ({"conversations": [HUMAN]}, "prompt: conversations, c"),
-        ({}, "messages: c"),
-    ):
+    for row, advised in {
+        '{"prompt": "q"}': "{prompt: prompt, completion: chosen}",
+        '{"conversations": [{"from": "human", "value": "q"}]}': "{prompt: conversations, c",
+        "{}": "{messages: c",
+    }.items():
         with pytest.raises(UserError, match="preference pairs") as raised:
-            make_reader(prompt | sides, "auto", None, os.fspath(tmp_path), kind="single")
-        assert f"'data.fields={{{advised}" in str(raised.value)
+            single(columns_of(row) | {"chosen": "a", "rejected": "b"})
+        assert f"'data.fields={advised}" in str(raised.value)
+    better = {"prompt": "prompt", "completion": "chosen"}
+    columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert single(columns, better).messages == [Q, A]

@@ -96,14 +96,14 @@ class Data:
 
 
 @st.composite
-def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
+def data_sets(draw):
     """Draw data sets with up to 4 components."""
     packing, shuffle, seed = (
         draw(st.sampled_from(["best_fit", "none", "stream"])),
         draw(st.booleans()),
         draw(st.integers(0, 3)),
     )
-    by = draw(st.sampled_from(mixed_by))
+    by = draw(st.sampled_from(("nothing", "repeats", "weights")))
     stores: list[Numbered] = []
     for _ in range(1 if by == "nothing" else draw(st.integers(2, 4))):
         samples = draw(
@@ -210,7 +210,7 @@ def computed(data, order, world, plan):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     data_sets(),
     st.integers(1, 13),
@@ -250,21 +250,3 @@ def test_epochs_are_complete_and_steps_the_same_in_every_world_and_after_every_i
         rest = list(batches.plans(rows, last_row, done, done and plans[done - 1].stop))
         assert rest == plans[done:]
         assert [computed(data, again, world, plan) for plan in rest] == whole[done:]
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(data_sets(mixed_by=("repeats", "weights")), st.integers(0, 10**7))
-def test_a_mixture_is_exact_over_any_prefix_and_each_source_goes_on_in_its_own_order(data, first):
-    order = data.make()
-    starts = [component.start for component in order.components]
-    for numbers in (range(MOST_ROWS + 1), range(first, first + MOST_ROWS + 1)):
-        counts = np.array([order.taken(n) for n in numbers]) - starts
-        assert (counts.sum(axis=1) == numbers).all()
-        assert np.abs(counts - np.outer(numbers, order.shares)).max() < 1
-        steps = np.diff(counts, axis=0)
-        assert set(steps.flat) <= {0, 1}
-        mixed, who = order.read_rows(numbers[:-1]), steps.argmax(axis=1)
-        for i, of_its_own in enumerate(order.orders):
-            rows = of_its_own.read_rows((starts[i] + counts[:-1, i])[who == i])
-            assert np.array_equal(mixed.tokens[who == i], rows.tokens)

@@ -3,19 +3,18 @@
 import json
 
 import pytest
-from texts import samples_of, supervised_texts
+from texts import samples_of, supervised_texts, turn
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
-from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.record_formats import FORMATS
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
-ASK, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SYSTEM = {"role": "system", "content": "s"}
+ASK, REPLY, SYSTEM = turn("user", "q"), turn("assistant", "a"), turn("system", "s")
 CHAT = [ASK, REPLY]
+WITH_SYSTEM = [SYSTEM, *CHAT]
 BYTES = load_tokenizer("demo:bytes")
 
 
@@ -25,48 +24,56 @@ def reader_of(columns, format="auto", fields=None, kind="single"):
     return (lambda later: reader.read(Record(later, ("file", 1)))), reader.unused
 
 
+def columns_of(text):
+    """Return the columns of a row of JSON, in which CHAT, ASK, REPLY and SYSTEM are turns."""
+    for name in ("CHAT", "ASK", "REPLY", "SYSTEM"):
+        text = text.replace(name, json.dumps(globals()[name]))
+    return json.loads(text)
+
+
 def read(columns, format="auto"):
     return reader_of(columns, format)[0](columns)
+
+
+ROWS = {
+    '{"id": 1, "system_prompt": "s", "question": "q", "response": "a"}': "id",
+    '{"system": "s", "messages": CHAT}': "",
+    '{"system": [{"text": "s"}], "messages": CHAT}': "",
+    '{"system": "s", "messages": [SYSTEM, ASK, REPLY]}': "",
+    '{"inputs": "q", "targets": "a", "language": "en"}': "language",
+    '{"prompt": "q", "generation": "a"}': "",
+    '{"Instruction": "q", "Input": "", "Response": "a"}': "",
+    '{"User Prompt": "u", "query": "q", "answer": "a"}': "User Prompt",
+    '{"user": "q", "assistant": "a"}': "",
+    '{"question": "q", "solution": "a", "answer": "7"}': "answer",
+    '{"question": "q", "answer": "a", "context": {"n": 1}}': "context",
+    '{"input": [ASK], "output": "a", "reasoning": "on"}': "reasoning",
+    '{"chat": CHAT}': "",
+    '{"turns": CHAT, "n": 2}': "n",
+    '{"any_name": CHAT, "n": 2}': "n",
+    '{"talk": {"messages": CHAT, "id": 1}}': "talk.id",
+    '{"conversation": [{"input": "q", "output": "a"}]}': "",
+    '{"conversations": ["q", "a"], "source": "x"}': "source",
+    '{"data": ["q", "a"], "id": 1}': "id",
+    '{"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}': "",
+    '{"messages": [{"user": "q"}, {"assistant": "a"}]}': "",
+    '{"messages": [{"speaker": "human", "text": "q"}, REPLY]}': "",
+    '{"conversations": [ASK, {"from": "bing", "value": "a"}]}': "",
+    '{"contents": [{"role": "user", "parts": [{"text": "q"}]}, REPLY]}': "",
+}
+"""Rows of one conversation, and the columns that are not used."""
 
 
 def test_every_format_can_be_chosen():
     assert set(CHOICES) == {"auto", *FORMATS}
 
 
-@pytest.mark.parametrize(
-    ("columns", "messages", "unused"),
-    [
-        ({"id": 1, "system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, *CHAT], "id"),
-        ({"system": "s", "messages": CHAT}, [SYSTEM, *CHAT], ""),
-        ({"system": [{"text": "s"}], "messages": CHAT}, [SYSTEM, *CHAT], ""),
-        ({"system": "s", "messages": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT], ""),
-        ({"inputs": "q", "targets": "a", "language": "en"}, CHAT, "language"),
-        ({"prompt": "q", "generation": "a"}, CHAT, ""),
-        ({"Instruction": "q", "Input": "", "Response": "a"}, CHAT, ""),
-        ({"User Prompt": "u", "query": "q", "answer": "a"}, CHAT, "User Prompt"),
-        ({"user": "q", "assistant": "a"}, CHAT, ""),
-        ({"question": "q", "solution": "a", "answer": "7"}, CHAT, "answer"),
-        ({"question": "q", "answer": "a", "context": {"n": 1}}, CHAT, "context"),
-        ({"input": [ASK], "output": "a", "reasoning": "on"}, CHAT, "reasoning"),
-        ({"chat": CHAT}, CHAT, ""),
-        ({"turns": CHAT, "n": 2}, CHAT, "n"),
-        ({"any_name": CHAT, "n": 2}, CHAT, "n"),
-        ({"talk": {"messages": CHAT, "id": 1}}, CHAT, "talk.id"),
-        ({"conversation": [{"input": "q", "output": "a"}]}, CHAT, ""),
-        ({"conversations": ["q", "a"], "source": "x"}, CHAT, "source"),
-        ({"data": ["q", "a"], "id": 1}, CHAT, "id"),
-        ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, CHAT, ""),
-        ({"messages": [{"user": "q"}, {"assistant": "a"}]}, CHAT, ""),
-        ({"messages": [{"speaker": "human", "text": "q"}, REPLY]}, CHAT, ""),
-        ({"conversations": [ASK, {"from": "bing", "value": "a"}]}, CHAT, ""),
-        ({"contents": [{"role": "user", "parts": [{"text": "q"}]}, REPLY]}, CHAT, ""),
-        ({"messages": [ASK, REPLY | {"loss_scale": 0}]}, [ASK, REPLY | {"weight": 0}], ""),
-    ],
-)
-def test_columns_and_turns_are_read_under_any_usual_name(columns, messages, unused):
+@pytest.mark.parametrize("row", ROWS)
+def test_columns_and_turns_are_read_under_any_usual_name(row):
+    columns = columns_of(row)
     read_row, left_out = reader_of(columns)
-    assert read_row(columns).messages == messages
-    assert " ".join(left_out) == unused
+    assert read_row(columns).messages == (WITH_SYSTEM if "system" in row.lower() else CHAT)
+    assert " ".join(left_out) == ROWS[row]
 
 
 @pytest.mark.parametrize("name", ["context", "article", "input"])
@@ -80,15 +87,17 @@ def test_what_is_given_beside_a_question_is_part_of_it(name):
 def test_columns_that_later_rows_bring_are_read_or_named():
     first = {"question": "q", "answer": "a"}
     read_row, unused = reader_of(first)
-    assert read_row(first | {"system_prompt": "s", "topic": "t"}).messages == [SYSTEM, *CHAT]
+    assert read_row(first | {"system_prompt": "s", "topic": "t"}).messages == WITH_SYSTEM
     assert list(unused) == ["topic"]
 
 
-def test_earlier_turns_come_first_in_any_form():
-    earlier = {"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}
-    for history in ([["q0", "a0"]], list(earlier), [{"question": "q0", "answer": "a0"}]):
+def test_earlier_turns_come_first_in_any_form_and_a_turn_may_have_a_weight():
+    earlier = [turn("user", "q0"), turn("assistant", "a0")]
+    for history in ([["q0", "a0"]], earlier, [{"question": "q0", "answer": "a0"}]):
         row = {"query": "q", "response": "a", "history": history}
         assert read(row).messages == [*earlier, *CHAT]
+    weighted = read({"messages": [ASK, REPLY | {"loss_scale": 0}]}).messages  # of ms-swift
+    assert weighted == [ASK, REPLY | {"weight": 0}]
 
 
 def test_calls_as_an_answer_are_tool_calls_where_they_call_the_rows_tools():
@@ -136,32 +145,29 @@ def test_preview_shows_pairs_under_any_names(jsonl, preview):
     assert "columns not used: date" in shown
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"question": "q", "answer": 5}, "'answer' should be text, it is int 5"),
-        ({"chat": [ASK, 5]}, "None of them holds text or turns"),
-        ({"messages": [{"who": "Bob", "says": "x"}]}, "its keys: who says"),
-        ({"messages": CHAT, "system": 5}, "'system' should be text"),
-        ({"messages": CHAT, "images": ["a.png"]}, r"pictures \('images'\)"),
-        ({"question": "q", "answer": "a", "audio": {"path": "x"}}, r"sound \('audio'\)"),
-        ({"messages": CHAT, "pic": {"bytes": b"x", "path": None}}, r"\('pic'\)"),
-        ({"messages": [ASK | {"images": ["x"]}, REPLY]}, "a turn holds an image"),
-        ({"role": "user", "text": "q", "parent": 1}, "each row is one turn"),
-        ({"chat_log": CHAT, "talk": CHAT}, "{messages: chat_log}"),
-        ({"title": "x", "n": 1}, "{text: title}"),
-        ({"title": "x", "body": "xyz"}, "{prompt: title, completion: body}.*{text: body}"),
-        ({"question": "q", "answers": {"text": ["a"]}}, "'answers' has a turn without a role"),
-        (
-            {"before": CHAT, "response1": "x", "response2": "y"},
-            "{prompt: before, chosen: response1, rejected: response2}",
-        ),
-        ({"q": "x", "text_a": "y", "text_b": "z"}, "{prompt: q, chosen: text_a, rejected: text_b}"),
-    ],
-)
-def test_errors_name_the_column_in_the_file_and_hints_fit_the_row(columns, message):
-    with pytest.raises((RecordError, UserError), match="(?s)" + message):
-        read(columns)
+ERRORS = {
+    '{"question": "q", "answer": 5}': "'answer' should be text, it is int 5",
+    '{"chat": [ASK, 5]}': "None of them holds text or turns",
+    '{"messages": [{"who": "Bob", "says": "x"}]}': "its keys: who says",
+    '{"messages": CHAT, "system": 5}': "'system' should be text",
+    '{"messages": CHAT, "images": ["a.png"]}': r"pictures \('images'\)",
+    '{"question": "q", "answer": "a", "audio": {"path": "x"}}': r"sound \('audio'\)",
+    '{"messages": [{"role": "user", "content": "q", "images": ["x"]}]}': "a turn holds an image",
+    '{"role": "user", "text": "q", "parent": 1}': "each row is one turn",
+    '{"chat_log": CHAT, "talk": CHAT}': "{messages: chat_log}",
+    '{"title": "x", "n": 1}': "{text: title}",
+    '{"title": "x", "body": "xyz"}': "{prompt: title, completion: body}.*{text: body}",
+    '{"question": "q", "answers": {"text": ["a"]}}': "'answers' has a turn without a role",
+    '{"before": CHAT, "response1": "x", "response2": "y"}': "before, chosen: response1, rejected: "
+    "response2}",
+    '{"q": "x", "text_a": "y", "text_b": "z"}': "{prompt: q, chosen: text_a, rejected: text_b}",
+}
+
+
+@pytest.mark.parametrize("row", ERRORS)
+def test_errors_name_the_column_in_the_file_and_hints_fit_the_row(row):
+    with pytest.raises((RecordError, UserError), match="(?s)" + ERRORS[row]):
+        read(columns_of(row))
 
 
 def test_the_text_of_rows_with_pictures_is_read_where_that_is_said():
@@ -170,6 +176,8 @@ def test_the_text_of_rows_with_pictures_is_read_where_that_is_said():
     assert read_row(columns).messages == CHAT
     assert list(unused) == ["images"]
     assert read(columns | {"images": []}).messages == CHAT
+    with pytest.raises(RecordError, match=r"\('pic'\)"):
+        read({"messages": CHAT, "pic": {"bytes": b"x", "path": None}})
 
 
 def test_tokens_are_trained_on_as_they_are():
@@ -184,19 +192,19 @@ def test_tokens_are_trained_on_as_they_are():
         assert sample.weights.tolist() == weights
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"input_ids": [5, 100_000]}, "token 100000, and the tokenizer has 0 to"),
-        ({"input_ids": [5, -1]}, "token -1"),
-        ({"input_ids": [5, 6], "labels": [6, -100]}, "'labels' has 6 at place 0"),
-        ({"input_ids": [5, 6], "labels": [-100]}, "'labels' has 1 numbers, 'input_ids' has 2"),
-        ({"input_ids": [5, 6], "labels": 1}, "'labels' should be a list of whole numbers"),
-    ],
-)
-def test_tokens_that_cannot_be_trained_on_are_refused(columns, message):
-    with pytest.raises(RecordError, match=message):
-        samples_of(BYTES, read(columns))
+WRONG_TOKENS = {
+    '{"input_ids": [5, 100000]}': "token 100000, and the tokenizer has 0 to",
+    '{"input_ids": [5, -1]}': "token -1",
+    '{"input_ids": [5, 6], "labels": [6, -100]}': "'labels' has 6 at place 0",
+    '{"input_ids": [5, 6], "labels": [-100]}': "'labels' has 1 numbers, 'input_ids' has 2",
+    '{"input_ids": [5, 6], "labels": 1}': "'labels' should be a list of whole numbers",
+}
+
+
+@pytest.mark.parametrize("row", WRONG_TOKENS)
+def test_tokens_that_cannot_be_trained_on_are_refused(row):
+    with pytest.raises(RecordError, match=WRONG_TOKENS[row]):
+        samples_of(BYTES, read(json.loads(row)))
 
 
 def test_segments_are_learnt_where_their_label_is_true():
@@ -208,15 +216,6 @@ def test_segments_are_learnt_where_their_label_is_true():
     assert not builder.counts
     with pytest.raises(RecordError, match="needs a text and a label"):
         read({"segments": [{"text": "x"}]}, format="segments")
-
-
-def test_one_object_that_is_a_conversation_is_one_row(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps({"conversations": [{"from": "human", "value": "q"}]}, indent=1))
-    (row,) = read_records(str(file))
-    assert list(row.columns) == ["conversations"]
-    file.write_text(json.dumps({"data": [{"question": "q", "answer": "a"}] * 2}, indent=1))
-    assert len(list(read_records(str(file)))) == 2
 
 
 def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, jsonl, preview):

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.files import quickstart_data
-from fsdp_trainer.data.prepared_data import build_data, tokenizer_path
+from fsdp_trainer.data.prepared_data import tokenizer_path
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
@@ -106,17 +106,11 @@ def test_the_tokenizer_is_found_with_the_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_is_learnable_and_held_out(tmp_path):
-    demo = quickstart_data.BACKWARDS
+def test_the_demo_is_held_out():
     train, heldout = (
-        {row["messages"][0]["content"] for row in quickstart_data.rows(name)} for name in demo
+        {row["messages"][0]["content"] for row in quickstart_data.rows(name)}
+        for name in quickstart_data.BACKWARDS
     )
     assert (len(train), len(heldout), len(train & heldout)) == (4000, 200, 0)
     first = quickstart_data.rows("demo:backwards")[0]["messages"][0]
     assert first["content"] == f"Spell {quickstart_data.words()[0]} backwards."
-    cfg = TrainConfig()
-    cfg.data.path, cfg.tokenizer.path, cfg.run.root = "demo:backwards", "demo:bytes", str(tmp_path)
-    tokenizer, _, data = build_data(cfg)
-    assert data.train[0].folder.parents[1] == tmp_path / ".data"
-    assert tokenizer.vocab_size == 260
-    assert len(data.train[0]) == 4000

@@ -35,15 +35,7 @@ REWRITING = """{%- for m in messages %}
 CASES = {
     **{f"{rows} by bytes": (rows, "bytes", None, {}) for rows in ROWS},
     **{f"chats as {name}": ("chats", "bpe", name, {}) for name in BUILT_IN},
-    "chats as a rewriting template": ("chats", "bpe", REWRITING, {}),
-    "tools as chatml": ("tools", "bpe", "chatml", {}),
-    "texts, bpe": ("text", "bpe", None, {}),
-    "texts, split": ("text", "bytes", None, {"too_long": "split"}),
-    "texts, a stream": ("text", "bpe", None, {"too_long": "split", "packing": "stream"}),
-    "chats, cut": ("chats", "bpe", "chatml", {"too_long": "truncate"}),
-    "chats, all": ("chats", "bpe", "chatml", {"loss_on": "all"}),
-    "chats, last": ("chats", "bpe", "chatml", {"loss_on": "last"}),
-    "chats, a part for validation": ("chats", "bpe", "chatml", {"validation": 0.5}),
+    **STORED["cases"],
 }
 
 
@@ -71,7 +63,7 @@ def tokens_digest(folder, tokenizers, case):
     rows, name, template, options = CASES[case]
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[rows]))
-    if template == REWRITING:
+    if template == "REWRITING":
         template = str(folder / "template.jinja")
         Path(template).write_text(REWRITING)
     tokenizer = tokenizers[name]

@@ -75,10 +75,15 @@ def hosts():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("method", ["sync", "diloco"])
 def test_others_go_on_when_a_group_is_killed_stopped_or_cut_off(
-    world, hosts, inputs, tmp_path, method, ranks
+    world, hosts, input_words, tmp_path, method, ranks
 ):
-    data = [f"{key}={value}" for key, value in inputs.items()]
-    words = [*SMALL, *data, *HOW, f"replicas.method={method}", f"launch.nproc_per_node={ranks}"]
+    words = [
+        *SMALL,
+        *input_words,
+        *HOW,
+        f"replicas.method={method}",
+        f"launch.nproc_per_node={ranks}",
+    ]
     words += ["replicas.every=4"] if method == "diloco" else []
     serve = [*hosts.at(0), sys.executable, "-m", "fsdp_trainer", "lighthouse", f"port={PORT}"]
     started = [subprocess.Popen(serve)]
@@ -104,7 +109,7 @@ def test_others_go_on_when_a_group_is_killed_stopped_or_cut_off(
     assert max(after - before for before, after in pairwise(run.column("time"))) < LONGEST
     if method == "sync":
         alone = world.train(
-            tmp_path / "alone", *SMALL, *data, *HOW, "launch.watchdog=false", base=[]
+            tmp_path / "alone", *SMALL, *input_words, *HOW, "launch.watchdog=false", base=[]
         )
         ours, theirs = stored(newest(run)), stored(newest(alone))
         for name, tensor in theirs.items():

@@ -66,7 +66,7 @@ def tasks(tmp_path_factory):
             "answer": i % 4,
             "text": f"line {i} of text é " * (1 + i % 9),
         }
-        for i in range(13)  # which two ranks do not divide
+        for i in range(9)  # which two ranks do not divide
     ]
     items = folder / "items.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,7 +113,7 @@ def without_errors(metrics):
 def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(evaluate, folder, tasks):
     theirs = with_transformers(folder, tasks)
     assert theirs.keys() == MORE.keys()
-    for options, ranks in (([], 1), ([], 2), (["sharded=true"], 2)):
+    for options, ranks in (([], 2), (["sharded=true"], 2)):
         ours = without_errors(evaluate(folder, tasks, *options, ranks=ranks))
         assert ours.keys() == theirs.keys()
         for task, values in theirs.items():
@@ -122,8 +122,8 @@ def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(evaluate, 
 
 def test_a_model_of_transformers_classes_gets_its_metrics(evaluate, tmp_path, tasks):
     folder = make_other_folder(tmp_path / "hf", "falcon_h1")
-    theirs = with_transformers(folder, tasks, limit=6)
-    ours = without_errors(evaluate(folder, tasks, "sharded=true", "limit=6", ranks=2))
+    theirs = with_transformers(folder, tasks, limit=3)
+    ours = without_errors(evaluate(folder, tasks, "sharded=true", "limit=3", ranks=2))
     for task, values in theirs.items():
         assert ours[task] == pytest.approx(values, rel=1e-5), task
 
@@ -222,7 +222,7 @@ def test_tasks_are_checked_before_anything_begins(evaluate, folder, train, tmp_p
     assert "evaluation.tasks=[arc_easy]" in train("run", "train.evaluate_every=2", code=2).err
 
 
-AT_STEPS = ["evaluation.limit=5", "train.steps=4", "train.evaluate_every=2", "checkpoint.every=2"]
+AT_STEPS = ["evaluation.limit=3", "train.steps=4", "train.evaluate_every=2", "checkpoint.every=2"]
 
 
 def evaluations(run):
@@ -243,7 +243,7 @@ def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
             for task, values in metrics.items()
             for name, value in values.items()
         }
-    by_verb = without_errors(evaluate(whole.folder, [tasks[0], tasks[3]], "limit=5"))
+    by_verb = without_errors(evaluate(whole.folder, [tasks[0], tasks[3]], "limit=3"))
     assert by_verb == {
         task: pytest.approx(values, rel=1e-5) for task, values in evaluations(whole)[-1][1].items()
     }
@@ -260,7 +260,7 @@ def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
 
 
 def test_tasks_in_training_give_the_same_numbers_however_the_model_is_sharded(train, tasks):
-    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", "evaluation.limit=5"]
+    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", "evaluation.limit=3"]
     still = ["train.steps=1", "optim.lr=0", "batch.micro_rows=1", "launch.timeout=120s"]
     [(_, alone)] = evaluations(train("alone", *chosen, *still))
     for ranks, *layout in (

@@ -89,7 +89,8 @@ def best_choice(theirs, folder, model, question, image):
 def test_choices_about_images_are_those_of_transformers_also_during_a_training(
     evaluate, train, tmp_path, pictures
 ):
-    """The expected answers are right in all items but one; ranks have unequally many."""
+    """The expected answers are right in all items but one. Ranks have unequally many; a training
+    has one rank."""
     model = make_image_folder(tmp_path / "qwen3_vl", "qwen3_vl")
     theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     rows = []
@@ -99,9 +100,9 @@ def test_choices_about_images_are_those_of_transformers_also_during_a_training(
         answer = (best + (i == 2)) % len(CHOICES)
         rows.append({"question": question, "images": [image], "choices": CHOICES, "answer": answer})
     task = task_of(pictures, "choice", rows)
-    for options, ranks in (([], 1), (["sharded=true", "rows=2"], 2)):
-        said = evaluate(model, [task], "implementation=transformers", *options, ranks=ranks)
-        assert said["choice"]["acc"] == pytest.approx(0.8), ranks
+    words = ["implementation=transformers", "sharded=true", "rows=2"]
+    said = evaluate(model, [task], *words, ranks=2)
+    assert said["choice"]["acc"] == pytest.approx(0.8)
 
     chats = pictures / "chats.jsonl"
     content = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "what?"}]
@@ -111,7 +112,7 @@ def test_choices_about_images_are_those_of_transformers_also_during_a_training(
         f"model.init_from={model}", f"data.path={chats}", "batch.seq_len=128", "batch.rows=2",
         "train.steps=1", "optim.lr=0", "precision=fp32", "launch.device=cpu",
     ]  # fmt: skip
-    run = train("run", *own, f"evaluation.tasks=[{task}]", ranks=2, base=[])
+    run = train("run", *own, f"evaluation.tasks=[{task}]", base=[])
     assert run.metrics[-1]["tasks"]["choice/acc"] == pytest.approx(0.8)
 
 

@@ -331,6 +331,7 @@ ASKED = [
     "train.steps=4", "train.validate_every=2", "train.sample_prompts=[aaa,'b c']",
     "train.sample_tokens=9", "checkpoint.every=2", "checkpoint.keep=9",
 ]  # fmt: skip
+COMPILED = ["compile=enabled", "model.num_hidden_layers=1"]
 RAW = [
     "model.tie_word_embeddings=false", "train.sample_raw=true", "activation_checkpoint=selective",
     "sharding.blocks_per_unit=2",
@@ -339,15 +340,19 @@ RAW = [
 
 @pytest.mark.parametrize(
     ("ranks", "how"),
-    [(2, RAW), (1, ["sharding.cpu_offload=true"]), (1, ["compile=enabled"])],
+    [
+        (2, RAW),
+        (1, ["sharding.cpu_offload=true"]),
+        (1, COMPILED),
+    ],
     ids=["raw, in units of blocks", "offloaded", "compiled"],
 )
 def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change_nothing(
     train, compiled, ranks, how
 ):
     options = {"ranks": ranks}
-    if "compile=enabled" in how:
-        how, options["seam"] = compiled, inject.no_kernels()
+    if how is COMPILED:
+        how, options["seam"] = [*compiled, how[1]], inject.no_kernels()
     plain = train("plain", "train.steps=4", *how, **options)
     run = train("run", *ASKED, *how, **options)
     assert run.column("loss") == plain.column("loss")

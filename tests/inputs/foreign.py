@@ -57,14 +57,6 @@ class Evil:
         return print, ("code of others runs",)
 
 
-def require_refused(tmp_path, capsys, reason, family, options, *words):
-    """Check that an export is refused with the reason, and that nothing is left."""
-    folder = make_folder(tmp_path / "hf", family, **options)
-    export(folder, tmp_path / "out.gguf", *words, code=2)
-    assert reason in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
 def require_equal(folder, other):
     """Check that every weight of both folders is the same, to the bit."""
     assert_byte_equal(*(dict(load_model(path).named_weights()) for path in (folder, other)))

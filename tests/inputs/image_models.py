@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from zoo import MODELS
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
@@ -18,49 +19,7 @@ TOKENS = [
     *("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
     *("<|video_pad|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<image>"),
 ]
-TEXT = {
-    "vocab_size": 280,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 512,
-    "pad_token_id": None,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "patch_size": 4}
-VISION |= {"num_attention_heads": 2, "image_size": 16}
-QWEN_VISION = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
-QWEN_VISION |= {"patch_size": 4, "out_hidden_size": 48, "in_channels": 3, "window_size": 16}
-ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
-CONFIGS = {
-    "qwen2_5_vl": {
-        "text_config": TEXT
-        | {
-            "rope_parameters": ROTATION | {"mrope_section": [2, 2, 2]},
-            "model_type": "qwen2_5_vl_text",
-        },
-        "vision_config": QWEN_VISION | {"fullatt_block_indexes": [2]},
-    },
-    "qwen3_vl": {
-        "text_config": TEXT
-        | {"rope_parameters": ROTATION | {"mrope_section": [2, 2, 2], "mrope_interleaved": True}},
-        "vision_config": QWEN_VISION
-        | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
-    },
-    "gemma3": {
-        "text_config": TEXT | {"sliding_window": 64, "query_pre_attn_scalar": 12},
-        "vision_config": VISION | {"vision_use_head": False},
-        "mm_tokens_per_image": 4,
-    },
-    "llava": {
-        "text_config": TEXT | {"model_type": "llama"},
-        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 16},
-    },
-}
+CONFIGS = MODELS["with_images"]
 """Sizes by model_type."""
 TURN = "<|im_start|>{{ m.role }}\n%s<|im_end|>\n"
 PARTS = (

@@ -3,88 +3,14 @@
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from zoo import MODELS
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
-COMMON = {
-    "vocab_size": 264,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-}
-PLAIN: dict = {}
-GPT = {
-    "vocab_size": 264,
-    "n_embd": 48,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "n_inner": 96,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-}
-EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 16,
-}
-OTHERS: dict[str, dict] = {
-    "granite": COMMON
-    | {"embedding_multiplier": 3.0, "logits_scaling": 2.0}
-    | {"residual_multiplier": 0.5, "attention_multiplier": 0.2},
-    "granitemoe": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "starcoder2": COMMON | {"sliding_window": 16},
-    "glm": COMMON | {"head_dim": 16},
-    "glm4": COMMON | {"head_dim": 16},
-    "glm4_moe": COMMON
-    | EXPERTS
-    | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16},
-    "cohere": COMMON | {"logit_scale": 0.25},
-    "cohere2": COMMON
-    | {"logit_scale": 0.25, "sliding_window": 16}
-    | {"layer_types": ["sliding_attention", "full_attention"]},
-    "stablelm": COMMON | {"use_qkv_bias": True, "hidden_size": 64},
-    "nemotron": COMMON | {"head_dim": 12},
-    "gpt_neox": COMMON | {"rotary_pct": 0.5},
-    "gpt2": GPT,
-    "gptj": {**GPT, "rotary_dim": 8, "tie_word_embeddings": False},
-    "falcon": COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "smollm3": COMMON,
-    "exaone4": COMMON
-    | {"sliding_window": 16}
-    | {"layer_types": ["sliding_attention", "full_attention"]},
-    "olmo": COMMON,
-    "olmo3": COMMON
-    | {"sliding_window": 16}
-    | {"layer_types": ["sliding_attention", "full_attention"]},
-    "phi": COMMON,
-    "seed_oss": COMMON | {"head_dim": 16},
-    "apertus": COMMON,
-    "ernie4_5": COMMON | {"head_dim": 16},
-    "lfm2": COMMON | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96},
-    "opt": COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 48},
-    "mamba": {"vocab_size": 264, "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
-    | {"expand": 2, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None},
-    "falcon_h1": COMMON
-    | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}
-    | {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16, "head_dim": 16},
-    "qwen3_next": COMMON
-    | EXPERTS
-    | DELTA
-    | {"num_experts": 4, "shared_expert_intermediate_size": 32},
-    "gemma": COMMON | {"head_dim": 16},
-}
+OTHERS = MODELS["others"]
 """Sizes by model_type."""
+COMMON = OTHERS["olmo"]
+"""Sizes that most of them have."""
 
 
 RUN = [

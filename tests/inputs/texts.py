@@ -67,13 +67,12 @@ def turn(role, content, **others):
     return {"role": role, "content": content, **others}
 
 
-CHAT = [
-    turn("system", "Be brief."),
-    turn("user", "Hi"),
-    turn("assistant", "Hello!"),
-    turn("user", "2+2?"),
-    turn("assistant", "4"),
-]
+def talk(*texts):
+    """Return turns of a user and an assistant in turn."""
+    return [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+
+
+CHAT = [turn("system", "Be brief."), *talk("Hi", "Hello!", "2+2?", "4")]
 
 
 def make_tokenizer(

@@ -16,7 +16,7 @@ import inject
 import pytest
 import torch.distributed as dist
 from folders import REPO
-from inject import ONE_SIGNAL, killed_once, seamed
+from forked import Forked
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from world import SMALL, RankFailed, Run, alive, command, end, ranks_below, wait_until
 
@@ -30,7 +30,6 @@ from fsdp_trainer.launch.world import environment_of_ranks, join, rendezvous
 from fsdp_trainer.run.run_lock import RunLock
 from fsdp_trainer.run.verb import limit_compile_threads
 
-SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d",
     "--rdzv_endpoint=127.0.0.1:0", "--nproc_per_node=2", "--max-restarts=2", "-m", "fsdp_trainer",
@@ -38,28 +37,16 @@ TORCHRUN = [
 
 
 @pytest.fixture
-def words(inputs, tmp_path):
+def words(input_words, tmp_path):
     """Return the words of a small training into `run` of the test's folder."""
-    data = [f"{key}={value}" for key, value in inputs.items()]
-    return [*SMALL, *data, f"run.root={tmp_path}", "run.name=run"]
+    return [*SMALL, *input_words, f"run.root={tmp_path}", "run.name=run"]
 
 
 @pytest.fixture
-def start(words, tmp_path):
-    """Start a command line of its own, whose run is in an empty folder."""
-    processes = []
-
-    def run(launcher, *overrides, env):
-        cwd = tmp_path / "cwd"
-        cwd.mkdir(exist_ok=True)
-        line = [*launcher, *words, "run.root=runs", *overrides]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(line, cwd=cwd, env=env, **pipes))
-        return processes[-1]
-
-    yield run
-    end(processes)
+def cwd(tmp_path):
+    """Return an empty folder, in which commands are started."""
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
 
 
 def assert_no_other_files(folder):
@@ -69,48 +56,54 @@ def assert_no_other_files(folder):
     assert not [p for p in folder.rglob("*") if p.name == ".hydra" or p.suffix == ".log"]
 
 
+SELF = [sys.executable, "-m", "fsdp_trainer"]
+
+
 @pytest.mark.slow
-def test_ranks_have_their_launchers_configuration_stop_in_order_go_on_and_end_with_it(
-    start, tmp_path
-):
+def test_ranks_have_their_launchers_configuration_and_stop_in_order(words, cwd, tmp_path):
     how = [
         "train.steps=100000",
         "launch.nproc_per_node=2",
         "run.name=run${oc.env:RANK,''}",  # a rank that composed again would call its run run0
-        "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}",
         *("--import", "callback"),
     ]
-    env = seamed(tmp_path / "seam", ONE_SIGNAL)
-    env["PYTHONPATH"] += f"{os.pathsep}{REPO / 'examples/extend'}"
-    process = start(SELF, *how, env=env)
-    run = Run(tmp_path / "cwd" / "runs" / "run")
+    line = [*SELF, *words, "run.root=runs", *how]
+    env = {"PYTHONPATH": str(REPO / "examples/extend")}
+    one_signal = inject.setting("signal_echo_seconds", 60)
+    process = Forked(line, tmp_path / "log", env=env, cwd=cwd, own=one_signal)
+    run = Run(cwd / "runs" / "run")
     wait_until(lambda: run.metrics, process)
-    for pid in ranks_below(process.pid).values():
-        its_own = {*Path(f"/proc/{pid}/environ").read_text().split("\0")}
-        assert {"NCCL_DEBUG=WARN", "OMP_NUM_THREADS=1"} <= its_own, "the environment's word stays"
+    for pid in process.children:
         os.kill(pid, signal.SIGUSR1)
     # as `timeout` does, to the process and to its group, or an impatient user: to the very end
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.001)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 75, out + err
-    stopped = run.metrics[-1]["step"]
-    assert run.checkpoints == [f"step-{stopped:08d}"]
+    assert process.wait() == 75, process.said
+    assert run.checkpoints == [f"step-{run.metrics[-1]['step']:08d}"]
     assert run.event("start")[0]["world_size"] == 2
     assert run.event("signal")[0]["reason"] == run.events[-1]["reason"] == "SIGUSR1"
-    assert out.count("the same command resumes") == 1, "one voice"
-    assert out.count("checkpoint committed") == 1
-    assert "Traceback" not in err
+    assert process.said.count("the same command resumes") == 1, "one voice"
+    assert process.said.count("checkpoint committed") == 1
+    assert "Traceback" not in process.said
     assert "2 ranks" in (run.folder / "diary.txt").read_text(), "ranks import the module too"
-    again = start(SELF, *how, env=env)
-    wait_until(lambda: len(run.metrics) > stopped, again)
-    assert run.column("step")[: stopped + 1] == list(range(1, stopped + 2))
-    ranks = ranks_below(again.pid).values()
-    again.kill()
+    assert_no_other_files(cwd)
+
+
+@pytest.mark.slow
+def test_ranks_have_launch_env_but_for_what_was_set_before_and_end_with_their_launcher(words, cwd):
+    own = ["launch.nproc_per_node=2", "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*SELF, *words, *own], cwd=cwd, env=env)
+    try:
+        wait_until(lambda: len(ranks_below(process.pid)) == 2, process)
+        ranks = [*ranks_below(process.pid).values()]
+        for pid in ranks:
+            its_own = {*Path(f"/proc/{pid}/environ").read_text().split("\0")}
+            assert {"NCCL_DEBUG=WARN", "OMP_NUM_THREADS=1"} <= its_own, "the environment's word"
+    finally:
+        end([process])
     wait_until(lambda: not any(map(alive, ranks)))
-    assert len(ranks) == 2
-    assert_no_other_files(tmp_path / "cwd")
 
 
 def test_the_launcher_ends_with_the_exit_code_of_its_ranks_and_adds_nothing(capsys):
@@ -197,13 +190,6 @@ def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collect
         train("whole", "train.steps=1", ranks=2, seam=never_ends)
 
 
-def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path):
-    (tmp_path / "broken.jsonl").write_text(BROKEN)
-    run = train("run", f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", ranks=2, code=2)
-    assert "broken.jsonl:2" in run.err
-    assert run.ranks[1].err == run.ranks[1].out == ""
-
-
 @pytest.mark.slow
 def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
     error = str(tmp_path / "error.json")
@@ -242,7 +228,9 @@ def test_what_is_refused_leaves_no_folder_that_it_made(world, tmp_path, typed):
     how = [f"data.path={tmp_path / 'broken.jsonl'}", "tokenizer.path=demo:bytes"]
     place = [f"run.root={tmp_path}/new/runs", "run.name=group/run"]
     ranks = 2 if "train" in typed else 1
-    world.command(*typed.split(), *SMALL, *how, *place, ranks=ranks, code=2)
+    first, *others = world.command(*typed.split(), *SMALL, *how, *place, ranks=ranks, code=2)
+    assert "broken.jsonl:2" in first.err
+    assert [(other.err, other.out) for other in others] == [("", "")] * (ranks - 1)
     assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
 
 
@@ -264,20 +252,20 @@ def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(start, tmp_path):
+def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(words, cwd, tmp_path):
     """The run stays in one folder, with one voice, and without files of Hydra."""
-    how = ["train.steps=4", "checkpoint.every=2"]
-    process = start(TORCHRUN, *how, env=killed_once(tmp_path / "seam", 1, 4))
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, out + err
-    run = Run(tmp_path / "cwd" / "runs" / "run")
+    line = [*TORCHRUN, *words, "run.root=runs", "train.steps=4", "checkpoint.every=2"]
+    killed = inject.killed_once(tmp_path / "killed", step=4, rank=1)
+    torchrun = Forked(line, tmp_path / "log", cwd=cwd, seam=killed)
+    assert torchrun.wait() == 0, torchrun.said
+    run, out = Run(cwd / "runs" / "run"), torchrun.said
     assert run.column("step") == [1, 2, 3, 4]
     assert run.event("start")[0]["world_size"] == 2
     assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 2)]
     assert run.events[-1].items() >= {"event": "end", "reason": "finished", "exit_code": 0}.items()
     assert out.count("4/4 100%") == 1
     assert out.count("done: runs/run") == 1
-    assert_no_other_files(tmp_path / "cwd")
+    assert_no_other_files(cwd)
 
 
 def launched(words, environments):

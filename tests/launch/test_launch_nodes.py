@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import inject
 import pytest
+from forked import Forked
 from world import SMALL, Run, end, wait_until
 
 from fsdp_trainer.cli import main
@@ -210,23 +211,6 @@ def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
     assert starts_ranks(Launch(nodes=2), {})
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["launch.nodes=2"], "launch.rendezvous=HOST:29500"),
-        (["launch.rendezvous=a:29500"], "launch.nodes=2"),
-        (["launch.nodes=2", "launch.rendezvous=a"], "is a host and a port"),
-        (["nnodes=2"], "launch.nodes=2"),
-        (["-m", "launch.nodes=2", "run.seed=1,2"], "hydra.launcher.nodes=2"),
-    ],
-)
-def test_what_is_missing_is_told(capsys, monkeypatch, tmp_path, typed, said):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    assert main([*typed, "+recipe=quickstart"]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_master_port_in_use_is_told():
     with socket.socket() as busy:
         busy.bind(("", 0))
@@ -279,7 +263,7 @@ def test_auto_is_one_rank_for_each_visible_gpu(enter, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, enter):
+def test_a_node_without_rank_0_says_where_the_message_is(input_words, capfd, enter):
     class Second:
         first, node, address, heard = 1, 1, "gpu3", None
 
@@ -290,19 +274,17 @@ def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, enter):
     enter(inject.around("node", lambda *_: Second()))
     enter(inject.around("start_rank", lambda *_, **__: subprocess.Popen(fails)))
     where = ["launch.nodes=2", "launch.nproc_per_node=1", "launch.rendezvous=gpu3:29500"]
-    assert main([*SMALL, *(f"{k}={v}" for k, v in inputs.items()), *where]) == 2
+    assert main([*SMALL, *input_words, *where]) == 2
     assert "ends with code 2; rank 0, on gpu3, says why" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
-    data = [f"{key}={value}" for key, value in inputs.items()]
-    words = [*SMALL, *data, "train.steps=100000", f"run.root={tmp_path}", "run.name=run"]
+def test_two_nodes_train_as_one_world_and_stop_as_one(input_words, tmp_path):
+    words = [*SMALL, *input_words, "train.steps=100000", f"run.root={tmp_path}", "run.name=run"]
     meet = f"launch.rendezvous=localhost:{free_port()}"
     words += ["launch.nodes=2", "launch.nproc_per_node=1", meet]
     line = [sys.executable, "-m", "fsdp_trainer", *words]
-    log = (tmp_path / "log").open("w+")
-    both = [subprocess.Popen(line, stdout=log, stderr=log) for _ in range(2)]
+    both = [Forked(line, tmp_path / "log") for _ in range(2)]
     try:
         run = Run(tmp_path / "run")
         wait_until(lambda: run.metrics, both[0])
@@ -310,6 +292,6 @@ def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
         codes = [node.wait(600) for node in both]
     finally:
         end(both)
-    assert codes == [75, 75], log.seek(0) or log.read()
+    assert codes == [75, 75], both[0].said
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGTERM"

@@ -99,46 +99,44 @@ def test_each_file_that_names_a_dimension_is_there_and_starts_collectives():
             assert re.search(r"ALL_GATHER|all_to_all|all_reduce|isend|P2POp|schedule", text), end
 
 
+def judged(*ranks, world=0, **how):
+    """Return the verdict on ranks: what, who, and whether they are killed."""
+    verdict = judge([*ranks], world or len(ranks), 1800, **how)
+    return verdict.what, [status.rank for status in verdict.ranks], verdict.kill
+
+
+RANK_1, BOTH, WAITS = ("stuck", [1], True), ("stuck", [0, 1], True), ("waiting", [0, 1], False)
+
+
 def test_the_rank_that_is_in_no_collective_holds_up_those_that_are():
-    verdict = judge([seen(0), seen(1, file=ELSEWHERE), seen(2)], 3, 1800)
-    assert verdict.what == "stuck"
-    assert [s.rank for s in verdict.ranks] == [1]
-    assert verdict.kill
-
-
-def test_of_several_in_no_collective_the_one_that_is_behind():
-    verdict = judge([seen(0, step=9, file=ELSEWHERE), seen(1, file=ELSEWHERE)], 2, 1800)
-    assert [s.rank for s in verdict.ranks] == [1]
+    outside = seen(1, file=ELSEWHERE)
+    assert judged(seen(0), outside, seen(2)) == RANK_1
+    assert judged(seen(0, step=9, file=ELSEWHERE), outside) == RANK_1, "it is behind"
 
 
 def test_a_rank_that_skipped_a_collective_is_named_with_where():
     ranks = [seen(0, phase="agree"), seen(1, phase="forward", step=9, skipped_in=(8, "agree"))]
-    verdict = judge(ranks, 2, 1800)
-    assert [s.rank for s in verdict.ranks] == [1]
-    assert "agree of step 8" in verdict.reason
-    assert verdict.kill
+    assert [s.rank for s in judge(ranks, 2, 1800).ranks] == [1]
+    assert "agree of step 8" in judge(ranks, 2, 1800).reason
+    assert judge(ranks, 2, 1800).kill
 
 
 def test_a_node_that_waits_for_another_is_left_alone_until_collectives_end_by_themselves():
-    verdict = judge([seen(0), seen(1)], 4, 1800)
-    assert verdict.what == "waiting"
-    assert not verdict.kill
-    assert judge([seen(0, standing=1811), seen(1, standing=1811)], 4, 1800).kill
-    assert judge([seen(0), seen(1)], 2, 1800).kill, "there is no other node"
-    assert judge([seen(0), seen(1, state=None, closed=True)], 4, 1800).kill, (
-        "one that left does not come back"
-    )
+    here = [seen(0), seen(1)]
+    assert judged(*here, world=4) == WAITS
+    assert judged(*(replace(status, standing=1811) for status in here), world=4)[2]
+    assert judged(*here) == BOTH, "there is no other node"
+    has_ended = seen(1, state=None, closed=True)
+    assert judged(seen(0), has_ended, world=4)[2], "one that left does not come back"
 
 
 def test_on_gpus_a_host_outside_any_collective_may_wait_for_a_device_that_waits_for_another_node():
-    ranks = [seen(0, file=ELSEWHERE), seen(1, file=ELSEWHERE)]
-    assert judge(ranks, 4, 1800, on_device=True).what == "waiting"
-    assert not judge(ranks, 4, 1800, on_device=True).kill
-    assert judge(ranks, 2, 1800, on_device=True).kill, "there is no other node"
-    assert judge(ranks, 4, 1800).what == "stuck", "no device that it could wait for"
-    behind = judge([seen(0, phase="agree"), seen(1, file=ELSEWHERE)], 4, 1800, on_device=True)
-    assert behind.kill
-    assert [s.rank for s in behind.ranks] == [1], "its neighbour's host has gone on"
+    outside = [seen(rank, file=ELSEWHERE) for rank in range(2)]
+    assert judged(*outside, world=4, on_device=True) == WAITS
+    assert judged(*outside, on_device=True) == BOTH, "there is no other node"
+    assert judged(*outside, world=4) == BOTH, "no device that it could wait for"
+    behind = judged(seen(0, phase="agree"), outside[1], world=4, on_device=True)
+    assert behind == RANK_1, "its neighbour's host has gone on"
 
 
 def test_a_debugger_is_no_hang():

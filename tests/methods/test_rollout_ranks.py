@@ -38,13 +38,10 @@ def test_rollouts_ahead_are_those_of_the_training_ranks_also_after_a_stop(ledger
 def test_weights_of_any_layout_reach_all_rollout_ranks(ledger, train):
     words = [*SEVERAL, "objective.ahead=1"]
     alone = ledger.run(words=words)
-    run = train("run", *words, "sharding.tensor=2", "launch.rollout_ranks=2", ranks=4)
+    words += ["sharding.tensor=2", "launch.rollout_ranks=2", "train.steps=3"]
+    run = train("run", *words, ranks=4)
     for name in COLUMNS:
-        assert run.column(name) == pytest.approx(alone.column(name), rel=5e-4, abs=5e-6), name
-
-
-def touch(file):
-    file.touch()
+        assert run.column(name) == pytest.approx(alone.column(name)[:3], rel=5e-4, abs=5e-6), name
 
 
 def wait_for(file):
@@ -56,9 +53,9 @@ def test_generation_and_training_go_on_at_the_same_time(train, tmp_path):
     generates, trains = tmp_path / "generation", tmp_path / "training"
     # the first round of the rollout rank is for the first step, the second one for the next
     seams = [
-        inject.at("rollouts", functools.partial(touch, generates), rank=1, step=2),
+        inject.at("rollouts", generates.touch, rank=1, step=2),
         inject.at("rollouts", functools.partial(wait_for, trains), rank=1, step=2),
-        inject.at("backward", functools.partial(touch, trains), rank=0, step=1, nth=1),
+        inject.at("backward", trains.touch, rank=0, step=1, nth=1),
         inject.at("backward", functools.partial(wait_for, generates), rank=0, step=1, nth=1),
     ]
     run = train("run", *KEYS, "objective.ahead=1", ONE, ranks=2, seam=inject.together(*seams))
@@ -104,7 +101,7 @@ def test_a_stop_before_the_rollout_ranks_are_ready_ends_all_of_them(train, tmp_p
     seams = [
         inject.at("data", functools.partial(wait_for, leaves), rank=1, step=1),
         inject.at("rollouts", TERM, rank=0, nth=1),
-        inject.at("end", functools.partial(touch, leaves), rank=0),
+        inject.at("end", leaves.touch, rank=0),
     ]
     train("run", *KEYS, ONE, ranks=2, seam=inject.together(*seams), code=75)
 

@@ -1,7 +1,6 @@
 """Answers of a vLLM server in place of the training ranks' own: the same steps, how weights get
 there, and what happens when it is lost."""
 
-import functools
 import itertools
 import shutil
 import time
@@ -109,10 +108,6 @@ def test_a_server_that_is_lost_for_good_costs_a_restart(served, train, adapted):
     assert run.column("reward") == pytest.approx(whole.column("reward")[:2])
 
 
-def touch(file):
-    file.touch()
-
-
 def test_a_server_answers_for_a_coming_step_while_one_is_trained(served, train, tmp_path):
     trained = tmp_path / "trained"
     requests = []
@@ -124,7 +119,7 @@ def test_a_server_answers_for_a_coming_step_while_one_is_trained(served, train, 
             assert wait_until(trained.exists, 60)
 
     served.before = wait_for_training
-    begun = inject.at("backward", functools.partial(touch, trained), rank=0, step=1)
+    begun = inject.at("backward", trained.touch, rank=0, step=1)
     run = train("run", *with_adapter(served), "objective.ahead=1", ranks=2, seam=begun)
     assert run.column("staleness") == [0, 1, 1]
     models = [body["model"] for body in served.asked("/v1/completions")]

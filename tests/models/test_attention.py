@@ -11,19 +11,14 @@ import torch
 from largest import Largest
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models import attention_kernels
 from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, OneDocument
 from fsdp_trainer.models.attention_choice import AttentionChoice, AttentionContext, choose
 from fsdp_trainer.models.attention_kernels import set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.document_calls import plan_calls
-from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.sdpa import SOFTCAP_QUERIES, Scoring, sdpa
-from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
-from fsdp_trainer.training.objective import CrossEntropy
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -97,29 +92,6 @@ def test_a_long_document_never_has_all_its_scores_or_a_mask_of_them(window, soft
         layout = DocumentAttention([[length]], length, CPU).with_window(window)
         layout.attend(q, k, v, Scoring(softcap=softcap)).backward(grad)
     assert largest.numel <= max(SOFTCAP_QUERIES, 2 * (window or 0)) * length < length**2 / 4
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(
-    "save", [["attention"], ["matmul"], ["attention", "second_matmul"]], ids=str
-)
-def test_a_soft_limit_and_windows_under_recomputation(mode, save):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    config = ModelConfig("gemma2", **sizes, sliding_window=8, attn_logit_softcapping=20.0)
-    positions = torch.cat([torch.arange(30), torch.arange(10)])
-    gradients = []
-    for how in ("none", mode):
-        model = Decoder(config)
-        initialize_weights(model, 0)
-        checkpoint_activations(model, ActivationCheckpoint(mode=how, save=save))
-        layout = DocumentAttention([[30, 10]], 40, CPU)
-        batch = MicroBatch(
-            positions[None] % 64, positions[None], layout, torch.arange(40), positions % 64,
-            torch.ones(40),
-        )  # fmt: skip
-        model(batch, CrossEntropy(batch.weights)).value.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert largest_difference(*gradients) == 0
 
 
 # --- GPU layouts, as far as a CPU can tell ------------------------------------------------------
@@ -227,77 +199,94 @@ def test_flex_sees_what_a_mask_shows(window, scoring):
 # --- the choice ---------------------------------------------------------------------------------
 
 CUDA = AttentionContext("cuda", (9, 0), "bfloat16", 128, share=0.2)
-CPU_ONLY = {"device": "cpu", "capability": None}
-PLAIN = {**CPU_ONLY, "dtype": "float32", "head_dim": 64}
-LONG = {"share": 0.9}
-SOFTCAP, SINKS = {"softcap": True}, {"sinks": True}
-FA3, FA4 = {"installed": frozenset({"fa3"})}, {"installed": frozenset({"fa4"})}
-A100 = {"capability": (8, 0)}
+FLAGS = ("softcap", "sinks", "compiled", "windowed", "selective")
+CHANGES = {
+    "cpu": {"device": "cpu", "capability": None},
+    "long": {"share": 0.9},
+    "fa3": {"installed": frozenset({"fa3"})},
+    "fa4": {"installed": frozenset({"fa4"})},
+    "float32": {"dtype": "float32"},
+    **{name: {name: True} for name in FLAGS},
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "layout", "kernel"),
-    [
-        (PLAIN, "documents", None),
-        (PLAIN | {"compiled": True}, "mask", None),
-        (PLAIN | SOFTCAP, "documents", None),
-        ({}, "varlen", "flash"),
-        (LONG, "documents", "cudnn"),
-        (LONG | {"compiled": True}, "varlen", "flash"),
-        (LONG | {"windowed": True}, "varlen", "flash"),
-        (LONG | FA3, "varlen", "fa3"),
-        (LONG | A100, "varlen", "flash"),
-        (LONG | A100 | FA3, "varlen", "flash"),
-        (FA4 | {"capability": (10, 0)}, "varlen", "fa4"),
-        ({"capability": (7, 5)}, "documents", "flash"),
-        ({"head_dim": 512}, "documents", "cudnn"),
-        ({"head_dim": 512, "windowed": True}, "documents", "flash"),
-        ({"head_dim": 100, "compiled": True}, "mask", "efficient"),
-        (A100 | {"head_dim": 100, "compiled": True}, "mask", "efficient"),
-        ({"dtype": "float32"}, "documents", "cudnn"),
-        (SOFTCAP, "flex", None),
-        (SOFTCAP | {"selective": True}, "documents", None),
-        (SOFTCAP | {"selective": True, "compiled": True}, "flex", None),
-        (SOFTCAP | {"head_dim": 8, "compiled": True}, "mask", None),
-        (SINKS, "flex", None),
-        (SINKS | {"selective": True}, "documents", None),
-    ],
-)
-def test_the_choice_by_device_model_and_rows(changes, layout, kernel):
-    context = replace(CUDA, **changes)
+def context_of(words):
+    """Return CUDA with changes: names in CHANGES, a width of heads, or a compute capability."""
+    context = CUDA
+    for word in words:
+        change = CHANGES.get(word)
+        if change is None and "." in word:
+            change = {"capability": tuple(map(int, word.split(".")))}
+        context = replace(context, **(change or {"head_dim": int(word)}))
+    return context
+
+
+CHOICES = """
+documents -          cpu float32 64
+mask      -          cpu float32 64 compiled
+documents -          cpu float32 64 softcap
+varlen    flash
+documents cudnn      long
+varlen    flash      long compiled
+varlen    flash      long windowed
+varlen    fa3        long fa3
+varlen    flash      long 8.0
+varlen    flash      long 8.0 fa3
+varlen    fa4        fa4 10.0
+documents flash      7.5
+documents cudnn      512
+documents flash      512 windowed
+mask      efficient  100 compiled
+mask      efficient  8.0 100 compiled
+documents cudnn      float32
+flex      -          softcap
+documents -          softcap selective
+flex      -          softcap selective compiled
+mask      -          softcap 8 compiled
+flex      -          sinks
+documents -          sinks selective
+"""
+
+
+@pytest.mark.parametrize("line", CHOICES.strip().splitlines())
+def test_the_choice_by_device_model_and_rows(line):
+    layout, kernel, *words = line.split()
+    kernel, context = None if kernel == "-" else kernel, context_of(words)
     choice = choose("auto", "auto", context)
     assert (choice.layout, choice.kernel) == (layout, kernel)
     assert choice.reason
     assert choose(layout, "auto", context).kernel == kernel, "asked for by name it is as good"
 
 
-@pytest.mark.parametrize(
-    ("layout", "kernel", "changes", "says"),
-    [
-        ("varlen", "auto", CPU_ONLY, "GPUs only"),
-        ("flex", "auto", CPU_ONLY, "no gradient on a CPU"),
-        ("flex", "auto", {"selective": True}, "activation_checkpoint=full"),
-        ("flex", "auto", {"head_dim": 8}, "head_dim=8"),
-        ("varlen", "auto", {"dtype": "float32"}, "param_dtype=bfloat16"),
-        ("varlen", "auto", SOFTCAP, "model.attention=flex"),
-        ("varlen", "auto", SINKS, "model.attention=flex"),
-        ("mask", "cudnn", SINKS, "attention sinks"),
-        ("varlen", "auto", {"capability": (7, 0)}, "this GPU has 7.0"),
-        ("varlen", "auto", {"head_dim": 100}, "head_dim=100"),
-        ("varlen", "cudnn", {}, "model.attention=documents"),
-        ("documents", "auto", {"compiled": True}, "model.attention=auto"),
-        ("flex", "flash", {}, "a kernel of its own"),
-        ("mask", "fa3", {}, "takes no mask"),
-        ("auto", "fa3", {}, "is not installed"),
-        ("auto", "fa3", A100, "compute capability 9.0, this GPU has 8.0"),
-        ("auto", "fa4", {"dtype": "float32"}, "16-bit"),
-        ("auto", "cudnn", SOFTCAP, "soft limit"),
-        ("auto", "math", CPU_ONLY, "one kernel only"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_to_type(layout, kernel, changes, says):
+REFUSALS = """
+varlen auto cpu: GPUs only
+flex auto cpu: no gradient on a CPU
+flex auto selective: activation_checkpoint=full
+flex auto 8: head_dim=8
+varlen auto float32: param_dtype=bfloat16
+varlen auto softcap: model.attention=flex
+varlen auto sinks: model.attention=flex
+mask cudnn sinks: attention sinks
+varlen auto 7.0: this GPU has 7.0
+varlen auto 100: head_dim=100
+varlen cudnn: model.attention=documents
+documents auto compiled: model.attention=auto
+flex flash: a kernel of its own
+mask fa3: takes no mask
+auto fa3: is not installed
+auto fa3 8.0: compute capability 9.0, this GPU has 8.0
+auto fa4 float32: 16-bit
+auto cudnn softcap: soft limit
+auto math cpu: one kernel only
+"""
+
+
+@pytest.mark.parametrize("line", REFUSALS.strip().splitlines())
+def test_what_cannot_be_is_refused_with_what_to_type(line):
+    words, says = line.split(": ")
+    layout, kernel, *words = words.split()
     with pytest.raises(UserError) as error:
-        choose(layout, kernel, replace(CUDA, **changes))
+        choose(layout, kernel, context_of(words))
     assert says in str(error.value)
     assert "Use  " in str(error.value)
 
@@ -306,8 +295,8 @@ def test_a_kernel_that_is_asked_for_is_taken():
     for kernel in ("cudnn", "efficient", "math"):
         by_name = choose("documents", kernel, CUDA)
         assert choose("auto", kernel, CUDA) == replace(by_name, reason=f"{kernel} is requested")
-    long = replace(CUDA, **LONG)
-    assert choose("auto", "fa3", replace(long, **FA3)).kernel == "fa3"
+    long = context_of(["long"])
+    assert choose("auto", "fa3", context_of(["long", "fa3"])).kernel == "fa3"
     layout = choose("auto", "flash", long).layout
     assert layout == "varlen", "cuDNN would be no reason to leave it"
 

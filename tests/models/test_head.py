@@ -278,27 +278,26 @@ def gathers_told():
         yield
 
 
-def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_as_in_one(train):
+def test_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_as_in_one(train):
+    """Sharded as on one rank: the covering array."""
     how = [*MANY, "schedule=constant", "model.tie_word_embeddings=true"]
     how += ["loss.z_loss=1e-2", "loss.label_smoothing=0.1"]
-    alone = train("alone", *how, "loss.chunk_mib=64", "batch.micro_rows=4")
     one, several = (
         train(f"{mib}", *how, f"loss.chunk_mib={mib}", ranks=2, seam=gathers_told)
         for mib in (64, 1)
     )
-    for run in (one, several):
-        for name, limit in (("loss", 1e-5), ("objective", 1e-5), ("grad_norm", 1e-4)):
-            assert run.column(name) == pytest.approx(alone.column(name), rel=limit)
+    for name, limit in (("loss", 1e-5), ("objective", 1e-5), ("grad_norm", 1e-4)):
+        assert several.column(name) == pytest.approx(one.column(name), rel=limit)
     assert "at most 16 tokens at once" in several.out
     assert "at most 64 tokens at once" in one.out
     assert several.out.count("gathered") == one.out.count("gathered") > 0
 
 
-def test_the_loss_that_is_told_stays_the_plain_one(train):
-    how = ["train.steps=1", "data.validation=0.2", "optim.lr=0"]
+def test_the_loss_that_is_told_stays_the_plain_one(ledger):
+    how = ["data.path=DATA/chats.jsonl", "train.steps=1", "data.validation=0.2", "optim.lr=0"]
     [plain], [z], [smooth] = (
-        train(f"run{i}", *how, f"loss.{term}").metrics
-        for i, term in enumerate(("z_loss=0", "z_loss=1e-2", "label_smoothing=0.5"))
+        ledger.run(words=[*how, f"loss.{term}"]).metrics
+        for term in ("z_loss=0", "z_loss=1e-2", "label_smoothing=0.5")
     )
     for step in (z, smooth):
         for name in ("loss", "validation_loss"):

@@ -4,6 +4,7 @@ name what it does not know."""
 import contextlib
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from gradients import (
     positions_of,
     random_tokens,
 )
-from zoo import LLAMA3, SIZES, WILD, ZOO, make_folder, make_model
+from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 
 import fsdp_trainer
 from fsdp_trainer.config.schema import Model, TrainConfig
@@ -220,47 +221,46 @@ def test_gemma_of_our_own_sizes_says_what_its_scores_are_divided_by(tmp_path):
     assert ModelConfig.from_hf(tmp_path).query_pre_attn_scalar is None, "written before 0.7.0"
 
 
-UNSUPPORTED = {
-    "model_type": "mamba",
-    "architectures": ["LlamaForTokenClassification"],
-    "hidden_act": "relu",
-    "quantization_config": {"quant_method": "fp8"},
-    "layer_types": ["chunked_attention", "full_attention"],
-    "attention_dropout": 0.1,
-    "use_bidirectional_attention": True,
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0},
-    "hidden_size": None,
-    "num_attention_heads": None,
+UNSUPPORTED = """
+{"model_type": "mamba"}
+{"architectures": ["LlamaForTokenClassification"]}
+{"hidden_act": "relu"}
+{"quantization_config": {"quant_method": "fp8"}}
+{"layer_types": ["chunked_attention", "full_attention"]}
+{"attention_dropout": 0.1}
+{"use_bidirectional_attention": true}
+{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+{"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
+{"hidden_size": null}
+{"num_attention_heads": null}
+"""
+
+
+@pytest.mark.parametrize("text", UNSUPPORTED.strip().splitlines())
+def test_what_is_not_supported_is_refused_by_name(tmp_path, text):
+    with pytest.raises(UserError) as raised:
+        ModelConfig.from_hf(config_json(tmp_path, **json.loads(text)))
+    name, value = re.findall(r"\w+", text)[0], re.findall("mamba|yarn|dynamic", text)
+    assert (value or [name])[0] in str(raised.value)
+
+
+UNKNOWN = {
+    '{"model_type": "granite", "logits_scaling": 8.0}': ("llama", "logits_scaling=8.0"),
+    '{"model_type": "smollm3", "no_rope_layers": [1, 0]}': ("llama", "no_rope_layers"),
+    '{"model_type": "olmo3", "layer_types": ["sliding_attention"]}': ("olmo2", "layer_types"),
+    '{"model_type": "granitemoe", "num_local_experts": 8}': ("mixtral", None),
+    '{"model_type": "qwen9", "num_experts": 8}': ("qwen3_moe", None),
+    '{"model_type": "mistral9"}': ("mistral", None),
+    '{"model_type": "kimi_k2", "kv_lora_rank": 512}': ("deepseek_v3", None),
 }
+"""Parts of a config.json, its nearest family, and what that lacks."""
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_an_unknown_model_type_is_told_its_nearest_family_and_what_to_do(tmp_path, text):
+    near, lacks = UNKNOWN[text]
     with pytest.raises(UserError) as raised:
-        ModelConfig.from_hf(config_json(tmp_path, **{name: UNSUPPORTED[name]}))
-    messages = {"rope_scaling": "yarn", "rope_parameters": "dynamic", "model_type": "mamba"}
-    assert messages.get(name, name) in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "theirs, near, lacks",
-    [
-        ({"model_type": "granite", "logits_scaling": 8.0}, "llama", "logits_scaling=8.0"),
-        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "llama", "no_rope_layers"),
-        ({"model_type": "olmo3", "layer_types": ["sliding_attention"] * 2}, "olmo2", "layer_types"),
-        ({"model_type": "granitemoe", "num_local_experts": 8}, "mixtral", None),
-        ({"model_type": "qwen9", "num_experts": 8}, "qwen3_moe", None),
-        ({"model_type": "mistral9"}, "mistral", None),
-        ({"model_type": "kimi_k2", "kv_lora_rank": 512}, "deepseek_v3", None),
-    ],
-    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
-)
-def test_an_unknown_model_type_is_told_its_nearest_family_and_what_to_do(
-    tmp_path, theirs, near, lacks
-):
-    with pytest.raises(UserError) as raised:
-        ModelConfig.from_hf(config_json(tmp_path, architectures=["X"], **theirs))
+        ModelConfig.from_hf(config_json(tmp_path, architectures=["X"], **json.loads(text)))
     said = str(raised.value)
     assert f"The nearest is {near}" in said
     assert (lacks or f'"model_type": "{near}"') in said
@@ -287,13 +287,10 @@ def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_
         assert said in refused.err
 
 
-def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
-    folder = make_folder(tmp_path / "hf")
-    file = folder / "config.json"
+def test_all_that_is_not_supported_is_told_at_once(tmp_path):
     odd = {"attention_dropout": 0.1, "hidden_act": "relu", "rope_parameters": {"rope_type": "yarn"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
-    refused = train("run", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
-    assert all(text in refused.err for text in ("attention_dropout", "relu", "yarn"))
+    with pytest.raises(UserError, match=r"(?s)attention_dropout.*relu.*yarn"):
+        ModelConfig.from_hf(config_json(tmp_path, **odd))
 
 
 ODD = [0, -1, 10**300, math.inf, math.nan, "x", [1], {"a": 1}, {FULL: 5}, {FULL: {"rope_type": []}},

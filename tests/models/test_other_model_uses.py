@@ -19,9 +19,10 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.models.hf import read_architecture
 
-SETTINGS = ["batch.seq_len=64", "batch.rows=4", "train.steps=3", *RUN]
-MIXING = "qwen3_next"
-"""An architecture with linear attention, whose packed documents would change each other."""
+SETTINGS = ["batch.seq_len=64", "batch.rows=4", "train.steps=2", *RUN]
+REWARD = ["objective=reward"]
+MIXING = "lfm2"
+"""An architecture with convolutions, whose packed documents would change each other."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def folders(tmp_path_factory):
 def run(train, folders):
     """Return `run("name", kind, *overrides)`, which does a small training."""
 
-    def start(name, kind, *own, ranks=2, **options):
+    def start(name, kind, *own, ranks=1, **options):
         model = f"model.init_from={folders(kind)}"
         return train(name, model, *SETTINGS, *own, ranks=ranks, base=[], **options)
 
@@ -52,10 +53,10 @@ def load(folder):
 
 
 def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(run):
-    whole = weights(run("whole", MIXING))
-    parts = run("parts", MIXING, "train.steps=1")
+    whole = weights(run("whole", MIXING, ranks=2))
+    parts = run("parts", MIXING, "train.steps=1", ranks=2)
     copytree(parts.folder, parts.folder.parent / "other")
-    resumed, on_one = weights(run("parts", MIXING)), weights(run("other", MIXING, ranks=1))
+    resumed, on_one = weights(run("parts", MIXING, ranks=2)), weights(run("other", MIXING))
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
         assert torch.allclose(value, on_one[name], atol=1e-5), name
@@ -70,7 +71,7 @@ def test_compiled_blocks_compute_the_same(run, compiled):
 @pytest.mark.parametrize(("kind", "adapter"), [("gpt2", "dora"), ("granitemoe", "lora")])
 def test_adapters_are_those_of_peft(run, folders, kind, adapter):
     own = [f"adapter={adapter}", "adapter.rank=4", "optim.lr=1e-2", "checkpoint.merge=true"]
-    trained = run("adapted", kind, *own)
+    trained = run("adapted", kind, *own, ranks=2)
     base, tokens = load(folders(kind)), torch.arange(12)[None]
     with torch.no_grad():
         before = base(tokens).logits
@@ -106,13 +107,12 @@ def test_muon_moves_all_weights_and_the_export_is_that_of_the_checkpoint(run, fo
 def test_preferences_and_rewards_are_learned(run, tmp_path, kind, method):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     own = [f"objective={method}", f"data.path={pairs}", "data.validation=null"]
-    assert len(run("pairs", kind, *own).metrics) == 3
+    assert len(run("pairs", kind, *own).metrics) == 2
 
 
 def test_a_teacher_is_learned_from(run, folders):
     own = ["objective=distil", f"objective.teacher={folders('phi')}", "objective.share=1"]
     objective = run("distil", "phi", *own).column("objective")
-    assert len(objective) == 3
     assert objective[0] == pytest.approx(0, abs=1e-5), "it begins as the teacher"
 
 
@@ -122,17 +122,11 @@ def test_answers_are_generated_and_rewarded(run, tmp_path):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ["objective=grpo", f"data.path={prompts}", "objective.rewards=[exact]"]
     own += ["objective.samples=2", "objective.max_new_tokens=6"]
-    assert len(run("grpo", MIXING, *own).metrics) == 3
-
-
-def test_a_reward_model_that_transformers_could_not_read_is_refused(run, tmp_path):
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
-    refused = run("pairs", "granite", "objective=reward", f"data.path={pairs}", code=2)
-    assert "GraniteForSequenceClassification" in refused.err
+    assert len(run("grpo", MIXING, *own, ranks=2).metrics) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "falcon_h1", "mamba", MIXING])
+@pytest.mark.parametrize("kind", ["gpt2", "falcon_h1", "mamba", "qwen3_next"])
 def test_answers_are_those_of_transformers(folders, kind, tmp_path, capsys):
     folder = folders(kind)
     model = load(folder)
@@ -254,20 +248,29 @@ def test_rows_for_new_tokens_begin_as_the_mean_of_the_others(run, folders):
         assert torch.allclose(after[name][264:], before[name].mean(0), atol=1e-6), name
 
 
-def test_rows_longer_than_learned_positions_are_refused(run):
-    refused = run("long", "gpt2", "batch.seq_len=256", code=2)
-    assert "longer than the model's context (128 positions)" in refused.err
-
-
-def test_a_model_that_is_computed_differently_is_refused_with_the_difference(run):
-    seam = inject.setting("logit_factors", ())
-    refused = run("refused", "cohere", seam=seam, code=2)
-    assert "logits from the last states differ from transformers' own by" in refused.err
+@pytest.mark.parametrize(
+    ("kind", "words", "seam", "says"),
+    [
+        ("gpt2", ["batch.seq_len=256"], None, "longer than the model's context (128 positions)"),
+        (
+            "cohere",
+            [],
+            inject.setting("logit_factors", ()),
+            "logits from the last states differ from transformers' own by",
+        ),
+        ("granite", REWARD, None, "GraniteForSequenceClassification"),
+    ],
+)
+def test_what_transformers_would_compute_differently_is_refused(
+    run, tmp_path, kind, words, seam, says
+):
+    data = [f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}"] if words == REWARD else []
+    assert says in run("refused", kind, *words, *data, seam=seam, code=2).err
 
 
 def test_a_language_model_inside_a_model_for_images_is_trained(train, tmp_path):
     text = COMMON | {"model_type": "persimmon"}
     folder = make_other_folder(tmp_path / "fuyu", "fuyu", text_config=text, vocab_size=264)
     run = train("fuyu", f"model.init_from={folder}", *SETTINGS, ranks=2, base=[])
-    assert len(run.metrics) == 3
+    assert len(run.metrics) == 2
     assert weights(run).keys() == load_file(folder / "model.safetensors").keys()

@@ -11,7 +11,6 @@ from other_models import (
     ADAMW,
     OTHERS,
     RUN,
-    SGD,
     adamw_steps,
     loss_of,
     make_other,
@@ -21,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
-from zoo import ZOO, make_folder, make_model
+from zoo import ZOO, make_model
 
 import fsdp_trainer
 from fsdp_trainer.models.families import FAMILIES
@@ -29,7 +28,7 @@ from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 LENGTHS = (30, 34, 20, 44, 40, 24, 11, 53)
 """Tokens of the documents, of which pairs fill rows of 64."""
-STEPS = 5
+STEPS = 3
 PAGE = Path(__file__).parents[2] / "docs" / "any-model.md"
 FAMILIES_OF_ZOO = [family for family in FAMILIES if family in ZOO]
 SETTINGS = ["batch.seq_len=64", "train.steps=2", "data.format=tokens", *RUN]
@@ -72,7 +71,7 @@ def overrides(folder, file):
 
 RUNS = {
     "gpt2": (2, ["activation_checkpoint=full", "batch.micro_rows=1"], "resid_pdrop=0.1"),
-    "granitemoe": (4, ["sharding=hsdp", "sharding.replicas=2"], "GraniteMoeForCausalLM"),
+    "granitemoe": (2, ["sharding=hsdp", "sharding.replicas=2"], "GraniteMoeForCausalLM"),
     "qwen3_next": (
         2,
         ["activation_checkpoint=selective", "sharding.accumulate=unsharded", "batch.micro_rows=1"],
@@ -124,22 +123,6 @@ def test_each_gradient_of_a_family_is_that_of_transformers_if_its_class_computes
     assert_gradients_are_those_of(theirs, ours)
 
 
-def test_both_implementations_of_a_family_agree(train, tmp_path, documents):
-    file, _ = documents
-    folder = make_folder(tmp_path / "hf", "qwen3_moe", pad_token_id=None)
-    own = [*overrides(folder, file), *SGD, "optim.lr=0.01"]
-    runs = [
-        train(name, *own, f"model.implementation={name}", ranks=2, base=[])
-        for name in ("native", "transformers")
-    ]
-    assert runs[0].column("loss") == pytest.approx(runs[1].column("loss"), abs=1e-5)
-    first, second = (load_file(run.folder / "hf" / "model.safetensors") for run in runs)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        scale = max(1.0, float(value.abs().max()))
-        assert (value - second[name]).abs().max() <= 1e-4 * scale, name
-
-
 def test_the_load_balancing_loss_is_that_of_transformers(train, tmp_path, documents):
     file, samples = documents
     folder = make_other_folder(tmp_path / "experts", "granitemoe", num_hidden_layers=1)
@@ -169,7 +152,12 @@ def row_of_table(kind, folder):
 
 @pytest.mark.slow
 def test_the_page_has_the_architectures_that_are_tested(tmp_path):
-    rows = [row_of_table(kind, make_other_folder(tmp_path / kind, kind)) for kind in OTHERS]
+    rows = []
+    for kind in OTHERS:
+        model = make_other(kind)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(tmp_path / kind)
+        rows.append(row_of_table(kind, tmp_path / kind))
     head = ["| `model_type` | packed documents are kept apart by | |", "|---|---|---|"]
     text = PAGE.read_text()
     start, end = (text.index(mark) for mark in ("<!-- table -->", "<!-- end of table -->"))

@@ -24,7 +24,7 @@ import yaml
 from named_runs import CHATS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from world import SMALL, Run, command, read_lines
+from world import SMALL, Run, command
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.devices import peak_flops
@@ -38,7 +38,7 @@ from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
 from fsdp_trainer.observe.flops import causal_flops, palm_flops, trained_work
 from fsdp_trainer.observe.metric_groups import group_of
-from fsdp_trainer.observe.records import Records, numbers
+from fsdp_trainer.observe.records import numbers
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
 from fsdp_trainer.observe.trackers import Tracker, Trackers
 from fsdp_trainer.training.objective import CrossEntropy
@@ -161,13 +161,13 @@ def test_a_progress_line_fits_the_terminal():
 
 
 def test_a_terminal_shows_validations_checkpoints_and_the_end_on_lines_of_their_own(
-    world, inputs, tmp_path
+    world, input_words, tmp_path
 ):
     """The run is at a terminal of 60 columns."""
     words = [
         *SMALL, f"run.root={tmp_path}", "run.name=run", "data.validation=0.1", "train.steps=4",
         "train.validate_every=2", "checkpoint.every=2", "batch.seq_len=256",
-        *(f"{key}={value}" for key, value in inputs.items()),
+        *input_words,
     ]  # fmt: skip
     (shown,) = world.call(1, at_a_terminal, words, 60)
     lines = [line.rpartition("\r")[2] for line in shown.split("\r\n")]
@@ -276,26 +276,6 @@ def test_a_device_that_is_not_known_has_no_peak():
     assert peak_flops("NVIDIA L4") == 121e12
     assert peak_flops("NVIDIA L40S") == 362e12
     assert peak_flops("Some GPU") is None
-
-
-def test_records_survive_a_half_written_line(tmp_path):
-    records = Records(tmp_path)
-
-    def half_written(file, text):
-        file.path.write_text(file.path.read_text() + text)
-
-    records.write([{"step": i, "loss": i} for i in range(1, 6)])
-    half_written(records.metrics, '{"step": 6, "lo')
-    records.cut_after(4)
-    assert [line["step"] for line in read_lines(records.metrics.path)] == [1, 2, 3, 4]
-    records.event("end", exit_code=75)
-    half_written(records.events, '{"event": "st')
-    assert records.last_event()["exit_code"] == 75
-    records.event("resume")
-    assert records.last_event()["event"] == "resume", "a line after a half one is a line of its own"
-    records.cut_after(4)
-    events = [line["event"] for line in read_lines(records.events.path)]
-    assert events == ["end", "resume"], "the next start drops the half one"
 
 
 def test_a_profile_holds_the_steps_asked_for_and_tells_who_waits_for_whom(train, ledger):

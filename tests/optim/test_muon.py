@@ -3,7 +3,6 @@
 import pytest
 import torch
 from optimizer_steps import gradient_of, optimizer_of, small_decoder, tensors_of_a_block
-from stored import assert_bitwise_equal, newest, stored
 
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.optim.newton_schulz import orthogonalize
@@ -101,27 +100,3 @@ def test_normuon_is_the_formula_of_its_paper():
     assert len(matrices) == 7
     for name, weight in expected.items():
         assert torch.allclose(matrices[name], weight, atol=1e-6), name
-
-
-def test_a_run_goes_on_bitwise_with_its_momentum(train):
-    # the state of NorMuon is Muon's and more
-    options = ["optim=normuon", "optim.lr=1e-2", "batch.rows=4", "batch.micro_rows=1"]
-    through = train("through", *options, "train.steps=3", ranks=2)
-    train("run", *options, "train.steps=1", ranks=2)
-    run = train("run", *options, "train.steps=3", ranks=2)
-    assert run.column("loss") == through.column("loss")
-    assert_bitwise_equal(stored(newest(run)), stored(newest(through)))
-
-
-@pytest.mark.parametrize(
-    ("typed", "named"),
-    [
-        (["optim=muon", "adapter=lora", "model.init_from=hf"], "low-rank"),
-        (["optim=muon", "sharding.cpu_offload=true"], "sharding.cpu_offload=false"),
-        (["optim.ns_steps=4"], "optim=muon"),
-        (["optim=muon", "optim.normuon_beta=0.9"], "optim.normuon=true"),
-        (["optim=muon", "optim.momentum=1"], "optim.momentum=0.95"),
-    ],
-)
-def test_what_muon_cannot_do_is_refused_before_anything_starts(train, typed, named):
-    assert named in train("run", *typed, code=2).err

@@ -162,21 +162,21 @@ def test_eight_bit_moments_are_torchaos():
 
 
 def test_a_run_goes_on_bitwise_and_is_saved_alike_in_the_background(train):
-    common = [*EIGHT_BIT, *PURE, "schedule=constant", "batch.micro_rows=3"]
-    train("run", *common, "train.steps=2", ranks=2)
-    again = train("run", *common, "train.steps=3", ranks=2)
-    whole = train("whole", *common, "train.steps=3", "checkpoint=async", ranks=2)
+    common = [*EIGHT_BIT, *PURE, "schedule=constant", "batch.rows=3"]
+    train("run", *common, "train.steps=1", ranks=2)
+    again = train("run", *common, "train.steps=2", ranks=2)
+    whole = train("whole", *common, "train.steps=2", "checkpoint=async", ranks=2)
     assert again.column("loss") == whole.column("loss")
     assert_bitwise_equal(stored(newest(again)), stored(newest(whole)))
 
 
 def test_implementations_agree_and_may_change_on_the_way(train):
-    how = ["schedule=constant", "train.steps=3"]
+    how = ["schedule=constant", "train.steps=2"]
     runs = [train(name, *how, f"optim.implementation={name}") for name in ("fused", "foreach")]
     assert runs[0].column("loss") == pytest.approx(runs[1].column("loss"), rel=1e-5)
     for run, other in zip(runs, ("foreach", "fused"), strict=True):
-        again = train(run.folder.name, *how, f"optim.implementation={other}", "train.steps=5")
-        assert len(again.metrics) == 5
+        again = train(run.folder.name, *how, f"optim.implementation={other}", "train.steps=3")
+        assert len(again.metrics) == 3
 
 
 def test_the_format_of_moments_may_change_between_floating_point_ones_when_allowed(train):
@@ -190,20 +190,6 @@ def test_the_format_of_moments_may_change_between_floating_point_ones_when_allow
     assert "8-bit moments cannot" in refused.err
     assert "model.init_from=" in refused.err
     assert "Traceback" not in refused.err
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (["optim=adamw_8bit", "optim.implementation=fused"], "optim.implementation=auto"),
-        ([*PURE, "optim.implementation=foreach"], "optim.rounding=nearest"),
-        (["optim.rounding=nearest"], "only counts where something is kept in bfloat16"),
-        (["optim.state_dtype=int4"], "8bit"),
-    ],
-    ids=str,
-)
-def test_formats_that_do_not_go_together_are_refused_with_what_would(train, how, message):
-    assert message in train("run", *how, code=2).err
 
 
 def test_rounding_to_nearest_stalls_where_stochastic_rounding_goes_on(train):

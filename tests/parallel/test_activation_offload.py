@@ -11,12 +11,12 @@ import inject
 import pytest
 import torch
 from recipe import planned
+from small_decoder import small_decoder
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.schema import ActivationCheckpoint, Compile
 from fsdp_trainer.models.attention import MaskedAttention
-from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.parallel import activation_offload
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.activation_offload import (
@@ -56,20 +56,7 @@ class CountedCopies(CopiesOnHost):
 
 def build(cfg, compiled=False, layers=4):
     """A small decoder under activation checkpointing `cfg`, and its copies."""
-    config = ModelConfig(
-        family="qwen3",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    torch.manual_seed(0)
-    model = Decoder(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    model = small_decoder(0, family="qwen3", num_hidden_layers=layers)
     copies = CountedCopies()
     offloader = Offloader(copies) if cfg.offload else None
     checkpoint_activations(model, cfg, None if compiled else offloader)

@@ -89,7 +89,7 @@ class Planted(Fuzz):
 
 def test_what_differs_is_reported_with_as_few_words_as_possible(tmp_path):
     planted = Planted(None, tmp_path, tmp_path)
-    dealer = Dealer(3, planted.require_accepted)
+    dealer = Dealer(5, planted.require_accepted)
     lines, combinations = [], list(dealer.deal())
     reports = run_all(planted, combinations, say=lines.append)
     occurring = set().union(*map(pairs_of, combinations))

@@ -1,7 +1,10 @@
 """Every parameter's gradient and its weight after two steps are those of one process, however ranks
 divide tensors, rows, blocks and experts."""
 
+import json
+
 import pytest
+import yaml
 from layouts import (
     GROUPED,
     LATENT,
@@ -11,198 +14,144 @@ from layouts import (
     without_padding,
 )
 
-ONE_BLOCK = {"num_hidden_layers": 1}
-FOUR_BLOCKS = {"num_hidden_layers": 4}
-TIED = {"tie_word_embeddings": True}
-OLMO2 = ONE_BLOCK | {"family": "olmo2"}
-WINDOWS = TIED | {"family": "gemma3_text", "sliding_window": 6}
-SOFT_CAPS = TIED | {
-    "family": "gemma2", "attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0,
-    "sliding_window": 6,
-}  # fmt: skip
-LONG_ROPE = {
-    "family": "phi3",
-    "max_position_embeddings": 64,
-    "rope_scaling": {
-        "rope_type": "longrope", "original_max_position_embeddings": 16,
-        "short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0, 5.0],
-    },
-}  # fmt: skip
-BLOCKS_OF_64 = {"head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 1}
-"""Half of each row of o and down is whole blocks."""
-WIDE = ONE_BLOCK | {"intermediate_size": 512, "num_attention_heads": 64}
+
+def of_model(sizes):
+    """Return the words of some sizes of a model."""
+    return " ".join(f"model.{name}={json.dumps(value)}" for name, value in sizes.items())
+
+
+ONE, FOUR = "model.num_hidden_layers=1", "model.num_hidden_layers=4"
+TIED = "model.tie_word_embeddings=true"
+WINDOWS = f"{TIED} model.family=gemma3_text model.sliding_window=6"
+BIASED = "model.attention_bias=true"
+WIDE = f"{ONE} model.intermediate_size=512 model.num_attention_heads=64"
 """Half of each row is a whole block of 256 numbers."""
-EXPERTS = {
-    "family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-    "norm_topk_prob": True,
-}  # fmt: skip
-GPT_OSS = EXPERTS | {
-    "family": "gpt_oss", "attention_bias": True, "sliding_window": 6, "num_experts": 4,
-    "norm_topk_prob": False,
-}  # fmt: skip
-LORA = {"name": "lora", "rank": 2}
-DORA = {"name": "dora", "rank": 2}
-OF_EXPERTS = LORA | {"targets": ["all", "experts"], "rank_pattern": {"up_proj": 3}}
-MUON = {"name": "muon", "ns_dtype": "float32"}
-COMPILED = {"compiled": True, "attention": "mask"}
-
-
-def over(**sharding):
-    return {"sharding": sharding}
-
-
-def staged(schedule="1f1b", **sharding):
-    return over(pipeline=2, pipeline_schedule=schedule, **sharding)
-
-
+EXPERTS = (
+    "model.family=qwen3_moe model.num_experts=8 model.num_experts_per_tok=2"
+    " model.moe_intermediate_size=12 model.norm_topk_prob=true sharding.expert=2"
+)
+STAGES = f"{FOUR} sharding.pipeline=2 sharding.pipeline_schedule"
+FULL, SELECTIVE = "checkpoint.mode=full", "checkpoint.mode=selective"
+EIGHT_BITS = "optim.state_dtype=8bit tolerance=0.0001"
+MUON = "optim.name=muon optim.ns_dtype=float32"
+LORA = "adapter.name=lora adapter.rank=2"
+COMPILED = "compiled=true attention=mask"
 CASES = {
-    # ranks, sizes, settings
-    "tensor": (2, {}, over(tensor=2)),
-    "tensor: phi3, smoothed labels, padding alone on the last": (
+    "tensor: smoothed labels, padding alone on the last": (
         2,
-        ONE_BLOCK | {"family": "phi3", "vocab_multiple": 200},
-        over(tensor=2) | {"loss": {"label_smoothing": 0.1, "z_loss": 1e-2}},
+        f"{ONE} model.family=phi3 model.vocab_multiple=200 sharding.tensor=2"
+        " loss.label_smoothing=0.1 loss.z_loss=0.01",
     ),
-    "tensor: gemma2, recomputed": (2, SOFT_CAPS, over(tensor=2) | {"checkpoint": {"mode": "full"}}),
     "tensor: biases, in host memory": (
         2,
-        ONE_BLOCK | {"family": "llama", "attention_bias": True, "mlp_bias": True},
-        over(tensor=2, cpu_offload=True),
+        f"{ONE} model.family=llama {BIASED} model.mlp_bias=true sharding.tensor=2"
+        " sharding.cpu_offload=true",
     ),
     "tensor: frozen, latent attention": (
         2,
-        LATENT | ONE_BLOCK | {"attention_bias": True},
-        over(tensor=2)
-        | {"freeze": ["model.embed_tokens.weight", "*norm.weight", "*.q_*_proj.weight"]},
+        f"{of_model(LATENT)} {ONE} {BIASED} sharding.tensor=2"
+        " freeze=['model.embed_tokens.weight','*norm.weight','*.q_*_proj.weight']",
     ),
-    "tensor: one key head, all normed": (4, OLMO2 | {"num_key_value_heads": 1}, over(tensor=4)),
-    "tensor: dora, latent attention": (
-        2,
-        LATENT | ONE_BLOCK | {"attention_bias": True},
-        over(tensor=2) | {"adapter": DORA},
-    ),
-    "tensor: 4 bits": (
+    "tensor: one key head, all normed": (
         4,
-        BLOCKS_OF_64,
-        over(tensor=2) | {"adapter": LORA | {"base": "nf4"}},
+        f"{ONE} model.family=olmo2 model.num_key_value_heads=1 sharding.tensor=4",
     ),
     "tensor: 8 bits, activations on the host": (
         2,
-        WIDE,
-        over(tensor=2)
-        | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}
-        | {"checkpoint": {"mode": "selective", "offload": True}},
+        f"{WIDE} sharding.tensor=2 {EIGHT_BITS} {SELECTIVE} checkpoint.offload=true",
     ),
-    "tensor: compiled": (2, ONE_BLOCK, over(tensor=2) | COMPILED),
+    "tensor: compiled": (2, f"{ONE} sharding.tensor=2 {COMPILED}"),
     "context: ring, compiled": (
         2,
-        ONE_BLOCK,
-        over(context=2, context_method="ring") | COMPILED,
+        f"{ONE} sharding.context=2 sharding.context_method=ring {COMPILED}",
     ),
-    "context: fewer key heads than ranks": (4, ONE_BLOCK, over(context=4)),
+    "context: fewer key heads than ranks": (4, f"{ONE} sharding.context=4"),
     "context: windows, gathered by mask": (
         2,
-        WINDOWS,
-        over(context=2, context_method="gathered") | {"attention": "mask"},
+        f"{WINDOWS} sharding.context=2 sharding.context_method=gathered attention=mask",
     ),
-    "context: long rope": (2, LONG_ROPE, over(context=2)),
-    "context: latent attention in a ring, recomputed": (
+    "context: long rope": (
         2,
-        LATENT | ONE_BLOCK,
-        over(context=2, context_method="ring") | {"checkpoint": {"mode": "selective"}},
+        "model.family=phi3 model.max_position_embeddings=64 sharding.context=2"
+        ' model.rope_scaling={"rope_type":"longrope","original_max_position_embeddings":16,'
+        '"short_factor":[1.0,1.0,1.0,1.0],"long_factor":[2.0,3.0,4.0,5.0]}',
     ),
     "context: windows in a ring, by mask": (
         4,
-        WINDOWS,
-        over(context=2, context_method="ring") | {"attention": "mask"},
+        f"{WINDOWS} sharding.context=2 sharding.context_method=ring attention=mask",
     ),
     "context and tensor: soft caps, gathered, unsharded": (
         4,
-        ONE_BLOCK | SOFT_CAPS | {"num_key_value_heads": 4},
-        over(context=2, tensor=2, context_method="gathered", accumulate="unsharded"),
+        f"{ONE} {TIED} model.family=gemma2 model.attn_logit_softcapping=20.0"
+        " model.final_logit_softcapping=5.0 model.sliding_window=6 model.num_key_value_heads=4"
+        " sharding.context=2 sharding.tensor=2 sharding.context_method=gathered"
+        " sharding.accumulate=unsharded",
     ),
     "context: hsdp, lora": (
         4,
-        {},
-        over(context=2, strategy="hsdp", replicas=2) | {"adapter": LORA},
+        f"sharding.context=2 sharding.strategy=hsdp sharding.replicas=2 {LORA}",
     ),
-    "experts": (2, EXPERTS, over(expert=2)),
-    "experts: parts of one": (4, EXPERTS | {"num_experts": 2}, over(expert=2)),
+    "experts: parts of one": (4, f"{EXPERTS} model.num_experts=2"),
     "experts: all tokens to one rank": (
         2,
-        EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False},
-        over(expert=2) | {"one_rank": True},
+        f"{EXPERTS} model.num_experts_per_tok=1 model.norm_topk_prob=false one_rank=true",
     ),
     "experts: latent attention, groups, tensor, ddp": (
         4,
-        GROUPED,
-        over(expert=2, tensor=2, strategy="ddp"),
+        f"{of_model(GROUPED)} sharding.expert=2 sharding.tensor=2 sharding.strategy=ddp",
     ),
     "experts: kept gathered, offloaded": (
         2,
-        EXPERTS,
-        over(expert=2, reshard_after_forward=False, cpu_offload=True)
-        | {"checkpoint": {"offload": True}},
+        f"{EXPERTS} sharding.reshard_after_forward=false sharding.cpu_offload=true"
+        " checkpoint.offload=true",
     ),
-    "experts: lora, tensor": (4, EXPERTS, over(expert=2, tensor=2) | {"adapter": OF_EXPERTS}),
+    "experts: lora, tensor": (
+        4,
+        f"{EXPERTS} sharding.tensor=2 {LORA} adapter.targets=[all,experts]"
+        ' adapter.rank_pattern={"up_proj":3}',
+    ),
     "experts: gpt_oss, context, recomputed": (
         2,
-        GPT_OSS,
-        over(expert=2, context=2) | {"checkpoint": {"mode": "selective"}},
+        f"{EXPERTS} model.family=gpt_oss model.num_experts=4 model.norm_topk_prob=false {BIASED}"
+        f" model.sliding_window=6 sharding.context=2 {SELECTIVE}",
     ),
     "experts: shared, muon, uneven parts": (
         4,
-        EXPERTS
-        | {"family": "qwen2_moe", "shared_expert_intermediate_size": 20, "num_experts": 6}
-        | {"norm_topk_prob": False},
-        over(expert=2) | {"optim": MUON, "tolerance": 1e-4},
+        f"{EXPERTS} model.family=qwen2_moe model.shared_expert_intermediate_size=20"
+        f" model.num_experts=6 model.norm_topk_prob=false {MUON} tolerance=0.0001",
     ),
-    "experts: compiled, recomputed": (
-        2,
-        EXPERTS | ONE_BLOCK,
-        over(expert=2) | COMPILED | {"checkpoint": {"mode": "full"}},
-    ),
-    "stages: dualpipev, context": (4, FOUR_BLOCKS, staged("dualpipev", context=2)),
-    "stages: zbv, tied, tensor and shard": (8, FOUR_BLOCKS | WINDOWS, staged("zbv", tensor=2)),
+    "experts: compiled, recomputed": (2, f"{EXPERTS} {ONE} {COMPILED} {FULL}"),
+    "stages: dualpipev, context": (4, f"{STAGES}=dualpipev sharding.context=2"),
+    "stages: zbv, tied, tensor": (4, f"{WINDOWS} {STAGES}=zbv sharding.tensor=2"),
     "stages: interleaved, unsharded, frozen in front, compiled": (
         4,
-        FOUR_BLOCKS,
-        staged("interleaved", accumulate="unsharded")
-        | COMPILED
-        | {"freeze": ["*embed_tokens*", "model.layers.0.*"]},
-    ),
-    "stages: zbv, dora, recomputed": (
-        2,
-        FOUR_BLOCKS,
-        staged("zbv") | {"checkpoint": {"mode": "full"}, "adapter": DORA},
+        f"{STAGES}=interleaved sharding.accumulate=unsharded {COMPILED}"
+        " freeze=['*embed_tokens*','model.layers.0.*']",
     ),
     "stages: gpipe, hsdp, 8 bits": (
-        8,
-        FOUR_BLOCKS,
-        staged("gpipe", strategy="hsdp", replicas=2)
-        | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4},
-    ),
-    "stages: normuon, zbv, tied": (
         4,
-        FOUR_BLOCKS | TIED,
-        staged("zbv") | {"optim": MUON | {"normuon": True}, "tolerance": 2e-6},
+        f"{STAGES}=gpipe sharding.strategy=hsdp sharding.replicas=2 {EIGHT_BITS}",
     ),
     "stages: lamb, tied, unequal, shard": (
         4,
-        TIED | {"num_hidden_layers": 3},
-        staged() | {"optim": {"name": "lamb"}},
+        f"{TIED} {STAGES}=1f1b model.num_hidden_layers=3 optim.name=lamb",
     ),
     "stages: muon, one without matrices": (
         2,
-        FOUR_BLOCKS,
-        staged() | {"optim": MUON, "freeze": ["model.layers.[012].*"], "tolerance": 2e-6},
-    ),
-    "stages: lora on experts": (
-        4,
-        FOUR_BLOCKS | EXPERTS | {"num_experts": 4, "mlp_only_layers": (1,)},
-        staged("zbv", expert=2) | {"adapter": LORA | {"targets": ["all", "experts"]}},
+        f"{STAGES}=1f1b {MUON} freeze=['model.layers.[012].*'] tolerance=0.000002",
     ),
 }
+"""Ranks and words. Those without a group, and `loss`, are settings of `layouts.plain`."""
+
+
+def read(words):
+    """Return the model's sizes, and settings by group."""
+    settings = {"sharding": {}}
+    for word in words.split():
+        name, value = word.split("=", 1)
+        group, _, key = name.rpartition(".")
+        (settings.setdefault(group, {}) if group else settings)[key] = yaml.safe_load(value)
+    return settings.pop("model", {}), settings
 
 
 def rows_of_step(ranks, settings):
@@ -216,7 +165,8 @@ def rows_of_step(ranks, settings):
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_gradient_is_that_of_one_process(world, case):
-    ranks, sizes, settings = CASES[case]
+    ranks, words = CASES[case]
+    sizes, settings = read(words)
     rows = rows_of_step(ranks, settings)
     expected = plain(sizes, settings, rows)
     for got in world.call(ranks, on_ranks, sizes, settings, rows):
@@ -225,7 +175,9 @@ def test_each_gradient_is_that_of_one_process(world, case):
         assert got[1] == pytest.approx(expected[1], rel=1e-5)
 
 
-WIDTHS_OF_16 = ONE_BLOCK | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+WIDTHS_OF_16 = {
+    "num_hidden_layers": 1, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128,
+}  # fmt: skip
 FLOAT8 = {"param_dtype": "bfloat16", "float8": "tensorwise"}
 
 

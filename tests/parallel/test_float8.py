@@ -38,7 +38,7 @@ EMULATED = inject.together(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_loss_is_near_that_of_bfloat16(train, ledger, recipe):
-    steps = "train.steps=12"
+    steps = "train.steps=6"
     exact = ledger.run(words=["data.path=DATA/chats.jsonl", *WIDE, steps])
     run = train("run", *WIDE, f"precision.float8={recipe}", steps, seam=EMULATED)
     assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03)
@@ -50,7 +50,7 @@ def test_a_run_goes_on_bitwise_on_two_ranks(train):
     how = [
         *FLOAT8, "optim=adamw_8bit", "activation_checkpoint=selective", "checkpoint=async",
         "sharding.accumulate=unsharded", "sharding.blocks_per_unit=2", "batch.micro_rows=1",
-        "checkpoint.every=2", "checkpoint.keep=9",
+        "checkpoint.every=2", "checkpoint.keep=9", "batch.rows=4",
     ]  # fmt: skip
     whole = train("whole", *how, "train.steps=3", ranks=2, seam=EMULATED)
     shutil.copytree(whole.folder, whole.folder.with_name("run"))
@@ -106,19 +106,18 @@ def test_a_run_may_change_to_and_from_float8(train):
     assert "float8 products" not in again.out
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ([], "capability 8.9"),
-        (["launch.device=cpu"], "launch.device=cpu"),
-        (["batch.seq_len=50"], "batch.seq_len=64"),
-        (["precision.param_dtype=float32"], "precision.param_dtype=bfloat16"),
-    ],
-    ids=str,
-)
-def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, how, message):
-    run = train("run", *FLOAT8, *how, code=2)
-    assert message in run.err
+REFUSED = {
+    "": "capability 8.9",
+    "launch.device=cpu": "launch.device=cpu",
+    "batch.seq_len=50": "batch.seq_len=64",
+    "precision.param_dtype=float32": "precision.param_dtype=bfloat16",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, typed):
+    run = train("run", *FLOAT8, *typed.split(), code=2)
+    assert REFUSED[typed] in run.err
     assert "Traceback" not in run.err
     assert not run.metrics
 

@@ -90,43 +90,18 @@ def test_with_error_feedback_the_errors_of_several_steps_do_not_add_up(world):
         assert wrong < 0.5 * without
 
 
-SETTINGS = {
-    "parts of rows, two blocks in a unit": [
-        "sharding.context=2", "activation_checkpoint=full", "sharding.blocks_per_unit=2",
-        "sharding.prefetch=2", "train.freeze=['model.embed_tokens.*']",
-    ],
-    "no adapters for the reference, twice a step": [
-        "objective=dpo", "adapter=lora", "batch.micro_rows=1", "batch.rows=8",
-        "data.path=DATA/pairs.jsonl",
-    ],
-}  # fmt: skip
-"""Overrides by what is particular about a run."""
-
-
-@pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS.keys())
-def test_a_second_copy_changes_no_bit(ledger, words):
+def test_a_second_copy_changes_no_bit(ledger):
     """Neither do validations between the steps, which leave a copy behind."""
-    common = ["data.path=DATA/chats.jsonl"] if "objective=dpo" not in words else []
-    common += ["train.steps=3", "data.validation=0.2", "train.validate_every=1", *words]
-    plain = ledger.run(words=common, ranks=4)
-    copied = ledger.run(words=[*common, COPY], ranks=4)
+    words = [
+        "data.path=DATA/pairs.jsonl", "batch.seq_len=128", "batch.rows=4", "batch.micro_rows=1",
+        "data.validation=0.2", "train.validate_every=1", "train.steps=2", "objective=dpo",
+        "adapter=lora", "adapter.also=[norms]", "sharding.context=2", "sharding.prefetch=2",
+        "activation_checkpoint=full", "sharding.blocks_per_unit=2",
+    ]  # fmt: skip
+    plain = ledger.run(words=words, ranks=4)
+    copied = ledger.run(words=[*words, COPY], ranks=4)
     assert copied.column("loss") == plain.column("loss")
     assert_bitwise_equal(stored(newest(plain)), stored(newest(copied)))
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ([COPY, "sharding.tensor=2"], "sharding.reshard_after_forward=true"),
-        ([COPY, "sharding=ddp"], "sharding.reshard_after_forward=auto"),
-        (["sharding.reshard_after_forward=1"], "must be at least 2"),
-        (["sharding.quantize=weights", "sharding=ddp"], "sharding.quantize=none"),
-        (["sharding.error_feedback=true"], "sharding.quantize=gradients"),
-        (["sharding.quantize=both", "sharding.messages=registered"], "sharding.messages=ordinary"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused_with_what_can(train, words, wanted):
-    assert wanted in train("refused", *words, ranks=2, code=2).err
 
 
 def test_a_copy_for_ranks_that_do_not_divide_is_refused_with_a_number_that_does():
@@ -137,7 +112,7 @@ def test_a_copy_for_ranks_that_do_not_divide_is_refused_with_a_number_that_does(
 
 
 def test_training_with_messages_in_eight_bits_learns_like_exact_training(ledger):
-    words = ["data.path=DATA/chats.jsonl", "train.steps=10", "batch.micro_rows=3"]
+    words = ["data.path=DATA/chats.jsonl", "train.steps=6", "batch.micro_rows=3"]
     exact = ledger.run(words=words, ranks=2)
     eight_bits = ["sharding.quantize=both", "sharding.error_feedback=true"]
     eight = ledger.run(words=[*words, *eight_bits], ranks=2)

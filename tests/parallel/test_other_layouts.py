@@ -16,11 +16,9 @@ HOW = [
 ]  # fmt: skip
 LAYOUTS = {
     1: (2, ["sharding.tensor=2"]),
-    2: (4, ["sharding.expert=2", "sharding.pipeline=2"]),
-    3: (2, ["sharding.pipeline=2", "sharding.pipeline_schedule=zbv"]),
-    4: (4, ["sharding.expert=4", "sharding.context=2"]),
-    5: (4, ["sharding.pipeline=2", "sharding.pipeline_schedule=interleaved", "sharding.tensor=2"]),
-    6: (1, []),
+    2: (2, ["sharding.pipeline=2", "sharding.pipeline_schedule=zbv"]),
+    3: (4, ["sharding.expert=4", "sharding.context=2"]),
+    4: (1, []),
 }
 """Ranks and overrides, by the step up to which they train."""
 
@@ -37,16 +35,16 @@ def parts(world, inputs, tmp_path_factory):
 
 
 def test_a_run_of_many_layouts_is_one_run(train, parts):
-    whole = train("whole", *HOW, "train.steps=6", ranks=2)
+    whole = train("whole", *HOW, "train.steps=4", ranks=2)
     for name in ("step", "tokens", "supervised_tokens"):
         assert parts.column(name) == whole.column(name)
     assert parts.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
     assert parts.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
-    for step in (2, 4, 6):
+    for step in (2, 4):
         lines = [run.metrics[step - 1]["validation_loss"] for run in (parts, whole)]
         assert lines[0] == pytest.approx(lines[1], rel=1e-5)
     answers = [
-        [line for line in read_lines(run.folder / "samples.jsonl") if line["step"] in (2, 4)]
+        [line for line in read_lines(run.folder / "samples.jsonl") if line["step"] == 2]
         for run in (parts, whole)
     ]
     assert answers[0]
@@ -58,7 +56,7 @@ def test_a_run_of_many_layouts_is_one_run(train, parts):
 
 
 @pytest.mark.parametrize(
-    ("step", "sharding"), [(1, {"tensor": 2}), (3, {"pipeline": 2}), (4, {"expert": 2})]
+    ("step", "sharding"), [(1, {"tensor": 2}), (2, {"pipeline": 2}), (3, {"expert": 2})]
 )
 def test_what_a_layout_has_written_is_exported_and_imported_to_the_last_bit(
     world, parts, tmp_path, step, sharding

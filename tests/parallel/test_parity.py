@@ -41,10 +41,10 @@ def test_bf16_is_near_fp32(alone, ledger):
 
 
 def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(alone, ledger):
-    pure = [BF16, "precision.master_dtype=bfloat16", "train.steps=20"]
+    pure = [BF16, "precision.master_dtype=bfloat16", "train.steps=10"]
     run = ledger.run(words=[*CONSTANT, *pure], ranks=2)
     # weights are rounded at every step: not as near as bf16 compute alone
-    assert run.column("loss") == pytest.approx(alone[0], rel=0.05)
+    assert run.column("loss") == pytest.approx(alone[0][:10], rel=0.05)
     state = {
         name: tensor for name, tensor in stored(newest(run)).items() if not name.endswith("/step")
     }
@@ -76,9 +76,9 @@ def test_packed_as_unpacked(train, tmp_path):
     said = train("probe", data, "train.steps=0").out
     packed_rows = int(said.split(" rows an epoch")[0].split()[-1])
     assert packed_rows < 20
-    how = [data, "train.epochs=6", "batch.micro_rows=1"]
+    how = [data, "train.epochs=3", "batch.micro_rows=1"]
     packed = train("packed", *how, f"batch.rows={packed_rows}")
-    how = [data, "train.epochs=6", "batch.micro_rows=4", "batch.rows=24", "data.packing=none"]
+    how = [data, "train.epochs=3", "batch.micro_rows=4", "batch.rows=24", "data.packing=none"]
     alone = train("alone", *how, ranks=2)
     how = [data, "train.epochs=1", "batch.micro_rows=1", "batch.rows=1000", "batch.seq_len=512"]
     long = train("long", *how)
@@ -131,8 +131,8 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
     """Validating changes nothing of training."""
     held_out = write_chats(tmp_path / "held_out.jsonl", 13, start=500)
     how = ["train.steps=4", f"data.validation={held_out}", "batch.micro_rows=2"]
-    often = train("often", *how, "train.validate_every=2", ranks=4)
-    once = train("once", *how, ranks=4)
+    often = train("often", *how, "train.validate_every=2", ranks=3)
+    once = train("once", *how, ranks=3)
     assert often.column("loss") == once.column("loss")
     assert [event["step"] for event in often.event("evaluation")] == [0, 2, 4]
     assert [event["step"] for event in once.event("evaluation")] == [0, 4]

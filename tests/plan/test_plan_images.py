@@ -31,7 +31,6 @@ CASES = [
     ("llava", {}),
     ("llava", {"train.freeze": ["vision", "language"]}),
     ("qwen3_vl", {"activation_checkpoint.mode": "full", "precision.param_dtype": "bfloat16"}),
-    ("qwen3_vl", {"train.freeze": ["vision"], "sharding.reshard_after_forward": False}),
 ]
 
 

@@ -7,65 +7,66 @@ import pytest
 from named_runs import FULL, LAYOUTS, RUNS, SELECTIVE, STAGES, layout
 from recorded_step import rehearsal_of
 
-WIDE = [
-    "model.hidden_size=512", "model.intermediate_size=1536", "model.vocab_size=8000",
-    "model.num_attention_heads=8", "model.num_key_value_heads=2", "model.head_dim=64",
-    "model.tie_word_embeddings=false", "batch.seq_len=512",
-]  # fmt: skip
+WIDE = (
+    "model.hidden_size=512 model.intermediate_size=1536 model.vocab_size=8000"
+    " model.num_attention_heads=8 model.num_key_value_heads=2 model.head_dim=64"
+    " model.tie_word_embeddings=false batch.seq_len=512"
+)
 """A model whose tensors are so large that a row's own, which the plan leaves out, hardly count."""
-UNITS = ["model.num_hidden_layers=4", "sharding.blocks_per_unit=2"]
-HSDP = ["sharding=hsdp", "sharding.replicas=2"]
+UNITS = "model.num_hidden_layers=4 sharding.blocks_per_unit=2"
 TIED = "model.tie_word_embeddings=true"
-MIXTURE = [
-    "model.family=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
-    "model.moe_intermediate_size=256", "sharding.expert=2",
-]  # fmt: skip
-SHARED = ["model.family=qwen2_moe", "model.shared_expert_intermediate_size=96"]
-MUON = ["optim=muon", "model.num_hidden_layers=4"]
+MIXTURE = (
+    "model.family=qwen3_moe model.num_experts=8 model.num_experts_per_tok=2"
+    " model.moe_intermediate_size=256 sharding.expert"
+)
 STEPS = {
-    "seven ranks, tied": (7, [TIED, FULL, "batch.rows=28"]),
+    "seven ranks, tied": (7, f"{TIED} {FULL} batch.rows=28"),
     "units, in eight bits": (
         2,
-        ["model.family=gemma3_text", *UNITS, "sharding.prefetch=2", "optim=adamw_8bit", FULL],
+        f"model.family=gemma3_text {UNITS} sharding.prefetch=2 optim=adamw_8bit {FULL}",
     ),
-    "a large vocabulary": (2, ["model.vocab_size=64000"]),
+    "a large vocabulary": (2, "model.vocab_size=64000"),
     "adapters on two matrices": (
         3,
-        ["adapter=lora", "adapter.base=fp32", "adapter.targets=[q_proj,v_proj]",
-         "adapter.rank=2", TIED, "batch.rows=12"],
+        "adapter=lora adapter.base=fp32 adapter.targets=[q_proj,v_proj] adapter.rank=2"
+        f" {TIED} batch.rows=12",
     ),
     "adapters on upper blocks": (
         2,
-        ["adapter=lora", "adapter.targets=['model.layers.[2-3].*']",
-         "adapter.also=[head,norms]", *UNITS, FULL],
+        "adapter=lora adapter.targets=['model.layers.[2-3].*'] adapter.also=[head,norms]"
+        f" {UNITS} {FULL}",
     ),
     "adapters in four bits": (
         3,
-        ["adapter=dora", "adapter.base=nf4", "adapter.targets=[q_proj,down_proj]", SELECTIVE],
+        f"adapter=dora adapter.base=nf4 adapter.targets=[q_proj,down_proj] {SELECTIVE}",
     ),
-    "gpipe": (2, [*STAGES, "sharding.pipeline_schedule=gpipe"]),
-    "interleaved stages": (2, [*STAGES, "sharding.pipeline_schedule=interleaved"]),
-    "gathered products": (2, ["model.family=olmo2", "sharding.tensor=2", FULL]),
-    "ring": (2, ["sharding.context=2", "sharding.context_method=ring"]),
+    "gpipe": (2, f"{STAGES} sharding.pipeline_schedule=gpipe"),
+    "gathered products": (2, f"model.family=olmo2 sharding.tensor=2 {FULL}"),
+    "ring": (2, "sharding.context=2 sharding.context_method=ring"),
     "experts, selective": (
-        8, [*MIXTURE, *HSDP, SELECTIVE, "precision.param_dtype=bfloat16", "sharding.prefetch=2"]
+        8,
+        f"{MIXTURE}=2 sharding=hsdp sharding.replicas=2 {SELECTIVE} sharding.prefetch=2"
+        " precision.param_dtype=bfloat16",
     ),
-    "experts and tensor": (8, [*MIXTURE, "sharding.expert=4", "sharding.tensor=2", FULL]),
-    "a shared expert": (4, [*MIXTURE, *SHARED, "sharding.expert=1", "sharding.tensor=2", FULL]),
-    "experts and context": (4, [*MIXTURE, "sharding.context=2"]),
+    "experts and tensor": (8, f"{MIXTURE}=4 sharding.tensor=2 {FULL}"),
+    "a shared expert": (
+        4,
+        f"{MIXTURE}=1 model.family=qwen2_moe model.shared_expert_intermediate_size=96"
+        f" sharding.tensor=2 {FULL}",
+    ),
     "experts with adapters in four bits": (
-        4, [*MIXTURE, "adapter=qlora", "adapter.targets=[all,experts]", FULL]
+        4,
+        f"{MIXTURE}=2 adapter=qlora adapter.targets=[all,experts] {FULL}",
     ),
-    "muon of replicas": (4, [*MUON, *HSDP, "optim.ns_dtype=float32"]),
-    "muon of stages and tensor": (8, [*MUON, "sharding.pipeline=2", "sharding.tensor=2"]),
-}  # fmt: skip
+    "muon of stages and tensor": (8, f"{STAGES} optim=muon sharding.tensor=2"),
+}
 """What LAYOUTS does not have: numbers of ranks and overrides of a rehearsal."""
 RUNS_AND_STEPS = {name: RUNS[name] for name in LAYOUTS} | {
-    name: layout(ranks, [*WIDE, *own]) for name, (ranks, own) in STEPS.items()
+    name: layout(ranks, f"{WIDE} {own}") for name, (ranks, own) in STEPS.items()
 }
 NEAR = {
-    "interleaved": 0.13, "gpipe": 0.1, "interleaved stages": 0.1, "muon of replicas": 0.02,
-    "muon of stages and tensor": 0.04, "ring": 0.03, "a large vocabulary": 0.01,
+    "interleaved": 0.13, "gpipe": 0.1, "muon of stages and tensor": 0.04, "ring": 0.03,
+    "a large vocabulary": 0.01,
 }  # fmt: skip
 """Relative tolerance of a peak."""
 TIED_BYTES = 260 * 128 * 4

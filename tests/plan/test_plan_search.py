@@ -71,7 +71,7 @@ def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_named(capsys):
-    words = ["model=llama3_70b", "plan.gpu=l4", "plan.world_size=8"]
+    words = ["model=llama3_70b", "plan.gpu=l4", "plan.world_size=2"]
     assert main(["plan", *words, "plan.search=true"]) == 3
     out = " ".join(capsys.readouterr().out.split())
     suggestion = re.search(r"The nearest needs ([\d.]+) GiB with ((?:\S+=\S+ ?)+)", out)

@@ -153,7 +153,7 @@ def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
 def test_what_several_gpus_would_show_runs_on_ranks_of_the_cpu(in_the_pool, world, tmp_path):
     rates = json.loads(world.call(2, rates_of_links)[0])
     assert all(rate["median"] > 0 for rate in rates.values())
-    shared = gpu.run(tmp_path, "several", True, 256, [256] * 64, ["sharding.tensor=2"], ranks=2)
+    shared = gpu.run(tmp_path, "several", True, 64, [64] * 64, ["sharding.tensor=2"], 2, steps=4)
     assert shared["tokens_per_second"] > 0
 
 

@@ -44,14 +44,14 @@ def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
     states = [step["state"] for step in written["steps"]]
     assert states == ["failed", "out of time", "passed", "failed", "passed"]
     assert written["summary"] == {"failed": 2, "out of time": 1, "passed": 2}
-    fails, late, refused, wrong, passes = (step["commands"] for step in written["steps"])
-    assert [command["exit_code"] for command in fails] == [3, 0]
-    assert fails[0]["output"] == "why\n"
-    assert [command["exit_code"] for command in late] == [None]
-    assert refused[0]["output"] == "too large\n"
-    assert wrong[0]["passed"]
+    said = [[(c["exit_code"], c["output"]) for c in step["commands"]] for step in written["steps"]]
+    running = "{'name': 'passes', 'state': 'running'}\n"
+    assert said == [
+        [(3, "why\n"), (0, "next\n")], [(None, "")], [(1, "too large\n")], [(0, "")],
+        [(0, running)],
+    ]  # fmt: skip
+    assert written["steps"][3]["commands"][0]["passed"]
     assert "losses differ" in written["steps"][3]["figures"]
-    assert passes[0]["output"] == "{'name': 'passes', 'state': 'running'}\n"
     assert written["steps"][4]["figures"] == {"here": 1}
     out = capsys.readouterr().out
     assert "2 of 5 passed" in out

@@ -9,7 +9,8 @@ from importlib.metadata import version
 import inject
 import pytest
 import torch
-from image_models import make_image_folder, write_pictures
+from combinations import write_shown
+from image_models import make_image_folder
 from other_models import make_other_folder
 from pairs import write_labelled, write_pairs
 from stored import assert_bitwise_equal, newest, stored
@@ -364,16 +365,10 @@ def test_modules_of_transformers_train_as_on_a_cpu(train, tmp_path, kind):
 @pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="needs transformers 5.23")
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
 def test_images_train_as_on_a_cpu(train, tmp_path, kind):
-    names = write_pictures(tmp_path / "pictures", 4)
-    rows = []
-    for i, name in enumerate(names):
-        question = [{"type": "image", "image": f"pictures/{name}"}, {"type": "text", "text": "?"}]
-        answer = {"role": "assistant", "content": f"it is {i * i}!"}
-        rows.append({"messages": [{"role": "user", "content": question}, answer]})
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_shown(tmp_path, 6)
     folder = make_image_folder(tmp_path / kind, kind)
-    how = [f"model.init_from={folder}", f"data.path={path}", "batch.seq_len=160", "batch.rows=2"]
+    how = [f"model.init_from={folder}", f"data.path={tmp_path}/images.jsonl"]
+    how += ["batch.seq_len=160", "batch.rows=2"]
     assert_near_the_cpu(train, *how, base=OF_A_FOLDER, timeout=300)
 
 

@@ -49,10 +49,10 @@ def test_the_quickstart_trains_and_asks_before_and_after(world, monkeypatch, tmp
         return 0
 
     monkeypatch.setattr(quickstart, "start_ranks", start_ranks)
-    command = ["quickstart", f"root={tmp_path}", "steps=2", "questions=2"]
+    command = ["quickstart", f"root={tmp_path}", "steps=1", "questions=1"]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "before training: 0 of 2" in said
+    assert "before training: 0 of 1" in said
     assert "after training:" in said
     assert "What to type next" in said
     assert main(command) == 0

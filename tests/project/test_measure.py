@@ -23,39 +23,39 @@ PACKAGES = {
 }
 
 
+def tree(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
 @pytest.mark.parametrize(("texts", "reasons", "said"), PACKAGES.values(), ids=PACKAGES)
 def test_what_breaks_a_limit_is_a_problem(tmp_path, texts, reasons, said):
-    package = tmp_path / "package"
-    package.mkdir()
-    for name, text in zip(("a.py", "b.py"), texts, strict=True):
-        (package / name).write_text(text)
+    package = tree(tmp_path / "package", dict(zip(("a.py", "b.py"), texts, strict=True)))
     problems = broken_limits(measure(package), reasons)
     assert len(problems) == bool(said)
     assert [text for text in said if text not in problems[0]] == []
 
 
 def test_a_folder_beside_the_package_is_one_room_whose_columns_have_limits(tmp_path):
-    (tmp_path / "tests" / "data").mkdir(parents=True)
-    (tmp_path / "tests" / "a.py").write_text("told = 1\n")
-    (tmp_path / "tests" / "data" / "b.py").write_text('"""Of two."""\nkept = made = 2\n')
-    rooms = measure(tmp_path / "tests", "tests").rooms
+    files = {"a.py": "told = 1\n", "data/b.py": '"""Of two."""\nkept = made = 2\n'}
+    rooms = measure(tree(tmp_path / "tests", files), "tests").rooms
     limits = {("tests", "vague"): 2, ("tests", "unclear"): 1, ("tests", "tokens"): 99}
     assert exceeded(rooms, limits) == ["vague of tests is 3, of 2 allowed"]
 
 
 def test_places_where_a_concept_lacks_an_owner_are_counted(tmp_path):
-    package = tmp_path / "package"
-    for folder in ("a", "b", "config"):
-        (package / folder).mkdir(parents=True)
     whole = "def f(cfg: TrainConfig, *, other: int): ...\n"
-    (package / "config" / "c.py").write_text(whole)
-    (package / "a" / "c.py").write_text(f"{whole}if cfg.objective.name == 'dpo': ...\n")
-    (package / "a" / "verb.py").write_text("def g():\n" + "    pass\n" * 81)
-    (package / "b" / "verb.py").write_text(
-        "def h(self, ctx, part):\n"
+    files = {
+        "config/c.py": whole,
+        "a/c.py": f"{whole}if cfg.objective.name == 'dpo': ...\n",
+        "a/verb.py": "def g():\n" + "    pass\n" * 81,
+        "b/verb.py": "def h(self, ctx, part):\n"
         "    mine = Thing()\n    mine.a = self.b = ctx.c = 1\n"
-        "    part.x = 1\n    self.part.y += 1\n"
-    )
+        "    part.x = 1\n    self.part.y += 1\n",
+    }
+    package = tree(tmp_path / "package", files)
     figures = measure(package)
     places = {column: figures.places[column] for column in ("whole", "method", "foreign", "tall")}
     assert places == {

@@ -42,11 +42,10 @@ class CopyWithAnswers:
         (self.root / file).write_text(text)
 
     def run(self, tests, seconds, without=()):
-        text = (self.root / "a.py").read_text()
-        self.runs.append(
-            SimpleNamespace(tests=[*tests], without=[*without], is_right=text == RIGHT)
-        )
-        return self.answer(self.runs[-1])
+        is_right = (self.root / "a.py").read_text() == RIGHT
+        run = SimpleNamespace(tests=[*tests], without=[*without], is_right=is_right)
+        self.runs.append(run)
+        return self.answer(run)
 
 
 @pytest.fixture
@@ -66,25 +65,21 @@ def test_every_fault_of_the_list_changes_what_the_package_computes():
     assert problems(REPO, read_faults()) == []
 
 
-def test_a_text_that_is_there_twice_or_not_at_all_is_no_fault(tmp_path):
-    (tmp_path / "a.py").write_text("x = 1\ny = 0\nx = 1\n")
-    twice, never = problems(tmp_path, [fault(name="one"), fault(name="other", old="z")])
-    assert twice == "one: its text occurs 2 times in a.py"
-    assert never == "other: its text occurs 0 times in a.py"
+OTHER = fault(name="other", old="z")
+NO_FAULTS = [
+    ([fault()], "x = 1\ny = 0\nx = 1\n", "n: its text occurs 2 times in a.py"),
+    ([OTHER], RIGHT, "other: its text occurs 0 times in a.py"),
+    ([fault(), fault()], RIGHT, "n: there are 2 of this name"),
+    ([fault(new="x = 1 # as before")], RIGHT, "changes nothing"),
+    ([fault(new="x = =")], RIGHT, "does not compile"),
+]
 
 
-@pytest.mark.parametrize(
-    ("new", "reason"), [("x = 1 # as before", "changes nothing"), ("x = =", "does not compile")]
-)
-def test_a_change_of_comments_and_one_that_does_not_compile_are_no_faults(tmp_path, new, reason):
-    (tmp_path / "a.py").write_text(RIGHT)
-    [problem] = problems(tmp_path, [fault(new=new)])
-    assert reason in problem
-
-
-def test_two_faults_of_one_name_are_a_problem(tmp_path):
-    (tmp_path / "a.py").write_text(RIGHT)
-    assert problems(tmp_path, [fault(), fault()]) == ["n: there are 2 of this name"]
+@pytest.mark.parametrize(("faults", "text", "said"), NO_FAULTS)
+def test_what_changes_nothing_or_does_not_compile_is_no_fault(tmp_path, faults, text, said):
+    (tmp_path / "a.py").write_text(text)
+    [problem] = problems(tmp_path, faults)
+    assert said in problem
 
 
 def test_files_are_run_in_their_order_and_more_at_a_time():
@@ -94,47 +89,27 @@ def test_files_are_run_in_their_order_and_more_at_a_time():
     assert [file for part in parts for file in part] == files
 
 
-def test_a_test_that_fails_with_the_fault_alone_notices_it(tried):
-    def answer(run):
-        return PytestEnd(0) if run.is_right else PytestEnd(1, "test_a.py::test_x")
+FAILED, BOTH = PytestEnd(1, "test_a.py::test_x"), ["test_a.py", "test_b.py"]
 
-    result, copy = tried(answer)
+
+def test_a_test_that_fails_with_the_fault_alone_notices_it(tried):
+    result, copy = tried(lambda run: PytestEnd(0) if run.is_right else FAILED)
     assert (result.outcome, result.test) == (NOTICED, "test_a.py::test_x")
     assert [run.is_right for run in copy.runs] == [False, True]
+    assert tried(lambda run: PytestEnd(None))[0].outcome == IN_TIME, "nothing is noticed"
 
 
-def test_a_test_that_fails_without_the_fault_is_left_out(tried):
-    def answer(run):
-        return PytestEnd(0) if run.without else PytestEnd(1, "test_a.py::test_x")
+def test_what_fails_without_the_fault_is_left_out(tried):
+    """A test; a file, of which several fail or which cannot be collected."""
+    result, copy = tried(lambda run: PytestEnd(0) if run.without else FAILED)
+    assert (result.outcome, copy.runs[-1].without) == (PASSED, ["test_a.py::test_x"])
 
-    result, copy = tried(answer)
-    assert result.outcome == PASSED
-    assert copy.runs[-1].without == ["test_a.py::test_x"]
+    def failing_one_by_one(run):
+        failed = PytestEnd(1, f"test_a.py::test_{len(run.without)}")
+        return PytestEnd(0) if run.tests == BOTH[1:] else failed
 
-
-def test_a_file_of_which_several_tests_fail_without_the_fault_is_left_out(tried):
-    def answer(run):
-        number = len(run.without)
-        return (
-            PytestEnd(1, f"test_a.py::test_{number}")
-            if run.tests != ["test_b.py"]
-            else PytestEnd(0)
-        )
-
-    result, copy = tried(answer, ["test_a.py", "test_b.py"])
-    assert result.outcome == PASSED
-    assert len(copy.runs[-1].without) == MOST_BROKEN + 1
-
-
-def test_a_file_that_cannot_be_collected_without_the_fault_is_left_out(tried):
-    def answer(run):
-        return PytestEnd(2, "test_a.py") if "test_a.py" in run.tests else PytestEnd(0)
-
-    result, copy = tried(answer, ["test_a.py", "test_b.py"])
-    assert result.outcome == PASSED
-    assert copy.runs[-1].tests == ["test_b.py"]
-
-
-def test_tests_that_take_too_long_do_not_notice_a_fault(tried):
-    result, _ = tried(lambda run: PytestEnd(None))
-    assert result.outcome == IN_TIME
+    result, copy = tried(failing_one_by_one, BOTH)
+    assert (result.outcome, len(copy.runs[-1].without)) == (PASSED, MOST_BROKEN + 1)
+    broken = PytestEnd(2, "test_a.py")
+    result, copy = tried(lambda run: broken if "test_a.py" in run.tests else PytestEnd(0), BOTH)
+    assert (result.outcome, copy.runs[-1].tests) == (PASSED, BOTH[1:])

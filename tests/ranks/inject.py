@@ -123,7 +123,10 @@ SETTINGS = {
     "state_sliced_bytes": ["fsdp_trainer.offload.parts:SLICED_BYTES"],
     "state_quantum": ["fsdp_trainer.offload.parts:QUANTUM"],
     "save_pauses": ["fsdp_trainer.training.after_step.saving:pauses"],
-    "signal_echo_seconds": ["fsdp_trainer.training.stopping.signals:ECHO_SECONDS"],
+    "signal_echo_seconds": [
+        "fsdp_trainer.training.stopping.signals:ECHO_SECONDS",
+        "fsdp_trainer.launch.start:ECHO_SECONDS",
+    ],
     "shared_folder_lag_seconds": ["fsdp_trainer.run.run_lock:LAG_SECONDS"],
     "beat_seconds": ["fsdp_trainer.training.run_inputs:BEAT_SECONDS"],
     "stream_round_seconds": ["fsdp_trainer.training.streamed_source:ROUND_SECONDS"],
@@ -405,6 +408,18 @@ def killed(rank=None, step=None) -> Fault:
     return at(None, kill, rank=rank, step=step)
 
 
+def killed_once(note: Path, step: int, rank=None) -> Fault:
+    """Kill the first process, or only `rank`, that begins a step. note: file that is made then."""
+    return at(None, functools.partial(kill_first, note), rank=rank, step=step)
+
+
+def kill_first(note: Path) -> None:
+    """Kill this process if no other one was killed before."""
+    with contextlib.suppress(FileExistsError):
+        note.touch(exist_ok=False)
+        kill()
+
+
 def failed(step, phase=None, nth=1) -> Fault:
     """End the run with an error when it begins a step, or enters a phase of it."""
     return at(phase, fail, step=step, nth=nth)
@@ -626,33 +641,3 @@ def seamed(folder: Path, code: str) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}
-
-
-def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
-    """Return an environment in which `rank` kills itself when it first begins a step.
-
-    A signal from the test might arrive too late.
-    """
-    return seamed(
-        folder,
-        f"""
-        import os, pathlib, signal
-        from fsdp_trainer.base import phases
-
-        killed = pathlib.Path({str(folder / "killed")!r})
-
-        def die(thread, ended):
-            if thread.step == {step} and os.environ.get("RANK", "0") == "{rank}":
-                try:
-                    killed.touch(exist_ok=False)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                except FileExistsError:
-                    pass
-
-        phases.add_listener(die)
-        """,
-    )
-
-
-ONE_SIGNAL = "from fsdp_trainer.base import process\nprocess.ECHO_SECONDS = 60"
-"""Code for `seamed`: consecutive signals count as one request, however slow the machine is."""

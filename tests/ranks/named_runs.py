@@ -8,66 +8,58 @@ other one shows.
 from dataclasses import dataclass
 
 ROW = 256
-STEPS = 3
 FULL_ROWS = [
     "data=pretrain", "data.path=DATA/rows.jsonl", f"batch.seq_len={ROW}", "batch.micro_rows=2",
-    f"train.steps={STEPS}", "model.hidden_size=128", "model.intermediate_size=192",
+    "train.steps=2", "model.hidden_size=128", "model.intermediate_size=192",
     "schedule=constant", "optim.grad_clip=0.5",
 ]  # fmt: skip
 """Rows without padding or randomness, so that a step can be rehearsed: each has one document."""
-EXPERTS = [
-    "model.family=qwen3_moe", "model.num_experts=4", "model.num_experts_per_tok=4",
-    "model.moe_intermediate_size=64",
-]  # fmt: skip
+EXPERTS = (
+    "model.family=qwen3_moe model.num_experts=4 model.num_experts_per_tok=4"
+    " model.moe_intermediate_size=64"
+)
 """Each token goes to all experts: routing is even."""
 FULL, SELECTIVE = "activation_checkpoint=full", "activation_checkpoint=selective"
-STAGES = ["sharding.pipeline=2", "model.num_hidden_layers=4"]
-DISTIL = ["objective=distil", "objective.teacher=RUN(teacher)"]
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "one rank": (1, []),
-    "one rank, recomputed": (1, [FULL]),
-    "fsdp": (2, []),
-    "fsdp of four": (4, []),
-    "fsdp of eight": (8, []),
-    "fsdp of three, with padding": (3, []),
-    "recomputed": (2, [FULL]),
-    "recomputed selectively": (2, [SELECTIVE]),
-    "recomputed in every second block": (2, [FULL, "activation_checkpoint.every=2"]),
-    "ddp": (2, ["sharding=ddp"]),
-    "hsdp": (4, ["sharding=hsdp", "sharding.replicas=2"]),
-    "two micro-batches": (2, ["batch.rows=8"]),
-    "summed unsharded": (2, ["batch.rows=8", "sharding.accumulate=unsharded"]),
-    "kept gathered": (2, ["sharding.reshard_after_forward=false"]),
-    "with a second copy": (4, ["sharding.reshard_after_forward=2"]),
-    "in eight bits": (2, ["sharding.quantize=both"]),
+STAGES = "sharding.pipeline=2 model.num_hidden_layers=4"
+DISTIL = "objective=distil objective.teacher=RUN(teacher)"
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "one rank": (1, ""),
+    "fsdp": (2, ""),
+    "fsdp of three, with padding": (3, ""),
+    "recomputed": (2, FULL),
+    "recomputed selectively": (2, SELECTIVE),
+    "recomputed in every second block": (2, f"{FULL} activation_checkpoint.every=2"),
+    "ddp": (2, "sharding=ddp"),
+    "hsdp": (4, "sharding=hsdp sharding.replicas=2"),
+    "two micro-batches": (2, "batch.rows=8"),
+    "summed unsharded": (2, "batch.rows=8 sharding.accumulate=unsharded"),
+    "kept gathered": (2, "sharding.reshard_after_forward=false"),
+    "with a second copy": (4, "sharding.reshard_after_forward=2"),
+    "in eight bits": (2, "sharding.quantize=both"),
     "in eight bits, with feedback": (
-        4,
-        ["sharding.quantize=both", "sharding.error_feedback=true", "batch.rows=16"],
+        2,
+        "sharding.quantize=both sharding.error_feedback=true batch.rows=8",
     ),
-    "two blocks in a unit": (2, ["sharding.blocks_per_unit=2"]),
-    "prefetched": (2, ["sharding.prefetch=2", "model.num_hidden_layers=4"]),
-    "bfloat16": (2, ["precision.param_dtype=bfloat16"]),
-    "pure bfloat16": (2, ["precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16"]),
-    "tied": (2, ["model.tie_word_embeddings=true"]),
-    "adapters": (2, ["adapter=lora"]),
-    "frozen": (2, ["train.freeze=['model.embed_tokens.*','model.layers.0.*']"]),
-    "eight bits": (2, ["optim=adamw_8bit"]),
-    "lion": (2, ["optim=lion"]),
-    "muon": (2, ["optim=muon"]),
-    "tensor": (2, ["sharding.tensor=2"]),
-    "tensor, recomputed": (2, ["sharding.tensor=2", FULL]),
-    "tensor and shards": (4, ["sharding.tensor=2"]),
-    "context": (2, ["sharding.context=2"]),
-    "context, gathered": (2, ["sharding.context=2", "sharding.context_method=gathered"]),
-    "context and tensor": (4, ["sharding.context=2", "sharding.tensor=2"]),
+    "two blocks in a unit": (2, "sharding.blocks_per_unit=2"),
+    "prefetched": (2, "sharding.prefetch=2 model.num_hidden_layers=4"),
+    "bfloat16": (2, "precision.param_dtype=bfloat16"),
+    "pure bfloat16": (2, "precision.param_dtype=bfloat16 precision.master_dtype=bfloat16"),
+    "tied": (2, "model.tie_word_embeddings=true"),
+    "adapters": (2, "adapter=lora"),
+    "frozen": (2, "train.freeze=['model.embed_tokens.*','model.layers.0.*']"),
+    "eight bits": (2, "optim=adamw_8bit"),
+    "lion": (2, "optim=lion"),
+    "muon": (2, "optim=muon"),
+    "tensor, recomputed": (2, f"sharding.tensor=2 {FULL}"),
+    "tensor and shards": (4, "sharding.tensor=2"),
+    "context": (2, "sharding.context=2"),
+    "context, gathered": (2, "sharding.context=2 sharding.context_method=gathered"),
     "pipeline": (2, STAGES),
     "pipeline and shards": (4, STAGES),
-    "interleaved": (2, [*STAGES, "sharding.pipeline_schedule=interleaved"]),
-    "zbv": (2, [*STAGES, "sharding.pipeline_schedule=zbv"]),
-    "pipeline and tensor": (4, [*STAGES, "sharding.tensor=2"]),
+    "interleaved": (2, f"{STAGES} sharding.pipeline_schedule=interleaved"),
+    "zbv": (2, f"{STAGES} sharding.pipeline_schedule=zbv"),
     "experts": (2, EXPERTS),
-    "experts on ranks": (2, [*EXPERTS, "sharding.expert=2"]),
-    "experts on ranks, with shards": (4, [*EXPERTS, "sharding.expert=2"]),
+    "experts on ranks, with shards": (4, f"{EXPERTS} sharding.expert=2"),
     "with a teacher": (2, DISTIL),
 }
 """Numbers of ranks and overrides, which say only how the work is shared, but for the task's."""
@@ -90,13 +82,14 @@ def readers(ranks: int, words: list[str]) -> int:
     return ranks
 
 
-def layout(ranks: int, own: list[str]) -> NamedRun:
+def layout(ranks: int, words: str) -> NamedRun:
     """Return the run of a layout, with two rows for each rank that reads, and for each stage."""
+    own = words.split()
     count = 4 if "sharding.pipeline=2" in own else 1
-    words = [f"batch.rows={2 * count * readers(ranks, own)}", *own]
+    own = [f"batch.rows={2 * count * readers(ranks, own)}", *own]
     if "optim=lion" not in own:  # with the default eps, Adam amplifies what is only rounding
-        words.append("optim.eps=1e-3")
-    return NamedRun(ranks, (*FULL_ROWS, *words), records=True)
+        own.append("optim.eps=1e-3")
+    return NamedRun(ranks, (*FULL_ROWS, *own), records=True)
 
 
 CHATS = ["data.path=DATA/chats.jsonl", "schedule=constant", "checkpoint.export_hf=true"]
@@ -127,7 +120,7 @@ RUNS: dict[str, NamedRun] = {
     ),
     "kto": NamedRun(1, (*PAIRS[1:], "data.path=DATA/labelled.jsonl", "objective=kto")),
     "distil": NamedRun(
-        1, (*CHATS, *VALIDATED, "train.steps=3", *DISTIL, "objective.temperature=2")
+        1, (*CHATS, *VALIDATED, "train.steps=3", *DISTIL.split(), "objective.temperature=2")
     ),
     "grpo": NamedRun(1, tuple(GRPO)),
     # what an interrupted training is compared with, and goes on from

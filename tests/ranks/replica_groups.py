@@ -64,11 +64,6 @@ class GroupPools:
             pool.close()
 
 
-def killed_at(step):
-    """Return a seam that kills a group when it begins a step."""
-    return inject.killed(step=step)
-
-
 def stopped_by(file):
     """Return a seam that stops a group of one rank as soon as a file exists, which it deletes."""
     return inject.at("forward", partial(stop_by, file))

@@ -46,9 +46,7 @@ def test_a_run_that_does_not_fit_ends_with_3(capsys):
     assert main(["rehearse", *WORDS, *words]) == 3
     out = capsys.readouterr().out
     assert "all_gather" in out
-    assert "finishes and fits" not in out
-    assert main(["rehearse", *WORDS, *words[:2]]) == 0
-    assert "finishes and fits" in capsys.readouterr().out
+    assert "finishes and does not fit" in out
 
 
 @pytest.mark.slow
@@ -113,7 +111,7 @@ def all_of_them(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["batch.rows=20"], ["sharding.pipeline=2", "batch.rows=12"]])
+@pytest.mark.parametrize("words", [["batch.rows=16"], ["sharding.pipeline=2", "batch.rows=12"]])
 def test_micro_batches_that_are_not_run_change_nothing(words):
     few = rehearsal_of([*WORDS, *words], 2).rehearsal
     with patch.object(rehearsal_module, "micro_batches_to_run", all_of_them):
@@ -131,11 +129,10 @@ LARGE = {
         128,
     ),
     "QLoRA": ("llama8b_qlora model.num_hidden_layers=2", 4),
-    "DPO with a reference": ("llama8b_dpo model.num_hidden_layers=4", 8),
+    "DPO with a reference": ("llama8b_dpo model.num_hidden_layers=2", 8),
     "GRPO with a reference": (
         "qwen3_0_6b_grpo model.num_hidden_layers=2 objective.kl=0.1 objective.reference=start", 8
     ),
-    "a teacher in memory": ("qwen3_0_6b_distil model.num_hidden_layers=2", 8),
 }  # fmt: skip
 
 
@@ -198,20 +195,20 @@ def test_a_plan_refuses_groups_that_cannot_share_the_model(capsys):
     assert "sharding.tensor=3  must divide" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["objective=kto"], "objective=kto  its metrics"),
-        (["plan.gpu=[h100,a100]"], "plan.gpu=[h100,a100]  a rehearsal is of one cluster"),
-        (["plan.world_size=[2,4]"], "Use  plan.world_size=4"),
-        (["plan.world_size=3", "sharding.tensor=3"], "sharding.tensor=3  "),
-        (["rehearse.html=nowhere/page.html"], "there is no such folder"),
-    ],
-)
-def test_what_cannot_be_rehearsed_is_refused(words, said, capsys):
+REFUSED = {
+    "objective=kto": "objective=kto  its metrics",
+    "plan.gpu=[h100,a100]": "plan.gpu=[h100,a100]  a rehearsal is of one cluster",
+    "plan.world_size=[2,4]": "Use  plan.world_size=4",
+    "plan.world_size=3 sharding.tensor=3": "sharding.tensor=3  ",
+    "rehearse.html=nowhere/page.html": "there is no such folder",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_what_cannot_be_rehearsed_is_refused(typed, capsys):
     start = ["tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2"]
-    assert main(["rehearse", *SMALL, *start, *words]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["rehearse", *SMALL, *start, *typed.split()]) == 2
+    assert REFUSED[typed] in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,13 +3,19 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import inject
 from replica_groups import lighthouse
 from world import World
+
+QUICKLY = inject.together(
+    inject.setting("collective_sizes", (2**10, 2**20)), inject.setting("measure_seconds", 0.01)
+)
 
 
 def doctor(pool, *words):
     """Run `doctor` on a rank of a pool; return its findings."""
-    results = pool.command("doctor", "doctor.format=json", *words)
+    usual = ["doctor.format=json", "doctor.file_mib=1"]
+    results = pool.command("doctor", *usual, *words, seam=QUICKLY)
     return [json.loads(line) for line in results[0].out.splitlines()]
 
 

@@ -1,26 +1,16 @@
 """The lighthouse only keeps who is there: groups train on when it comes back."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from replica_groups import GroupPools, lighthouse
-from world import Run, alive, wait_until
-
-STARTER = """
-from fsdp_trainer.launch.start_groups import Lighthouse
-with Lighthouse() as started:
-    print(started._process.pid, flush=True)
-    input()
-"""
+from world import Run, wait_until
 
 
 def test_groups_go_on_when_the_lighthouse_is_started_again_and_end_if_it_stays_away(
-    world, inputs, tmp_path
+    world, input_words, tmp_path
 ):
     run = Run(tmp_path / "run")
-    words = [*(f"{key}={value}" for key, value in inputs.items()), "train.steps=99999"]
+    words = [*input_words, "train.steps=99999"]
     words += ["replicas.min=2", "launch.timeout=8s"]
 
     def trains_on():
@@ -41,13 +31,3 @@ def test_groups_go_on_when_the_lighthouse_is_started_again_and_end_if_it_stays_a
     assert run.event("groups")[-1]["groups"] == 2
     (end,) = run.event("end")
     assert "no meeting of the groups for 8 s" in end["reason"]
-
-
-@pytest.mark.slow
-def test_a_lighthouse_does_not_outlive_who_started_it_for_groups():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    starter = subprocess.Popen([sys.executable, "-c", STARTER], **pipes)
-    pid = int(starter.stdout.readline())
-    starter.kill()
-    starter.wait()
-    wait_until(lambda: not alive(pid))

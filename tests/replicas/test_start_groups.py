@@ -1,43 +1,40 @@
 """launch.groups: one command starts several groups on this machine, and starts lost ones again."""
 
-import os
-import re
-import signal
-import subprocess
 import sys
-from pathlib import Path
 
+import inject
 import pytest
-from world import SMALL, Run, alive, end, wait_until
+from forked import Forked
+from world import SMALL, Run, alive, wait_until
 
-STEPS = 100
-
-
-@pytest.mark.slow
-def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(inputs, tmp_path):
-    words = [f"{key}={value}" for key, value in inputs.items()]
-    place = [f"run.root={tmp_path}", "run.name=run"]
-    how = ["replicas.method=sync", "launch.groups=2", f"train.steps={STEPS}", "batch.micro_rows=1"]
-    command = [sys.executable, "-m", "fsdp_trainer", "train", *SMALL, *words, *place, *how]
-    log = tmp_path / "log"
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("w") as file:
-        started = subprocess.Popen(command, env=env, stdout=file, stderr=file)
-    try:
-        run = Run(tmp_path / "run")
-        wait_until(lambda: len(run.metrics) > 2, started)
-        children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-        groups = [pid for pid in children if not is_lighthouse(pid)]
-        assert len(groups) == 2
-        os.kill(int(groups[1]), signal.SIGKILL)
-        assert started.wait(timeout=300) == 0
-    finally:
-        end([started])
-    assert "group 1 ended with code -9: started again" in log.read_text()
-    assert run.column("step") == list(range(1, STEPS + 1))
-    assert not any(alive(pid) for pid in children)
+pytestmark = pytest.mark.slow
 
 
-def is_lighthouse(pid):
-    """Return True if a process serves a lighthouse."""
-    return bool(re.search(r"fsdp_trainer\0lighthouse", Path(f"/proc/{pid}/cmdline").read_text()))
+@pytest.fixture
+def start(input_words, tmp_path):
+    """Return a function that starts a command of two groups, and waits for its processes."""
+    words = [*SMALL, *input_words, "replicas.min=2"]
+    words += [f"run.root={tmp_path}", "run.name=run", "replicas.method=sync", "launch.groups=2"]
+    command = [sys.executable, "-m", "fsdp_trainer", "train", *words, "train.steps=5"]
+
+    def run(**options):
+        started = Forked(command, tmp_path / "log", **options)
+        wait_until(lambda: len(started.children) == 3, started)
+        return started, started.children
+
+    return run
+
+
+def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(start, tmp_path):
+    started, _ = start(seam=inject.killed_once(tmp_path / "killed", step=3))
+    assert started.wait() == 0, started.said
+    assert " ended with code -9: started again" in started.said
+    run = Run(tmp_path / "run")
+    assert run.column("step") == [1, 2, 3, 4, 5]
+    assert run.event("groups")[0]["groups"] == 2
+
+
+def test_groups_and_their_lighthouse_do_not_outlive_who_started_them(start):
+    started, children = start()
+    started.kill()
+    wait_until(lambda: not any(map(alive, children)))

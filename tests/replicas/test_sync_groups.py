@@ -8,7 +8,7 @@ from functools import partial
 import inject
 import pytest
 import torch
-from replica_groups import GroupPools, killed_at, lighthouse, stopped_by
+from replica_groups import GroupPools, lighthouse, stopped_by
 from stored import assert_bitwise_equal, newest, stored
 from world import SMALL, SPIKY, World, wait_until
 from world import Run as WorldRun
@@ -17,8 +17,8 @@ from fsdp_trainer.config.schema import Run
 from fsdp_trainer.run.run_lock import RunLock
 
 HOW = [
-    "train.steps=8", "schedule=constant", "batch.micro_rows=1", "data.validation=0.2",
-    "train.validate_every=4", "checkpoint.every=4",
+    "train.steps=6", "schedule=constant", "batch.micro_rows=2", "data.validation=0.2",
+    "train.validate_every=3", "checkpoint.every=3",
 ]  # fmt: skip
 
 
@@ -31,8 +31,8 @@ def groups(world):
 
 
 @pytest.fixture(scope="module")
-def words(inputs):
-    return [*(f"{key}={value}" for key, value in inputs.items()), *HOW]
+def words(input_words):
+    return [*input_words, *HOW]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,6 @@ def assert_same_run(run, undisturbed):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def counts(run):
-    """Return the number of groups from each step on at which it changed."""
-    return [(e["step"], e["groups"]) for e in run.event("groups")]
-
-
 def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, tmp_path):
     (run,) = groups.train(tmp_path / "run", *words, groups=1)
     assert run.column("loss") == undisturbed.column("loss")
@@ -66,10 +61,10 @@ def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, 
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
 
 
-@pytest.mark.parametrize("sharding", ["sharding.tensor=2", "sharding.pipeline=2"])
-def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path, sharding):
-    run, _ = groups.train(tmp_path / "run", *words, sharding, "replicas.min=2", ranks=2)
-    assert counts(run) == [(0, 2)]
+def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path):
+    how = ["sharding.pipeline=2", "replicas.min=2"]
+    run, _ = groups.train(tmp_path / "run", *words, *how, ranks=2)
+    assert [(event["step"], event["groups"]) for event in run.event("groups")] == [(0, 2)]
     assert_same_run(run, undisturbed)
 
 
@@ -77,15 +72,16 @@ def test_a_killed_group_comes_back_with_the_state_of_the_others(
     groups, words, undisturbed, tmp_path
 ):
     """The other one waits for it, because of replicas.min, so that it comes back within the run."""
-    seams = {1: killed_at(step=3)}
-    run, killed = groups.train(tmp_path / "run", *words, "replicas.min=2", ranks=2, seams=seams)
+    how = ["sharding.tensor=2", "replicas.min=2"]
+    seams = {1: inject.killed(step=3)}
+    run, killed = groups.train(tmp_path / "run", *words, *how, ranks=2, seams=seams)
     assert "took over step 2 of another group" in killed.out
     assert_same_run(run, undisturbed)
 
 
 def test_the_group_that_writes_the_files_may_be_killed(groups, words, undisturbed, tmp_path):
     """Three groups of which two are enough: neither a line nor a checkpoint is missing."""
-    seams = {0: killed_at(step=3)}
+    seams = {0: inject.killed(step=3)}
     run, *_ = groups.train(tmp_path / "run", *words, "replicas.min=2", groups=3, seams=seams)
     assert_same_run(run, undisturbed)
 
@@ -94,12 +90,12 @@ def test_all_groups_stop_together_resume_exactly_go_on_after_a_loss_and_export(
     groups, words, undisturbed, tmp_path
 ):
     train = partial(groups.train, tmp_path / "run", *words)
-    stop = inject.at("forward", partial(inject.send, signal.SIGTERM), step=3)
+    stop = inject.at("forward", partial(inject.send, signal.SIGTERM), step=2)
     first, _ = train("replicas.min=2", seams={0: stop, 1: stop}, code=75)
-    assert first.checkpoints == ["step-00000003"]
-    lost = killed_at(step=7)
+    assert first.checkpoints == ["step-00000002"]
+    lost = inject.killed(step=5)
     run, _ = train("replicas.min=2", seams={0: lost, 1: lost})
-    assert [event["step"] for event in run.event("resume")] == [3, 4]
+    assert [event["step"] for event in run.event("resume")] == [2, 3]
     assert_same_run(run, undisturbed)
     assert not list(run.folder.rglob("hf/model.safetensors"))
     (again,) = train("checkpoint.export_hf=true", groups=1)
@@ -107,9 +103,8 @@ def test_all_groups_stop_together_resume_exactly_go_on_after_a_loss_and_export(
     assert list(run.folder.rglob("hf/model.safetensors"))
 
 
-def test_groups_rewind_together_after_a_spike(groups, world, inputs, tmp_path):
-    data = [f"{key}={value}" for key, value in inputs.items()]
-    how = [*data, *SPIKY, "train.on_spike=rewind", f"train.steps={inject.SPIKED + 2}"]
+def test_groups_rewind_together_after_a_spike(groups, world, input_words, tmp_path):
+    how = [*input_words, *SPIKY, "train.on_spike=rewind", f"train.steps={inject.SPIKED + 2}"]
     alone = world.train(tmp_path / "alone", *how, seam=inject.garbage())
     seams = {0: inject.garbage(), 1: inject.garbage()}
     run, _ = groups.train(tmp_path / "run", *how, "replicas.min=2", seams=seams)
@@ -124,7 +119,7 @@ def test_a_new_group_waits_for_others_that_hold_the_folder(groups, words, tmp_pa
         with RunLock([], group=1).acquire(Run(), "auto", folder):
             training = thread.submit(groups.train, folder, *words, groups=1)
             wait_until(lambda: (folder / ".lock-0").exists() or training.done())
-            time.sleep(3)
+            time.sleep(1)
             until = time.time()
         (run,) = training.result()
     assert run.column("time")[0] > until

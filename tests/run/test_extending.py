@@ -32,10 +32,9 @@ def nothing_registered_afterwards(monkeypatch):
 
 
 @pytest.fixture
-def words(inputs, tmp_path):
-    data = [f"{key}={value}" for key, value in inputs.items()]
+def words(input_words, tmp_path):
     place = [f"run.root={tmp_path}", "run.name=run", "launch.nproc_per_node=1"]
-    return [*SMALL, *data, *place, "train.steps=2", "launch.device=cpu"]
+    return [*SMALL, *input_words, *place, "train.steps=2", "launch.device=cpu"]
 
 
 @pytest.mark.slow

@@ -238,15 +238,19 @@ def test_a_run_stops_early_enough_to_save_within_its_limit(train):
     run = train("run", *how, seam=slow_steps(), code=75)
     assert int(re.findall(r"\[(\d+) s\]", run.out)[-1]) == 3 * 70 + 2 * 300
     assert run.events[-1]["reason"] == "time_limit"
+    assert run.event("time_limit")
     assert run.checkpoints[-1] == "step-00000003"
-    assert len(run.metrics) == 3
+    assert run.column("step") == [1, 2, 3]
 
 
 def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
     env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)}
-    run = train("run", "train.steps=100000", ranks=2, env=env, code=75)
+    how = ["train.steps=100000", "logging.every=1000"]
+    run = train("run", *how, ranks=2, env=env, code=75)
     assert run.events[-1]["reason"] == "slurm_time_limit"
-    assert run.event("slurm_time_limit")
+    (stop,) = run.event("slurm_time_limit")
+    assert run.column("step") == [*range(1, stop["step"] + 1)], "what was unwritten is written"
+    assert run.checkpoints == [f"step-{stop['step']:08d}"]
     other = train("other", "train.steps=3", "launch.slurm_time_limit=false", env=env)
     assert len(other.metrics) == 3
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import inject
 import pytest
+import stored
 import torch
-from named_runs import RUNS
-from stored import assert_bitwise_equal, end_of, newest, stored, tensors
+from stored import end_of, newest
 from world import write_chats
 
 from fsdp_trainer.errors import UserError
@@ -19,40 +19,19 @@ from fsdp_trainer.run.run_lock import RunLock
 
 
 @pytest.fixture
-def continued(ledger, world, tmp_path):
-    """Return `continued(name)`: a function that goes on with a copy of a run of the ledger.
+def go_on(ledger, tmp_path):
+    """Return a function that trains on in a copy of a run of the ledger.
 
-    Those that are used here have made four steps, and checkpoints after the second and the fourth.
+    The run has made four steps, and checkpoints after the second and the fourth.
     """
-
-    def copied(name):
-        ledger.copy(name, tmp_path / "run")
-        return partial(world.train, tmp_path / "run", *ledger.words_of(RUNS[name]), base=[])
-
-    return copied
-
-
-@pytest.fixture
-def go_on(continued):
-    """Return a function that goes on with a copy of a run of one rank."""
-    return continued("plain")
+    ledger.copy("plain", tmp_path / "run")
+    return partial(stored.go_on, ledger, "plain", tmp_path / "run")
 
 
 @pytest.fixture
 def checkpoints(go_on, tmp_path):
     """Return the folder of the checkpoints from which `go_on` goes on."""
     return tmp_path / "run" / "checkpoints"
-
-
-def test_a_time_limit_exits_75_with_a_checkpoint(train):
-    run = train("run", "train.steps=100000", "train.time_limit=1s", "logging.every=1000", code=75)
-    step = run.metrics[-1]["step"]
-    assert end_of(run) == ("end", 75)
-    assert run.event("time_limit")
-    assert run.checkpoints == [f"step-{step:08d}"]
-    assert run.column("step") == list(range(1, step + 1)), (
-        "what was not yet written is written before leaving"
-    )
 
 
 # --- another world ------------------------------------------------------------------------------
@@ -74,14 +53,6 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train):
     starts = [e for e in run.events if e["event"] in ("start", "resume")]
     assert [e["world_size"] for e in starts] == list(worlds)
     assert [e["rows"] for e in starts] == [0, 14, 28]
-
-
-def test_a_resume_is_bitwise_also_across_shardings_of_one_world(continued, ledger, tmp_path):
-    go_on, whole = continued("plain on two"), ledger.run("plain on two")
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
-    run = go_on("sharding.blocks_per_unit=2", "activation_checkpoint=full", ranks=2)
-    assert [e["step"] for e in run.event("resume")] == [2]
-    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
 
 
 # --- may it go on -------------------------------------------------------------------------------
@@ -134,14 +105,6 @@ def test_what_is_trained_may_not_change(go_on, words, said):
     assert end_of(refused) == ("end", 2)
 
 
-def test_what_is_trained_may_change_if_that_is_allowed(go_on):
-    allowed = ["optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]", "logging.every=2"]
-    run = go_on("train.steps=6", *allowed)
-    assert run.column("lr")[1:3] == pytest.approx([0.002, 0.003])
-    assert run.column("lr")[4:] == pytest.approx([1e-4, 1e-4])
-    assert run.column("step") == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_resume_with_changed_data_names_the_files_that_changed(train, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -175,23 +138,13 @@ def test_the_same_data_at_another_place_is_the_same_data(go_on, ledger, tmp_path
     assert go_on("train.steps=5", f"data.path={moved}").column("step") == [1, 2, 3, 4, 5]
 
 
-def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(continued):
-    go_on = continued("plain on two")
+def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(go_on):
     again = go_on(ranks=2)
     assert "already finished" in again.out
     assert again.column("step") == [1, 2, 3, 4]
     assert end_of(again) == ("end", 0)
     more = ["train.steps=6", "checkpoint.keep=1", "checkpoint.best=false"]
     assert go_on(*more, ranks=2).checkpoints == ["step-00000006"]
-
-
-def test_a_finished_run_that_went_on_can_still_be_exported(go_on, ledger):
-    before = go_on("train.steps=5", "checkpoint.export_hf=false")
-    assert [e["step"] for e in before.event("export")] == [4]
-    run = go_on("train.steps=5", ranks=2)
-    assert [e["step"] for e in run.event("export")] == [4, 5]
-    exported, earlier = (tensors(each.folder / "hf") for each in (run, ledger.run("plain")))
-    assert not torch.equal(exported["model.norm.weight"], earlier["model.norm.weight"])
 
 
 def test_never_refuses_a_used_folder_and_overwrite_starts_anew(go_on, checkpoints, ledger):
@@ -218,21 +171,6 @@ def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
     cfg.run.overwrite = True
     RunLock([]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path).close()
     assert "holds an earlier run" in str(refused.value)
-
-
-def test_a_run_goes_on_from_the_checkpoint_of_another_and_from_its_own_later(
-    ledger, world, tmp_path
-):
-    first, words = ledger.run("plain"), ledger.words_of(RUNS["plain"])
-    begins = f"checkpoint.resume={first.folder}/checkpoints/step-00000002"
-    command = [tmp_path / "branch", *words, begins]
-    branch = world.train(*command, base=[])
-    assert branch.column("step") == [3, 4]
-    assert branch.column("loss") == first.column("loss")[2:]
-    assert branch.checkpoints == ["step-00000004"]
-    again = world.train(*command, "train.steps=6", base=[])
-    assert again.column("step") == [3, 4, 5, 6]
-    assert [e["step"] for e in again.event("resume")] == [2, 4]
 
 
 # --- what is on disk ----------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Imports of a start, and the end of a process."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,98 +8,99 @@ from importlib.metadata import version
 import pytest
 from folders import REPO
 
-NOT_ASKED_FOR = (
-    "wandb",
-    "transformers",
-    "datasets",
-    "pyarrow",
-    "pandas",
-    "tensorboard",
-    "matplotlib",
-    "sentencepiece",
-    "huggingface_hub",
-)
+NOT_ASKED_FOR = {
+    "wandb", "transformers", "datasets", "pyarrow", "pandas", "tensorboard", "matplotlib",
+    "sentencepiece", "huggingface_hub",
+}  # fmt: skip
+LOADS_EARLY = sys.platform == "linux" and "+cpu" in version("torch")
+"""Elsewhere torch loads its libraries alone."""
+TRAIN = """
+import gc, re, sys, threading
+from pathlib import Path
+from fsdp_trainer.cli import main
+from fsdp_trainer.run import verb
+
+load, seen, is_loaded = verb.load_libtorch, [], threading.Event()
+
+def libraries():
+    return {*re.findall("/.*libtorch_cpu.so", Path("/proc/self/maps").read_text())}
+
+def load_beside():
+    seen.extend([libraries(), "torch" in sys.modules])
+    load()
+    seen.append(libraries())
+    is_loaded.set()
+
+verb.load_libtorch = load_beside
+assert main(WORDS) == 0
+assert gc.isenabled() and gc.get_freeze_count() > 0
+import torch
+assert torch.get_num_threads() == 1
+assert not NOT_ASKED_FOR & sys.modules.keys()
+if LOADS_EARLY:
+    assert is_loaded.wait(60)
+    before, has_torch, loaded = seen
+    assert loaded == libraries() and not before and loaded and not has_torch
+"""
+START_RANKS = """
+import sys
+from fsdp_trainer.cli import main
+from fsdp_trainer.launch import start
+
+started = []
+start.subprocess.Popen = lambda *args, **_: started.append(args)
+start.RankProcesses.wait = lambda _: 0
+assert main(WORDS) == 0 and len(started) == 2 and "torch" not in sys.modules
+"""
+ABORT = """
+import atexit, os, sys, types
+
+sys.modules[MODULE] = types.ModuleType(MODULE)
+atexit.register(os.abort)
+sys.argv = ["fsdp-trainer", "--version"]
+from fsdp_trainer.__main__ import run
+run()
+"""
 
 
-def python(code: str) -> str:
-    """Return the last line that `code` prints in a fresh process."""
-    env = {
-        **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
-        "PYTHONPATH": str(REPO),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return (done.stdout.splitlines() or [""])[-1]
+def python(program: str, **constants) -> subprocess.CompletedProcess:
+    """Run a program in a fresh process."""
+    values = "".join(f"{name} = {value!r}\n" for name, value in constants.items())
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", values + program]
+    env["PYTHONPATH"] = str(REPO)
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture
+def words(input_words, tmp_path):
+    return [*input_words, f"run.root={tmp_path}", "run.name=run", "model=tiny"]
 
 
 @pytest.mark.slow
-def test_training_imports_only_what_it_uses(inputs, tmp_path):
-    words = [f"{key}={value}" for key, value in inputs.items()] + [
-        f"run.root={tmp_path}",
-        "model=tiny",
-        "batch.seq_len=64",
-        "train.steps=1",
+def test_training_imports_only_what_it_uses_and_torchs_library_while_python_imports(
+    words, tmp_path
+):
+    words += [
+        "batch.seq_len=64", "train.steps=1", "precision=fp32", "train.gc_every=null",
         "launch.env={OMP_NUM_THREADS: 1}",  # read where torch's library is loaded
-    ]
-    output = python(
-        "import gc, json, sys\nfrom fsdp_trainer.cli import main\n"
-        f"assert main({[*words, 'precision=fp32', 'run.name=run', 'train.gc_every=null']}) == 0\n"
-        "assert gc.isenabled() and gc.get_freeze_count() > 0\n"
-        "import torch\nassert torch.get_num_threads() == 1\n"
-        "print(json.dumps([name for name in sys.modules if '.' not in name]))"
-    )
-    imported = json.loads(output)
-    assert "torch" in imported
-    assert not set(NOT_ASKED_FOR) & set(imported)
+    ]  # fmt: skip
+    constants = {"NOT_ASKED_FOR": NOT_ASKED_FOR, "LOADS_EARLY": LOADS_EARLY}
+    done = python(TRAIN, WORDS=words, **constants)
+    assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
-    words = [f"{key}={value}" for key, value in inputs.items()] + [
-        f"run.root={tmp_path}",
-        "model=tiny",
-        "launch.nproc_per_node=2",
-    ]
-    python(
-        "import sys\nfrom fsdp_trainer.cli import main\nfrom fsdp_trainer.launch import "
-        "start\nstarted = []\n"
-        "start.subprocess.Popen = lambda *args, **_: "
-        "started.append(args)\nstart.RankProcesses.wait = lambda _: 0\n"
-        f"assert main({words}) == 0 and len(started) == 2 and 'torch' not in sys.modules"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    sys.platform != "linux" or "+cpu" not in version("torch"),
-    reason="elsewhere torch loads its libraries alone",
-)
-def test_torchs_library_is_loaded_while_python_imports_and_before_torch_looks_for_it():
-    python(
-        "import re, sys\nfrom pathlib import Path\nfrom fsdp_trainer.run.verb import "
-        "load_libtorch, import_run_rank\n"
-        "loaded = lambda: re.findall('/.*libtorch_cpu.so', Path('/proc/self/maps').read_text())\n"
-        "assert not loaded()\nload_libtorch()\nassert loaded() and 'torch' not in "
-        "sys.modules\nbefore = set(loaded())\n"
-        "import_run_rank()\nimport torch\nassert set(loaded()) == before and "
-        "torch.arange(4).sum() == 6"
-    )
+def test_a_process_that_starts_ranks_imports_no_torch(words):
+    done = python(START_RANKS, WORDS=[*words, "launch.nproc_per_node=2"])
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_what_aborts_at_the_interpreters_end_is_no_failure_of_a_command_that_is_done():
     for module, code in (("torch", 0), ("nothing", -6)):
-        command = (
-            f"import atexit, os, sys, types\nsys.modules['{module}'] = "
-            f"types.ModuleType('{module}')\natexit.register(os.abort)\n"
-            "sys.argv = ['fsdp-trainer', '--version']\nfrom fsdp_trainer.__main__ import run\nrun()"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", command], cwd=REPO, capture_output=True, text=True, timeout=600
-        )
+        done = python(ABORT, MODULE=module)
         assert done.returncode == code, done.stderr
         assert code or done.stdout.startswith("fsdp-trainer ")
 

@@ -95,11 +95,11 @@ def test_an_adapter_is_read_and_exported_although_its_base_was_moved(adapt, fold
     "how", [[*DORA, "adapter.also=[norms]"], ["train.freeze=['*embed_tokens*']"]]
 )
 def test_a_run_resumes_bitwise_with_its_base_in_another_folder(adapt, folder, how):
-    common = [*how, "checkpoint.every=2", "batch.micro_rows=2"]
-    whole = adapt("whole", *common, "train.steps=4", ranks=2)
-    adapt("run", *common, "train.steps=2", ranks=2)
+    common = [*how, "batch.rows=4", "batch.micro_rows=1"]
+    whole = adapt("whole", *common, "train.steps=2", ranks=2)
+    adapt("run", *common, "train.steps=1", ranks=2)
     moved = folder.rename(folder.with_name("moved"))
-    run = adapt("run", *common, f"model.init_from={moved}", "train.steps=4", ranks=2)
+    run = adapt("run", *common, f"model.init_from={moved}", "train.steps=2", ranks=2)
     assert f"model.init_from was {folder}, is {moved}" in run.out
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
     recorded = json.loads((newest(run) / "trainer.json").read_text())["frozen"]

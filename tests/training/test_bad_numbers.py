@@ -123,16 +123,26 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_and_is_told_with_its_rows(
 ):
     """Formats of weights and states are in tests/optim."""
     how = [
-        "train.steps=7", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
+        "train.steps=8", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
         "train.on_spike=ignore", "data.packing=none", "data.shuffle=false",
     ]  # fmt: skip
     bad = [inject.bad_gradient(3), inject.bad_loss(5), inject.infinite_gradient(7)]
     run = train("run", *how, layout, ranks=2, seam=inject.together(*bad))
-    states = [stored(checkpoint(run, step)) for step in range(1, 8)]
+    states = [stored(checkpoint(run, step)) for step in range(1, 9)]
     for step in (3, 5, 7):
         assert_bitwise_equal(states[step - 2], states[step - 1])
     assert any(not torch.equal(states[2][name], states[3][name]) for name in states[2])
     assert all(tensor.isfinite().all() for tensor in states[-1].values())
+    assert run.column("step") == [*range(1, 9)]
+    missing = {
+        name: [i for i, each in enumerate(run.column(name), 1) if each is None]
+        for name in ("grad_norm", "loss")
+    }
+    assert missing == {"grad_norm": [3, 5, 7], "loss": [5]}
+    assert "NaN" not in (run.folder / "metrics.jsonl").read_text()
+    assert "not finite" in run.out
+    tokens = run.column("tokens")
+    assert tokens == sorted(set(tokens)), "rows of bad steps are not trained again"
     events = run.event("skipped")
     assert [event["step"] for event in events] == [3, 5, 7]
     assert events[0]["ranks"] == [1]
@@ -146,8 +156,10 @@ def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely
         "train.max_skipped=3", "logging.every=10", "checkpoint.every=4", "checkpoint=async",
         "checkpoint.keep=9", "train.steps=40",
     ]  # fmt: skip
-    run = train("run", *how, ranks=2, seam=inject.bad_gradient(*range(5, 99)), code=1)
-    assert "4 steps in a row" in run.err
+    run = train("run", *how, ranks=2, seam=inject.bad_gradient(2, *range(5, 99)), code=1)
+    assert "4 steps in a row" in run.err, "step 2 does not count"
+    assert "Traceback" not in run.err
+    assert run.events[-1]["exit_code"] == 1
     assert str(checkpoint(run, 4)) in run.err
     assert run.column("step") == [*range(1, 9)]
     assert run.checkpoints == ["step-00000004"]
@@ -163,7 +175,7 @@ REWIND = [*SPIKY, "train.on_spike=rewind"]
 
 def test_a_warning_changes_nothing_of_training_and_names_the_rows(train, chats):
     warned, ignored = (
-        train(policy, *SPIKY, LONG, f"train.on_spike={policy}", seam=NOISE)
+        train(policy, *SPIKY, "train.steps=21", f"train.on_spike={policy}", seam=NOISE)
         for policy in ("warn", "ignore")
     )
     (event,) = warned.event("spike")
@@ -179,7 +191,7 @@ def test_a_warning_changes_nothing_of_training_and_names_the_rows(train, chats):
 
 def test_a_skipped_spike_leaves_every_byte_as_it_was(train):
     how = ["train.on_spike=skip", f"train.steps={SPIKED + 1}", "checkpoint.every=1"]
-    run = train("run", *SPIKY, *how, "checkpoint.keep=3", ranks=2, seam=NOISE)
+    run = train("run", *SPIKY, *how, "checkpoint.keep=3", seam=NOISE)
     assert [event["step"] for event in run.event("spike")] == [SPIKED]
     before, skipped, after = (stored(checkpoint(run, SPIKED + i)) for i in (-1, 0, 1))
     assert_bitwise_equal(before, skipped)
@@ -301,15 +313,15 @@ def test_wrong_values_are_refused(train, bad):
 def test_a_replica_that_holds_another_bit_is_named_and_nothing_of_it_is_saved(
     train, ranks, how, named
 ):
-    steps = ["train.steps=9", "train.check_every=4", "checkpoint.every=3"]
-    seam = inject.flipped_bit(rank=1, after_step=5)
+    steps = ["train.steps=6", "train.check_every=3", "checkpoint.every=2"]
+    seam = inject.flipped_bit(rank=1, after_step=3)
     run = train("run", *steps, *how, ranks=ranks, seam=seam, code=1)
     (event,) = run.event("corruption")
     assert event["ranks"] == named
-    assert event["step"] == 6
+    assert event["step"] == 4
     assert "weights/model.norm.weight" in run.err
     assert "Traceback" not in run.err
-    assert run.checkpoints == ["step-00000003"], "checked before the checkpoint of step 6, too"
+    assert run.checkpoints == ["step-00000002"], "checked before the checkpoint of step 4, too"
 
 
 @inject.fault
@@ -376,7 +388,7 @@ def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run
 
 
 def test_looking_changes_nothing_of_a_healthy_run(train):
-    how = ["sharding=ddp", "train.steps=6", "batch.micro_rows=1"]
+    how = ["sharding=ddp", "train.steps=3", "batch.micro_rows=1"]
     run, plain = train("run", *how, "train.check_every=2", ranks=2), train("plain", *how, ranks=2)
     assert run.column("loss") == plain.column("loss")
     assert not run.event("corruption")

@@ -162,32 +162,6 @@ def test_many_steps_leave_nothing_behind(train):
     assert tracked[-1] <= tracked[5] + 20, tracked
 
 
-@contextlib.contextmanager
-def told_groups():
-    import torch.distributed as dist
-
-    real = dist.new_group
-
-    def new_group(*args, **kwargs):
-        print("group", kwargs.get("group_desc"))
-        return real(*args, **kwargs)
-
-    with patch.object(dist, "new_group", new_group):
-        yield
-
-
-@pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")
-def test_gradients_are_the_same_however_they_travel(train):
-    how = ["sharding=hsdp", "sharding.replicas=2", "train.steps=2", "batch.micro_rows=1"]
-    other = ["sharding.separate_reduce_scatter=true", "sharding.reduce_scatter_buffers=2"]
-    run = train("run", *how, *other, ranks=4, seam=told_groups)
-    plain = train("plain", *how, ranks=4, seam=told_groups)
-    assert run.column("loss") == plain.column("loss")
-    assert run.column("grad_norm") == plain.column("grad_norm")
-    counts = [one.out.count("group fsdp_reduce_scatter") for one in (run, plain)]
-    assert counts == [1, 0]
-
-
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from foreign import export, of, require_refused
+from safetensors.torch import save_file
 from stored import tensors
 from zoo import make_folder
 
@@ -105,3 +106,14 @@ def test_what_cannot_be_quantised_is_refused_and_nothing_is_left(
 ):
     sizes = {"intermediate_size": 72}
     require_refused(tmp_path, capsys, reason, family, sizes, *words)
+
+
+def test_blocks_that_no_module_reads_keep_their_numbers(tmp_path):
+    folder = make_folder(tmp_path / "hf", "deepseek_v3", num_hidden_layers=2, **SIZES)
+    name = "model.layers.2.eh_proj.weight"
+    stored = tensors(folder) | {name: torch.randn(64, 128)}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    out = export(folder, tmp_path / "out", "form=compressed", "quantization=int8")
+    assert torch.equal(tensors(out)[name], stored[name])
+    description = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert name.removesuffix(".weight") in description["ignore"]

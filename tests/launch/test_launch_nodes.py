@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import inject
 import pytest
+from addresses import listening
 from world import SMALL, Run, end, wait_until
 
 from fsdp_trainer.cli import main
@@ -18,7 +19,7 @@ from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.launch import start
 from fsdp_trainer.launch.nodes import Node, free_port, where_to_meet
 from fsdp_trainer.launch.start import RankProcesses, starts_ranks
-from fsdp_trainer.launch.world import join
+from fsdp_trainer.launch.world import join, open_store
 
 
 @pytest.fixture
@@ -225,6 +226,14 @@ def test_what_is_missing_is_told(capsys, monkeypatch, tmp_path, typed, said):
     monkeypatch.delenv("RANK", raising=False)
     assert main([*typed, "+recipe=quickstart"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_store_of_one_machine_is_out_of_reach_for_others():
+    port, before = free_port(), listening()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = open_store(place, rank=0, size=1, timeout=5)
+    assert listening() - before == {("127.0.0.1", port)}
+    assert store.add("ranks", 1) == 1
 
 
 def test_a_master_port_in_use_is_told():

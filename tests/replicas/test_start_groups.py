@@ -11,6 +11,7 @@ import pytest
 from world import SMALL, Run, alive, end, wait_until
 
 STEPS = 100
+SECRET = "only the groups know"
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(inp
     how = ["replicas.method=sync", "launch.groups=2", f"train.steps={STEPS}", "batch.micro_rows=1"]
     command = [sys.executable, "-m", "fsdp_trainer", "train", *SMALL, *words, *place, *how]
     log = tmp_path / "log"
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FSDP_TRAINER_REPLICAS_TOKEN": SECRET}
     with log.open("w") as file:
         started = subprocess.Popen(command, env=env, stdout=file, stderr=file)
     try:
@@ -36,6 +37,9 @@ def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(inp
     assert "group 1 ended with code -9: started again" in log.read_text()
     assert run.column("step") == list(range(1, STEPS + 1))
     assert not any(alive(pid) for pid in children)
+    records = [log, *filter(Path.is_file, run.folder.rglob("*"))]
+    assert not any(SECRET.encode() in file.read_bytes() for file in records)
+    assert ".groups-secret" not in os.listdir(run.folder)
 
 
 def is_lighthouse(pid):

@@ -8,7 +8,7 @@ SEED ?= 1
 N ?= 20
 MINUTES ?= 10
 BIN := $(VENV)/bin
-HELPERS := tests/ranks:tests/inputs:tests/measures:tests/covering:.
+HELPERS := tests/ranks:tests/inputs:tests/measures:tests/covering:tests/strangers:.
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
@@ -43,6 +43,11 @@ test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: half an
 
 fuzz: $(VENV)/.for-developers  ## combinations of methods, models and layouts of another seed, each compared with one rank: SEED=1 N=20
 	PYTHONPATH=$(HELPERS) $(BIN)/python tests/covering/covering_array.py $(SEED) $(N)
+
+fuzz-files: SEED = 1
+fuzz-files: N = 1000
+fuzz-files: $(VENV)/.for-developers  ## damaged and hostile files of every format: each read rightly or refused: SEED=1 N=5000 ONLY=GGUF
+	PYTHONPATH=$(HELPERS) $(BIN)/python tests/strangers/fuzz_files.py $(SEED) $(N) --only "$(ONLY)"
 
 covering: $(VENV)/.for-developers  ## choose the combinations that make test runs again, after a new method, layout or optimizer
 	PYTHONPATH=$(HELPERS) $(BIN)/python tests/covering/covering_array.py

@@ -7,6 +7,7 @@ import traceback
 from typing import NoReturn
 
 from fsdp_trainer.base.process import SIGNALS, STOPPED
+from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.cli import main
 
 
@@ -19,7 +20,7 @@ def run() -> NoReturn:
     try:
         code = main()
     except Exception:
-        traceback.print_exc()
+        print(safe(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
     if code == STOPPED:
         # a second Ctrl-C now would end the process by the signal instead of with exit code 75

@@ -1,6 +1,7 @@
 """The command line: find the verb, compose its configuration, report mistakes. Imports no torch."""
 
 import argparse
+import errno
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.remote_code import allow_remote_code
+from fsdp_trainer.base.safe_text import visible, without_secrets
 from fsdp_trainer.config.composing.handover import inherited_configuration
 from fsdp_trainer.config.composing.source_words import as_source, is_path
 from fsdp_trainer.config.verbs import PRIMARY
@@ -75,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     0: done; 1: failed; 2: a mistake by the user; 3: the answer is no; 75: stopped early, start it
     again to resume.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    sys.argv[1:] = map(without_secrets, sys.argv[1:])  # trackers record it
     try:
         return _dispatch(argv)
     except BrokenPipeError:  # the reader of our output, such as `head`, has closed the pipe
@@ -82,6 +86,12 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, RunFailed) as error:
         report(error)
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        reason = "is too long for a file or a folder here. Use a shorter name"
+        report(UserError("a name is too long", [Problem(str(error.filename), reason)]))
+        return UserError.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -129,7 +139,7 @@ def _dispatch(argv: list[str] | None) -> int:
     if flags.help:
         from fsdp_trainer.config.document import help_text
 
-        print(help_text(typed, flags.config_dir))
+        print(visible(help_text(typed, flags.config_dir)))
         return 0
     return _run_or_show(typed or "train", overrides, flags)
 

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_trainer.base.safe_text import safe
+
 WIDEST = 34  # characters; a longer `what` is printed on its own line
 
 
@@ -22,6 +24,10 @@ class Problem:
     what: str
     reason: str
 
+    def __post_init__(self) -> None:
+        # both may quote strangers' files, and addresses with passwords
+        self.what, self.reason = safe(self.what), safe(self.reason)
+
 
 class UserError(Exception):
     """The configuration or the input is wrong: exit code 2, one message, no traceback."""
@@ -30,9 +36,9 @@ class UserError(Exception):
     reported = False
 
     def __init__(self, title: str, problems: list[Problem] | None = None):
-        self.title = title
+        self.title = safe(title)
         self.problems = problems or []
-        super().__init__(title, self.problems)  # both arguments, so that it can be unpickled
+        super().__init__(self.title, self.problems)  # both arguments, so that it can be unpickled
 
     def __str__(self) -> str:
         short = [len(p.what) for p in self.problems if len(p.what) <= WIDEST]
@@ -53,7 +59,7 @@ class RunFailed(Exception):
     reported = False
 
     def __str__(self) -> str:
-        return f"fsdp-trainer: {super().__str__()}"
+        return safe(f"fsdp-trainer: {super().__str__()}")
 
 
 class Stopped(BaseException):

@@ -1,15 +1,36 @@
-"""Registration of our launchers and sweepers with Hydra, which finds plugins only in this package."""
+"""Registration of our launchers, sweepers and source of files with Hydra.
+
+It finds plugins only in this package.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 
+from fsdp_trainer.config.composing.recipe_files import read_yaml
 from fsdp_trainer.config.sweep_keys import LAUNCHERS, SWEEPERS
+
+
+class OwnFiles(FileConfigSource):
+    """The files of --config-dir, which are read by our loader before Hydra's, which has no limits."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return what the addresses of such folders begin with."""
+        return "own"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the content of a file. Raises UserError."""
+        read_yaml(Path(self.path) / self._normalize_file_name(config_path))
+        return super().load_config(config_path)
 
 
 class FsdpTrainerLauncher(Launcher):

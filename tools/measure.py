@@ -53,7 +53,7 @@ LIMITS = {
     ("all", "names twice"): 0,
     ("tests", "unclear"): 0,
     ("tests", "vague"): 0,
-    ("tests", "tokens per 1,000"): 526,
+    ("tests", "tokens per 1,000"): 545,
     ("benchmarks", "unclear"): 0,
     ("benchmarks", "vague"): 0,
 }

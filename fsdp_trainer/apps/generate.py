@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
@@ -203,11 +204,11 @@ def show_answers(prompt: str, answers: list[str], form: str) -> None:
     if form == "json":
         for sample, text in enumerate(answers):
             line = {"prompt": prompt, "sample": sample, "text": text}
-            print(json.dumps(line, ensure_ascii=False))
+            print(visible(json.dumps(line, ensure_ascii=False)))
         return
-    print(f"> {prompt}")
+    print(visible(f"> {prompt}"))
     for text in answers:
-        print(text)
+        print(visible(text))
     print()
 
 
@@ -235,7 +236,7 @@ def show(pieces: Iterator[str]) -> str:
     """Print pieces of text as they arrive; return the complete text."""
     text = ""
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(visible(piece), end="", flush=True)
         text += piece
     print()
     return text

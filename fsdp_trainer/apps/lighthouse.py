@@ -12,6 +12,8 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.verbs import LighthouseConfig
 from fsdp_trainer.errors import Problem, UserError
 
+EVERYWHERE = ("0.0.0.0", "[::]")
+"""Values of `host` with which all addresses of this machine are listened at."""
 TICK_MILLISECONDS = 50
 """Time between two looks at who is there."""
 
@@ -38,7 +40,8 @@ def lighthouse(cfg: LighthouseConfig) -> int:
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     port = server.address().rpartition(":")[2]
-    print(f"lighthouse: replicas.lighthouse={socket.gethostname()}:{port}", flush=True)
+    host = socket.gethostname() if cfg.host in EVERYWHERE else cfg.host
+    print(f"lighthouse: replicas.lighthouse={host}:{port}", flush=True)
     signal.sigwait(ends)
     server.shutdown()
     return 0

@@ -16,6 +16,7 @@ from fsdp_trainer.checkpoint.atomic_files import (
     newest_undamaged,
     read_manifest,
 )
+from fsdp_trainer.checkpoint.description import require_safe_for_others
 from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.formats.huggingface import check_tensors, stored_tensors, tensor_parts
 from fsdp_trainer.checkpoint.frozen_weights import (
@@ -63,6 +64,7 @@ def verify(cfg: VerifyConfig) -> int:
                 print(f"  {problem.what} {problem.reason}")
             print(newest_undamaged(source))
             return 3
+        require_safe_for_others(source)
         files = read_manifest(source)["files"].values()
         size = sum(file["bytes"] for file in files)
         print(f"{source} is complete: {len(files)} files, {size:,} bytes, all checksums correct")

@@ -1,6 +1,14 @@
-"""Folders that a command creates, and deletes again if it fails and leaves them empty."""
+"""Folders that a command creates, and deletes again if it fails. Names that others give."""
 
-from pathlib import Path
+import hashlib
+from pathlib import Path, PurePath
+
+LONGEST_NAME = 255
+"""Bytes of the name of a file that every file system takes, and folders in each other."""
+ENDINGS = 20
+"""Bytes of what is added to a name for a file that is being written."""
+KEPT_END = 40
+"""Characters at the end of a long name that stay, such as .jsonl.gz."""
 
 
 class NewFolders:
@@ -21,3 +29,25 @@ class NewFolders:
                 folder.rmdir()
             except OSError:  # it was never created or is not empty
                 continue
+
+
+def is_possible(name: str) -> bool:
+    """Return True for a path that a file system may have, as an untrusted file gives it."""
+    parts = PurePath(name).parts
+    if not name.isprintable() or len(parts) > LONGEST_NAME:
+        return False  # NUL and half characters are in no name
+    return all(len(part.encode()) <= LONGEST_NAME for part in parts)
+
+
+def is_inside(name: str) -> bool:
+    """Return True for the name of a file in a folder or below it, as an untrusted file gives it."""
+    path = PurePath(name)
+    is_below = bool(path.name) and not path.is_absolute() and ".." not in path.parts
+    return is_below and is_possible(name)
+
+
+def short_name(name: str) -> str:
+    """Return a name that leaves room for endings: a long one as a hash and its own end."""
+    if len(name.encode()) <= LONGEST_NAME - ENDINGS:
+        return name
+    return hashlib.blake2b(name.encode(), digest_size=10).hexdigest() + name[-KEPT_END:]

@@ -1,6 +1,7 @@
-"""A limit on the time that a block of Python code may take, in any thread."""
+"""Limits on the time that a block of Python code may take."""
 
 import ctypes
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,3 +37,25 @@ def time_limit(seconds: float) -> Iterator[None]:
         timer.cancel()
         with lock:
             is_over = True
+
+
+@contextmanager
+def search_limit(seconds: float) -> Iterator[None]:
+    """Raise TooSlow in the block after `seconds`, also within a search of a regular expression.
+
+    Such a search looks for signals, and only the main thread gets them: others have no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -7,11 +7,12 @@ differ, the docstring says so. Heavy imports stay inside functions.
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -127,6 +128,11 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 # Checkpoints
 
+NUMBERS, DESCRIPTION = "data/0", "data.pkl"
+"""Members of a file of torch.save with one tensor."""
+COMPRESSION, LARGEST_RECORD = 8, 2**16
+"""Byte of a member's header that says how it is compressed, and bytes of the other members."""
+
 
 def storage_info(file: str, offset: int, length: int) -> Any:
     """Return the entry that `.metadata` of a distributed checkpoint has for a tensor's location.
@@ -138,16 +144,47 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     return _StorageInfo(file, offset, length)
 
 
-def numbers_offset(path: Path, info: Any) -> int:
-    """Return the offset in bytes at which a tensor's elements begin in a file. Raises OSError.
+class Numbers(NamedTuple):
+    """A tensor that torch.save wrote. offset, length: bytes of its numbers in the file.
 
-    info: as returned by `storage_info`. torch.load can only read complete tensors and files.
+    description: the pickle of the tensor without them.
     """
-    from torch.distributed.checkpoint import FileSystemReader
+
+    offset: int
+    length: int
+    description: bytes
+
+
+def numbers_in(path: Path, offset: int, length: int) -> Numbers:
+    """Return the tensor that lies in some bytes of a file.
+
+    torch.load can only read complete tensors and files. Raises OSError, RuntimeError if torch.save
+    wrote no tensor there, and ValueError if it is not stored as it is in memory.
+    """
+    from torch.distributed.checkpoint.utils import _create_file_view
 
     with path.open("rb") as file:
-        archive: Any = torch._C.PyTorchFileReader(FileSystemReader("")._slice_file(file, info))
-        return info.offset + archive.get_record_offset("data/0")
+        part: Any = _create_file_view(file, offset, length)
+        archive: Any = torch._C.PyTorchFileReader(part)
+        orders = [name for name in ("byteorder",) if archive.has_record(name)]
+        if any(archive.get_record_size(name) > LARGEST_RECORD for name in (DESCRIPTION, *orders)):
+            raise ValueError("a tensor with a long description")
+        if any(archive.get_record(name) != sys.byteorder.encode() for name in orders):
+            raise ValueError("numbers in another order of bytes")
+        file.seek(offset + archive.get_record_header_offset(NUMBERS) + COMPRESSION)
+        if file.read(2) != bytes(2):
+            raise ValueError("compressed numbers")
+        begin = offset + archive.get_record_offset(NUMBERS)
+        size = archive.get_record_size(NUMBERS)
+        if begin + size > offset + length:
+            raise ValueError("a part of a tensor")
+        return Numbers(begin, size, archive.get_record(DESCRIPTION))
+
+
+COPIES = ("_codecs.encode", "builtins.bytearray", "builtins.set", "collections.Counter",
+          "collections.OrderedDict", "torch.Size")  # fmt: skip
+MOST_COPIED = 2**24
+"""What torch.load(weights_only=True) calls that makes a copy, and items of all copies in a file."""
 
 
 class NotLoaded:
@@ -170,8 +207,35 @@ def fake_load(file: Path, ignored: tuple[str, ...] = ()) -> Any:
 
     others = get_unsafe_globals_in_checkpoint(file) if ignored else []
     stand_ins: list[Any] = [(NotLoaded, name) for name in others if name.startswith(ignored)]
-    with FakeTensorMode(), safe_globals(stand_ins):
+    with FakeTensorMode(), safe_globals(stand_ins), bounded_copies():
         return torch.load(file, weights_only=True, map_location="cpu")
+
+
+@contextmanager
+def bounded_copies() -> Iterator[None]:
+    """Within, torch.load(weights_only=True) copies at most MOST_COPIED items in a file.
+
+    A few bytes of a pickle can otherwise ask for a value of any size: bytearray(2**40), or one that
+    is doubled again and again. There is no option against it.
+    """
+    from torch import _weights_only_unpickler as unpickler
+
+    items = 0
+
+    def bounded(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*parts: Any) -> Any:
+            nonlocal items
+            items += sum(map(len, parts[:1]))
+            known = name != "_codecs.encode" or parts[1:] == ("latin1",)
+            if items > MOST_COPIED or not known:
+                raise ValueError(f"its {name} is not one that torch.save writes")
+            return make(*parts)
+
+        return call
+
+    allowed: dict[str, Any] = unpickler._get_allowed_globals()
+    with patch.dict(allowed, {name: bounded(name, allowed[name]) for name in COPIES}):
+        yield
 
 
 def file_offset(tensor: Tensor) -> int:

@@ -6,7 +6,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 T = TypeVar("T")
 PAUSE_SECONDS = 1.0
@@ -22,6 +23,23 @@ class RequestFailed(Exception):
     """A failed request; args: the reason, and whether a repetition may succeed."""
 
 
+class Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects on the web, without the API key where they leave the server."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """Return the request to send instead. See urllib.request."""
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        before, after = urlsplit(req.full_url), urlsplit(newurl)
+        if request and (before.scheme, before.netloc) != (after.scheme, after.netloc):
+            request.remove_header("Authorization")
+        return request if after.scheme in ("http", "https") else None
+
+
+OPENER = urllib.request.build_opener(Redirects)
+
+
 def send(url: str, body: object = None, token: str = "", timeout: float = 60.0) -> bytes:
     """Return a server's answer. body: sent by POST as JSON; None for GET. Raises RequestFailed."""
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -30,7 +48,7 @@ def send(url: str, body: object = None, token: str = "", timeout: float = 60.0) 
     content = None if body is None else json.dumps(body, default=str).encode()
     request = urllib.request.Request(url, content, headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with OPENER.open(request, timeout=timeout) as response:
             return response.read(LARGEST)
     except urllib.error.HTTPError as error:
         said = first_line(error.read(LARGEST))

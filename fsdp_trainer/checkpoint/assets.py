@@ -1,10 +1,10 @@
 """The Hugging Face folder without weights in every checkpoint, from which an export starts."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.atomic_files import write_json
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
@@ -39,7 +39,8 @@ def write_hf_assets(
         "pad_token_id": tokenizer.pad_id,
     }
     if source and (source / "generation_config.json").is_file():
-        generation = json.loads((source / "generation_config.json").read_text())
+        title = "cannot read the settings of generation"
+        generation = read_object(source / "generation_config.json", title)
     ends = generation.get("eos_token_id") or []
     ends = ends if isinstance(ends, list) else [ends]
     # a base model's list lacks the end of turn that fine-tuning teaches

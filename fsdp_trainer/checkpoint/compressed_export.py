@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from fsdp_trainer.checkpoint.formats.huggingface import INDEX
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.hf.further_blocks import is_further
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 PRESETS = {
     "fp8": ("FP8_DYNAMIC", "float-quantized"),
@@ -59,14 +63,15 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
     """Write a Hugging Face folder with quantised matrices, a file at a time. Raises UserError."""
     preset, stored_as = PRESETS[kind]
     files = sorted(folder.glob("*.safetensors"))
-    scheme = scheme_of(preset, folder, files)
+    architecture = read_architecture(folder)
+    scheme = scheme_of(preset, folder, files, architecture)
     weight_map: dict[str, str] = {}
     unchanged = {"lm_head"}
     for file in files:
         whole = load_file(file)
         if dtype:
             whole = {name: tensor.to(getattr(torch, dtype)) for name, tensor in whole.items()}
-        quantised = {name for name, tensor in whole.items() if is_quantised(name, tensor)}
+        quantised = {n for n, t in whole.items() if is_quantised(n, t.shape, architecture)}
         tensors = {name: tensor for name, tensor in whole.items() if name not in quantised}
         matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
         unchanged |= {name.removesuffix(".weight") for name in matrices}
@@ -84,12 +89,13 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
     write_json(out / "config.json", config | {"quantization_config": about})
 
 
-def is_quantised(name: str, tensor: Tensor) -> bool:
-    """Return True for a matrix whose numbers get fewer bits."""
-    return tensor.ndim == 2 and bool(MATRIX.fullmatch(name))
+def is_quantised(name: str, shape: Sequence[int], config: ModelConfig) -> bool:
+    """Return True for a matrix whose numbers get fewer bits: none of blocks for further tokens."""
+    is_matrix = len(shape) == 2 and MATRIX.fullmatch(name)
+    return bool(is_matrix) and not is_further(name, config)
 
 
-def scheme_of(preset: str, folder: Path, files: list[Path]) -> Any:
+def scheme_of(preset: str, folder: Path, files: list[Path], config: ModelConfig) -> Any:
     """Return the package's scheme for all matrices. Raises UserError for what has none here."""
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     from safetensors import safe_open
@@ -98,10 +104,11 @@ def scheme_of(preset: str, folder: Path, files: list[Path]) -> Any:
     for file in files:
         with safe_open(file, "pt") as opened:
             shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        if any(STACKED_EXPERTS.search(name) for name in shapes):
+        read = [name for name in shapes if not is_further(name, config)]
+        if any(STACKED_EXPERTS.search(name) for name in read):
             reason = "has all experts in one tensor, which is not quantised in this version"
             raise UserError("it cannot be exported", [Problem(str(folder), reason)])
-        columns |= {shape[1] for name, shape in shapes.items() if MATRIX.fullmatch(name)}
+        columns |= {s[1] for name, s in shapes.items() if is_quantised(name, s, config)}
     scheme = preset_name_to_scheme(preset, ["Linear"])
     if scheme.weights.group_size:
         group = next((g for g in GROUPS if not any(width % g for width in columns)), None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsdp_trainer.base.matrix_rows import matrix_rows
 from fsdp_trainer.checkpoint.atomic_files import (
     complete_folder,
     named_checkpoint,
@@ -41,6 +42,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     weights_on_disk,
 )
 from fsdp_trainer.checkpoint.origin import ORIGIN, identity, merged_into, origin, read_origin
+from fsdp_trainer.checkpoint.unread_tensors import Carried, carry, notes_on
 from fsdp_trainer.config.other_tools.other_weights import kind_of_weights
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
@@ -50,8 +52,8 @@ from fsdp_trainer.config.paths import (
     tokenizer_folder,
 )
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import COMPUTED_BY
-from fsdp_trainer.models.decoder import stored_buffers
+from fsdp_trainer.models.config import COMPUTED_BY, ModelConfig
+from fsdp_trainer.models.decoder import Decoder, stored_buffers
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
 NOT_COPIED = (INDEX, ORIGIN, ADAPTER_CONFIG)
@@ -101,9 +103,10 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_gib: float = 4.0,
     merge_into: str = "original",
-) -> None:
+) -> list[str]:
     """Write `out` under a temporary name and rename it when it is complete.
 
+    Returns lines on what it lacks of the tensors that no module reads.
     source: a checkpoint, a PEFT folder, whose adapter is merged, or weights of another tool.
     dtype: number format of all parameters; None: the one they were imported in, which buffers
     always keep. merge_into: as for weights_on_disk. Raises RunFailed for a checkpoint that lacks
@@ -114,28 +117,22 @@ def export_checkpoint(
     parts = tensor_parts(model, config.vocab_size)
     imported = number_formats(config, source)
     default = dtype or imported["default"]
-    buffers = stored_buffers(model)
-    dtypes = {}
-    for part in parts:
-        before = imported.get(part.parameter, imported["default"])
-        dtypes[part.tensor] = before if part.parameter in buffers else dtype or before
-    tensors = {
-        name: TensorOnDisk(getattr(torch, dtypes[name]), shape, [])
-        for name, shape in tensor_shapes(model, parts).items()
-    }
+    tensors = tensors_of_export(model, parts, imported, dtype)
     is_foreign = not is_adapter(source) and kind_of_weights(source) is not None
     if not is_foreign:
         require_unchanged(config, source)
     sources = as_exported(model, weights_on_disk(config, source, merge_into))
+    carried = carry(model, source, dtype)
+    tensors |= carried.tensors
+    sources |= carried.sources
+    for name, tensor in carried.tensors.items():
+        parts.append(TensorPart(name, 0, name, 0, matrix_rows(tensor.shape)))
     files = split_into_files(tensors, int(shard_gib * 2**30))
     with complete_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)
-        if is_foreign:
-            write_json(partial / "config.json", config.to_hf(default))
-        hf_config = json.loads((partial / "config.json").read_text())
-        hf_config.pop("quantization_config", None)  # a quantized base is decoded as it is read
-        hf_config.pop(COMPUTED_BY, None)
-        write_json(partial / "config.json", hf_config | {"dtype": default, "torch_dtype": default})
+        notes = write_config(
+            partial / "config.json", config if is_foreign else None, default, carried
+        )
         if not is_foreign:
             write_json(partial / ORIGIN, record(source, dtype, merge_into))
         if len(files) > 1:
@@ -149,6 +146,37 @@ def export_checkpoint(
         matrices = [tensor.as_matrix() for tensor in tensors.values()]
         largest = piece_bytes(2 * matrix.row_bytes for matrix in matrices)
         in_threads(export_piece, pieces, 2 * largest)
+    return notes
+
+
+def tensors_of_export(
+    model: Decoder, parts: list[TensorPart], imported: dict[str, str], dtype: str | None
+) -> dict[str, TensorOnDisk]:
+    """Return the tensors that the parts make up, by name. imported: see number_formats."""
+    buffers = stored_buffers(model)
+    dtypes = {}
+    for part in parts:
+        before = imported.get(part.parameter, imported["default"])
+        dtypes[part.tensor] = before if part.parameter in buffers else dtype or before
+    return {
+        name: TensorOnDisk(getattr(torch, dtypes[name]), shape, [])
+        for name, shape in tensor_shapes(model, parts).items()
+    }
+
+
+def write_config(
+    file: Path, foreign: ModelConfig | None, dtype: str, carried: Carried
+) -> list[str]:
+    """Write the config.json of an export in place of the copied one; return notes_on it.
+
+    foreign: of weights of another tool, whose own is not copied.
+    """
+    config = foreign.to_hf(dtype) if foreign else json.loads(file.read_text())
+    config.pop("quantization_config", None)  # a quantized base is decoded as it is read
+    config.pop(COMPUTED_BY, None)
+    notes = notes_on(config, carried)
+    write_json(file, config | {"dtype": dtype, "torch_dtype": dtype})
+    return notes
 
 
 def copy_assets(source: Path, out: Path) -> None:

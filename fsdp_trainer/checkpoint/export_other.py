@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_trainer.checkpoint.atomic_files import (
     complete_folder,
@@ -60,7 +61,8 @@ def as_folder(source: Path, beside: Path, dtype: str | None) -> Iterator[Path]:
         require_undamaged(checkpoint)
     with TemporaryDirectory(prefix=".whole-", dir=beside.parent) as aside:
         whole = Path(aside) / beside.stem
-        export_checkpoint(checkpoint, whole, dtype)
+        for note in export_checkpoint(checkpoint, whole, dtype):
+            print(note)
         yield whole
 
 
@@ -119,19 +121,34 @@ def write_torchtitan(
     """Write a distributed checkpoint with weights alone, and the model's configuration."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tensors, checkpoint_id=out, no_dist=True)
-    add_newer_names(out)
+        with failing_as_python_does():
+            metadata = dcp.save(tensors, checkpoint_id=out, no_dist=True)
+    add_newer_names(out, metadata)
     for pattern in ("config.json", "tokenizer*", "generation_config.json", "*.jinja"):
         for file in folder.glob(pattern):
             shutil.copyfile(file, out / file.name)
 
 
-def add_newer_names(checkpoint: Path) -> None:
+@contextmanager
+def failing_as_python_does() -> Iterator[None]:
+    """Within, raise the OSError because of which torch raises another error."""
+    try:
+        yield
+    except (RuntimeError, CheckpointException) as error:
+        cause: BaseException | None = error
+        if isinstance(error, CheckpointException):
+            cause, _ = next(iter(error.failures.values()))
+        while cause and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from None
+
+
+def add_newer_names(checkpoint: Path, metadata: Metadata) -> None:
     """Let the names of torchtitan's newer releases stand for the same numbers.
 
-    Each release reads the names that it knows, and the numbers are stored once.
+    Each release reads the names that it knows, and the numbers are stored once. metadata: as
+    written.
     """
-    metadata = FileSystemReader(checkpoint).read_metadata()
     for index, place in list((metadata.storage_data or {}).items()):
         newer = TORCHTITAN.from_huggingface(META.to_huggingface(index.fqn) or "")
         if newer and newer != index.fqn:
@@ -144,7 +161,8 @@ def add_newer_names(checkpoint: Path) -> None:
 def write_meta(out: Path, folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
     """Write consolidated.00.pth, params.json and the tokenizer. Raises UserError."""
     write_json(out / META_PARAMS, meta_params(config))
-    torch.save(tensors, out / "consolidated.00.pth")
+    with failing_as_python_does(), (out / "consolidated.00.pth").open("wb") as opened:
+        torch.save(tensors, opened)
     for file in folder.glob("tokenizer*"):
         shutil.copyfile(file, out / file.name)
 

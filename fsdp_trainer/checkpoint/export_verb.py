@@ -1,5 +1,8 @@
 """The verb `export`: a folder of Hugging Face's, PEFT's or another tool's form, or a GGUF file."""
 
+from pathlib import Path
+
+from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.compressed_export import export_compressed
 from fsdp_trainer.checkpoint.export import export_checkpoint, exportable
@@ -12,6 +15,16 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 def export(cfg: ExportConfig) -> int:
     """Run the verb: `source=` a run, a checkpoint or a PEFT folder, `out=` the folder to write."""
+    new_folders = NewFolders(Path(str(cfg.out)).expanduser().parent)
+    try:
+        return write_export(cfg)
+    except BaseException:
+        new_folders.delete_empty()
+        raise
+
+
+def write_export(cfg: ExportConfig) -> int:
+    """Write the export and return the exit code. Raises UserError and RunFailed."""
     if cfg.form in ("gguf", "gguf_adapter"):
         return export_gguf(cfg)
     require_settings_of_form(cfg)
@@ -21,14 +34,15 @@ def export(cfg: ExportConfig) -> int:
         return export_other(cfg)
     source = exportable(str(cfg.source), cfg.form)
     out = new_folder(str(cfg.out))
+    notes: list[str] = []
     try:
         if cfg.form == "adapter":
             export_adapter(source, out, cfg.dtype, cfg.experts)
         else:
-            export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
+            notes = export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
-    print(f"exported {source} to {out}")
+    print(*notes, f"exported {source} to {out}", sep="\n")
     return 0
 
 

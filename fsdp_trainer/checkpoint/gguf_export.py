@@ -32,9 +32,11 @@ def export_gguf(cfg: ExportConfig) -> int:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with as_folder(source, out, "bfloat16" if numbers == "bf16" else "float32") as folder:
-            write_gguf(folder, out, numbers)
+            left_out = write_gguf(folder, out, numbers)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FILE.gguf") from None
+    if left_out:
+        print(f"not in the export: {len(left_out):,} tensors such as {left_out[0]}")
     print(f"exported {source} to {out}")
     return 0
 

@@ -1,9 +1,9 @@
 """fsdp_trainer.json in an export: what it was made of, and which adapters are merged into it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.atomic_files import checksum, read_manifest
 from fsdp_trainer.config.paths import MANIFEST, find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, UserError
@@ -29,24 +29,25 @@ def origin(source: Path, dtype: str | None) -> dict[str, Any]:
 def read_origin(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's ORIGIN, {} if the folder is no export."""
     try:
-        record = json.loads((folder / ORIGIN).read_text())
-    except (OSError, ValueError):
+        return read_object(folder / ORIGIN, "this folder's origin is not known")
+    except UserError:
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def identity(adapter: Path) -> list[str]:
     """Return the identifiers of an adapter: of its checkpoint and of its PEFT file."""
     if not is_adapter(adapter):
         return [f"checkpoint {checksum(adapter / MANIFEST)}"]
-    names = [f"file {checksum(adapter / WEIGHTS_FILE)}"]
+    weights = adapter / WEIGHTS_FILE
+    names = [f"file {checksum(weights)}"] if weights.is_file() else []
     crc = read_origin(adapter).get("manifest_crc32")
     return names + ([f"checkpoint {crc}"] if crc is not None else [])
 
 
 def merged_into(folder: Path) -> list[str]:
     """Return the identities of the adapters that are merged into a folder, as far as known."""
-    return read_origin(folder).get("merged", [])
+    merged = read_origin(folder).get("merged", [])
+    return [name for name in merged if isinstance(name, str)] if isinstance(merged, list) else []
 
 
 def refuse_merging_twice(adapter: Path, base: Path) -> None:

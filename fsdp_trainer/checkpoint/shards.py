@@ -35,8 +35,10 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.base.torch_private import storage_info
+from fsdp_trainer.checkpoint.description import TENSORS, as_json
 from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes, as_tensor, grouped, write
 from fsdp_trainer.checkpoint.linked_files import LinkedPlace
+from fsdp_trainer.config.other_tools.other_weights import METADATA
 
 # bytes; writes past the page cache need addresses, lengths and offsets that are multiples of it
 ALIGNED = 4096
@@ -44,7 +46,6 @@ ALIGNED = 4096
 WINDOW_BYTES = 2**26
 WRITE_BYTES = 2**24
 DIRECT = getattr(os, "O_DIRECT", 0)
-METADATA = ".metadata"
 
 
 @dataclass
@@ -92,8 +93,8 @@ class ShardWriter:
         self.file = file_of(dist.get_rank())
         self.linked: list[int] = []
         """Numbers of the linked files with a tensor that this rank writes."""
-        self.metadata = b""
-        """The bytes of DCP's file `.metadata`, on rank 0."""
+        self.descriptions: dict[str, bytes] = {}
+        """The content of TENSORS, and of the file that DCP reads in its place, on rank 0."""
         self._limit: float = float("inf") if whole else WINDOW_BYTES
         self._planned: list[Any] = []
         self._windows: list[list[Archive]] = []
@@ -139,7 +140,10 @@ class ShardWriter:
             located = map(places, files, in_files, count())
             metadata.storage_data = dict(chain.from_iterable(located))
             metadata.storage_meta = StorageMeta()
-            self.metadata = pickle.dumps(metadata)
+            self.descriptions = {
+                TENSORS: as_json(metadata).encode(),
+                METADATA: pickle.dumps(metadata),
+            }
         listed: list[Any] = [None]
         dist.scatter_object_list(listed, files, src=0, group=self.group)
         written = [archive for archive in listed[0] if archive.index.fqn not in linked]

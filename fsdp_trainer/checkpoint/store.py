@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather, run_on_all_ranks, run_on_rank_0
+from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.torch_private import bounded_copies
 from fsdp_trainer.checkpoint.atomic_files import (
     commit,
     damage,
@@ -37,8 +40,9 @@ from fsdp_trainer.checkpoint.atomic_files import (
     unfinished,
     write_durably,
 )
+from fsdp_trainer.checkpoint.description import Description, read_description
 from fsdp_trainer.checkpoint.linked_files import LinkedFiles, link
-from fsdp_trainer.checkpoint.shards import METADATA, ShardWriter, linked_file_of, write_file
+from fsdp_trainer.checkpoint.shards import ShardWriter, linked_file_of, write_file
 from fsdp_trainer.checkpoint.state import parameter_of
 from fsdp_trainer.config.paths import (
     BEST,
@@ -200,7 +204,8 @@ class CheckpointStore:
         """Write all files except shards, the manifest last."""
         self.write_assets(half, progress)
         write_durably(half / PROGRESS, json.dumps(progress, indent=1))
-        (half / METADATA).write_bytes(self._shard.metadata)
+        for name, content in self._shard.descriptions.items():
+            (half / name).write_bytes(content)
         files = dict(chain.from_iterable(shard.items() for shard in shards))
         files |= describe(half, [name for name in files_below(half) if name not in files])
         manifest = {
@@ -317,17 +322,35 @@ def load(
     """Fill `state` in place from a verified checkpoint that any number of ranks wrote.
 
     vocabulary: names of the parameters that may have another number of rows there. Collective,
-    unless this process is `alone` in it. Raises RunFailed.
+    unless this process is `alone` in it. Raises RunFailed, and UserError for a damaged description.
     """
     planner = VocabularyPlanner(vocabulary)
-    with warnings.catch_warnings():
+    description = read_description(checkpoint)
+    for name in state.keys() & description.tensors.keys():
+        tensor = description.tensors[name]
+        rows = min((*tensor.shape[:1], *state[name].shape[:1]), default=1)
+        tensor.require_rows(rows, name, checkpoint)
+    reader = DescribedReader(checkpoint, description)
+    with warnings.catch_warnings(), bounded_copies():
         # that is intended if `alone`
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(state, checkpoint_id=checkpoint, planner=planner, no_dist=alone)
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=alone)
         except CheckpointException as error:  # a BaseException, raised on all ranks together
             cause, _ = next(iter(error.failures.values()))
             raise RunFailed(f"cannot read the checkpoint {checkpoint}: {cause}") from None
+
+
+class DescribedReader(FileSystemReader):
+    """Reads the tensors of a description; torch's own reader would run what `.metadata` names."""
+
+    def __init__(self, checkpoint: Path, description: Description):
+        super().__init__(checkpoint)
+        self._metadata = description.as_metadata()
+
+    def read_metadata(self, *_: Any, **_options: Any) -> Metadata:
+        """Return what the description says."""
+        return self._metadata
 
 
 class VocabularyPlanner(DefaultLoadPlanner):
@@ -357,8 +380,13 @@ class VocabularyPlanner(DefaultLoadPlanner):
 
 
 def read_progress(checkpoint: Path) -> Json:
-    """Return the trainer's progress at the time of a checkpoint, the content of trainer.json."""
-    return json.loads((checkpoint / PROGRESS).read_text())
+    """Return the trainer's progress at the time of a checkpoint, the content of trainer.json.
+
+    Raises OSError if there is no such file, UserError if it cannot be read.
+    """
+    path = checkpoint / PROGRESS
+    path.stat()
+    return read_object(path, "the checkpoint cannot be read")
 
 
 def rename_aside(checkpoint: Path) -> None:

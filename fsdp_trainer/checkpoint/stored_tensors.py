@@ -1,89 +1,110 @@
 """Tensors of a checkpoint, to be read by rows, in whatever parts the ranks wrote them."""
 
 from io import BytesIO
+from math import prod
 from operator import add
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp_trainer.base.torch_private import numbers_offset
+from fsdp_trainer.base.torch_private import bounded_copies, numbers_in
+from fsdp_trainer.checkpoint.description import Description, StoredPart, read_description
+from fsdp_trainer.checkpoint.formats.inert_pickles import plain_tensor
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_number
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+
+LARGEST_VALUE = 2**26  # bytes
 
 
 class StoredTensors:
     """All tensors of a checkpoint: weights and the optimizer's state, each with its prefix."""
 
-    def __init__(self, checkpoint: Path | str, metadata: Metadata | None = None):
-        """metadata: the description of another tool's checkpoint, which is not unpickled freely."""
+    def __init__(self, checkpoint: Path | str, description: Description | None = None):
+        """description: None to read that of an own checkpoint. Raises UserError and OSError."""
         self.checkpoint = Path(checkpoint)
-        self._metadata = metadata or FileSystemReader(checkpoint).read_metadata()
-        self.entries = {
-            name: entry
-            for name, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self._description = description or read_description(self.checkpoint)
+        self.entries = self._description.tensors
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every tensor, by name."""
-        return {name: entry.size for name, entry in self.entries.items()}
+        return {name: entry.shape for name, entry in self.entries.items()}
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors and other values."""
-        return list(self._metadata.state_dict_metadata)
+        return [*self.entries, *self._description.values]
 
     def number(self, name: str) -> float:
-        """Return a single number, stored as a tensor or by itself. Raises OSError and KeyError."""
+        """Return a single number, stored as a tensor or by itself.
+
+        Raises OSError, UserError, and ValueError for anything else.
+        """
         if name not in self.entries:
             return float(self.value(name))
         (chunk,) = self._chunks(name)
-        return read_number(chunk.file, chunk.offset, self._dtype(name))
+        return read_number(chunk.file, chunk.offset, self.entries[name].dtype)
 
     def value(self, name: str) -> Any:
         """Return a value that is no tensor.
 
-        Raises OSError, KeyError, and UnpicklingError for one of a class that could run code.
+        Raises OSError, and ValueError for one of a class that could run code or a damaged one.
         """
-        info = self._metadata.storage_data[MetadataIndex(name)]
-        with (self.checkpoint / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            return torch.load(BytesIO(file.read(info.length)), weights_only=True)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return self.entries[name].properties.dtype
+        place = self._description.values[name]
+        if place.length > LARGEST_VALUE:
+            raise ValueError(f"{name} has {place.length:,} bytes")
+        with (self.checkpoint / place.file).open("rb") as file:
+            file.seek(place.offset)
+            content = BytesIO(file.read(place.length))
+        try:
+            with ZipFile(content) as archive:
+                if any(member.compress_type != ZIP_STORED for member in archive.infolist()):
+                    raise ValueError(f"{name} is compressed, which torch.save does not do")
+            content.seek(0)
+            with bounded_copies():
+                return torch.load(content, weights_only=True)
+        except Exception as error:  # a damaged pickle raises whatever its instructions lead to
+            raise ValueError(f"{name}: {error}") from None
 
     def tensor(self, name: str, rows: int | None = None) -> TensorOnDisk:
         """Return a tensor after checking that its first `rows` rows are stored; None: all rows.
 
-        Raises RunFailed if the checkpoint holds fewer, and OSError.
+        Raises RunFailed if the checkpoint holds fewer, UserError if it is damaged, and OSError.
         """
         if name not in self.entries:
             raise RunFailed(f"{self.checkpoint} does not hold {name}")
         entry = self.entries[name]
-        tensor = TensorOnDisk(self._dtype(name), entry.size, self._chunks(name))
-        row = entry.size[1:].numel()
-        rows = entry.size[0] if rows is None else rows
-        held = sum(
-            max(0, min(chunk.sizes[0], rows - chunk.offsets[0])) * chunk.sizes[1:].numel()
-            for chunk in entry.chunks
-        )
-        if held != rows * row:
-            some = f"{held // row:,} of {rows:,} rows"
-            raise RunFailed(f"{self.checkpoint} holds {some} of {name}")
-        return tensor
+        rows = next(iter(entry.shape), 1) if rows is None else rows
+        entry.require_rows(rows, name, self.checkpoint)
+        return TensorOnDisk(entry.dtype, entry.shape, self._chunks(name))
 
     def _chunks(self, name: str) -> list[Chunk]:
-        chunks = []
-        for chunk in self.entries[name].chunks:
-            if chunk.sizes.numel():  # a rank may have no part of a small tensor
-                info = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                file = self.checkpoint / info.relative_path
-                ends = map(add, chunk.offsets, chunk.sizes)
-                part = tuple(map(slice, chunk.offsets, ends))
-                chunks.append(Chunk(file, numbers_offset(file, info), part))
-        return chunks
+        return [self._chunk(name, part) for part in self.entries[name].parts]
+
+    def _chunk(self, name: str, part: StoredPart) -> Chunk:
+        """Return a part of a tensor as it lies in its file.
+
+        Raises OSError, and UserError if that is not what the description says.
+        """
+        file = self.checkpoint / part.place.file
+        dtype = self.entries[name].dtype
+        try:
+            numbers = numbers_in(file, part.place.offset, part.place.length)
+            tensor = plain_tensor(numbers.description)
+            if (tensor.dtype, tensor.shape) != (dtype, part.sizes):
+                raise ValueError("another tensor")
+            if (tensor.first + prod(part.sizes)) * dtype.itemsize > numbers.length:
+                raise ValueError("fewer numbers")
+        except (FileNotFoundError, IsADirectoryError):
+            problem = Problem(str(file), f"is not there, and {name} is in it: copy it again")
+            raise UserError("the checkpoint is not complete", [problem]) from None
+        except (ValueError, RuntimeError) as error:
+            line = str(error).partition("\n")[0]
+            reason = (
+                f"is damaged, or not as the checkpoint describes it. In place of {name}: {line}"
+            )
+            raise UserError("cannot read the checkpoint", [Problem(str(file), reason)]) from None
+        position = tuple(map(slice, part.offsets, map(add, part.offsets, part.sizes)))
+        return Chunk(file, numbers.offset + tensor.first * dtype.itemsize, position)

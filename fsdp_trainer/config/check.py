@@ -11,6 +11,7 @@ from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import absent, choice_meant
 from fsdp_trainer.errors import Problem, UserError
@@ -73,6 +74,8 @@ def as_text(value: Any) -> str:
         return f"[{','.join(map(as_text, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {as_text(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, FromEnvironment):
+        return value.written
     if value is None:
         return "null"
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
@@ -88,7 +91,7 @@ def as_value(value: Any) -> str:
         return "{" + ",".join(f"{k}:{as_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_value, value))}]"
-    text = str(value)
+    text = value.written if isinstance(value, FromEnvironment) else str(value)
     if isinstance(value, int | float) or re.fullmatch(r"[\w./+-]+", text):
         return text
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -189,7 +192,7 @@ def _float(value: Any) -> float:
 def _text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value):
         raise ValueError
-    return str(value)
+    return value if isinstance(value, str) else str(value)
 
 
 SCALARS: dict[Any, Callable[[Any], Any]] = {

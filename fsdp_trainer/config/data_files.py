@@ -10,7 +10,9 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +121,8 @@ def _kind_by_content(path: Path) -> tuple[str, str | None] | None:
         head = file.read(64)
     compression = _starting(head, COMPRESSIONS)
     if compression == ".gz":
-        with gzip.open(path) as file:
-            head = file.read(64)
+        with gzip.open(path) as file, suppress(EOFError, OSError, zlib.error):
+            head = file.read(64)  # reading its rows tells what is broken
     suffix = _starting(head.removeprefix(b"\xef\xbb\xbf").lstrip(), MAGIC)
     return (suffix, compression) if suffix and compression != ".zst" else None
 
@@ -169,11 +171,12 @@ def _files_of_folder(path: str) -> list[str]:
     splits = Path(path) / "dataset_dict.json"
     try:
         content = json.loads(splits.read_text()) if splits.is_file() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{splits} is not JSON: {error}. Fix it, or name the files to read"
         ) from None
-    names = content.get("splits", []) if isinstance(content, dict) else []
+    listed = content.get("splits") if isinstance(content, dict) else None
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
     if len(names) > 1:
         raise ValueError(
             f"holds several splits: {' '.join(names)}. Name the one to read:"

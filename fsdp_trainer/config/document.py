@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.check import as_text, describe, flatten, limits
 from fsdp_trainer.config.composing.compose import CONF, compose_with_report, find_file, options
 from fsdp_trainer.config.composing.overrides import why_unknown
@@ -262,16 +263,16 @@ def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
     """Run the verb `recipes`: print purpose, hardware and command of each, the smallest first."""
     for name, head in recipe_heads(config_dir).items():
         file = find_file(f"recipe/{name}", config_dir)
-        print(name if file == CONF / f"recipe/{name}.yaml" else f"{name}  (your own: {file})")
+        own = "" if file == CONF / f"recipe/{name}.yaml" else f"  (your own: {file})"
+        print(visible(f"{name}{own}"))
         said = {
             f"{part:10}": text
             for part, text in head._asdict().items()
             if text and part not in ("does", "start")
         }
-        print(
-            "\n".join(_filled(f"  {part}", text) for part, text in {"": head.does, **said}.items())
-        )
-        print(f"  start     {head.start}\n")
+        parts = {"": head.does, **said}.items()
+        print(visible("\n".join(_filled(f"  {part}", text) for part, text in parts)))
+        print(visible(f"  start     {head.start}\n"))
     return 0
 
 

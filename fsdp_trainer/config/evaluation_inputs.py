@@ -41,7 +41,18 @@ def has_environment(name: str) -> bool:
     if not name.endswith((".yaml", ".yml")) or not os.path.isfile(name):
         return False
     # files of the harness may have tags that only the harness can read
-    return re.search(r"^environment\s*:", Path(name).read_text(), re.MULTILINE) is not None
+    return (
+        re.search(r"^environment\s*:", Path(name).read_text(errors="replace"), re.MULTILINE)
+        is not None
+    )
+
+
+def why_untyped(file: str) -> str:
+    """Return the reason why the file of a task cannot run Python code, and what to type."""
+    return (
+        f"runs the code in {file}, and a file cannot name code: read it, and type"
+        f"  code=[{file}] , while training  evaluation.code=[{file}]"
+    )
 
 
 def core_problem(folder: str | None, node: str) -> str:

@@ -10,9 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from fsdp_trainer.base.folders import is_possible
 from fsdp_trainer.config.other_tools.other_weights import described_at, kind_of_weights
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.errors import Problem, UserError
 
 MANIFEST = "MANIFEST.json"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -77,8 +81,19 @@ def has_weights(folder: Path) -> bool:
 
 
 def checkpoint_configuration(checkpoint: Path) -> dict[str, Any]:
-    """Return the resolved configuration of the run that wrote a checkpoint. Raises OSError."""
-    return load_yaml((checkpoint / "config.yaml").read_text())
+    """Return the resolved configuration of the run that wrote a checkpoint.
+
+    Raises OSError, and UserError if its file holds no configuration.
+    """
+    file = checkpoint / "config.yaml"
+    try:
+        content = load_yaml(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it has no keys")
+    except (ValueError, yaml.YAMLError) as error:
+        problem = Problem(str(file), f"is no configuration: {error}")
+        raise UserError("the checkpoint cannot be read", [problem]) from None
+    return content
 
 
 def checkpoint_frozen(checkpoint: Path) -> dict[str, Any]:
@@ -99,7 +114,7 @@ def base_of_adapter(folder: str | Path) -> str:
         name = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or not is_possible(name):
         return ""
     path = Path(name).expanduser()
     if not path.is_dir() and (folder / path).is_dir():

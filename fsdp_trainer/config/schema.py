@@ -216,6 +216,9 @@ class Evaluation:
         "names of lm-evaluation-harness's tasks, or paths of their YAML files; paths of YAML files"
         " with an environment; `core`: DCLM's 22 tasks",
     )
+    code: list[str] = key(
+        [], "Python files that the files of tasks may run, as FILE.py; typed, never in a file"
+    )
     core_data: str | None = key(
         None, "of the task `core`: a folder with core.yaml, eval_data/ and eval_meta_data.csv"
     )

@@ -387,7 +387,11 @@ class ChatConfig:
         "127.0.0.1", "address to listen at; other machines reach 0.0.0.0, which needs token"
     )
     port: int = key(8000, "port to listen at; 0: any that is free", minimum=0, maximum=65535)
-    token: str | None = key(None, "what each request must bring as its API key; null: nothing")
+    token: str | None = key(
+        None,
+        "what each request must bring as its API key; null: what the environment variable"
+        " FSDP_TRAINER_CHAT_TOKEN says, which others on the machine do not see, else nothing",
+    )
     temperature: float = key(
         0.7, "of requests that name none; 0: always the likeliest token", minimum=0
     )
@@ -576,7 +580,9 @@ class QuickstartConfig:
 class LighthouseConfig:
     """Serves the place where groups of ranks find each other; replicas.lighthouse names it."""
 
-    host: str = key("0.0.0.0", "address to listen at")
+    host: str = key(
+        "0.0.0.0", "address to listen at; whoever reaches it can end groups: on a trusted network"
+    )
     port: int = key(29510, "port to listen at; 0: any that is free", minimum=0, maximum=65535)
     patience: str = key(
         "60s",

@@ -22,6 +22,12 @@ from fsdp_trainer.environments.environment import Environment, Message, Reply, S
 
 NO_ROOM = "context_length_exceeded"
 """OpenAI's code for a request that leaves the model no room, which most agents know."""
+MOST_BYTES = 64 << 20
+"""Bytes of the longest request that is read."""
+MOST_CONNECTIONS = 1024
+"""Each connection has a thread. A further one is closed without an answer."""
+IDLE_SECONDS = 120
+"""Seconds after which a connection is closed on which no request, or no more of it, arrives."""
 CUT = "cut"
 """A field of an answer that was cut at its longest, with OpenAI's reason for it."""
 MODEL = "policy"
@@ -69,13 +75,38 @@ class Session:
         self._answers.put(message)
 
 
+class BoundedServer(ThreadingHTTPServer):
+    """A server with a thread for each connection, and at most MOST_CONNECTIONS of them."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, or close it."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection until it is closed."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: the other side has closed a connection, or sent no HTTP."""
+
+
 class Endpoint:
     """An HTTP server on this machine, with an address for each session."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         handler = type("Handler", (EndpointHandler,), {"endpoint": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = BoundedServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def address(self, session: Session) -> str:
@@ -98,6 +129,7 @@ class EndpointHandler(BaseHTTPRequestHandler):
     """Answers requests for chat completions."""
 
     endpoint: Endpoint
+    timeout = IDLE_SECONDS
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -106,12 +138,13 @@ class EndpointHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Answer a conversation."""
-        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
-            body = self._request(content)
-            answer = self._session().ask(body)
+            session = self._session()  # before the body is read
+            body = self._request(self._content())
+            answer = session.ask(body)
         except RefusedRequest as refused:
             status, code, message = refused.args
+            self.close_connection = True  # the rest of the body may not have been read
             self._reply(status, {"error": {"message": message, "code": code, "type": code}})
             return
         if body.get("stream"):
@@ -121,19 +154,28 @@ class EndpointHandler(BaseHTTPRequestHandler):
             self._reply(200, completion(answer))
 
     def _session(self) -> Session:
-        _, name, *path = self.path.split("?")[0].split("/")
+        _, _, place = self.path.partition("?")[0].partition("/")
+        name, _, path = place.partition("/")
         session = self.endpoint.sessions.get(name)
-        if session is None or path != ["v1", "chat", "completions"]:
+        if session is None or path != "v1/chat/completions":
             raise RefusedRequest(404, "not_found", f"there is nothing at {self.path}")
         return session
+
+    def _content(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_BYTES:
+            text = f"Content-Length is {length!r}: it takes a number up to {MOST_BYTES:,}"
+            raise RefusedRequest(413 if length.isdecimal() else 411, "wrong_length", text)
+        return self.rfile.read(int(length))
 
     def _request(self, content: bytes) -> dict[str, Any]:
         try:
             body = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RefusedRequest(400, "invalid_json", "the request is not valid JSON") from None
-        if not isinstance(body, dict) or not body.get("messages"):
-            raise RefusedRequest(400, "no_messages", "the request has no messages")
+        messages = body.get("messages") if isinstance(body, dict) else None
+        if not (isinstance(messages, list) and messages and all(map(is_turn, messages))):
+            raise RefusedRequest(400, "no_messages", "the request has no list of messages")
         return body
 
     def _reply(self, status: int, value: Any) -> None:
@@ -148,6 +190,11 @@ class EndpointHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
+
+
+def is_turn(message: Any) -> bool:
+    """Return True for an object with a role."""
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
 def completion(message: Message) -> dict[str, Any]:
@@ -275,6 +322,7 @@ class UserProgram(ProgramEnvironment):
 
     name: ClassVar[str] = "endpoint"
     code: ClassVar[str] = "run"
+    names_code: ClassVar[tuple[str, ...]] = ("run",)
     run: str = key(
         "", "FILE.py:FUNCTION of your own, called with an address like OpenAI's and the row"
     )

@@ -26,6 +26,8 @@ class Environment:
     """True if it rewards rollouts itself."""
     code: ClassVar[str] = ""
     """The setting that names a function of the user's as FILE.py:FUNCTION, given as `program`."""
+    names_code: ClassVar[tuple[str, ...]] = ()
+    """The settings that decide which code of the user's machine runs: only typed ones count."""
 
     def reset(self, row: dict[str, Any]) -> Start | Awaitable[Start]:
         """Return the first turns, and descriptions of the tools in OpenAI's format.

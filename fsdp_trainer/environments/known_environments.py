@@ -93,6 +93,15 @@ def environment_problems(entry: Entry) -> Iterator[str]:
         yield f"{name.rpartition(':')[0]} is no file"
 
 
+def code_of(entry: Entry) -> list[str]:
+    """Return the parts of an entry that decide which code runs, such as FILE.py:NAME."""
+    options = entry if isinstance(entry, dict) else {"name": entry}
+    name = options.get("name")
+    if name not in ENVIRONMENTS:
+        return [str(name)]
+    return [str(options[part]) for part in ENVIRONMENTS[name].names_code if part in options]
+
+
 def _problems_of(name: str, options: dict[str, Any]) -> Iterator[str]:
     kind = ENVIRONMENTS[name]
     known = {each.name: each for each in fields(kind) if each.metadata}

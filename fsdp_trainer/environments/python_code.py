@@ -48,10 +48,9 @@ class Python(ToolEnvironment):
             "cell": str(code),
             "cpu_seconds": self.cpu_seconds,
             "memory_mib": self.memory_mib,
-            "token": token,
         }
         with tempfile.TemporaryDirectory(prefix="fsdp_trainer_python_") as folder:
-            verdict = run_confined(job, folder, self.seconds)
+            verdict = run_confined(job, [token], folder, self.seconds)
         if verdict == UNPROTECTED:
             raise UserError("Python cannot be run", [Problem("python", NOT_CONFINED)])
         given, _, rest = verdict.partition(" ")

@@ -102,8 +102,8 @@ def of_object(value: Any) -> Named:
 # --- formats --------------------------------------------------------------------------------------
 
 HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-XML_CALL = re.compile(r"<function=([^>\n]*)>(.*?)</function>", re.DOTALL)
-XML_VALUE = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+XML_NAME = re.compile(r"([^>\n]*)>")
+XML_VALUE = re.compile(r"([^>\n]*)>\n?(.*)\Z", re.DOTALL)
 
 
 def hermes(text: str) -> Found:
@@ -113,16 +113,27 @@ def hermes(text: str) -> Found:
         if not end:
             raise WrongCall("a <tool_call> has no </tool_call>")
         if "<function=" in body:
-            found = XML_CALL.search(body)
-            if found is None:
-                raise WrongCall("a <function=…> has no </function>")
-            values = {name: loosely(value) for name, value in XML_VALUE.findall(found[2])}
-            calls.append((found[1].strip(), values))
+            calls.append(xml_call(body))
         else:
             calls.append(of_object(as_json(body, "the text in <tool_call>")))
     if not calls and "</tool_call>" in text:
         raise WrongCall("a </tool_call> has no <tool_call>")
     return HERMES.sub("", text).strip(), calls
+
+
+def xml_call(text: str) -> Named:
+    """Return the call of `<function=NAME><parameter=KEY>VALUE</parameter></function>`."""
+    inside, end, _ = text.partition("<function=")[2].partition("</function>")
+    name = XML_NAME.match(inside)
+    if not (end and name):
+        raise WrongCall("a <function=…> has no </function>")
+    values = {}
+    rest = inside[name.end() :]
+    while parameter := rest.partition("<parameter=")[2]:
+        value, end, rest = parameter.partition("</parameter>")
+        if end and (found := XML_VALUE.match(value)):
+            values[found[1]] = loosely(found[2].removesuffix("\n"))
+    return name[1].strip(), values
 
 
 def loosely(text: str) -> Any:
@@ -182,9 +193,8 @@ def mistral(text: str) -> Found:
 
 
 DEEPSEEK_CALLS, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL
-)
+DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 FENCED = re.compile(r"\s*(\S+)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
 
 
@@ -196,41 +206,66 @@ def deepseek(text: str) -> Found:
             raise WrongCall(f"a tool call needs {DEEPSEEK_CALLS} before it")
         return content.strip(), []
     body = body.partition(DEEPSEEK_END)[0]
+    before, *parts = body.split(DEEPSEEK_CALL)
+    rests = [before]
     calls: list[Named] = []
-    for first, second in DEEPSEEK.findall(body):
+    for part in parts:
+        call, is_whole, rest = part.partition(DEEPSEEK_CALL_END)
+        first, separator, second = call.partition(DEEPSEEK_SEPARATOR)
+        if not (is_whole and separator):
+            raise WrongCall("a tool call is not complete")
+        rests.append(rest)
         fenced = FENCED.fullmatch(second)
         calls.append((fenced[1], fenced[2]) if fenced else (first.strip(), second))
-    if not calls or "<｜tool▁" in DEEPSEEK.sub("", body):
+    if not calls or any("<｜tool▁" in rest for rest in rests):
         raise WrongCall("a tool call is not complete")
     return content.strip(), calls
 
 
-CHANNEL = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<to1>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<to2>[^<]*)"
-    r"(?:<\|constrain\|>[^<]*)?<\|message\|>(?P<text>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
-    re.DOTALL,
+CHANNEL = "<|channel|>"
+MESSAGE = re.compile(
+    r"<\|channel\|>(?P<channel>\w+)(?P<to>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
+END = re.compile(r"<\|(?:end|call|return)\|>")
 RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+
+
+def messages_of(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the channel of each message of GPT-OSS, what may name its recipient, and its text.
+
+    Takes time in proportion to the text, whatever the text is.
+    """
+    begin = 0
+    while (at := text.find(CHANNEL, begin)) >= 0:
+        found = MESSAGE.match(text, at)
+        if not found:
+            begin = at + 1
+            continue
+        before = text[text.rfind("<", begin, at) + 1 : at]
+        end = END.search(text, found.end())
+        last = end.start() if end else len(text)
+        yield found["channel"], before + found["to"], text[found.end() : last]
+        begin = end.end() if end else last
 
 
 def gpt_oss(text: str) -> Found:
     """Read GPT-OSS's channels: calls are messages to functions, the answer is in `final`."""
     content, calls = [], []
-    for found in CHANNEL.finditer(text):
-        recipient = RECIPIENT.search(found["to1"] + found["to2"])
+    for channel, header, body in messages_of(text):
+        recipient = RECIPIENT.search(header)
         if recipient:
-            calls.append((recipient[1], found["text"]))
-        elif found["channel"] == "final":
-            content.append(found["text"])
+            calls.append((recipient[1], body))
+        elif channel == "final":
+            content.append(body)
     if not calls and "to=functions" in text:
         raise WrongCall("a tool call needs <|channel|>commentary and <|message|>")
-    if not content and "<|channel|>" not in text:
+    if not content and CHANNEL not in text:
         content.append(text)
     return "\n".join(content).strip(), calls
 
 
 FORMATS = {
-    "gpt_oss": CallFormat(("<|channel|>",), gpt_oss),
+    "gpt_oss": CallFormat((CHANNEL,), gpt_oss),
     "deepseek": CallFormat((DEEPSEEK_CALLS,), deepseek),
     "mistral": CallFormat((MISTRAL,), mistral),
     "hermes": CallFormat(("<tool_call>",), hermes),

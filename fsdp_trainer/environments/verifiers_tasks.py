@@ -18,6 +18,7 @@ class VerifiersTasks(ProgramEnvironment):
     """A task of a taskset. Its agent runs as verifiers runs it, and asks the model in training."""
 
     name: ClassVar[str] = "verifiers"
+    names_code: ClassVar[tuple[str, ...]] = ("taskset", "harness")
     taskset: str = key("", "the taskset's id, as verifiers finds it")
     harness: str = key("null", "the id of the agent's program; `null`: a chat")
     runtime: str = key("subprocess", "where it runs: subprocess, docker or another of verifiers'")

@@ -19,6 +19,7 @@ import yaml
 
 from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.config.schema import CORE_FILES
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import Ending, Likelihood, Metrics, Scorer
@@ -178,7 +179,7 @@ def read_tasks(folder: Path, limit: int | None) -> list[CoreTask]:
             baselines[task["label"]] / 100,
             read_items(data / task["dataset_uri"], limit),
         )
-        for task in yaml.safe_load(tasks.read_text(encoding="utf-8"))["icl_tasks"]
+        for task in load_yaml(tasks.read_text(encoding="utf-8"))["icl_tasks"]
     ]
 
 

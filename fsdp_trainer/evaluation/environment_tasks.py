@@ -1,18 +1,20 @@
 """Tasks of an evaluation that are rollouts with an environment, or answers that rewards score."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+import yaml
 
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.check import convert
 from fsdp_trainer.config.entries import wrong_part
+from fsdp_trainer.config.evaluation_inputs import why_untyped
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.config.schema import Data
+from fsdp_trainer.config.schema import Data, Evaluation
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.data.files.sources import Problems, find_sources
 from fsdp_trainer.data.records.questions import read_questions
@@ -21,6 +23,7 @@ from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.environments.known_environments import (
     EnvironmentSpec,
+    code_of,
     environment_problems,
     find_environment,
 )
@@ -54,11 +57,15 @@ class EnvironmentTask:
     choice: ObjectiveChoice
 
     @classmethod
-    def read(cls, name: str) -> "EnvironmentTask":
-        """Return the task in a file. Raises UserError."""
+    def read(cls, name: str, code: Collection[str] = ()) -> "EnvironmentTask":
+        """Return the task in a file. Raises UserError. code: evaluation.code."""
         file = Path(name)
-        given = load_yaml(file.read_text())
-        problems = [Problem(name, reason) for reason in problems_of(given)]
+        try:
+            given = load_yaml(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            problem = Problem(name, f"cannot be read: {error}")
+            raise UserError("a task cannot be run", [problem]) from None
+        problems = [Problem(name, reason) for reason in problems_of(given, code)]
         if problems:
             raise UserError("a task cannot be run", problems)
         data, options = given.pop("data"), {**DEFAULTS, **given}
@@ -80,8 +87,8 @@ class EnvironmentTask:
         return [each.as_values for each in questions[:limit]]
 
 
-def problems_of(given: Any) -> list[str]:
-    """Return what is wrong with the content of a task's file."""
+def problems_of(given: Any, code: Collection[str] = ()) -> list[str]:
+    """Return what is wrong with the content of a task's file. code: evaluation.code."""
     if not isinstance(given, dict):
         return ["holds no keys"]
     about = {each.name: each for each in fields(ObjectiveChoice)}
@@ -93,9 +100,17 @@ def problems_of(given: Any) -> list[str]:
         problems.append("has no data: a file of rows as in training, such as  data: rows.jsonl")
     if (entry := given.get("environment")) is not None:
         problems += [f"environment: {reason}" for reason in environment_problems(entry)]
+        problems += [] if problems else untyped_code(entry, code)
     if isinstance(rewards := given.get("rewards", []), list):
         problems += [f"rewards: {reason}" for reason in entry_problems(rewards)]
     return problems
+
+
+def untyped_code(entry: Any, code: Collection[str]) -> list[str]:
+    """Return a line for each name of code in an environment that evaluation.code does not have."""
+    known = {*code, *(str(Path(file).expanduser().resolve()) for file in code)}
+    names = [name.rpartition(":")[0] or name for name in code_of(entry)]
+    return [why_untyped(name) for name in names if not known & {name, str(Path(name).resolve())}]
 
 
 class EnvironmentTasks:
@@ -103,16 +118,16 @@ class EnvironmentTasks:
 
     def __init__(
         self,
+        cfg: Evaluation,
         names: Sequence[str],
-        limit: int | None,
         tokenizer: TextTokenizer,
         template: Template,
         open_rewards: OpenRewards,
     ):
-        """Load the tasks. Raises UserError."""
+        """Load the tasks of these names. Raises UserError."""
         self.tokenizer, self.turn_tokens = tokenizer, TurnTokens(template, tokenizer)
-        self.tasks = [EnvironmentTask.read(name) for name in names]
-        self.questions = [task.questions(limit) for task in self.tasks]
+        self.tasks = [EnvironmentTask.read(name, cfg.code) for name in names]
+        self.questions = [task.questions(cfg.limit) for task in self.tasks]
         self.environments = [environment_of(task.choice) for task in self.tasks]
         self.rewards = [open_rewards(make_rewards(task.choice.rewards)) for task in self.tasks]
         for task, spec, rewards in zip(self.tasks, self.environments, self.rewards, strict=True):

@@ -3,16 +3,22 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jinja2.sandbox
+import lm_eval.api.metrics  # fills the registry
+import lm_eval.utils
+import yaml
 from lm_eval import evaluator, simple_evaluate
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.api.registry import metric_registry
+from lm_eval.tasks import TaskManager, _yaml_loader
 
+from fsdp_trainer.config.evaluation_inputs import why_untyped
 from fsdp_trainer.config.schema import Evaluation
+from fsdp_trainer.config.yaml_text import Loader
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -21,6 +27,7 @@ from fsdp_trainer.evaluation.scoring import Metrics, Scorer
 
 RESAMPLES = 1000
 """Samples drawn for the standard errors of metrics that have no formula."""
+HARNESS = Path(lm_eval.__file__).parent
 
 
 class LoadedTasks(TaskManager):
@@ -49,14 +56,14 @@ class HarnessTasks:
         os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork a process for each core
         self.cfg = cfg
         self.specs: list[Any] = [
-            load_yaml(Path(name), resolve_func=True) if is_file(name) else name for name in names
+            read_task(name, cfg.code) if is_file(name) else name for name in names
         ]
         self.data_files = {
             str(spec.get("task")): data_file_of(spec)
             for spec in self.specs
             if isinstance(spec, dict)
         }
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), confined_templates():
             self.manager = LoadedTasks(self.specs, not all(map(is_file, names)))
 
     def run(self, scorer: Scorer, tokenizer: TextTokenizer, template: Template) -> Metrics:
@@ -65,7 +72,8 @@ class HarnessTasks:
         Collective.
         """
         cfg = self.cfg
-        with contextlib.redirect_stdout(sys.stderr), without_machine_facts():
+        quiet = contextlib.redirect_stdout(sys.stderr)
+        with quiet, confined_templates(), without_machine_facts():
             results = simple_evaluate(
                 HarnessModel(scorer, tokenizer, template, self.data_files),
                 tasks=self.specs,
@@ -81,6 +89,18 @@ class HarnessTasks:
 
 
 @contextlib.contextmanager
+def confined_templates() -> Iterator[None]:
+    """Render the templates in tasks' files in a sandbox, outside of which they could run code."""
+    free = lm_eval.utils.env
+    confined = jinja2.sandbox.SandboxedEnvironment(
+        loader=jinja2.BaseLoader(), undefined=free.undefined, keep_trailing_newline=True
+    )
+    confined.filters |= free.filters
+    with mock.patch.object(lm_eval.utils, "env", confined):
+        yield
+
+
+@contextlib.contextmanager
 def without_machine_facts() -> Iterator[None]:
     """Keep the harness from describing the machine by pip, gcc and others, which nobody reads.
 
@@ -88,6 +108,50 @@ def without_machine_facts() -> Iterator[None]:
     """
     with mock.patch.object(evaluator, "add_env_info", lambda results: None):
         yield
+
+
+def read_task(name: str, code: Collection[str]) -> dict[str, Any]:
+    """Return the content of a task's YAML file, with the functions that it names.
+
+    code: evaluation.code. Raises UserError for functions of other files, and for metrics that the
+    harness would fetch as code.
+    """
+    known = {Path(file).expanduser().resolve() for file in code}
+    import_function = _yaml_loader._import_func_in_yml
+
+    def import_typed(qualified: str, folder: Path) -> Any:
+        module = qualified.rpartition(".")[0].replace(".", "/")
+        file = (folder / f"{module}.py").resolve()
+        if not (file in known or file.is_relative_to(HARNESS)):
+            raise UserError("a task cannot be run", [Problem(name, why_untyped(str(file)))])
+        return import_function(qualified, folder)
+
+    with (
+        mock.patch.object(_yaml_loader, "_import_func_in_yml", import_typed),
+        mock.patch.object(_yaml_loader, "_Base", Loader),
+    ):
+        try:
+            spec = _yaml_loader.load_yaml(Path(name), resolve_func=True)
+        except (OSError, ValueError, TypeError, AttributeError, ImportError,
+                yaml.YAMLError) as error:  # fmt: skip
+            problem = Problem(name, f"cannot be read: {error}")
+            raise UserError("a task cannot be run", [problem]) from None
+    unknown = [metric for metric in metrics_in(spec) if metric not in metric_registry]
+    if unknown:
+        reason = f"there is no metric {unknown[0]} in the harness, and none is fetched as code"
+        raise UserError("a task cannot be run", [Problem(name, reason)])
+    return spec
+
+
+def metrics_in(spec: Any) -> Iterator[str]:
+    """Yield the names of metrics anywhere within a task or a group of tasks."""
+    if isinstance(spec, dict):
+        if isinstance(spec.get("metric"), str):
+            yield spec["metric"]
+        spec = list(spec.values())
+    if isinstance(spec, list):
+        for part in spec:
+            yield from metrics_in(part)
 
 
 def data_file_of(spec: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ class Tasks:
         names = [name for name in cfg.tasks if name != CORE]
         own = [name for name in names if has_environment(name)]
         self.with_environment = (
-            EnvironmentTasks(own, cfg.limit, tokenizer, template, open_rewards) if own else None
+            EnvironmentTasks(cfg, own, tokenizer, template, open_rewards) if own else None
         )
         if names := [name for name in names if name not in own]:
             # it imports a heavy optional package

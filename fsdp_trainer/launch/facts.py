@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fsdp_trainer.base.recorded import marks_of
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
@@ -161,13 +162,21 @@ def source_digest(package: Path) -> str:
 def changed_keys(cfg: TrainConfig) -> dict[str, str]:
     """Return every key that is not at its default, with its value as written in an override."""
     return {
-        f"{group}.{name}": as_text(value)
+        f"{group}.{name}": as_compared(value)
         for (group, keys), default in zip(
             asdict(cfg).items(), asdict(type(cfg)()).values(), strict=True
         )
         for name, value in keys.items()
         if value != default[name]
     }
+
+
+def as_compared(value: Any) -> str:
+    """Return a value as text, with a short hash if the environment gave it or a part of it."""
+    text = as_text(value)
+    if not any(marks_of(value)):
+        return text
+    return f"{text} ({hashlib.blake2b(repr(value).encode(), digest_size=3).hexdigest()})"
 
 
 def preflight(

@@ -28,6 +28,7 @@ from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.errors import Problem, Stopped, UserError
 from fsdp_trainer.extensions import IMPORTS
+from fsdp_trainer.launch.group_secret import TOKEN
 from fsdp_trainer.launch.nodes import free_port, owns
 from fsdp_trainer.launch.start import RankProcesses, advice_after_kill, passing_on_signals
 from fsdp_trainer.launch.started_node import READY
@@ -72,7 +73,7 @@ start_when_told()
 CARRIED = (
     *(IMPORTS, "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHON", "CUDA_", "NCCL_", "GLOO_"),
     *("UCX_", "FI_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "HF_"),
-    *("TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "AWS_", "GOOGLE_", "HYDRA_"),
+    *("TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "AWS_", "GOOGLE_", "HYDRA_", TOKEN),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
 """Prefixes of the names of environment variables that are sent to the other hosts."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.process import HOST, STOPPED
+from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import Launch
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
@@ -248,7 +249,7 @@ class Node:
             if time.monotonic() > self._deadline:
                 raise RunFailed(f"{self.where}: {reason}")
             if not printed and waited > 3:
-                print(f"waiting: {reason}", flush=True)
+                print(visible(f"waiting: {reason}"), flush=True)
                 printed = True
             self._pause(MOMENT)
 
@@ -294,7 +295,7 @@ class Node:
 
     def _print_nodes(self, here: list[str]) -> None:
         if self._meeting and len(here) < self.nodes:
-            hosts = ", ".join(here)
+            hosts = visible(", ".join(here))
             print(f"{len(here)} of {self.nodes} nodes have come: {hosts}", flush=True)
 
     def _wait_for_next(self) -> None:

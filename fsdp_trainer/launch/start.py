@@ -22,6 +22,7 @@ from fsdp_trainer.base.process import (
     cores,
     die_with_parent,
 )
+from fsdp_trainer.base.safe_text import safe, without_secrets
 from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.config.devices import gpus, has_gpus
 from fsdp_trainer.config.paths import committed_checkpoints, run_folder, step_of
@@ -169,7 +170,7 @@ def start_process(
     arguments, which only inform people who list processes; streams: stdin, stdout and stderr of
     subprocess.Popen.
     """
-    command = [sys.executable, "-m", "fsdp_trainer", *words]
+    command = [sys.executable, "-m", "fsdp_trainer", *map(without_secrets, words)]
     # in a new session, so that Ctrl-C at a terminal reaches it only through this process, and once
     return subprocess.Popen(
         command, env=env, pass_fds=[configuration], start_new_session=True, **streams
@@ -238,7 +239,7 @@ class RankProcesses:
         code = next(iter(failed.values()), 0)
         if not code and self.node and self.node.heard:
             code, reason = self.node.heard
-            print(f"fsdp-trainer: {reason}", file=sys.stderr)
+            print(safe(f"fsdp-trainer: {reason}"), file=sys.stderr)
             self._explained = True  # ranks that end from now on end for this reason
             self.end_within(GRACE_SECONDS)
         elif code not in (0, STOPPED):  # after STOPPED the others may still be closing trackers

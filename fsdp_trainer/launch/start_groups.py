@@ -1,6 +1,7 @@
 """Starting several groups of ranks on this machine, and a lighthouse for them, to try them out."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from fsdp_trainer.base.process import PARENT, SIGNALS, STOPPED, cores
 from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.launch.group_secret import TOKEN
 from fsdp_trainer.launch.start import (
     Child,
     RankProcesses,
@@ -82,12 +84,14 @@ class GroupProcesses(RankProcesses):
         """
         self._configurations, self._words, self._threads = configurations, words, threads
         self._restarts = [0] * len(configurations)
+        self._secret = os.environ.get(TOKEN) or secrets.token_hex()
         super().__init__([self._start(number) for number in range(len(configurations))])
 
     def _start(self, number: int) -> subprocess.Popen:
         file = self._configurations[number]
         env = {**os.environ, PARENT: str(os.getpid()), DESCRIPTOR: str(file.fileno())}
         env.setdefault("OMP_NUM_THREADS", str(self._threads))
+        env[TOKEN] = self._secret
         return start_process(self._words, env, file.fileno())
 
     def wait(self) -> int:

@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING
 
 from fsdp_trainer.base import slots
 from fsdp_trainer.base.process import pid_namespace
+from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.launch.hangs import (
     Durations,
@@ -533,7 +534,7 @@ def described_waits(waiting: dict[str, list[int]]) -> str:
 
 def say(text: str) -> None:
     """Print a line to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(safe(text), file=sys.stderr, flush=True)
 
 
 def described(status: RankStatus) -> str:

@@ -1,5 +1,6 @@
 """The ranks before the first collective: this rank's numbers, and a store shared by all ranks."""
 
+import errno
 import os
 import pickle
 import socket
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.base.process import PARENT, die_with_parent
+from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 from fsdp_trainer.launch.nodes import first_host, port_of_job
 
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 HEARD_SECONDS = 30.0  # for the others to read why rank 0 ends
 POLL_SECONDS = 0.02
+LOOPBACK = ("127.0.0.1", "::1")
 MAX_POLLS_PER_SECOND = 5000  # by all ranks together, because the store has only one thread
 T = TypeVar("T")
 
@@ -142,7 +145,7 @@ class World:
     def _print(self, failure: BaseException) -> None:
         """Print a failure, except on rank 0, which prints it when its process ends."""
         if not self.main:
-            print(f"rank {self.rank}: {failure}", file=sys.stderr)
+            print(safe(f"rank {self.rank}: {failure}"), file=sys.stderr)
 
     def _await(self, name: str, key: str, timeout: float) -> None:
         """Wait until other ranks have set `key`.
@@ -223,6 +226,19 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     )
 
 
+def store_at(host: str, port: int = 0, **options: Any) -> dist.TCPStore:
+    """Return a store that listens at this address alone. port: 0: any that is free.
+
+    torch's own would listen at all addresses of the machine, and a store knows no password.
+    """
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
+    place = host, listener.getsockname()[1]
+    options |= {"is_master": True, "wait_for_workers": False}
+    return dist.TCPStore(*place, master_listen_fd=listener.detach(), **options)
+
+
 def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> dist.Store:
     """Open the store at MASTER_ADDR. Its server is rank 0, or torchrun's agent.
 
@@ -231,11 +247,15 @@ def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> 
     if size == 1 and "MASTER_ADDR" not in env:
         return dist.HashStore()
     serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    port, seconds = int(env["MASTER_PORT"]), timedelta(seconds=timeout)
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    seconds = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(env["MASTER_ADDR"], port, size, serves, seconds, False)
-    except dist.DistNetworkError as error:
-        if not serves or "EADDRINUSE" not in str(error):
+        if serves and address in LOOPBACK:
+            return store_at(address, port, world_size=size, timeout=seconds)
+        return dist.TCPStore(address, port, size, serves, seconds, False)
+    except (dist.DistNetworkError, OSError) as error:
+        in_use = "EADDRINUSE" in str(error) or getattr(error, "errno", 0) == errno.EADDRINUSE
+        if not serves or not in_use:
             raise
         reason = (
             "is in use on this node (ss -ltnp says by whom): another run, or what is left of one"

@@ -1,11 +1,12 @@
 """The parts of a run that exist before its model is built."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdp_trainer.base.recorded import recorded
 from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.paths import model_folder
@@ -70,7 +71,7 @@ class RunSetup:
     def write_assets(self, folder: Path, state: dict[str, Any]) -> None:
         """Write the configuration and a Hugging Face folder without weights into a checkpoint."""
         cfg, inputs = self.cfg, self.inputs
-        (folder / "config.yaml").write_text(dump_yaml(asdict(cfg)))
+        (folder / "config.yaml").write_text(dump_yaml(recorded(cfg)))
         source = model_folder(inputs.init_from) if inputs.init_from else None
         chosen = cfg.data.template or cfg.data.template_args
         as_it_came = inputs.tokenizer.chat_templates and not chosen

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
+from fsdp_trainer.base.recorded import as_written
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.paths import checkpoint_configuration
 from fsdp_trainer.config.schema import TrainConfig
@@ -171,8 +172,10 @@ class ReferenceColumn(StoredColumn):
             return False
         stored = checkpoint_configuration(checkpoint)
         if second.is_start:
-            return stored["model"].get("init_from") == self.cfg.model.init_from
-        return stored["objective"].get("reference") == second.source
+            name, now = stored["model"].get("init_from"), self.cfg.model.init_from
+        else:
+            name, now = stored["objective"].get("reference"), second.source
+        return name in (now, as_written(now))
 
     def _fill(self, source: WeightSource) -> dict[str, str]:
         """Load the reference's weights into the model; return their formats. Collective."""

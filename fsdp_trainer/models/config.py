@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.other_tools.other_weights import described_otherwise
 from fsdp_trainer.errors import Problem, UserError
@@ -49,6 +50,8 @@ ROPE_OPTIONS = (
     "factor",
 )
 ROPE_OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor")
+LOGARITHMS = {"yarn": ("rope_theta",), "longrope": ("original_max_position_embeddings",)}
+"""Entries of which a scaling divides by the logarithm."""
 LISTS_OF_FACTORS = ("short_factor", "long_factor")
 MOST_FACTOR = 2**50
 """The largest number in a description of RoPE."""
@@ -536,6 +539,8 @@ class ModelConfig:
             values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
         values |= _read_windows(raw, FAMILIES[family]) | _read_rope(raw, FAMILIES[family])
         config = cls(**values, family=family, source=raw)
+        if problems := factors_misfit(config):
+            raise UserError(f"{path} describes a model that is not supported", problems)
         if config.parameters() > MOST_PARAMETERS:
             problem = Problem(str(path), f"describes {config.parameters():.1e} parameters")
             raise UserError("there is no model of this size", [problem])
@@ -670,14 +675,7 @@ def read_config_file(path: Path) -> Json:
     """
     if not path.exists() and (described := described_otherwise(path.parent)):
         return described
-    try:
-        raw = json.loads(path.read_text())
-        if not isinstance(raw, dict):
-            raise ValueError("is not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        problem = Problem(str(path), str(error))
-        raise UserError("cannot read the model's configuration", [problem]) from None
-    return raw
+    return read_object(path, "cannot read the model's configuration")
 
 
 def needs_transformers(raw: Json, implementation: str) -> bool:
@@ -788,15 +786,31 @@ def _read_rope(raw: Json, spec: Family) -> Json:
 
 
 def _rope_section(raw: Json, spec: Family) -> Json:
-    """Return the RoPE settings of the blocks without a window, in one spelling, without nulls."""
-    outer = {name: raw.get(name) for name in ("rope_theta", "original_max_position_embeddings")}
-    parameters: Json = raw.get("rope_parameters") or {}
-    if not raw.get("rope_scaling"):
-        parameters = parameters or spec.hf_defaults.get("rope_parameters", {})
-    inner = {**(raw.get("rope_scaling") or {}), **parameters.get(FULL, parameters)}
-    rope = _without_nulls(outer) | _without_nulls(inner)
-    kind = rope.pop("type", None) or rope.get("rope_type") or "default"
+    """Return the RoPE settings of the blocks without a window, in one spelling, without nulls.
+
+    As in transformers 5, `rope_scaling` counts before `rope_parameters`, and the length of the
+    training that config.json says outside of them before the one inside.
+    """
+    scaling: Json = raw.get("rope_scaling") or {}
+    parameters = raw.get("rope_parameters")
+    if parameters is None:
+        parameters = spec.hf_defaults.get("rope_parameters", {})
+    if "rope_local_theta" in spec.options:
+        inner = {"rope_type": "default", **(parameters.get(FULL) or {}), **scaling}
+        length = None
+    else:
+        inner = scaling or parameters
+        length = (spec.hf_defaults | raw).get("original_max_position_embeddings")
+    rope = _without_nulls({"rope_theta": raw.get("rope_theta")}) | _without_nulls(inner)
+    rope = one_rope_type(rope | _without_nulls({"original_max_position_embeddings": length}))
+    kind = rope["rope_type"]
     return rope | {"rope_type": spec.rope_type_aliases.get(str(kind), kind)}
+
+
+def one_rope_type(rope: Json) -> Json:
+    """Return a RoPE scaling without the older name `type` of its rope_type, which counts second."""
+    others = {name: value for name, value in rope.items() if name != "type"}
+    return others | {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
 def _without_nulls(values: Json) -> Json:
@@ -816,7 +830,8 @@ def _as_json(value: Any) -> Any:
 
 def is_classifier(raw: Json) -> bool:
     """Return True for a model that returns scores in place of logits."""
-    return str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER)
+    names = raw.get("architectures")
+    return isinstance(names, list) and str(next(iter(names), "")).endswith(CLASSIFIER)
 
 
 # --- checking config.json -------------------------------------------------------------------------
@@ -865,18 +880,21 @@ def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     for name, key in keys.items():
         if raw.get(key) is not None and (reason := _why_no_value(name, kinds[name], raw[key])):
             yield Problem(f"{key}={str(raw[key])[:40]}", reason)
-    yield from _object_problems(raw)
+    yield from _object_problems(raw, spec)
 
 
-def _object_problems(raw: Json) -> Iterator[Problem]:
+def _object_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     """Yield a problem for each value that should be an object and is none."""
     for name in ("rope_scaling", "rope_parameters", "id2label"):
         if not isinstance(raw.get(name), dict | None):
             yield Problem(f"{name}={raw[name]}", "is not an object")
-    parameters = raw.get("rope_parameters")
+    nested = raw.get("rope_parameters")
+    parameters = nested if isinstance(nested, dict) else {}
     for name in (FULL, SLIDING):
-        if isinstance(parameters, dict) and not isinstance(parameters.get(name), dict | None):
+        if not isinstance(parameters.get(name), dict | None):
             yield Problem(f"rope_parameters: {name}", "is not an object")
+        elif name in parameters and "rope_local_theta" not in spec.options:
+            yield Problem(f"rope_parameters: {name}", "only one RoPE for all blocks is computed")
 
 
 def _why_no_value(name: str, kind: Any, value: Any) -> str:
@@ -920,6 +938,8 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
         yield Problem(f"{name}={activation}", f"supported are {', '.join(ACTIVATIONS)}")
     yield from _layer_type_problems(raw, spec)
+    if _read_windows(raw, spec).get("sliding_window") == 0:
+        yield Problem("sliding_window=0", "is not from 1 on. For no window, write null")
     yield from _local_rope_problems(raw)
     yield from rope_problems(_rope_section(raw, spec), "rope")
 
@@ -963,7 +983,7 @@ def _is_in_blocks(quantization: Any) -> bool:
 
 def rope_problems(rope: Json, where: str) -> list[Problem]:
     """Return the problems of a RoPE scaling. where: its name in the messages."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = one_rope_type(rope)["rope_type"]
     where = f"{where}: rope_type={kind}"
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         return [Problem(where, f"supported are {', '.join(ROPE_TYPES)}")]
@@ -975,10 +995,26 @@ def rope_problems(rope: Json, where: str) -> list[Problem]:
     if missing:
         return [Problem(where, f"needs {', '.join(missing)}")]
     factors = {*ROPE_TYPES[kind], "factor", "attention_factor", *ROPE_OF_ALL_TYPES}
-    return [
+    problems = [
         Problem(f"{where}, {name}={value}", "is no positive number")
         for name, value in rope.items()
         if not _is_sound(name, value, factors)
+    ]
+    for name in LOGARITHMS.get(kind, ()):
+        if not problems and rope.get(name, 2) <= 1:
+            problems.append(Problem(f"{where}, {name}={rope[name]}", "is not above 1"))
+    return problems
+
+
+def factors_misfit(config: ModelConfig) -> list[Problem]:
+    """Return a problem for each list of factors with another length than RoPE has frequencies."""
+    lists = {name: (config.rope_scaling or {}).get(name, ()) for name in LISTS_OF_FACTORS}
+    count = config.rotary_dim // 2
+    reason = f"one for each of the {count} frequencies are needed"
+    return [
+        Problem(f"{name} with {len(factors)} numbers", reason)
+        for name, factors in lists.items()
+        if len(factors) not in (0, count)
     ]
 
 

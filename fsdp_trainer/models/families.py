@@ -69,7 +69,7 @@ class Family:
     values that leave the computation unchanged."""
     further_blocks: str = ""
     """Key of config.json for the number of multi-token prediction blocks after the last block.
-    Import ignores these blocks, and an export has none."""
+    A config.json of this program says 0, unless an export has these blocks."""
     other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Alternative names in config.json by our name, read if the first name is absent."""
     feed_forward_name: str = "mlp"
@@ -405,7 +405,11 @@ FAMILIES = {
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
         ),
-        hf_defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        hf_defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
     ),
 }
 

@@ -21,7 +21,9 @@ from fsdp_trainer.models.config import (
     EXTRAS,
     NOT_COMPUTED,
     ModelConfig,
+    factors_misfit,
     needs_transformers,
+    one_rope_type,
     read_config_file,
     rope_problems,
     why_unknown,
@@ -66,6 +68,8 @@ def keys_set(model: Model) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     values = {name: getattr(model, name, None) for name in names}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    if scaling := values["rope_scaling"]:
+        values["rope_scaling"] = one_rope_type(scaling)
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -145,6 +149,7 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         return error.problems
     return [
         *_size_problems(config),
+        *factors_misfit(config),
         *sharding_problems(cfg, config),
         *length_problems(config, cfg.batch.seq_len),
         *_family_problems(cfg.model, config),

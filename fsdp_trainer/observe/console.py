@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from fsdp_trainer.base.phases import CHECKPOINT
+from fsdp_trainer.base.safe_text import safe
 
 PLAIN_NAMES = {
     "start": "start-up",
@@ -41,7 +42,7 @@ class Console:
         """Print a line that stays."""
         if not self.quiet:
             with self._lock:
-                self._print(self._cleared() + text + "\n")
+                self._print(self._cleared() + safe(text) + "\n")
 
     def progress(self, text: str, last: bool = False) -> None:
         """Print the line of a logging step; in a terminal the next one replaces it."""
@@ -49,7 +50,7 @@ class Console:
             self.say(text)
             return
         with self._lock:
-            text = shortened(text, self.width or len(text))
+            text = shortened(safe(text), self.width or len(text))
             self._print("\r" + text + " " * (self._drawn - len(text)))
             self._drawn = len(text)
 

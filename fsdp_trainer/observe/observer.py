@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.process import peak_resident_bytes
+from fsdp_trainer.base.recorded import as_written
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.extensions import CALLBACKS, RunInfo
@@ -102,7 +103,7 @@ class Observer:
     def event(self, name: str, **details: Any) -> None:
         """Append an event to events.jsonl and pass it to the trackers."""
         if self.records:
-            line = self.records.event(name, **details)
+            line = self.records.event(name, **as_written(details))
             if self.trackers:
                 self.trackers.event(line)
 

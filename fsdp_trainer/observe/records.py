@@ -259,7 +259,7 @@ def parse(text: str) -> dict[str, Any] | None:
     """Return the object in a line of JSON; None if the line is incomplete."""
     try:
         return json.loads(text) if text.rstrip("\n").endswith("}") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

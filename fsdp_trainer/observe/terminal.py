@@ -2,16 +2,20 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.segment import Segment
+
+from fsdp_trainer.base.safe_text import safe
 
 WIDTH_OF_A_FILE = 120
 """Columns of output that no terminal shows, such as a pipe's; rich takes 80 and folds overrides."""
 
 
 class Terminal(Console):
-    """A rich console that prints text unchanged.
+    """A rich console that prints text unchanged, but for control characters and secrets.
 
     It leaves BrokenPipeError to cli.main; rich would exit with code 1.
     """
@@ -24,3 +28,8 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Re-raise the error."""
         raise
+
+    def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:
+        """Yield the pieces of what is printed; those of our own colours are apart from texts."""
+        for piece in super().render(*arguments, **options):
+            yield piece if piece.control else Segment(safe(piece.text), piece.style)

@@ -185,7 +185,7 @@ def _mlflow(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it requires a database
         mlflow.set_tracking_uri((run / "mlflow").resolve().as_uri())
-    mlflow.set_experiment(cfg.project)
+    mlflow.set_experiment(str(cfg.project))  # mlflow writes no subclass of str
     file = run / "mlflow_id"
     known = file.read_text() if file.exists() else ""
     tracked = mlflow.start_run(run_id=known or None, run_name=run.name, log_system_metrics=False)

@@ -41,6 +41,7 @@ from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.groups import OneGroup
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.loss_scale import new_loss_scale
+from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs
 from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.weights import extra_state
@@ -48,8 +49,6 @@ from fsdp_trainer.training.weights import extra_state
 T = TypeVar("T")
 ONE_BY_ONE = (CompactAdamW, Lion, Sgd)
 """Optimizers that update one parameter after the other, each on its own."""
-NO_STEPS_BEFORE: tuple[list[list[float]], int] = ([[], []], 0)
-"""State of the guard at the first step of a run."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class RankParts:
         setup, cfg = self.setup, self.run.cfg
         loss_scale = new_loss_scale(cfg.precision, self.device)
         forward_backward = build_step(setup, self.method, self.model, [""], loss_scale)
-        guard = Guard(cfg.train, setup.model_device, *NO_STEPS_BEFORE)
+        guard = Guard(cfg.train, setup.model_device, Progress())
         return StepRunner(
             cfg, self.model, self.dims, optimizer, forward_backward, guard, OneGroup()
         )

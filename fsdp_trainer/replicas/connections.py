@@ -1,6 +1,7 @@
 """How ranks of different groups reach each other, and whether their settings are the same."""
 
 import hashlib
+import hmac
 import json
 import socket
 import time
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupWrapper
 
 from fsdp_trainer.errors import Problem
-from fsdp_trainer.launch.world import World
+from fsdp_trainer.launch.group_secret import proof
+from fsdp_trainer.launch.world import World, store_at
 
 REPLY_SECONDS = 60.0
 """Seconds for a reply of this group's own manager, of another one's, or of the lighthouse."""
@@ -23,11 +25,15 @@ RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach the lighthouse."""
 LOOK_SECONDS = 5.0
 """Seconds that a group looks for another one's settings."""
-SETTINGS = "settings"
+SETTINGS, SEAL = "settings", "seal"
 NOT_SET = "its default"
 
 Settings = dict[str, str]
 """Values by key, which must be the same in all groups."""
+
+
+class Stranger(Exception):
+    """A group that does not know the secret of this one has come."""
 
 
 class OtherSettings(Exception):
@@ -61,29 +67,31 @@ def own_address(lighthouse: str) -> str:
     return f"[{own}]" if ":" in own else own
 
 
-def make_group(device: torch.device, host: str, settings: Settings) -> ProcessGroupWrapper:
+def make_group(
+    device: torch.device, host: str, settings: Settings, secret: bytes
+) -> ProcessGroupWrapper:
     """Return a group that can be connected anew, for tensors on this kind of device.
 
-    host: this machine's address for other groups.
+    host: this machine's address for other groups. secret: what all groups know.
     """
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     backend = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
 
     class ReachableGroup(backend):  # type: ignore[valid-type, misc]
+        _rendezvous_store: Any
         connection: int | None = None
         """Differs between any two times that groups were connected."""
 
         def get_reconfigure_handle(self) -> str:
-            handle = json.loads(super().get_reconfigure_handle())
-            port = handle["store"].rpartition(":")[2]
-            if self.connection is None:
+            if self._rendezvous_store is None:
+                self._rendezvous_store = store_at(host)
                 self._rendezvous_store.set(SETTINGS, json.dumps(settings))
             own = {
-                "store": f"{host}:{port}",
+                "store": f"{host}:{self._rendezvous_store.port}",
                 "connection": self.connection,
                 SETTINGS: digest,
             }
-            return json.dumps(handle | own)
+            return sealed(json.loads(super().get_reconfigure_handle()) | own, secret)
 
         def reconfigure(self, opts: Any) -> dist.Work:
             self.connection = None
@@ -96,13 +104,37 @@ def make_group(device: torch.device, host: str, settings: Settings) -> ProcessGr
     return group
 
 
-def need_new_connection(handles: Sequence[str], settings: Settings) -> bool:
+def sealed(handle: dict[str, Any], secret: bytes) -> str:
+    """Return a group's handle, with a proof that the group knows the secret."""
+    return json.dumps(handle | {SEAL: seal_of(handle, secret)})
+
+
+def seal_of(handle: dict[str, Any], secret: bytes) -> str:
+    """Return the proof that a group knows the secret, for its handle."""
+    text = json.dumps(handle, sort_keys=True).encode()
+    return proof(secret, b"handle", text).hexdigest()
+
+
+def opened(handle: str, secret: bytes) -> dict[str, Any]:
+    """Return the content of a group's handle. Raises Stranger if the group has not sealed it."""
+    try:
+        content = json.loads(handle)
+        is_known = hmac.compare_digest(content.pop(SEAL), seal_of(content, secret))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_known = False
+    if not is_known:
+        raise Stranger
+    return content
+
+
+def need_new_connection(handles: Sequence[str], settings: Settings, secret: bytes) -> bool:
     """Return True unless the groups with these handles are connected with each other already.
 
-    Raises OtherSettings if one of them has others than this group. torchft compares the number of
-    a quorum with that of the one before; but a lighthouse that was started again counts from 1.
+    Raises Stranger, and OtherSettings if one of them has others than this group. torchft compares
+    the number of a quorum with that of the one before; but a lighthouse that was started again
+    counts from 1.
     """
-    groups = [json.loads(handle) for handle in handles]
+    groups = [opened(handle, secret) for handle in handles]
     if len({group[SETTINGS] for group in groups}) > 1:
         raise OtherSettings([group["store"] for group in groups])
     connections = {group["connection"] for group in groups}
@@ -141,7 +173,7 @@ def serve_store(world: World, host: str, timeout: float) -> tuple[str, int, dist
     served: list[dist.Store] = []
 
     def serve() -> tuple[str, int]:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        store = store_at(host)
         served.append(store)
         return host, store.port
 

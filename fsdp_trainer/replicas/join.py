@@ -6,12 +6,14 @@ from functools import partial
 
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.launch.facts import changed_keys
+from fsdp_trainer.launch.group_secret import secret_of_groups
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.replicas.connections import Settings
 from fsdp_trainer.replicas.diloco import DilocoGroups
-from fsdp_trainer.replicas.membership import Membership, State
+from fsdp_trainer.replicas.membership import Membership
 from fsdp_trainer.replicas.roll_call import RollCall
+from fsdp_trainer.replicas.state_transfer import State
 from fsdp_trainer.replicas.sync import SyncGroups
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.groups import ReplicaGroups
@@ -35,6 +37,7 @@ def join_groups(
         setup.model_device,
         setup.timeout,
         common_settings(setup),
+        secret_of_groups(setup.folder),
         partial(state_to_send, state, progress),
         partial(take_over, setup, state, progress),
     )

@@ -11,20 +11,23 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torchft.checkpointing import HTTPTransport
+from torchft.coordination import ManagerServer
 from torchft.manager import Manager
 
 from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.config.schema import Replicas
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.launch.group_secret import TOKEN
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.replicas.connections import (
     REPLY_SECONDS,
     RETRY_SECONDS,
     OtherSettings,
     Settings,
+    Stranger,
     differences,
     make_group,
     need_new_connection,
@@ -32,11 +35,14 @@ from fsdp_trainer.replicas.connections import (
     reach_lighthouse,
     serve_store,
 )
+from fsdp_trainer.replicas.state_transfer import State, StateTransport
 
 SILENCE_SECONDS = 30.0
 """Seconds without a byte after which the transfer of a state is given up."""
-
-State = dict[str, Any]
+WITHOUT_SECRET = (
+    "has a group that does not know this one's secret. All groups need the same"
+    f"\n{TOKEN}, or without it the same run's folder"
+)
 
 
 class Met(NamedTuple):
@@ -48,21 +54,6 @@ class Met(NamedTuple):
 
     was_behind: bool
     source_exchanges: bool
-
-
-class StateTransport(HTTPTransport):
-    """Sends this rank's state to other groups, without printing a line for each request."""
-
-    def __init__(self, host: str, timeout: timedelta):
-        """host: this machine's address for other groups."""
-        self._host = host
-        super().__init__(timeout, num_chunks=0)
-        handler: Any = self._server.RequestHandlerClass
-        handler.log_message = lambda *_: None
-
-    def address(self) -> str:
-        """Return where other groups fetch the state, without the step at the end."""
-        return f"http://{self._host}:{self._server.server_port}/checkpoint/"
 
 
 class ManagerConnection:
@@ -81,6 +72,11 @@ class ManagerConnection:
         return quorum
 
 
+def manager_at(host: str, *, bind: str, **options: Any) -> ManagerServer:
+    """Return torchft's server of a group, which listens at this address alone."""
+    return ManagerServer(bind=f"{host}:{bind.rpartition(':')[2]}", **options)
+
+
 class Membership(Manager):
     """This rank's connection to the ranks of other groups that hold the same part of the model."""
 
@@ -94,42 +90,47 @@ class Membership(Manager):
         device: torch.device,
         timeout: float,
         settings: Settings,
+        secret: bytes,
         state: Callable[[], State],
         load: Callable[[State], None],
     ):
         """Join the groups at cfg.lighthouse. Collective.
 
-        device: of the tensors to exchange. settings: what all groups must have in common. state,
-        load: return this rank's state for another group, and take over that of another group.
+        device: of the tensors to exchange. settings: what all groups must have in common. secret:
+        what only they know. state, load: return this rank's state for another group, and take over
+        that of another group.
         """
         self._lighthouse, self._timeout_seconds = str(cfg.lighthouse), timeout
         reach = partial(reach_lighthouse, self._lighthouse)
         run_on_rank_0(f"reach replicas.lighthouse={self._lighthouse}", reach)
         host = own_address(self._lighthouse)
-        self.group = make_group(device, host, settings)
-        self._settings, self._is_new = settings, True
+        self.group = make_group(device, host, settings, secret)
+        self._settings, self._secret, self._is_new = settings, secret, True
         self._exchanges = self._source_exchanges = False
         address, port, self._served = serve_store(world, host, timeout)
-        super().__init__(
-            pg=self.group,
-            load_state_dict=partial(self._load, load),
-            state_dict=lambda: {"state": state(), "exchanges": self._exchanges},
-            min_replica_size=1,
-            quorum_retries=max(1, round(timeout)),  # one each second
-            use_async_quorum=True,
-            timeout=timedelta(seconds=REPLY_SECONDS),
-            quorum_timeout=timedelta(seconds=timeout),
-            connect_timeout=timedelta(seconds=REPLY_SECONDS),
-            rank=world.rank,
-            world_size=world.size,
-            store_addr=address,
-            store_port=port,
-            lighthouse_addr=f"http://{cfg.lighthouse}",
-            replica_id=f"{cfg.id:06}",
-            hostname=host,
-            checkpoint_transport=StateTransport(host, timedelta(seconds=SILENCE_SECONDS)),
-            init_sync=False,  # equal seeds make equal weights
-        )
+        with patch("torchft.manager.ManagerServer", partial(manager_at, host)):
+            super().__init__(
+                pg=self.group,
+                load_state_dict=partial(self._load, load),
+                state_dict=lambda: {"state": state(), "exchanges": self._exchanges},
+                min_replica_size=1,
+                quorum_retries=max(1, round(timeout)),  # one each second
+                use_async_quorum=True,
+                timeout=timedelta(seconds=REPLY_SECONDS),
+                quorum_timeout=timedelta(seconds=timeout),
+                connect_timeout=timedelta(seconds=REPLY_SECONDS),
+                rank=world.rank,
+                world_size=world.size,
+                store_addr=address,
+                store_port=port,
+                lighthouse_addr=f"http://{cfg.lighthouse}",
+                replica_id=f"{cfg.id:06}",
+                hostname=host,
+                checkpoint_transport=StateTransport(
+                    host, timedelta(seconds=SILENCE_SECONDS), secret
+                ),
+                init_sync=False,  # equal seeds make equal weights
+            )
         self._client: Any = ManagerConnection(self._client, self._look_at)
 
     def _load(self, load: Callable[[State], None], received: dict[str, Any]) -> None:
@@ -137,7 +138,7 @@ class Membership(Manager):
         load(received["state"])
 
     def _look_at(self, quorum: Any) -> None:
-        if need_new_connection(quorum.reconfigure_handles, self._settings):
+        if need_new_connection(quorum.reconfigure_handles, self._settings, self._secret):
             self._quorum_id = -1
 
     def _reconfigure_pg(self, quorum_id: int, handles: list[str]) -> None:
@@ -151,11 +152,14 @@ class Membership(Manager):
 
         A group that is behind takes over the state of another one. step: number of steps that this
         group has done. exchanges: see Met. Raises RunFailed if the lighthouse does not answer, and
-        UserError if this group is new and its settings are not those of the others.
+        UserError if this group is new and its settings or its secret are not those of the others.
         """
         self.load_state_dict({"step": step, "batches_committed": 0})
         self._exchanges, self._source_exchanges = exchanges, False
+        deadline = time.monotonic() + self._timeout_seconds
         while not self._has_met():
+            if time.monotonic() > deadline:
+                raise self._no_meeting("has a group with other settings or another secret")
             time.sleep(RETRY_SECONDS)
         self._is_new = False
         is_behind: bool = self._healing and self._pending_state_dict is not None
@@ -172,16 +176,22 @@ class Membership(Manager):
         try:
             self.wait_quorum()
         except TimeoutError:
-            raise RunFailed(
-                f"no meeting of the groups for {self._timeout_seconds:g} s (launch.timeout): "
-                f"replicas.lighthouse={self._lighthouse} does not answer"
-            ) from None
+            raise self._no_meeting("does not answer") from None
+        except Stranger:
+            if self._is_new:
+                problem = Problem(f"replicas.lighthouse={self._lighthouse}", WITHOUT_SECRET)
+                raise UserError("the groups have no common secret", [problem]) from None
+            return False
         except OtherSettings as error:
             if self._is_new:
                 problems = differences(error.args[0], self._settings)
                 raise UserError("groups of a run need the same settings", problems) from None
             return False
         return True
+
+    def _no_meeting(self, reason: str) -> RunFailed:
+        waited = f"no meeting of the groups for {self._timeout_seconds:g} s (launch.timeout)"
+        return RunFailed(f"{waited}: replicas.lighthouse={self._lighthouse} {reason}")
 
     @property
     def present(self) -> int:

@@ -41,6 +41,7 @@ POLL_SECONDS = 0.05
 # does not pass on settings, keys and tokens of this process; keeps libraries from starting a thread
 # for each core
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT["MALLOC_ARENA_MAX"] = "1"  # a thread's own arena would take from memory_mib
 NOT_CONFINED = (
     "this system cannot confine the code of answers: it takes Linux on x86_64 or aarch64 with"
     " seccomp.\nScore them elsewhere, with  {name: http, url: …}"
@@ -91,13 +92,12 @@ class Code(Reward):
         token = secrets.token_hex(16)
         job = {
             "code": "\n".join([*setup_of(attempt.row), code_of(attempt.answer)]),
-            "tests": tests,
+            "tests": len(tests),
             "partial": self.partial,
             "cpu_seconds": self.cpu_seconds,
             "memory_mib": self.memory_mib,
-            "token": token,
         }
-        verdict = run_confined(job, folder, self.seconds)
+        verdict = run_confined(job, [*tests, token], folder, self.seconds)
         if verdict == UNPROTECTED:
             raise UserError("code cannot be scored", [Problem("code", NOT_CONFINED)])
         given, _, passed = verdict.partition(" ")
@@ -137,10 +137,15 @@ def lines_of(value: Any) -> list[str]:
     return [str(value)] if value else []
 
 
-def run_confined(job: dict[str, Any], folder: str, seconds: float) -> str:
-    """Return the verdict of the process that runs a job, "" if there was none in time."""
+def run_confined(job: dict[str, Any], later: Sequence[str], folder: str, seconds: float) -> str:
+    """Return the verdict of the process that runs a job, "" if there was none in time.
+
+    later: what the process reads one after the other as it goes on, the verdict's token last.
+    """
     with tempfile.TemporaryFile() as given:
-        given.write(json.dumps(job).encode())
+        for text in (json.dumps(job), *later):
+            part = text.encode(errors="replace")
+            given.write(b"%08x%b" % (len(part), part))
         given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", str(SANDBOX)],

@@ -1,13 +1,17 @@
 """The process that runs the code of one answer, or of a call of the environment `python`.
 
-rewards/code.py starts it as a script. It imports nothing from the package. It reads a job as JSON
+rewards/code.py starts it as a script. It imports nothing from the package. It reads a job in parts
 from standard input and writes the verdict to standard output. Before it runs the answer's code, it
 irrevocably gives up all privileges, all system calls except those in SYSCALLS (so it cannot start a
 process, send a signal, connect to the network or write a file), time and memory above its limits
 and, if the kernel has Landlock, reading outside the system's and Python's folders and its working
 folder.
+
+The answer's code and the tests run in a second thread, which cannot use the two descriptors. Each
+test is read after the code and the tests before it have run, and the token of the verdict last.
 """
 
+import _thread
 import ast
 import ctypes
 import io
@@ -17,7 +21,9 @@ import platform
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from types import ModuleType
 from typing import Any
 
 UNPROTECTED = "unprotected"
@@ -56,6 +62,19 @@ CLONE, CLONE3, OPEN, OPENAT, PRLIMIT, FCNTL, IOCTL = (
 )
 """Numbers of the system calls that are refused, or allowed for some arguments only."""
 # fmt: on
+USE_A_DESCRIPTOR = (
+    "read",
+    "write",
+    "close",
+    "lseek",
+    "mmap",
+    "pread64",
+    "readv",
+    "dup",
+    "dup2",
+    "dup3",
+)  # fmt: skip
+"""System calls that read, write, move in or copy the file of a descriptor."""
 CLONE_THREAD = 0x10000
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: others lock files that everybody
@@ -98,37 +117,113 @@ class FolderRule(ctypes.Structure):
 
 def main() -> None:
     """Read a job, run it, and write the verdict: the job's token and what its kind of job says."""
-    job = json.load(sys.stdin)
-    verdict = os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
+    given, verdict, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
+    write, end, part = os.write, os._exit, parts_of(given)  # before the answer can replace them
+    job = json.loads(part())
     try:
-        confine(job["cpu_seconds"], job["memory_mib"])
+        libc = confine(job["cpu_seconds"], job["memory_mib"])
+        run = None if "cell" in job else in_a_thread(libc, (given, verdict))
+        install(libc, rules_for(platform.machine()))
     except (OSError, KeyError, AttributeError):
-        os.write(verdict, UNPROTECTED.encode())
-        os._exit(1)
-    said = run_cell(job) if "cell" in job else str(run(job))
-    os.write(verdict, f"{job['token']} {said}".encode(errors="replace"))
-    os._exit(0)
+        write(verdict, UNPROTECTED.encode())
+        end(1)
+    sys.modules["__main__"] = ModuleType("__main__")
+    said = str(passed(job, part, run)) if run else run_cell(job)
+    write(verdict, f"{part()} {said}".encode(errors="replace"))
+    end(0)
 
 
-def run(job: dict[str, Any]) -> int:
-    """Run the answer's code, then the job's tests; return the number of tests that pass."""
-    names: dict[str, Any] = {"__name__": "answer"}
-    passed = 0
-    try:
-        exec(compile(job["code"], "answer.py", "exec"), names)
-    except BaseException:
-        return 0
-    for test in job["tests"]:
+def parts_of(descriptor: int) -> Callable[[], str]:
+    """Return a function that reads the next part of a job: a text after its length in bytes.
+
+    It uses nothing that an answer's code could have replaced in the meantime.
+    """
+    read, number, length = os.read, int, len
+
+    def part() -> str:
+        size = number(read(descriptor, 8), 16)
+        text = b""
+        while length(text) < size:
+            text += read(descriptor, size - length(text))
+        return text.decode()
+
+    return part
+
+
+def in_a_thread(libc: ctypes.CDLL, hidden: tuple[int, ...]) -> Callable[[Any, dict], bool]:
+    """Return a function that runs compiled code in one other thread; it returns False if it raised.
+
+    hidden: descriptors that the thread cannot read, write or copy. Raises OSError if the system
+    does not allow that.
+    """
+    machine = platform.machine()
+    filters = [rules_to_hide(hidden, machine), rules_for(machine)]
+    job: list[Any] = [None, None]
+    is_right: list[bool] = [False]
+    error: list[OSError] = []
+    begin, end = _thread.allocate_lock(), _thread.allocate_lock()
+    execute, raised = exec, BaseException
+    await_begin, say_end = begin.acquire, end.release  # need no memory, which may be used up
+
+    def serve() -> None:
         try:
-            exec(compile(test, "test.py", "exec"), names)
-            passed += 1
-        except BaseException:
-            if not job["partial"]:
-                break
-    return passed
+            for rules in filters:
+                install(libc, rules)
+        except OSError as refused:
+            error.append(refused)
+        say_end()
+        while True:
+            await_begin()
+            try:
+                execute(job[0], job[1])
+                is_right[0] = True
+            except raised:
+                is_right[0] = False
+            say_end()
+
+    begin.acquire()
+    end.acquire()
+    _thread.start_new_thread(serve, ())
+    say_begin, await_end = begin.release, end.acquire
+    await_end()
+    if error:
+        raise error[0]
+
+    def run(code: Any, names: dict[str, Any]) -> bool:
+        job[:] = code, names
+        say_begin()
+        await_end()
+        return is_right[0]
+
+    return run
+
+
+def passed(
+    job: dict[str, Any], part: Callable[[], str], run: Callable[[Any, dict[str, Any]], bool]
+) -> int:
+    """Run the answer's code, then the job's tests; return the number of tests that pass.
+
+    part: reads the next test. run: runs compiled code, see in_a_thread.
+    """
+    names: dict[str, Any] = {"__name__": "answer"}
+    compiled, wrong, tests, partial = compile, BaseException, [None] * job["tests"], job["partial"]
+
+    def is_right(text: str, file: str) -> bool:
+        try:
+            return run(compiled(text, file, "exec"), names)
+        except wrong:
+            return False
+
+    goes_on, count = is_right(job.pop("code"), "answer.py"), 0
+    for _ in tests:
+        test = part()
+        if goes_on:
+            right = is_right(test, "test.py")
+            count += right
+            goes_on = right or partial
+    return count
 
 
 def run_cell(job: dict[str, Any]) -> str:
@@ -157,11 +252,12 @@ def run_cell(job: dict[str, Any]) -> str:
     return f"{raised} {text if len(text) <= MOST_PRINTED else text[:MOST_PRINTED] + ' …'}"
 
 
-def confine(cpu_seconds: int, memory_mib: int) -> None:
-    """Drop all rights that the answer's code must not have. Raises OSError if the system cannot."""
+def confine(cpu_seconds: int, memory_mib: int) -> ctypes.CDLL:
+    """Drop all rights that the answer's code must not have, but for system calls.
+
+    Returns the C library. Raises OSError if the system cannot.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    machine = platform.machine()
-    filter_rules = rules_for(machine)
     parent = os.getppid()
     libc.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     libc.prctl(DUMPABLE, 0, 0, 0, 0)
@@ -175,7 +271,12 @@ def confine(cpu_seconds: int, memory_mib: int) -> None:
     check(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     read_only(libc, [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", os.getcwd()])
     drop_capabilities(libc)
-    program = (Instruction * len(filter_rules))(*filter_rules)
+    return libc
+
+
+def install(libc: ctypes.CDLL, rules: list[Instruction]) -> None:
+    """Filter all further system calls of this thread. Raises OSError."""
+    program = (Instruction * len(rules))(*rules)
     check(libc.prctl(SET_FILTER, 2, ctypes.byref(Filter(len(program), program)), 0, 0))
 
 
@@ -214,17 +315,32 @@ def check(result: int) -> None:
         raise OSError(ctypes.get_errno(), "the system refused to confine the process")
 
 
+def rules_to_hide(descriptors: tuple[int, ...], machine: str) -> list[Instruction]:
+    """Return a filter of the system calls that use one of these descriptors."""
+    column = MACHINES.index(machine)
+    refuse, allow = Instruction(RETURN, 0, 0, ERROR | REFUSED), Instruction(RETURN, 0, 0, ALLOW)
+    rules = rules_of_machine(machine)
+    for name in USE_A_DESCRIPTOR:
+        of_descriptors = [*each(descriptors, refuse), allow]
+        rules += when(SYSCALLS[name][column], 4 if name == "mmap" else 0, of_descriptors)
+    return [*rules, *when(FCNTL[column], 0, [*each(descriptors, refuse), allow]), allow]
+
+
+def rules_of_machine(machine: str) -> list[Instruction]:
+    """Return the begin of a filter: it ends other machines' calls, and loads a call's number."""
+    return [
+        Instruction(LOAD, 0, 0, 4),
+        Instruction(EQUALS, 1, 0, AUDIT[machine]),
+        Instruction(RETURN, 0, 0, KILL),
+        Instruction(LOAD, 0, 0, 0),
+    ]
+
+
 def rules_for(machine: str) -> list[Instruction]:
     """Return the system call filter. Raises KeyError for an unknown machine type."""
-    audit, column = AUDIT[machine], MACHINES.index(machine)
+    rules, column = rules_of_machine(machine), MACHINES.index(machine)
     refuse = Instruction(RETURN, 0, 0, ERROR | REFUSED)
     allow = Instruction(RETURN, 0, 0, ALLOW)
-    rules = [
-        Instruction(LOAD, 0, 0, 4),  # the architecture of the call
-        Instruction(EQUALS, 1, 0, audit),
-        Instruction(RETURN, 0, 0, KILL),
-        Instruction(LOAD, 0, 0, 0),  # the number of the call
-    ]
     numbers = (pair[column] for pair in SYSCALLS.values())
     rules += each(tuple(number for number in numbers if number is not None), allow)
     no_clone3 = Instruction(RETURN, 0, 0, ERROR | NO_SUCH_CALL)

@@ -20,6 +20,7 @@ from fsdp_trainer.checkpoint.other_tools.optimizer_states import (
 )
 from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
+from fsdp_trainer.checkpoint.unread_tensors import Unread, unread_beside
 from fsdp_trainer.config.context_methods import ContextChoice, context_method
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
@@ -140,9 +141,11 @@ def build(
     model = build_model(setup, method.head_temperature)
     attention, context = attention_of(setup, order, method.architectures)
     reading = source_context(setup, attention, context, model)
+    unread = unread_of_run(setup, model, start) if world.main else None
     if world.main:  # only rank 0 prints them, and describing the data reads all samples
-        unread = make_source(order, progress, reading)
-        lines = describe(setup, model.whole, unread, progress, attention, context, method.about())
+        rows_ahead = make_source(order, progress, reading)
+        parts = unread, model.whole, rows_ahead, progress, attention, context
+        lines = describe(setup, *parts, method.about())
         observer.introduce([*lines, *filter(None, [why_uncompiled]), *start.notes])
 
     # weights and optimizer states
@@ -166,14 +169,22 @@ def build(
     data = method.source(own_rows, reading, model, base, dtypes)
     validation = StoredRows.validation(rows.validation, reading) if rows.validation else None
     forward_backward = build_step(setup, method, model, data.source_names, loss_scale)
-    guard = Guard(cfg.train, setup.model_device, progress.recent, progress.spikes_in_a_row)
-    kept = dtypes, base, digests, outer
+    guard = Guard(cfg.train, setup.model_device, progress)
+    kept = dtypes, base, digests, unread, outer
     state = TrainState(model, optimizer, loss_scale, guard, data, validation, *kept)
     loop = LoopBuilder(setup, state, progress, start.newest, store, forward_backward)
     return loop.trainer(method.watch()), start
 
 
 # --- the model and its step
+
+
+def unread_of_run(setup: RunSetup, model: Decoder, start: Start) -> Unread | None:
+    """Return the tensors that only the folder of the first weights has; None if there are none."""
+    named = setup.model_setup.source.folder
+    if start.checkpoint and not (named and "model.init_from" in start.changes):
+        return unread_beside(model.whole, start.checkpoint)
+    return unread_beside(model.whole, named)
 
 
 def build_model(setup: RunSetup, temperature: float) -> Decoder:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.checkpoint.other_tools.optimizer_states import OtherStates
+from fsdp_trainer.checkpoint.unread_tensors import Unread
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.context_methods import ContextChoice
 from fsdp_trainer.config.depth import depth_in_words
@@ -33,6 +34,7 @@ from fsdp_trainer.training.progress import Progress
 
 def describe(
     setup: RunSetup,
+    unread: Unread | None,
     model: Decoder,
     data: DataSource,
     progress: Progress,
@@ -42,7 +44,7 @@ def describe(
 ) -> list[str]:
     """Return lines on the run, model, ranks, data, attention, head, step and number of steps.
 
-    about_method: further lines on the data, see Method.about.
+    unread: see TrainState. about_method: further lines on the data, see Method.about.
     """
     cfg, inputs, world, dims = setup.cfg, setup.inputs, setup.world, setup.dims
     config, trained = setup.config, setup.model_setup.trained_numbers
@@ -58,7 +60,7 @@ def describe(
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
         *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
-        *further_blocks(config),
+        *unread_tensors(unread, config.vocab_size),
         *by_transformers(config, cfg.data.packing),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
@@ -115,13 +117,17 @@ def stages(layout: Layout, model: Decoder) -> list[str]:
     ]
 
 
-def further_blocks(config: ModelConfig) -> list[str]:
-    """Return the line on blocks for multi-token prediction in the model's folder, if it has any."""
-    key = config.family_spec.further_blocks
-    count = config.source.get(key)
-    if not key or not count:
-        return []
-    return [f"model  {key}={count}: blocks for further tokens are not trained, no export has them"]
+def unread_tensors(unread: Unread | None, vocabulary: int) -> list[str]:
+    """Return the lines on tensors of the model's folder that are not trained, if it has any."""
+    lines = []
+    if unread and unread.count:
+        exports = "exports of all weights have them"
+        if not unread.fits(vocabulary):
+            exports = f"no export has them, made for {unread.vocabulary:,} tokens"
+        lines.append(f"       not read and not trained: {unread}; {exports}")
+    if unread and unread.images:
+        lines.append(f"       {unread.images:,} tensors for images are not read, and not exported")
+    return lines
 
 
 def by_transformers(config: ModelConfig, packing: str) -> list[str]:

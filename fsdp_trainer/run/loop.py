@@ -68,6 +68,9 @@ class LoopBuilder:
         stop_check = StopCheck(setup.signals, checkpoints, step_log, save_seconds)
         log = self.logging(step_log, timetable, watch)
         garbage = GarbageCollection(cfg.train.gc_every)
+        skip_limit = SkipLimit(
+            state.guard, cfg.train.max_skipped, checkpoints, state.model, setup.inputs.init_from
+        )
         common = self.forward_backward, timetable, stop_check, log
         return Trainer(
             cfg=cfg,
@@ -89,7 +92,7 @@ class LoopBuilder:
             after_step=[
                 log,
                 *state_disk_notes(setup, state),
-                SkipLimit(state.guard, cfg.train.max_skipped, checkpoints),
+                skip_limit,
                 garbage,
                 checkpoints.copies,
                 checkpoints,
@@ -98,6 +101,7 @@ class LoopBuilder:
             garbage=garbage,
             checkpoints=checkpoints,
             stop_check=stop_check,
+            skip_limit=skip_limit,
             signals=setup.signals,
             observer=setup.observer,
             profiler=self.profiler(clock),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from fsdp_trainer.base.recorded import as_written, recorded
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress, require_whole
 from fsdp_trainer.config.check import as_text
@@ -124,12 +125,12 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
     then = {
         # a key added after the checkpoint was written had its default value
         **DEFAULTS,
-        **flatten(checkpoint_configuration(checkpoint)),
+        **flatten(as_written(checkpoint_configuration(checkpoint))),
         "data.fingerprint": stored["data"],
         "world_size": read_manifest(checkpoint)["world_size"],
     }
     now = {
-        **flatten(asdict(cfg)),
+        **flatten(recorded(cfg)),
         "data.fingerprint": order.fingerprint,
         "world_size": dist.get_world_size(),
     }
@@ -138,6 +139,9 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         for key, value in now.items()
         if then.get(key) != value and key not in NOT_COMPARED
     }
+    # records of earlier versions have the environment's values
+    real = flatten(asdict(cfg))
+    changes = {key: pair for key, pair in changes.items() if pair[0] != real.get(key, pair[1])}
     allowed = set(cfg.checkpoint.allow_changes)
     if "data.path" in allowed:
         allowed.add("data.fingerprint")

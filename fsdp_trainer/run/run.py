@@ -17,6 +17,7 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.base.process import STOPPED, pid_namespace
+from fsdp_trainer.base.recorded import recorded
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
 from fsdp_trainer.checkpoint.frozen_weights import read_base
@@ -356,6 +357,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     """Open the records at the run's current step, train, and export at the end. Collective."""
     run, say = trainer.checkpoints.store.run, trainer.observer.say
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
+        trainer.skip_limit.require_learnt(trainer.progress)
         say(already_finished(trainer))
         if trainer.groups.leads or run_on_rank_0("look for groups", partial(is_alone, trainer)):
             if trainer.observer.records:
@@ -368,6 +370,8 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     observer.call("start")
     with summarize_compiler_errors(), comparing_ranks(trainer, world):
         reason, code = fit_with_rewinds(trainer)
+    if code == 0:
+        trainer.skip_limit.require_learnt(trainer.progress)
     observer.call("end", reason, code)
     if code == 0:
         report_end(trainer, reason)
@@ -432,7 +436,7 @@ def open_records(trainer: Trainer) -> dict[str, Any]:
     last = observer.records.last_line()
     observer.take_up(step)
     store.clear_up(step)
-    resolved, file = asdict(cfg), store.run / "config.yaml"
+    resolved, file = recorded(cfg), store.run / "config.yaml"
     try:
         file.write_text(dump_yaml(resolved))
     except OSError as error:  # not fatal, since each checkpoint has its own config.yaml
@@ -496,6 +500,9 @@ def report_end(trainer: Trainer, reason: str) -> None:
         )
     if reason == "early_stop":
         say(f"stopped early: {progress.stale} validations in a row without a lower loss")
+    if skipped := trainer.guard.skipped:
+        steps = progress.step - progress.first_step
+        say(f"skipped {skipped:,} of {steps:,} steps, which changed no weight: see events.jsonl")
     if trainer.observer.last_loss is not None:
         say(f"loss   {trainer.observer.last_loss:.4f} in the last step")
     for line in describe_validation(progress, trainer.cfg.checkpoint.best, trainer.checkpoints):
@@ -554,7 +561,10 @@ def export_on_main(trainer: Trainer, world: World) -> None:
 
 
 def export_once(
-    trainer: Trainer, out: Path, checkpoint: Path, write: Callable[[Path, Path, str | None], None]
+    trainer: Trainer,
+    out: Path,
+    checkpoint: Path,
+    write: Callable[[Path, Path, str | None], list[str] | None],
 ) -> None:
     """Write an export and record it, unless it exists already. Raises RunFailed."""
     dtype = trainer.cfg.checkpoint.export_dtype
@@ -562,8 +572,10 @@ def export_once(
         return
     began = time.monotonic()
     try:
-        write(checkpoint, out, dtype)
+        notes = write(checkpoint, out, dtype)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}") from None
+    for note in notes or []:
+        trainer.observer.say(note)
     seconds = round(time.monotonic() - began, 3)
     trainer.observer.event("export", step=step_of(checkpoint), path=str(out), seconds=seconds)

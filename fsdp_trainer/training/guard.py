@@ -3,7 +3,7 @@
 Each step is judged on the device; the host reviews the verdicts when it reads the metrics.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.training.batches import StepPlan
+from fsdp_trainer.training.progress import Progress
 
 MAD_TO_SIGMA = 1.4826
 """The standard deviation of a normal distribution, divided by its median absolute deviation."""
@@ -44,33 +45,36 @@ class Guard:
     Huber 1981, §5.1). The window contains neither spikes nor values that are not finite.
     """
 
-    def __init__(
-        self,
-        cfg: Train,
-        device: torch.device,
-        recent: Sequence[Sequence[float]] = ((), ()),
-        spikes_in_a_row: int = 0,
-    ):
-        """device: device of the gradients. recent, spikes_in_a_row: values returned by `state`."""
+    def __init__(self, cfg: Train, device: torch.device, progress: Progress):
+        """device: device of the gradients. progress: point that the run begins or goes on at."""
         self.cfg, self.device = cfg, device
         self.min_share, self.min_spread = (
             torch.tensor(floor, dtype=torch.float64).to(device) for floor in MIN_SPREAD
         )
-        self.load(recent, spikes_in_a_row)
+        self.load(progress)
 
-    def load(self, recent: Sequence[Sequence[float]], spikes_in_a_row: int) -> None:
-        """Restore values returned by `state`; a window that is now smaller keeps the newest."""
+    def load(self, progress: Progress) -> None:
+        """Restore what `state` has returned; a window that is now smaller keeps the newest."""
         width = self.cfg.spike_window
-        rows = [[torch.nan] * (width - len(row[-width:])) + list(row[-width:]) for row in recent]
+        rows = [
+            [torch.nan] * (width - len(row[-width:])) + list(row[-width:])
+            for row in progress.recent
+        ]
         self.recent = torch.tensor(rows, dtype=torch.float64).to(self.device)
         """The window, [2, window], newest last; NaN: not filled yet."""
-        self.spikes_in_a_row = torch.tensor(spikes_in_a_row).to(self.device)
+        self.spikes_in_a_row = torch.tensor(progress.spikes_in_a_row).to(self.device)
+        self.skipped = progress.skipped
+        """Number of steps, up to the last review, that changed no weight."""
         self.skipped_in_a_row = 0
         """Number of steps in a row, up to the last review, that were skipped as not finite."""
 
-    def state(self) -> tuple[list[list[float]], int]:
-        """Return the window and the number of spikes in a row. Waits for the device."""
-        return [row[~row.isnan()].tolist() for row in self.recent.cpu()], int(self.spikes_in_a_row)
+    def state(self) -> dict[str, Any]:
+        """Return the fields of Progress that the guard continues from. Waits for the device."""
+        return {
+            "recent": [row[~row.isnan()].tolist() for row in self.recent.cpu()],
+            "spikes_in_a_row": int(self.spikes_in_a_row),
+            "skipped": self.skipped,
+        }
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> StepVerdict:
@@ -114,7 +118,9 @@ class Guard:
         Collective.
         """
         first_spike: StepPlan | None = None
+        skips_spikes = self.cfg.on_spike in ("skip", "rewind")
         for report, loss in zip(reports, losses, strict=True):
+            self.skipped += report.not_finite or (report.spike and skips_spikes)
             if report.not_finite:
                 self.skipped_in_a_row += 1
                 # if every rank's own loss was finite and only the sum was not, no rank is suspect

@@ -36,7 +36,7 @@ class Progress:
     the best one before it.
     lower_loss: the last validation loss that counted as lower for train.early_stop; stale: number
     of validations since then.
-    recent, spikes_in_a_row: state of the guard, see Guard.state.
+    recent, spikes_in_a_row, skipped: state of the guard, see Guard.state.
     skipped_row_ranges: ranges [first, stop) of rows that rewinds skip.
     segments: the mixtures that rows came from, in order, see Mixture.state.
     rewinds: number of rewinds so far. taken_back: number of steps that they took back.
@@ -58,6 +58,7 @@ class Progress:
     stale: int = 0
     recent: list[list[float]] = field(default_factory=lambda: [[], []])
     spikes_in_a_row: int = 0
+    skipped: int = 0
     skipped_row_ranges: list[list[int]] = field(default_factory=list)
     segments: list[dict[str, Any]] = field(default_factory=list)
     rewinds: int = 0

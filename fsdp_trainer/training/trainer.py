@@ -17,7 +17,7 @@ from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.after_step.saving import CheckpointManager
-from fsdp_trainer.training.after_step.step_logging import StepLogging
+from fsdp_trainer.training.after_step.step_logging import SkipLimit, StepLogging
 from fsdp_trainer.training.after_step.stoppable import StoppableWork
 from fsdp_trainer.training.after_step.timetable import AfterStep, Timetable
 from fsdp_trainer.training.compilations import CompilationLog
@@ -50,6 +50,7 @@ class Trainer(StepRunner):
     garbage: GarbageCollection
     checkpoints: CheckpointManager
     stop_check: StopCheck
+    skip_limit: SkipLimit
     signals: StopSignals
     observer: Observer
     profiler: Profiler
@@ -166,7 +167,7 @@ class Trainer(StepRunner):
     def continue_from(self, progress: Progress) -> None:
         """Continue from the checkpoint with this progress, whose tensors are restored already."""
         self.progress = progress
-        self.guard.load(progress.recent, progress.spikes_in_a_row)
+        self.guard.load(progress)
         self.checkpoints.go_back_to(progress)
 
     # --- end of training

@@ -22,10 +22,12 @@ from zoo import make_folder
 
 from fsdp_trainer.apps.chat.engine import AnswerText, ChatJob, Engine, first_stop, settled_text
 from fsdp_trainer.apps.chat.requests import BadRequest, ChatDefaults, read_request
+from fsdp_trainer.apps.chat.verb import chat
 from fsdp_trainer.cli import main
-from fsdp_trainer.config.verbs import GenerateConfig
+from fsdp_trainer.config.verbs import ChatConfig, GenerateConfig
 from fsdp_trainer.data.records.messages import read_turns
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.continuations import Continuation, never
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -90,6 +92,16 @@ def test_other_machines_need_a_token(tmp_path, capsys):
     message = capsys.readouterr().err
     assert "token=SECRET" in message
     assert message.count("fsdp-trainer:") == 1
+
+
+def test_the_token_may_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_TRAINER_CHAT_TOKEN", "s3cret")
+    monkeypatch.setattr("fsdp_trainer.apps.chat.verb.serve", lambda cfg, _: cfg.token)
+    cfg = ChatConfig(source=str(tmp_path), host="0.0.0.0", port=0)
+    assert chat(cfg) == "s3cret"
+    monkeypatch.delenv("FSDP_TRAINER_CHAT_TOKEN")
+    with pytest.raises(UserError, match="they need a token"):
+        chat(ChatConfig(source=str(tmp_path), host="0.0.0.0", port=0))
 
 
 class ChatServer:

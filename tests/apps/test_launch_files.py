@@ -360,3 +360,11 @@ def test_the_dockerfile_copies_what_the_wheel_is_made_of():
     build = re.search(r"only-include = \[(.*)\]", (REPO / "pyproject.toml").read_text())[1]
     others = {"recipes", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"}
     assert sources == {*re.findall(r'"(\w+)"', build), *others}
+
+
+def test_a_signature_is_written_into_no_file(write):
+    usual = ["data=pretrain", "tokenizer.path=demo:bytes", "model=tiny"]
+    write("docker", *usual, 'data.path="https://host/a.txt?sig=SECRET"', code=2)
+    assert "${oc.env:NAME}" in write.said.err
+    assert "SECRET" not in write.said.err
+    assert "${oc.env:MINE,a}" in write("docker", *usual, "data.path=${oc.env:MINE,a}")

@@ -1,6 +1,7 @@
 """`report` tells what the files of a run say, of any run, and shows it on a page that needs nothing
 else."""
 
+import errno
 import json
 import re
 import time
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from browser import PageParts, browser_page, check_nothing_acts, settle
 
-from fsdp_trainer.apps.report import read
+from fsdp_trainer.apps.report import page, read
 from fsdp_trainer.apps.report.goodput import goodput
 from fsdp_trainer.apps.report.page import ROWS, write
 from fsdp_trainer.apps.report.read import read_run
@@ -302,6 +303,39 @@ def test_an_empty_run_says_so_and_a_folder_without_runs_is_refused(tmp_path, cap
     }.items():
         assert main(["report", *words.split()]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_records_that_hold_no_usable_numbers_are_counted_or_shown_as_they_are(tmp_path):
+    lines = [*steps(1, 2, 1000.0), *steps(3, 3, 1010.0, loss=float("inf"))]
+    events = [
+        event("start", 990.0, step=0),
+        event("checkpoint", 1001.0, step=2, seconds="long"),
+        event("checkpoint", float("inf"), step=2),
+        end(1011.0, "finished", phases={"staging": {"a": {}}}),
+    ]
+    samples = [{"step": 1, "prompt": "p", "text": "t", "reward": "high"}]
+    folder = write_run(tmp_path / "run", lines, events, samples)
+    data, html = report(folder, out=tmp_path / "page.html")
+    assert "3 lines of events.jsonl are no events" in html
+    assert "<td>inf" in html or ">inf" in html
+    assert [e["kind"] for e in data["runs"][0]["events"]] == ["start"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_older_page(tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "run", steps(1, 2, 1000.0))
+    report(folder, out=tmp_path / "page.html")
+    before = (tmp_path / "page.html").read_bytes()
+
+    def fill_disk(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(page.os, "replace", fill_disk)
+    assert main(["report", f"source={folder}", f"out={tmp_path}/page.html"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "page.html").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import zlib
@@ -11,12 +12,26 @@ from unittest.mock import patch
 
 import inject
 import pytest
-from stored import assert_undisturbed, checkpoint, go_on, newest
-from world import flip_bit, verify
+import torch
+from foreign import Evil
+from stored import assert_byte_equal, assert_undisturbed, checkpoint, go_on, newest
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from world import command, flip_bit, verify
 
-from fsdp_trainer.checkpoint.atomic_files import commit, read_manifest, replaced
+from fsdp_trainer.base.torch_private import storage_info
+from fsdp_trainer.checkpoint.atomic_files import (
+    commit,
+    describe,
+    files_below,
+    manifest_text,
+    read_manifest,
+    replaced,
+)
+from fsdp_trainer.checkpoint.description import read_description
 from fsdp_trainer.checkpoint.digest import weights_digest
+from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.shards import host_memory
+from fsdp_trainer.errors import RunFailed, UserError
 
 NAME = "plain on two"
 """A run of two ranks with checkpoints of steps 2 and 4."""
@@ -40,7 +55,7 @@ def test_the_manifest_says_what_wrote_it_and_lists_every_file(ledger):
     assert manifest["data"] == json.loads((folder / "trainer.json").read_text())["data"]
     assert manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"}
     assert manifest["configuration"] in manifest["files"]
-    assert manifest["files"].keys() >= {"config.yaml", "trainer.json", "hf/config.json"}
+    assert manifest["files"].keys() >= {"config.yaml", "tensors.json", "hf/config.json"}
     assert manifest["files"] == {
         str(path.relative_to(folder)): {
             "bytes": path.stat().st_size,
@@ -78,6 +93,65 @@ def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_go
     assert run.event("resume")[0]["step"] == 4
     flip_bit(last / "trainer.json")
     assert "trainer.json" in verify(f"source={last}", code=3), "its files have theirs"
+
+
+# --- what describes the tensors -----------------------------------------------------------------
+
+
+def signed_again(folder):
+    """Write the manifest anew for the files as they are, as anyone can."""
+    manifest = read_manifest(folder)
+    names = [name for name in files_below(folder) if name != "MANIFEST.json"]
+    manifest["files"] = describe(folder, names)
+    (folder / "MANIFEST.json").write_text(manifest_text(manifest))
+    return folder
+
+
+def weights_of(folder):
+    return dict(load_model(folder).named_weights())
+
+
+def test_a_checkpoint_of_an_earlier_version_which_torch_alone_describes_is_read(ledger, tmp_path):
+    whole = newest(ledger.run(NAME))
+    earlier = newest(ledger.copy(NAME, tmp_path / "run"))
+    (earlier / "tensors.json").unlink()
+    assert "all checksums correct" in verify(f"source={signed_again(earlier)}")
+    assert read_description(earlier) == read_description(whole)
+    assert weights_digest(earlier) == weights_digest(whole)
+    assert_byte_equal(weights_of(earlier), weights_of(whole))
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_what_torch_would_run_of_a_checkpoint_is_not_run_and_verify_names_it(
+    ledger, tmp_path, capsys, is_earlier
+):
+    folder = newest(ledger.copy(NAME, tmp_path / "run"))
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    if is_earlier:
+        (folder / "tensors.json").unlink()
+    signed_again(folder)
+    assert "it names builtins.print" in command(["verify", f"source={folder}"], None).err
+    if is_earlier:
+        with pytest.raises(UserError, match=r"it names builtins\.print"):
+            load_model(folder)
+    else:
+        assert_byte_equal(weights_of(folder), weights_of(newest(ledger.run(NAME))))
+    assert "code of others" not in capsys.readouterr().out
+
+
+def test_a_weight_that_is_described_as_another_value_is_not_unpickled(ledger, tmp_path, capsys):
+    folder = newest(ledger.copy(NAME, tmp_path / "run"))
+    (folder / "tensors.json").unlink()
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    name = next(name for name in described.state_dict_metadata if name.startswith("weights/"))
+    described.state_dict_metadata[name] = BytesStorageMetadata()
+    torch.save(Evil(), folder / "evil")
+    size = (folder / "evil").stat().st_size
+    described.storage_data[MetadataIndex(name)] = storage_info("evil", 0, size)
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(RunFailed, match=f"Missing key in checkpoint state_dict: {name}"):
+        load_model(signed_again(folder))
+    assert "code of others" not in capsys.readouterr().out
 
 
 # --- damage -------------------------------------------------------------------------------------

@@ -147,6 +147,6 @@ def test_a_checkpoint_and_a_folder_read_the_same_whatever_part_each_rank_holds(
     buffer = torch.empty(12 * 29, dtype=torch.uint8)
     assert torch.equal(codes.read_rows(3, 23, buffer), OTHERS[CODES][3:23])
     tensors = StoredTensors(checkpoint)
-    tensors.entries[CODES].chunks.pop()
+    tensors.entries[CODES].parts.pop()
     with pytest.raises(RunFailed, match=f"of 29 rows of {CODES}"):
         tensors.tensor(CODES)

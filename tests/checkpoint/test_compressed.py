@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from foreign import export, of
+from safetensors.torch import save_file
 from stored import tensors
 from zoo import make_folder
 
@@ -89,3 +90,14 @@ def test_experts_in_8_bits_are_within_half_a_step(tmp_path, family):
         matrix, scale = original[name], stored[f"{name}_scale"]
         error = (stored[name] * scale - matrix).abs()
         assert (error <= matrix.abs().amax(1, keepdim=True) * STEPS["int8"] * 1.01).all(), name
+
+
+def test_blocks_that_no_module_reads_keep_their_numbers(tmp_path):
+    folder = make_folder(tmp_path / "hf", "deepseek_v3", num_hidden_layers=2, **SIZES)
+    name = "model.layers.2.eh_proj.weight"
+    stored = tensors(folder) | {name: torch.randn(64, 128)}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    out = export(folder, tmp_path / "out", "form=compressed", "quantization=int8")
+    assert torch.equal(tensors(out)[name], stored[name])
+    description = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert name.removesuffix(".weight") in description["ignore"]

@@ -13,9 +13,11 @@ from unittest.mock import patch
 
 import inject
 import pytest
+from foreign import export
 from inject import at, at_phases, quick_retries, together
 from stored import assert_undisturbed, checkpoint, end_of
 from world import read_lines
+from zoo import make_folder
 
 from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.observe.console import Console
@@ -143,6 +145,17 @@ def test_an_export_that_finds_no_room_is_done_by_the_next_start(train_there, dis
     assert not (run.folder / "hf").exists()
     assert "already finished" in train_there(*how, ranks=2).out
     assert (run.folder / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("form", ["torchtitan", "meta"])
+def test_an_export_by_torch_that_finds_no_room_says_so_and_leaves_nothing(
+    small_disk, tmp_path, capsys, form
+):
+    source = make_folder(tmp_path / "hf", vocab_size=20_000)
+    disk = small_disk(tmp_path / "disk", 1)
+    export(source, disk / "new" / "out", f"form={form}", code=1)
+    assert "No space left" in capsys.readouterr().err
+    assert [*disk.iterdir()] == []
 
 
 # --- records ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """GGUF files: read back by the packages that own the format, and compared with their source."""
 
 import json
+import struct
 
 import gguf
 import numpy as np
@@ -14,6 +15,9 @@ from zoo import make_folder
 
 from fsdp_trainer.checkpoint.formats.gguf_file import QWEN2_REGEX, REGEXES
 from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.config.other_tools import gguf_header
+from fsdp_trainer.config.other_tools.gguf_description import described_by_gguf
+from fsdp_trainer.errors import UserError
 
 TEXTS = ["Hello there, 12345 world!", "  two  spaces\n\nand lines", "naïve café 東京 ½"]
 SAMPLE = [" ".join(["the cat sat on the mat and it's 123 times there"] * 5), *TEXTS] * 3
@@ -255,3 +259,120 @@ def test_an_adapter_that_llama_cpp_does_not_load_is_refused(world, ledger, tmp_p
         export(source, out, "form=gguf_adapter", f"dtype={dtype}", code=2)
         assert reason in capsys.readouterr().err
         assert not out.exists()
+
+
+# --- files that anyone may have written
+
+U32, F32, TEXT, LIST = 4, 6, 8, 9
+
+
+def as_text(text):
+    content = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+def u32(number):
+    return struct.pack("<I", number)
+
+
+def fact(name, kind, content):
+    """Return a value and its name as a file has them."""
+    return as_text(name) + u32(kind) + content
+
+
+def matrix(name="token_embd.weight", shape=(64, 256), kind=1, place=0):
+    """Return what a file says of a tensor."""
+    sizes = b"".join(struct.pack("<Q", size) for size in shape)
+    return as_text(name) + u32(len(shape)) + sizes + struct.pack("<IQ", kind, place)
+
+
+def gguf_bytes(facts, tensors=(), version=3, counts=None):
+    """Return a file. counts: what it says of the number of tensors and facts."""
+    head = struct.pack("<IQQ", version, *(counts or (len(tensors), len(facts))))
+    content = b"GGUF" + head + b"".join([*facts, *tensors])
+    return content + bytes(-len(content) % 32) + bytes(2**16)
+
+
+def llama(*more, **changes):
+    """Return the facts of a model. changes: kind and content of one."""
+    sizes = {"embedding_length": 64, "feed_forward_length": 128, "block_count": 1,
+             "context_length": 128, "attention.head_count": 4}  # fmt: skip
+    facts = {f"llama.{name}": (U32, u32(size)) for name, size in sizes.items()}
+    facts["llama.attention.layer_norm_rms_epsilon"] = (F32, struct.pack("<f", 1e-5))
+    facts["general.architecture"] = (TEXT, as_text("llama"))
+    return [*(fact(name, *value) for name, value in (facts | changes).items()), *more]
+
+
+HEADS = "llama.attention.head_count"
+EXPERTS = [fact(f"llama.expert_{name}count", U32, u32(2)) for name in ("", "used_")]
+ENDS, NO_MODEL = "ends before", "describes no model"
+BROKEN = {
+    "empty": (b"", "its first bytes are others"),
+    "version": (gguf_bytes([], version=1), "its version is 1"),
+    "another order": (gguf_bytes([], version=3 << 24), "little-endian"),
+    "facts": (gguf_bytes([], counts=(0, 2**60)), "is no GGUF file"),
+    "tensors": (gguf_bytes([], counts=(2**60, 0)), "is no GGUF file"),
+    "list": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", U32, 2**60))]), ENDS),
+    "bytes": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", 0, 2**28))]), ENDS),
+    "texts": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", TEXT, 2**60))]), ENDS),
+    "text": (gguf_bytes([fact("a", TEXT, struct.pack("<Q", 2**63))]), ENDS),
+    "lists": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", LIST, 1) * 3000)]), "unknown kind 9"),
+    "kind": (gguf_bytes([fact("a", 77, b"")]), "unknown kind 77"),
+    "twice": (gguf_bytes([*llama(), *llama()]), "twice"),
+    "not UTF-8": (gguf_bytes(llama(**{"general.architecture": (TEXT, as_text(b"\xff"))})), "utf-8"),
+    "architecture": (
+        gguf_bytes(
+            llama(**{"general.architecture": (LIST, struct.pack("<IQ", U32, 0))}), [matrix()]
+        ),
+        "holds None",
+    ),
+    "alignment": (gguf_bytes(llama(fact("general.alignment", U32, u32(0)))), "general.alignment=0"),
+    "no heads": (gguf_bytes(llama(**{HEADS: (U32, u32(0))}), [matrix()]), NO_MODEL),
+    "heads": (gguf_bytes(llama(**{HEADS: (TEXT, as_text("4"))}), [matrix()]), "is no number"),
+    "base": (
+        gguf_bytes(llama(fact("llama.rope.freq_base", TEXT, as_text("x"))), [matrix()]),
+        "llama.rope.freq_base is no number",
+    ),
+    "vector": (gguf_bytes(llama(), [matrix(shape=(64,))]), "token_embd.weight is no matrix"),
+    "experts": (
+        gguf_bytes(llama(*EXPERTS), [matrix(), matrix("blk.0.ffn_gate_exps.weight", (64,))]),
+        "blk.0.ffn_gate_exps.weight is no matrix",
+    ),
+    "factors": (gguf_bytes(llama(), [matrix(), matrix("rope_freqs.weight", (8,))]), "in F32"),
+    "no factors": (gguf_bytes(llama(), [matrix(), matrix("rope_freqs.weight", (0,), 0)]), "of F32"),
+    "shape": (gguf_bytes(llama(), [matrix(shape=(2**40, 2**40))]), ENDS),
+    "dimensions": (gguf_bytes(llama(), [matrix(shape=(1,) * 9)]), "has 9 dimensions"),
+    "place": (gguf_bytes(llama(), [matrix(place=2**60)]), ENDS),
+    "numbers": (gguf_bytes(llama(), [matrix(kind=99)]), "99 is not a valid"),
+    "blocks": (gguf_bytes(llama(), [matrix(shape=(20, 256), kind=2)]), "in blocks of 32"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_file_that_lies_is_refused_before_its_counts_are_believed(tmp_path, case):
+    content, reason = BROKEN[case]
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(UserError, match="cannot read the model") as raised:
+        described_by_gguf(tmp_path / "model.gguf")
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((64,), 8), ((64, 256), 24)])
+def test_a_tensor_that_the_package_gguf_does_not_decode_is_refused(tmp_path, shape, kind):
+    tensors = [matrix(), matrix("output_norm.weight", shape, kind)]
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(llama(), tensors))
+    with pytest.raises(UserError, match=r"output_norm\.weight with .* which is not read"):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_facts_and_places_are_those_that_the_package_gguf_reads(tmp_path):
+    file = export(make_folder(tmp_path / "in", "qwen3"), tmp_path / "model.gguf", "form=gguf")
+    reader, header = gguf.GGUFReader(file), gguf_header.read_header(file)
+    for name, value in facts(reader).items():
+        own = header.facts.get(name)
+        assert name.startswith("GGUF.") or own == (None if isinstance(value, list) else value)
+    assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        own = header.tensors[tensor.name]
+        assert (own.offset, own.nbytes) == (tensor.data_offset, tensor.n_bytes)
+        assert own.shape == tuple(tensor.shape)

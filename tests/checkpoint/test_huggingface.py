@@ -9,10 +9,12 @@ import inject
 import pytest
 import torch
 from foreign import export, of, why_refused
+from image_models import make_image_folder
+from other_models import make_other_folder
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, newest, tensors
 from world import command, verify
-from zoo import HF, make_folder, store_in_mxfp4
+from zoo import HF, ZOO, make_folder, store_in_mxfp4
 
 from fsdp_trainer import load_model
 from fsdp_trainer.checkpoint.formats import tensor_files
@@ -23,6 +25,7 @@ from fsdp_trainer.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
+FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 BFLOAT16 = {"dtype": torch.bfloat16}
 FORMATS = {
     "fp16 tied sharded": {"dtype": torch.float16, "tie_word_embeddings": True, "shard": "20KB"},
@@ -100,8 +103,7 @@ def test_matrices_in_float8_are_decoded_and_blocks_for_further_tokens_passed_ove
         plain[name] = stored[name] = tensor
         if tensor.ndim == 2 and name.startswith("model.layers") and "mlp.gate." not in name:
             stored[name], stored[f"{name}_scale_inv"], plain[name] = in_blocks(tensor)
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    more = {"quantization_config": quantization, "num_nextn_predict_layers": 1}
+    more = {"quantization_config": FLOAT8, "num_nextn_predict_layers": 1}
     loaded = []
     for held, changes in ((plain, {}), (stored, more)):
         save_weights(folder, held)
@@ -112,6 +114,100 @@ def test_matrices_in_float8_are_decoded_and_blocks_for_further_tokens_passed_ove
     assert "quantization_config" not in exported
     assert exported["num_nextn_predict_layers"] == 0
     assert_byte_equal(*(model.named_weights() for model in loaded))
+
+
+UNREAD = {
+    "deepseek_v3": ("model.layers.2.", "num_nextn_predict_layers"),
+    "glm4_moe": ("model.layers.2.", "num_nextn_predict_layers"),
+    "qwen3_next": ("mtp.", "mtp_num_hidden_layers"),
+}
+"""By model type: how the names of tensors begin that no module reads, and the key that counts the
+blocks with them."""
+
+
+def with_unread(folder, kind):
+    """Write a folder with tensors that no module reads; return the folder."""
+    if kind in ZOO:
+        make_folder(folder, kind, torch.bfloat16, num_hidden_layers=2)
+    else:
+        make_other_folder(folder, kind)
+    prefix, count = UNREAD[kind]
+    more = {
+        f"{prefix}fc.weight": torch.randn(3, 5),
+        f"{prefix}norm.weight": torch.randn(5).bfloat16(),
+        f"{prefix}number": torch.tensor(7),
+    }
+    save_weights(folder, tensors(folder) | more)
+    edit_config(folder, **{count: 1})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_tensors_that_no_module_reads_are_exported_byte_for_byte_or_named(
+    train, tmp_path, capsys, kind
+):
+    prefix, count = UNREAD[kind]
+    folder = with_unread(tmp_path / "in", kind)
+    expected = tensors(folder)
+    if kind in ZOO:  # float8 is decoded in these blocks, too
+        name = f"{prefix}fc.weight"
+        codes, scales, decoded = in_blocks(torch.randn(3, 5).bfloat16())
+        save_weights(folder, expected | {name: codes, f"{name}_scale_inv": scales})
+        edit_config(folder, quantization_config=FLOAT8)
+        expected[name] = decoded
+    words = ["train.steps=0", "checkpoint.export_hf=true"]
+    run = train("first", f"model.init_from={folder}", *words, base=HF)
+    assert f"not trained: 3 tensors such as {prefix}fc.weight" in run.out
+    assert_byte_equal(expected, tensors(run.folder / "hf"))
+    assert config_of(run.folder / "hf")[count] == 1
+    # checkpoints name the folder, also those of a run that begins with one of them
+    if kind in ZOO:
+        run = train("second", f"model.init_from={run.folder}", *words, base=HF)
+        assert_byte_equal(expected, tensors(run.folder / "hf"))
+    half = tensors(export(run.folder, tmp_path / "half", "dtype=float16"))
+    assert half.keys() == expected.keys()
+    formats = [half[prefix + name].dtype for name in ("fc.weight", "norm.weight", "number")]
+    assert formats == [torch.float16, torch.float16, torch.int64]
+    folder.rename(tmp_path / "away")
+    capsys.readouterr()
+    out = export(run.folder, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert f"not in the export: 3 tensors such as {prefix}fc.weight" in said
+    assert f"config.json of the export says {count}=0" in said
+    assert config_of(out)[count] == 0
+    assert len(tensors(out)) == len(half) - 3
+
+
+def test_blocks_after_the_last_one_are_passed_over_if_config_json_counts_them(tmp_path):
+    folder = with_unread(tmp_path / "in", "glm4_moe")
+    assert load_model(folder).config.num_hidden_layers == 2
+    edit_config(folder, num_nextn_predict_layers=0)
+    assert "model.layers.2.number  " in why_refused(folder)
+
+
+def test_tensors_for_another_vocabulary_are_left_out(train, tmp_path):
+    folder = with_unread(tmp_path / "in", "deepseek_v3")
+    rows = {"model.layers.2.embed_tokens.weight": torch.zeros(264, 3)}
+    save_weights(folder, tensors(folder) | rows)
+    added = ",".join(f"new{i}" for i in range(9))
+    words = [f"tokenizer.add_tokens=[{added}]", "train.steps=0", "checkpoint.export_hf=true"]
+    run = train("run", f"model.init_from={folder}", *words, base=HF)
+    assert "no export has them, made for 264 tokens" in run.out
+    assert "made for a vocabulary of 264 tokens; the model has" in run.out
+    assert config_of(run.folder / "hf")["num_nextn_predict_layers"] == 0
+    assert not any(name.startswith("model.layers.2.") for name in tensors(run.folder / "hf"))
+
+
+def test_the_parts_for_images_of_a_language_model_trained_alone_are_named(
+    imported, tmp_path, capsys
+):
+    folder = make_image_folder(tmp_path / "in", "gemma3")
+    count = sum("vision" in name or "projector" in name for name in tensors(folder))
+    run = imported(folder)
+    assert f"{count} tensors for images are not read" in run.out
+    folder.rename(tmp_path / "away")
+    export(run.folder, tmp_path / "out")
+    assert f"not in the export: {count} tensors for images" in capsys.readouterr().out
 
 
 def test_mxfp4_is_read_as_transformers_decodes_it_and_exported_in_bfloat16(imported, tmp_path):
@@ -321,8 +417,44 @@ def test_folders_without_readable_weights_are_refused(tmp_path, broken, named):
     assert named in why_refused(folder)
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_what_wrappers_put_before_all_names_is_no_part_of_them(tmp_path, wrapper):
+    folder = make_folder(tmp_path / "in")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file({wrapper + name: tensor for name, tensor in weights.items()}, file, {"format": "pt"})
+    assert_byte_equal(dict(load_model(folder).named_weights()), weights)
+    one = {(wrapper if i else "") + name: weights[name] for i, name in enumerate(weights)}
+    save_file(one, file, {"format": "pt"})
+    assert wrapper in why_refused(folder)
+
+
+def test_one_file_counts_before_an_index_that_does_not_name_it_as_in_transformers(tmp_path):
+    folder = make_folder(tmp_path / "in")
+    weights = load_file(folder / "model.safetensors")
+    negated = {name: -tensor for name, tensor in weights.items()}
+    save_file(negated, folder / "other.safetensors", {"format": "pt"})
+    index = {"weight_map": dict.fromkeys(weights, "other.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    read = dict(load_model(folder).named_weights())
+    assert_byte_equal(read, weights)
+    assert_byte_equal({name: of(folder).state_dict()[name] for name in read}, weights)
+
+
 @pytest.mark.parametrize(
-    "name", ['"../a"', '"/etc/passwd"', '"a\\u0000"', '"."', "5", "null", "[]", "[" * 10**5]
+    "name",
+    [
+        '"../a"',
+        '"\\ud800"',
+        f'"{"x" * 300}"',
+        '"/etc/passwd"',
+        '"a\\u0000"',
+        '"."',
+        "5",
+        "null",
+        "[]",
+        "[" * 10**5,
+    ],
 )
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
     content = f'{{"weight_map": {{"a": {name}}}}}'

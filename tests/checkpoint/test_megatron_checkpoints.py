@@ -14,7 +14,7 @@ from foreign import make_other, of, require_equal, require_equal_on_ranks
 from safetensors.torch import load_file
 
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -110,5 +110,5 @@ def test_a_file_of_the_checkpoint_that_is_gone_is_named(tmp_path):
     shutil.copytree(WRITTEN / "stacked", folder)
     lost = next((folder / "iter_0000010").glob("__1_*.distcp"))
     lost.unlink()
-    with pytest.raises(RunFailed, match=lost.name):
+    with pytest.raises(UserError, match=lost.name):
         load_model(folder)

@@ -1,8 +1,11 @@
 """Weights of other tools are read where they lie, and are those of the same Hugging Face folder."""
 
+import io
 import json
 import pickle
+import tracemalloc
 from enum import Enum
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import inject
 import numpy as np
@@ -20,9 +23,17 @@ from foreign import (
 )
 from safetensors.torch import load_file
 from stored import assert_byte_equal, stored, tensors
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.fsdp import fully_shard
 from zoo import HF, LLAMA3, make_folder
 
+from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.export_other import _feed_forward
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.other_tools.other_weights import described_by_meta
@@ -221,7 +232,7 @@ class Attribute:
             "w is a view that is not contiguous",
         ),
         (lambda p: (p / ".metadata").write_bytes(pickle.dumps(Evil())), "holds more than that"),
-        (lambda p: (p / ".metadata").write_bytes(pickle.dumps(Attribute())), "it reads numel of"),
+        (lambda p: (p / ".metadata").write_bytes(pickle.dumps(Attribute())), "it reads something"),
         (
             lambda p: torch.save({"model.embed_tokens.weight": torch.ones(9, 9)}, p / "a.pt"),
             "is missing; the model has it with shape",
@@ -233,6 +244,147 @@ def test_what_is_not_weights_alone_is_refused_with_the_reason(tmp_path, capsys, 
     write(other)
     assert reason in why_refused(other)
     assert "code of others" not in capsys.readouterr().out
+
+
+def calling(module, name, *texts):
+    """Return a pickle that calls what a name, with dots or not, is below a module."""
+
+    def as_text(text):
+        return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
+
+    parts = pickle.MARK, *map(as_text, texts), pickle.TUPLE
+    named = as_text(module), as_text(name), pickle.STACK_GLOBAL
+    return b"".join((pickle.PROTO, b"\x04", *named, *parts, pickle.REDUCE, pickle.STOP))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.filesystem", "os.system"),
+        ("torch.distributed.checkpoint.format_utils", "torch_save_to_dcp"),
+        ("torch.distributed.checkpoint.metadata", "os"),
+        ("torch", "serialization.os.system"),
+        ("torch", "load"),
+        ("builtins", "eval"),
+        ("os", "system"),
+    ],
+)
+def test_nothing_that_a_description_names_is_imported_or_run(tmp_path, module, name):
+    _, other = make_other(tmp_path)
+    (other / ".metadata").write_bytes(calling(module, name, f"touch {tmp_path}/ran"))
+    assert f"it names {module}.{name}" in why_refused(other)
+    assert not (tmp_path / "ran").exists()
+
+
+def with_a_key_that_is_hashed_for_ever():
+    """Return a pickle of a dict whose key is a pair of pairs of pairs … of the same pair."""
+    doubled = (pickle.BINGET + bytes([n]) for n in range(60))
+    pairs = b"".join(each + each + pickle.TUPLE2 + pickle.MEMOIZE for each in doubled)
+    start = pickle.PROTO + b"\x04" + pickle.EMPTY_TUPLE + pickle.MEMOIZE
+    key = pickle.BINGET + bytes([60])
+    return start + pairs + pickle.EMPTY_DICT + key + pickle.NONE + pickle.SETITEM + pickle.STOP
+
+
+def doubled_lists():
+    """Return a list that as a text would have 2^60 brackets."""
+    doubled = []
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    return doubled
+
+
+def described_with(size):
+    entry = TensorStorageMetadata(TensorProperties(), size, [])
+    return pickle.dumps(Metadata({"w": entry}, storage_data={}))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        pickle.PROTO + b"\x04" + pickle.NONE + pickle.LONG_BINPUT + b"\0\0\0\2" + pickle.STOP,
+        pickle.PROTO + b"\x04" + pickle.BINBYTES8 + b"\0\0\0\x20" + bytes(4) + pickle.STOP,
+        pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + b"\0\0\0\x20" + bytes(4) + pickle.STOP,
+        with_a_key_that_is_hashed_for_ever(),
+        described_with(doubled_lists()),
+        described_with([2**70]),
+        described_with([-1]),
+        described_with(list(range(100_000))),
+        b"",
+    ],
+    ids=lambda content: content[:9].hex(),
+)
+def test_a_small_description_takes_neither_memory_nor_time(tmp_path, description):
+    _, other = make_other(tmp_path)
+    (other / ".metadata").write_bytes(description)
+    tracemalloc.start()
+    try:
+        assert "is no description of a checkpoint" in why_refused(other)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+
+
+NAME = "output.weight"
+
+
+def placed_in(file, tensor, **options):
+    """Return a change of a checkpoint: the description names a file with a tensor for NAME."""
+
+    def change(checkpoint, described):
+        written = io.BytesIO()
+        torch.save(tensor(described.state_dict_metadata[NAME].size), written)
+        written.seek(0)
+        with ZipFile(written) as source, ZipFile(checkpoint / file, "w", **options) as target:
+            for member in source.infolist():
+                target.writestr(member.filename, source.read(member))
+        (index,) = (index for index in described.storage_data if index.fqn == NAME)
+        length = (checkpoint / file).stat().st_size
+        described.storage_data[index] = storage_info(file, 0, length)
+
+    return change
+
+
+def without_order(size):
+    """Return numbers that take more room compressed."""
+    return torch.randint(-(2**31), 2**31, size, dtype=torch.int32).view(torch.float32)
+
+
+def with_rows_twice(_checkpoint, described):
+    """The second part begins before the first one ends, and no part has the last row."""
+    entry = described.state_dict_metadata[NAME]
+    (first,) = entry.chunks
+    rows, columns = entry.size
+    second = ChunkStorageMetadata(torch.Size([rows - 1, 0]), first.sizes)
+    entry.chunks.append(second)
+    entry.size = torch.Size([2 * rows, columns])
+    (place,) = (p for index, p in described.storage_data.items() if index.fqn == NAME)
+    described.storage_data[MetadataIndex(NAME, second.offsets)] = place
+
+
+def with_too_few_rows(_checkpoint, described):
+    entry = described.state_dict_metadata[NAME]
+    entry.size = torch.Size([entry.size[0] + 1, entry.size[1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (placed_in("a", without_order, compression=ZIP_DEFLATED), "compressed numbers"),
+        (placed_in("a", lambda size: torch.ones(size).half()), "fewer"),
+        (placed_in("a", lambda size: torch.ones(size).int()), "another tensor"),
+        (placed_in("a", lambda size: torch.ones(size[::-1]).T), "not contiguous"),
+        (placed_in("../a", torch.ones), "is no file of the checkpoint"),
+        (with_rows_twice, "some of them twice"),
+        (with_too_few_rows, "264 of 265 rows"),
+    ],
+)
+def test_numbers_that_are_not_those_of_the_description_are_refused(tmp_path, change, reason):
+    folder, other = make_other(tmp_path, tie_word_embeddings=False)
+    dcp.save(as_meta(of(folder)), checkpoint_id=other)
+    described = pickle.loads((other / ".metadata").read_bytes())
+    change(other, described)
+    (other / ".metadata").write_bytes(pickle.dumps(described))
+    assert reason in why_refused(other)
 
 
 def test_a_file_that_was_copied_in_part_is_refused(tmp_path):

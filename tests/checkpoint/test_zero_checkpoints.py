@@ -9,11 +9,15 @@ import inject
 import pytest
 import torch
 from folders import REPO
-from foreign import Evil, require_equal_on_ranks, why_refused
+from foreign import Evil, make_other, require_equal_on_ranks, why_refused
 from safetensors.torch import load_file
 from stored import assert_byte_equal
 
 from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.checkpoint.other_tools.optimizer_states import read_states
+from fsdp_trainer.config.other_tools.other_weights import zero_folder
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 WRITTEN = REPO / "tests" / "checkpoint" / "zero_checkpoints"
 
@@ -61,5 +65,99 @@ def test_other_objects_than_deepspeeds_own_are_refused_and_none_is_made(checkpoi
     folder, _ = checkpoint(1)
     file = folder / "global_step2" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": {}, "more": Evil()}, file)
-    assert "cannot be read" in why_refused(folder)
+    assert "holds more than tensors (print)" in why_refused(folder)
     assert "code of others" not in capsys.readouterr().out
+
+
+MODEL, STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return `written(**changes)`: a checkpoint of one rank in stage 2, and its weights.
+
+    part, moment: functions of the flat tensors. about, state: what the two files hold besides.
+    """
+
+    def write(part=None, moment=None, about=(), state=()):
+        folder, other = make_other(tmp_path)
+        weights = load_file(folder / "model.safetensors")
+        flat = torch.cat([weight.flatten() for weight in weights.values()])
+        states = {"step": torch.tensor(3.0), "exp_avg": flat, "exp_avg_sq": flat}
+        if moment:
+            states["exp_avg"] = moment(flat)
+        optimizer = {
+            "single_partition_of_fp32_groups": [part(flat) if part else flat],
+            "base_optimizer_state": {"state": {0: states}, "param_groups": []},
+            **dict(state),
+        }
+        shapes = [{name: weight.shape for name, weight in weights.items()}]
+        torch.save({"param_shapes": shapes, "dp_world_size": 1, **dict(about)}, other / MODEL)
+        torch.save({"optimizer_state_dict": optimizer}, other / STATES)
+        return other, weights
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_are_read_in_the_number_format_that_they_are_in(written, dtype):
+    folder, weights = written(lambda flat: flat.to(dtype))
+    read = dict(load_model(folder).named_weights())
+    assert_byte_equal(read, {name: weight.to(dtype).float() for name, weight in weights.items()})
+
+
+NOT_FLAT = {
+    "int64": (torch.Tensor.long, "is stored as torch.int64"),
+    "float64": (torch.Tensor.double, "is stored as torch.float64"),
+    "view": (lambda flat: torch.stack([flat, -flat], 1).flatten()[::2], "not contiguous"),
+    "negated": (lambda flat: torch._neg_view(-flat), "is no plain tensor"),
+    "sparse": (torch.Tensor.to_sparse, "is no plain tensor"),
+    "meta": (lambda flat: flat.to("meta"), "is no plain tensor"),
+    "short": (lambda flat: flat[:-40], "and its parts hold"),
+    "long": (lambda flat: torch.cat([flat, flat]), "and its parts hold"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FLAT)
+def test_a_part_that_is_not_whole_and_flat_is_refused(written, case):
+    change, reason = NOT_FLAT[case]
+    folder, _ = written(part=change)
+    assert reason in why_refused(folder)
+
+
+@pytest.mark.parametrize("case", sorted(NOT_FLAT.keys() - {"int64", "float64"}))
+def test_moments_that_are_not_whole_and_flat_are_refused(written, case):
+    change, reason = NOT_FLAT[case]
+    folder, _ = written(moment=change)
+    with pytest.raises(UserError, match=reason):
+        read_states(folder, read_architecture(folder))
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        ({"dp_world_size": 10**9}, "the parts of 1 of 1000000000 ranks: rank 1 is missing"),
+        ({"dp_world_size": -1}, "dp_world_size=-1"),
+        ({"dp_world_size": [1]}, "is no checkpoint of ZeRO"),
+        ({"param_shapes": None}, "is no checkpoint of ZeRO"),
+        ({"param_shapes": [{"a": torch.Size([-1])}]}, "a has -1 numbers"),
+        ({"param_shapes": [{5: torch.Size([2])}]}, "5 is no name"),
+        ({"frozen_param_shapes": {"x": torch.Size([3])}}, "frozen_param_fragments"),
+    ],
+)
+def test_a_description_that_lies_is_refused_before_anything_is_read(written, about, reason):
+    folder, _ = written(about=about)
+    assert reason in why_refused(folder)
+
+
+@pytest.mark.parametrize("state", [{"fp32_flat_groups": None}, {"param_alignment_paddings": [[1]]}])
+def test_a_state_of_another_form_is_refused(written, state):
+    folder, _ = written(state=state)
+    assert "is no checkpoint of ZeRO" in why_refused(folder)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "step/..", "step/../step", "/etc", "x" * 300, "a\0b"])
+def test_latest_names_a_folder_below_its_own(tmp_path, name):
+    (tmp_path / "step").mkdir()
+    (tmp_path / "latest").write_text(name)
+    assert zero_folder(tmp_path) is None

@@ -16,9 +16,21 @@ from hydra.errors import HydraException
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_trainer.base.safe_text import identity, safe
 from fsdp_trainer.cli import VERBS, main
-from fsdp_trainer.config.check import flatten
-from fsdp_trainer.config.composing.compose import CONF, compose, hydra_message, options
+from fsdp_trainer.config.check import as_text, flatten
+from fsdp_trainer.config.composing.compose import (
+    CONF,
+    as_yaml,
+    compose,
+    hydra_message,
+    options,
+)
+from fsdp_trainer.config.composing.handover import (
+    DESCRIPTOR,
+    configuration_file,
+    inherited_configuration,
+)
 from fsdp_trainer.config.composing.overrides import quoted
 from fsdp_trainer.config.document import documented_files, markdown
 from fsdp_trainer.config.durations import parse_duration
@@ -464,3 +476,129 @@ def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(says, o
 
 def test_every_verb_has_a_configuration():
     assert set(VERBS) == set(PRIMARY)
+
+
+# --- what strangers write -----------------------------------------------------------------------
+
+NAMES_CODE = {  # settings that run code, as a file has them and as they are typed
+    "logging.command": ("logging: {command: sh}", "logging.command=sh"),
+    "model.trust_remote_code": ("model: {trust_remote_code: true}", "model.trust_remote_code=true"),
+    "evaluation.code": ("evaluation: {code: [a.py]}", "evaluation.code=[a.py]"),
+    "objective.environment": (
+        "objective: {environment: own.py:Own}", "objective.environment=own.py:Own",
+    ),
+    "objective.environment={name: endpoint, run: own.py:f}": (
+        "objective: {environment: {name: endpoint, run: own.py:f}}",
+        "objective.environment={name: endpoint, run: own.py:f}",
+    ),
+}  # fmt: skip
+
+
+def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").touch()
+    usual = [*DEMO, "objective=grpo", "objective.rewards=[exact]"]
+    for key, (text, typed) in NAMES_CODE.items():
+        (tmp_path / "mine.yaml").write_text(f"{text}\n")
+        with pytest.raises(UserError) as raised:
+            compose("train", ["mine.yaml", *usual])
+        [problem] = raised.value.problems
+        assert problem.what.startswith(key)
+        assert "type it on the command line" in problem.reason
+        compose("train", [typed, *usual])
+    (tmp_path / "mine.yaml").write_text("objective: {environment: {name: endpoint, run: own.py:f}}")
+    with pytest.raises(UserError, match="cannot name code"):  # a part of it is typed
+        compose("train", ["mine.yaml", *usual, "objective.environment={name: endpoint}"])
+    (tmp_path / "mine.yaml").write_text("objective: {environment: calculator}")
+    assert compose("train", ["mine.yaml", *usual]).objective.environment == "calculator"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sweeper: {params: {logging.command: 'a,b'}}",
+        "sweeper: {params: {+objective.environment: 'own.py:Own,calculator'}}",
+        "launcher: {setup: [sh]}",
+        "launcher: {additional_parameters: {wrap: sh}}",
+    ],
+)
+def test_a_file_of_a_sweep_names_no_code(own, refused, text):
+    folder = own(sweep__mine=f"# @package _global_\nhydra: {{{text}}}\n")
+    said = refused("--config-dir", folder, "-m", "+sweep=mine", *DEMO, "optim.lr=1e-3,1e-4")
+    assert "type it on the command line" in said
+
+
+ADDRESS = "https://host/a.jsonl?key=SECRET"
+
+
+def test_records_have_what_was_written_for_the_environments_values(monkeypatch):
+    monkeypatch.setenv("MINE", "SECRET")
+    monkeypatch.setenv("ROWS", "48")
+    words = ["launch.env={K: '${oc.env:MINE}'}", "run.name=a-${oc.env:MINE}"]
+    words += ["data.path=[{path: '${oc.env:MINE}', weight: 1}, {path: b, weight: 1}]"]
+    words += ["batch.rows=${oc.env:ROWS}", f'data.validation="{ADDRESS}"']
+    cfg = compose("train", [*words, "tokenizer.path=demo:bytes"], inputs=False)
+    with configuration_file(cfg) as file:
+        monkeypatch.setenv(DESCRIPTOR, str(os.dup(file.fileno())))
+        handed = inherited_configuration(TrainConfig)
+    for one in (cfg, handed):
+        assert (one.run.name, one.launch.env, one.batch.rows) == ("a-SECRET", {"K": "SECRET"}, 48)
+        assert one.data.path[0]["path"] == "SECRET"
+        assert one.data.validation == ADDRESS
+        written = yaml.safe_load(as_yaml(one))
+        assert written["launch"]["env"] == {"K": "${oc.env:MINE}"}
+        assert written["run"]["name"] == "a-${oc.env:MINE}"
+        assert written["batch"]["rows"] == 48
+        assert "SECRET" not in as_yaml(one) + as_text(one.data.path)
+
+
+def test_an_address_with_a_password_is_refused_with_another_way(refused):
+    for key, value, way in [
+        ("data.path", '"http://me:SECRET@host/a.txt"', "~/.netrc"),
+        ("data.path", '[{path: "ftp://me:SECRET@host/a", weight: 1}]', "oc.env"),
+        ("launch.env", '{HTTP_PROXY: "http://me:SECRET@host:1"}', "${oc.env:NAME}"),
+        ("logging.project", '"https://SECRET@host/a"', "${oc.env:NAME}"),
+    ]:
+        said = refused(f"{key}={value}", *(word for word in DEMO if not word.startswith(key)))
+        assert key in said
+        assert "has a password" in said
+        assert way in said
+        assert "SECRET" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see https://me:a@b@host/x?sig=1234&y now", "see https://…@host/x?… now"),
+        ("s3://bucket/a?.jsonl what?", "s3://bucket/a?.jsonl what?"),
+        ("az://c/x?sv=2024&sig=abcd", "az://c/x?…"),
+        ("abfs://box@host/x sftp://me@host/y", "abfs://box@host/x sftp://me@host/y"),
+        ("http://host/a?dl=1", "http://host/a?dl=1"),
+        ("a\x1b[31m\u009b\u202e\ud800\tb\n", "a\\u001b[31m\\u009b\\u202e\\ud800\tb\n"),
+    ],
+)
+def test_what_is_shown_has_no_secrets_and_no_control_characters(text, shown):
+    assert safe(text) == shown
+    assert Problem(text, text) == Problem(shown, shown)
+
+
+def test_signatures_are_no_part_of_an_addresss_identity():
+    for query in ("?X-Amz-Date=1&X-Amz-Signature=2", "?sv=1&se=2&sig=3", "?Expires=1&Signature=2"):
+        assert identity(f"https://host/a{query}") == "https://host/a"
+        assert identity(f"https://host/a?id=7&{query[1:]}") == "https://host/a?id=7"
+    assert identity("https://host/a?se=1") == "https://host/a?se=1"
+
+
+def test_a_name_that_is_too_long_is_one_message(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "n" * 300
+    for words in (
+        [*DEMO, f"run.name={name}"],
+        [*DEMO, f"run.root={name}", "train.steps=1"],
+        [f"data.path={name}.txt", DEMO[1]],
+        ["report", name],
+        ["export", str(tmp_path), f"out={name}"],
+        ["launch-files", "kind=docker", *DEMO, f"out={name}"],
+    ):
+        assert "too long" in refused(*words)
+    assert not [*tmp_path.iterdir()]

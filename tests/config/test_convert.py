@@ -1,6 +1,7 @@
 """Other trainers' configuration files become recipes, and every setting in them is answered."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from fsdp_trainer.apps.convert.converter import convert, recipe_text
 from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
 
 AXOLOTL = """
 base_model: NousResearch/Llama-2-7b-hf
@@ -319,15 +322,85 @@ def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
         (None, "there is no such file or folder"),
         ("a: [", "cannot be read"),
         ("[1, 2]", "holds no settings"),
+        ("é".encode("latin1"), "can't decode byte"),
         ("colour: red", "has none of the settings by which a trainer's file is known"),
     ],
 )
 def test_what_is_no_file_of_a_trainers_is_refused(tmp_path, capsys, content, reason):
     file = tmp_path / "a.yml"
     if content is not None:
-        file.write_text(content)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["convert", f"source={file}"]) == 2
     assert reason in capsys.readouterr().err
+
+
+BOMB = "a: &a [x]\n" + "".join(
+    f"{name}: &{name} [{','.join(['*' + before] * 10)}]\n" for before, name in pairwise("abcdefgh")
+)
+TOO_MUCH = {
+    "repeats": (BOMB, "aliases that repeat more than 10,000 values"),
+    "itself": ("run: &a {name: *a}", "one that contains itself"),
+    "deep": ("run: " + "[" * 200 + "]" * 200, "more than 100 lists and mappings within each other"),
+    "chain": ("a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in range(120)),
+              "more than 100 lists and mappings within each other"),
+    "control": ("run: {name: '\x07'}", "control characters are not allowed"),
+    "typed": ("run: {name: !!timestamp x}", "a value cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_yaml_that_is_too_much_is_refused_wherever_it_is_read(name, tmp_path, monkeypatch, capsys):
+    """YAML is read as another trainer's file, as a recipe, in a folder of recipes, and as a task."""
+    content, reason = TOO_MUCH[name]
+    monkeypatch.chdir(tmp_path)
+    Path("own/model").mkdir(parents=True)
+    for file in ("a.yaml", "own/model/mine.yaml"):
+        Path(file).write_text(f"{content}\n")
+    for words in (["convert", "a.yaml"], ["config", "a.yaml"],
+                  ["config", "--config-dir", "own", "model=mine"]):  # fmt: skip
+        assert main(words) == 2
+        assert reason in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match="a task cannot be run") as raised:
+        EnvironmentTask.read("a.yaml")
+    assert reason in str(raised.value)
+
+
+def test_values_that_are_named_once_and_used_often_are_read(tmp_path):
+    file = tmp_path / "a.yml"
+    file.write_text("optimizer: &o adamw\nbase_model: a/b\nsequence_len: 64\nother: [*o, *o]\n")
+    assert read_foreign_file(file).settings["other"] == ["adamw", "adamw"]
+
+
+HOSTILE = [
+    "x\nrun:\n  name: A", "\u2028run: {name: A}", "\x85run: {name: A}", "\r", "\x1b]0;A\x07",
+    "\u202e", "# A", "' A", '" A', "a: A", "- A", "---", "...", "%YAML 1.1", "&a", "*a", "!!set",
+    "null", "1e-5", " A ", "\ufeff", "🙂", "|", "{A: 1}", "A" * 300, "",
+]  # fmt: skip
+
+
+def test_no_name_and_no_value_adds_a_key_or_becomes_another(tmp_path, capsys):
+    texts = {f"{i}{text}": text for i, text in enumerate(HOSTILE)}
+    nested = {"datasets": [{"path": text, "type": text} for text in HOSTILE if text], "seed": 7}
+    settings = {"base_model": HOSTILE[0], "sequence_len": 64, **texts, **nested}
+    file = tmp_path / "a\nrun:\n  name: A.json"
+    file.write_text(json.dumps(settings))
+    assert main(["convert", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert all(line.isprintable() for line in text.split("\n"))
+    sets = sets_of(text)
+    assert sets.pop("data.path") == [each["path"] for each in nested["datasets"]]
+    assert sets == {
+        "model.init_from": HOSTILE[0], "batch.seq_len": 64, "run.seed": 7, "data.format": "auto",
+    }  # fmt: skip
+
+
+def test_a_value_that_stands_for_another_is_not_kept(tmp_path, capsys):
+    file = tmp_path / "a.yml"
+    file.write_text("base_model: a/b\nsequence_len: 64\noutput_dir: ${oc.env:HOME}\n")
+    assert main(["convert", f"source={file}"]) == 0
+    text = capsys.readouterr().out
+    assert "run.root" not in sets_of(text)
+    assert "${…}" in line_after(text, "output_dir")
 
 
 @pytest.mark.slow

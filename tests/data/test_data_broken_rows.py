@@ -4,6 +4,7 @@ import datetime
 import decimal
 import functools
 import gzip
+import io
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import tracemalloc
 from pathlib import Path
 
 import inject
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,6 +296,112 @@ def test_a_line_without_an_end_is_told_before_it_fills_the_memory(jsonl, enter):
     ):
         errors = [row.error for row in read_records(str(file))]
         assert [error and reason in error for error in errors] == message
+
+
+def zstd(content):
+    pyarrow = pytest.importorskip("pyarrow")
+    packed = io.BytesIO()
+    with pyarrow.output_stream(packed, compression="zstd") as file:
+        file.write(content)
+        file.flush()
+        return packed.getvalue()
+
+
+def parquet(column, **how):
+    pyarrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = io.BytesIO()
+    tables.write_table(pyarrow.table({"text": column}), file, **how)
+    return file.getvalue()
+
+
+def arrow(column):
+    pyarrow = pytest.importorskip("pyarrow")
+    file = io.BytesIO()
+    batch = pyarrow.record_batch([column], names=["input_ids"])
+    with pyarrow.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    return file.getvalue()
+
+
+def arrow_of_edges(*edges):
+    """Return an Arrow file with lists of ten numbers between these edges, whatever they say."""
+    pa = pytest.importorskip("pyarrow")
+    places = pa.py_buffer(np.array(edges, "<i4").tobytes())
+    lists = pa.Array.from_buffers(
+        pa.list_(pa.int32()), len(edges) - 1, [None, places],
+        children=[pa.array(range(10), pa.int32())],
+    )  # fmt: skip
+    return arrow(lists)
+
+
+def arrow_of_nothing():
+    """Return an Arrow file with a list of 2³¹ values without a byte."""
+    pa = pytest.importorskip("pyarrow")
+    nothing = pa.Array.from_buffers(pa.null(), 2**31 - 2, [None])
+    return arrow(pa.ListArray.from_arrays(pa.array([0, 2**31 - 2], pa.int32()), nothing))
+
+
+def arrow_of_references():
+    """Return an Arrow file with a text of 64 KiB once, and 4,000 rows that are this text."""
+    pa = pytest.importorskip("pyarrow")
+    rows = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), ["x" * 65536])
+    return arrow(rows)
+
+
+ZEROS, TOO_MUCH = b"\0" * (1 << 22), "at most 200 for each byte are read"
+TOO_LARGE = {
+    **{f"a{suffix}.gz": (lambda: gzip.compress(ZEROS), TOO_MUCH)
+       for suffix in (".jsonl", ".json", ".txt", ".csv", ".bin", ".npy", ".parquet", ".arrow")},
+    "a.jsonl.zst": (lambda: zstd(ZEROS), TOO_MUCH),
+    "a.bin.zst": (lambda: zstd(ZEROS), TOO_MUCH),
+    "references.parquet": (lambda: parquet(["x" * 65536] * 100), TOO_MUCH),
+    "runs.parquet": (lambda: parquet([7] * (1 << 20)), TOO_MUCH),
+    "references.arrow": (arrow_of_references, TOO_MUCH),
+    "nothing.arrow": (arrow_of_nothing, TOO_MUCH),
+    "backwards.arrow": (lambda: arrow_of_edges(0, 5, 3, 9), "non-monotonic"),
+    "outside.arrow": (lambda: arrow_of_edges(0, 5, 100000, 9), "out of bounds"),
+    "deep.jsonl": (lambda: b'{"a": ' + b"[" * 110 + b"]" * 110 + b"}", "more than 100 lists"),
+    "deep.json": (lambda: b'[{"a": ' + b"[" * 110 + b"]" * 110 + b"}]", "more than 100 lists"),
+    "values.jsonl": (lambda: b'{"a": [' + b"[]," * 5000 + b"1]}", "more than 8,388,608 values"),
+    "values.json": (lambda: b'[{"a": [' + b"[]," * 5000 + b"1]}]", "more than 8,388,608 values"),
+    "values.csv": (lambda: b"text\n" + b"," * 5000, "more than 8,388,608 values"),
+    "lines.csv": (lambda: b'text\n"' + b"a\n" * 5000 + b'"', "more than 8,388,608 values"),
+    "lines.txt": (lambda: b"x\n\n" + b"a\n" * 5000, "lines"),
+    "long.txt": (lambda: b"x\n\n" + (b"long line " * 99 + b"\n") * 99, "is longer than"),
+    "long.csv": (lambda: b"text\n" + b"x" * 90000, "is longer than"),
+    "long.parquet": (lambda: parquet(["x" * 90000, "y"]), "is longer than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_would_fill_the_memory_is_one_error_with_the_limit(tmp_path, enter, name):
+    make, reason = TOO_LARGE[name]
+    limits = {"unpacked_freely": 1 << 18, "most_values": 4000, "json_chunk": 3000}
+    limits |= {"longest_row": 80_000} if name.startswith("long") else {}
+    for limit, value in limits.items():
+        enter(inject.setting(limit, value))
+    (tmp_path / name).write_bytes(make())
+    errors = [row.error for row in read_records(str(tmp_path / name)) if row.error]
+    assert len(errors) == 1
+    assert reason in errors[0]
+
+
+def test_a_hundred_lists_within_each_other_and_unequal_rows_are_read(jsonl):
+    """The limits are those of damaged files: what is nearly as large is as good as any."""
+    (row,) = read_records(str(jsonl('{"text": ' + "[" * 99 + "]" * 99 + "}")))
+    assert row.error is None
+    (row,) = read_records(str(jsonl(json.dumps({"text": "[" * 500 + "," * 500}))))
+    assert row.error is None
+
+
+def test_compressed_tokens_are_not_held_in_memory(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 250, 1 << 22).astype("<u2")
+    (tmp_path / "a.bin.gz").write_bytes(gzip.compress(tokens.tobytes(), 1))
+    tracemalloc.start()
+    (row,) = read_records(str(tmp_path / "a.bin.gz"))
+    assert tracemalloc.get_traced_memory()[1] < tokens.nbytes / 2
+    tracemalloc.stop()
+    assert np.array_equal(row.columns["input_ids"].tokens, tokens)
 
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])

@@ -177,6 +177,11 @@ def head_of_png(width, height):
     [
         ("none.png", None, "the image none.png does not exist"),
         ("text.png", b"no picture at all", "the image text.png cannot be decoded"),
+        (
+            "a.eps",
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",
+            "is none of PNG",
+        ),
         ("big.png", head_of_png(10_000, 10_000), "10,000 × 10,000 pixels, and at most 67,108,864"),
         ("bomb.png", head_of_png(20_000, 20_000), "could be decompression bomb"),
         ("half.png", "half", "the image half.png cannot be decoded"),

@@ -251,6 +251,49 @@ def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(
     assert "abc" not in message
 
 
+def test_a_new_signature_is_the_same_data_and_an_expired_one_leaves_the_copy(web, tmp_path):
+    url, files = web
+    (files / "ranged" / "a.jsonl").write_bytes(lines("a"))
+    cache, said = tmp_path / "cache", []
+
+    def source(query, say=said.append):
+        [only] = find_sources(f"{url}/ranged/a.jsonl{query}", "data.path", cache, say)
+        return only.files
+
+    first = source("?X-Amz-Date=1&X-Amz-Signature=oldsecret")
+    assert source("?X-Amz-Date=2&X-Amz-Signature=newsecret") == first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handler, "send_head", lambda self: self.send_error(403))
+        assert source("?X-Amz-Date=3&X-Amz-Signature=expired") == first
+    assert "may not be read (403" in said[-1]
+    recorded = "".join(file.read_text() for file in (cache / "remote" / "found").iterdir())
+    assert not any(word in recorded + "".join(said) for word in ("secret", "expired"))
+
+
+def test_addresses_that_differ_in_the_query_alone_are_two_files(web, tmp_path, monkeypatch):
+    url, files = web
+    for name in ("1", "2"):
+        (files / "plain" / f"{name}.jsonl").write_bytes(lines(name))
+    served = Handler.translate_path
+
+    def chosen(self, path):
+        return served(self, f"/plain/{path[-1]}.jsonl")
+
+    monkeypatch.setattr(Handler, "translate_path", chosen)
+    paths = [f"{url}/get.jsonl?key=secretkey&id={name}" for name in ("1", "2")]
+    sources = find_sources(paths, "data.path", tmp_path)
+    assert sorted(texts(sources)) == ["1", "2"]
+
+
+def test_a_copy_of_a_file_with_a_long_name_has_a_shorter_one(web, tmp_path):
+    url, files = web
+    name = f"{'n' * 245}.jsonl"
+    (files / "plain" / name).write_bytes(lines("a"))
+    sources = find_sources(f"{url}/plain/{name}", "data.path", tmp_path / "cache")
+    assert texts(sources) == ["a"]
+    assert sources[0].name == "n" * 245
+
+
 def test_a_server_that_is_not_there_is_told(tmp_path):
     pytest.importorskip("aiohttp")
     with pytest.raises(UserError, match="cannot be reached"):
@@ -278,6 +321,14 @@ def test_a_url_that_cannot_work_is_told_before_anything_is_loaded(preview, path,
 def test_the_program_streams_from_a_web_server_that_gives_no_parts_of_a_file(web, train):
     url, files = web
     (files / "plain" / "a.jsonl").write_bytes(lines(*(f"text {i}" for i in range(100))))
-    stream = ["data=pretrain", "data.streaming=true", f"data.path={url}/plain/a.jsonl"]
+    path = f'"{url}/plain/a.jsonl?sig=SECRET"'
+    stream = ["data=pretrain", "data.streaming=true", f"data.path={path}"]
     stream += ["batch.seq_len=32", "batch.rows=2"]
-    assert train("run", *stream, "train.steps=2").metrics[-1]["step"] == 2
+    run = train("run", *stream, "train.steps=2")
+    assert run.metrics[-1]["step"] == 2
+    records = [file for file in run.folder.rglob("*") if file.is_file()]
+    names = [file.name for file in records]
+    assert names.count("config.yaml") == 2  # of the run and of its checkpoint
+    assert "events.jsonl" in names
+    assert not [file for file in records if b"SECRET" in file.read_bytes()]
+    assert "SECRET" not in run.out + run.err

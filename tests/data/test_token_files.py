@@ -14,6 +14,7 @@ from folders import REPO
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.data_files import TOKEN_FORMS
+from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
@@ -259,6 +260,104 @@ def test_a_file_that_cannot_be_read_as_tokens_is_named_with_the_reason(
     text = problem(path)
     assert reason in text
     assert path.name in text
+
+
+def npy(header, content=b""):
+    """Return a file of numpy with this header before the content."""
+    text = header.encode().ljust(118) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + content
+
+
+def npy_of(shape, content=b"", dtype="<u2"):
+    return npy(f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}", content)
+
+
+LIES = {
+    # place of uint32 or int64 numbers in a file, and what is written there
+    "litdata_items/chunk-0-1.bin": [(0, "<u4", [2**31]), (8, "<u4", [99999]), (12, "<u4", [20]),
+                                    (20, "<u4", [9999]), (24, "<u4", [3])],
+    "litdata/chunk-0-1.bin": [(8, "<u4", [2**32 - 1]), (4, "<u4", [0])],
+    "mds_any/shard.00000.mds": [(0, "<u4", [2**31]), (8, "<u4", [99999]), (12, "<u4", [20]),
+                                (0, "<u4", [2])],
+    "mds_int32/shard.00000.mds": [(8, "<u4", [99999])],
+    "mds_bytes/shard.00000.mds": [(8, "<u4", [99999])],
+    "megatron/tokens_text_document.idx": [
+        (18, "<u8", [2**60]), (34, "<i4", [-1]), (34, "<i4", [1, 10**9]), (62, "<i8", [-8]),
+        (70, "<i8", [2**62]), (70, "<i8", [2]), (118, "<i8", [1]), (126, "<i8", [5, 2]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_header_that_lies_is_never_read_as_other_tokens(tmp_path, name):
+    for i, (place, dtype, numbers) in enumerate(LIES[name]):
+        shutil.copytree(WRITTEN / name.split("/")[0], tmp_path / str(i))
+        file = tmp_path / str(i) / name.split("/")[1]
+        content = bytearray(file.read_bytes())
+        lie = np.array(numbers, dtype).tobytes()
+        content[place : place + len(lie)] = lie
+        assert content != file.read_bytes()
+        file.write_bytes(content)
+        (row,) = read_records(str(file.with_suffix(".bin") if file.suffix == ".idx" else file))
+        assert row.error
+
+
+INDEXES = {
+    "litdata/chunk-0-1.bin": [
+        (), ("config",), ("config", "data_format"), ("config", "data_format", 0),
+        ("chunks",), ("chunks", 1), ("chunks", 1, "chunk_size"), ("chunks", 1, "filename"),
+    ],
+    "mds_any/shard.00000.mds": [
+        (), ("shards",), ("shards", 0), ("shards", 0, "column_names"), ("shards", 0, "raw_data"),
+        ("shards", 0, "column_sizes", 0), ("shards", 0, "column_encodings", 0),
+        ("shards", 0, "raw_data", "bytes"), ("shards", 0, "raw_data", "basename"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_of_any_other_content_is_one_error(tmp_path, name):
+    """A chunk whose index is not understood is not read as tokens without a header either."""
+    folder = tmp_path / name.split("/")[0]
+    shutil.copytree(WRITTEN / folder.name, folder)
+    whole = (folder / "index.json").read_text()
+    changed = [*cut_index(whole)]
+    for path in INDEXES[name]:
+        for value in (None, [], {}, 18, "x", [[]], [5], 2**70, True):
+            index = replaced(json.loads(whole), path, value)
+            if index != json.loads(whole):
+                changed.append(json.dumps(index))
+    for text in changed:
+        (folder / "index.json").write_text(text)
+        (row,) = read_records(str(tmp_path / name))
+        assert row.error, text[:300]
+
+
+def cut_index(text):
+    return text[: len(text) // 2], "[" * 100_000, "", "NaN"
+
+
+def replaced(value, path, new):
+    """Return a value of JSON with another one at the end of a path of keys."""
+    if not path:
+        return new
+    value[path[0]] = replaced(value[path[0]], path[1:], new)
+    return value
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npy("[" * 9000), npy("-" * 9000 + "1"), npy("{" * 100), npy("__import__('os')"),
+        npy_of((2**32, 2**32)), npy_of((2**40, 0)), npy_of((-1, -5), b"x" * 10),
+        npy_of((5,), b"x" * 10, "<f2"), npy_of((5,), b"x" * 10, ">u2"), npy_of((), b"xx"),
+        npy_of((5, True), b"x" * 10)[:-1], npy_of((1, 1, 5), b"x" * 10), b"\x93NUMPY\x09\x00",
+    ],
+)  # fmt: skip
+def test_a_header_of_numpy_that_lies_is_one_error(tmp_path, content):
+    (tmp_path / "a.npy").write_bytes(content)
+    (row,) = read_records(str(tmp_path / "a.npy"))
+    assert row.error
 
 
 @pytest.mark.parametrize(

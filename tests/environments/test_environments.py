@@ -301,6 +301,21 @@ def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
     assert all(isinstance(call["function"]["arguments"], dict) for call in parsed.calls)
 
 
+LONG = 60_000
+REPEATED = [
+    "so on. ", "\n", "<", "<|channel|>", "<|channel|>a", "<|channel|>a<|message|>", "[TOOL_CALLS]",
+    "<tool_call>", "<function=a>", "<parameter=a>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_the_longest_answers_are_read_in_a_moment(form):
+    """Time that grows with the square of the length would be minutes for each of them."""
+    for begin in ("", "<tool_call><function=a>", "<｜tool▁calls▁begin｜>", "[TOOL_CALLS] {"):
+        for piece in REPEATED:
+            parse_answer(begin + piece * (LONG // len(piece)), FORMATS[form], TOOLS)
+
+
 def test_the_format_is_that_of_the_chat_template():
     marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "<|python_tag|>": "llama3"}
     marks |= {"<|channel|>": "gpt_oss", "<｜tool▁calls▁begin｜>": "deepseek", "": "hermes"}

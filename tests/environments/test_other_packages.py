@@ -1,13 +1,17 @@
 """Environments of other packages: programs that ask the model, and servers that it acts on."""
 
 import json
+import socket
 import sys
 import textwrap
 import threading
+from contextlib import suppress
 
 import pytest
 from websockets.sync.server import serve
+from world import wait_until
 
+from fsdp_trainer.environments import endpoint
 from fsdp_trainer.environments.known_environments import environment_problems, find_environment
 
 ROW = {"messages": [{"role": "user", "content": "2+1?"}], "tools": None, "reference": "3"}
@@ -123,6 +127,45 @@ def test_a_program_that_changes_earlier_turns_or_asks_nothing_fails_its_rollout(
         environment.step([*messages, says("x")])
     with pytest.raises(RuntimeError, match="asked the model nothing: LookupError: no task"):
         program("silent").reset(ROW)
+
+
+def first_line(address, path, length="0", body=b""):
+    """Return the status with which a request is answered that sends only `body` of its content.
+
+    [] if its connection is closed.
+    """
+    host, port = address.split("/")[2].split(":")
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection, suppress(ConnectionError):
+        connection.sendall(head.encode() + body)
+        return connection.makefile("rb").readline().split()[1:2]
+    return []
+
+
+def test_requests_of_strangers_cost_no_memory_and_no_thread(monkeypatch, capsys):
+    monkeypatch.setattr(endpoint, "MOST_CONNECTIONS", 2)
+    server, session = endpoint.Endpoint(), endpoint.Session()
+    address = server.address(session)
+    path = f"/{session.name}/v1/chat/completions"
+    nested = b'{"messages":' + b"[" * 99_000 + b"]" * 99_000 + b"}"
+    for words, status in {
+        ("/unknown/v1/chat/completions", str(10**12)): b"404",
+        ("/",): b"404",
+        (path, str(10**12)): b"413",
+        (path, "-1"): b"411",
+        (path, "two"): b"411",
+        (path, "2", b"{}"): b"400",
+        (path, str(len(nested)), nested): b"400",
+        (path, "18", b'{"messages": [[]]}'): b"400",
+    }.items():
+        assert first_line(address, *words) == [status], words[:2]
+    host, port = address.split("/")[2].split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(2)]
+    wait_until(lambda: first_line(address, "/") == [])
+    for connection in idle:
+        connection.close()
+    wait_until(lambda: first_line(address, "/") == [b"404"])
+    assert capsys.readouterr() == ("", "")
 
 
 def reply(message, secret):

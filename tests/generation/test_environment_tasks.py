@@ -38,11 +38,13 @@ def test_a_task_has_the_same_number_in_training_and_after_it_on_any_ranks(
     evaluate, train, tmp_path, task
 ):
     keys = [*GRPO, "model.initializer_range=0.5", "model.max_position_embeddings=256"]
-    run = train("run", *keys, f"evaluation.tasks=[{task}]", "train.evaluate_every=2", ranks=2)
+    code = f"code=[{tmp_path / 'counts.py'}]"
+    during = [f"evaluation.tasks=[{task}]", f"evaluation.{code}", "train.evaluate_every=2"]
+    run = train("run", *keys, *during, ranks=2)
     during = run.metrics[-1]["tasks"]
     assert run.metrics[1]["tasks"]["letters/reward"] != during["letters/reward"]
     for source in (run.folder, run.folder / "hf"):
-        metrics = evaluate(source, [task])["letters"]
+        metrics = evaluate(source, [task], code)["letters"]
         assert metrics["failed"] == pytest.approx(1 / 6)
         assert 1 <= metrics["turns"] <= 2
         assert metrics["reward"] > 0
@@ -55,7 +57,7 @@ def test_a_task_has_the_same_number_in_training_and_after_it_on_any_ranks(
         f"environment: null\ndata: {tmp_path / 'rows.jsonl'}\nmax_new_tokens: 8\nsamples: 3\n"
         "temperature: 1.0\nrewards: [{name: regex, pattern: '[a-z]'}]\n"
     )
-    words = run.folder, [task, plain], "limit=5"
+    words = run.folder, [task, plain], "limit=5", code
     alone = evaluate(*words)
     assert 0 < alone["plain"]["reward"] < 1
     assert set(alone) == {"letters", "plain"}
@@ -73,10 +75,13 @@ def test_a_task_has_the_same_number_in_training_and_after_it_on_any_ranks(
         ("environment: calculator\ndata: rows.jsonl\nrewards: [exakt]\n", "exact"),
         ("environment: calculator\ndata: {data}\n", "Add  rewards: [exact]"),
         ("environment: calculator\ndata: nowhere.jsonl\nrewards: [exact]\n", "nowhere.jsonl"),
+        ("environment: {code}:Counts\ndata: {data}\n", "a file cannot name code"),
     ],
 )
 def test_a_task_that_cannot_be_run_is_refused_by_name(evaluate, ledger, tmp_path, text, named):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     file = tmp_path / "task.yaml"
-    file.write_text(text.replace("{data}", str(tmp_path / "rows.jsonl")))
+    (tmp_path / "own.py").write_text(COUNTS)
+    text = text.replace("{data}", str(tmp_path / "rows.jsonl"))
+    file.write_text(text.replace("{code}", str(tmp_path / "own.py")))
     assert named in evaluate(ledger.run("plain").folder, [file], code=2)

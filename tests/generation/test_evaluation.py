@@ -3,12 +3,14 @@
 import json
 
 import inject
+import jinja2
 import pytest
 import torch
 from other_models import make_other_folder
 from world import read_lines
 from zoo import make_folder
 
+from fsdp_trainer.config.schema import Evaluation
 from fsdp_trainer.errors import UserError
 
 pytest.importorskip("lm_eval")
@@ -211,6 +213,29 @@ def test_a_task_that_lm_eval_does_not_know_is_refused_by_name():
     with pytest.raises(UserError) as refused:
         LoadedTasks(["no_task_of_this_name"], include_defaults=False)
     assert "no such task" in str(refused.value)
+
+
+def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
+    import lm_eval.utils
+
+    from fsdp_trainer.evaluation.harness_tasks import HarnessTasks, confined_templates, read_task
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("import pathlib\npathlib.Path('ran').touch()\nf = len\n")
+    file = tmp_path / "task.yaml"
+    for text, reason in [
+        ("task: a\nprocess_docs: !function own.f\n", f"code=[{tmp_path}/own.py]"),
+        ("group: g\ntask: [{task: a, metric_list: [{metric: ./own.py}]}]\n", "none is fetched"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(UserError) as refused:
+            HarnessTasks(Evaluation(tasks=[str(file)]), [str(file)])
+        assert reason in str(refused.value)
+    file.write_text("task: a\nprocess_docs: !function own.f\n")
+    assert not (tmp_path / "ran").exists()
+    assert read_task(str(file), ["own.py"])["process_docs"] is len
+    with confined_templates(), pytest.raises(jinja2.exceptions.SecurityError):
+        lm_eval.utils.apply_template("{{ cycler.__init__.__globals__ }}", {})
 
 
 def test_tasks_are_checked_before_anything_begins(evaluate, folder, train, tmp_path):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from world import read_lines
 from zoo import make_folder
 
-from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.apps.generate import Speaker, show, show_answers
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation import continuations, decoding, recorded_decoding
@@ -382,3 +382,16 @@ def test_a_resume_cuts_the_samples_of_steps_that_it_does_again(train):
     after = read_lines(run.folder / "samples.jsonl")
     assert [line["step"] for line in after] == [2, 2, 4, 4]
     assert after[:2] == before[:2]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_an_answer_cannot_command_the_terminal(capsys, form):
+    show_answers("a\x1b[31m", ["\x1b]0;title\x07\u009b\u202eb\tc\n"], form)
+    assert show(iter(["\x1b", "[2J", "ü"])) == "\x1b[2Jü"
+    said = capsys.readouterr().out
+    assert r"\u001b]0;title\u0007\u009b\u202eb" in said
+    assert r"\u001b[2Jü" in said
+    assert not set(said) & set("\x1b\x07\u009b\u202e")
+    if form == "json":
+        line = json.loads(said.splitlines()[0])
+        assert line["text"] == "\x1b]0;title\x07\u009b\u202eb\tc\n"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import inject
 import pytest
+from addresses import listening
 from forked import Forked
 from world import SMALL, Run, end, wait_until
 
@@ -19,7 +20,7 @@ from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.launch import start
 from fsdp_trainer.launch.nodes import Node, free_port, where_to_meet
 from fsdp_trainer.launch.start import RankProcesses, starts_ranks
-from fsdp_trainer.launch.world import join
+from fsdp_trainer.launch.world import join, open_store
 
 
 @pytest.fixture
@@ -209,6 +210,14 @@ def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
     assert not starts_ranks(each, several), "one task a node, or one a rank"
     assert not starts_ranks(each, STEP | {"RANK": "0"})
     assert starts_ranks(Launch(nodes=2), {})
+
+
+def test_a_store_of_one_machine_is_out_of_reach_for_others():
+    port, before = free_port(), listening()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = open_store(place, rank=0, size=1, timeout=5)
+    assert listening() - before == {("127.0.0.1", port)}
+    assert store.add("ranks", 1) == 1
 
 
 def test_a_master_port_in_use_is_told():

@@ -265,6 +265,33 @@ RUNAWAYS = {
 }
 
 
+CHEATS = {
+    "exec": "import builtins; builtins.exec = lambda *a: None",
+    "compile": "import builtins; c = compile; builtins.compile = lambda s, *a: c('pass', *a)",
+    "built-in names": "import builtins\nbuiltins.len = builtins.int = lambda *a: 0\n"
+    "builtins.BaseException = int\nbuiltins.str = lambda *a: '2'",
+    "json": "import json; json.loads = lambda *a: 'pass'",
+    "the script": "import __main__; __main__.passed = lambda *a: 2",
+    "names in frames": "import sys\nfor frame in sys._current_frames().values():\n"
+    "  while frame:\n    for value in frame.f_locals.values():\n"
+    "      if isinstance(value, list): value[:] = ['pass'] * len(value)\n"
+    "      if isinstance(value, dict) and 'tests' in value: value['tests'] = 0\n"
+    "    frame = frame.f_back",
+    "the token": "import mmap, os, re\nfor fd in range(64):\n"
+    "  for read in (lambda: os.read(fd, 9999), lambda: os.pread(fd, 9999, 0),\n"
+    "      lambda: mmap.mmap(fd, 0, prot=mmap.PROT_READ)[:],\n"
+    "      lambda: os.read(os.open(f'/proc/self/fd/{fd}', os.O_NONBLOCK), 9999)):\n"
+    "    try: token = re.findall(rb'[0-9a-f]{32}', read())[-1]\n"
+    "    except Exception: continue\n"
+    "    for to in range(64):\n"
+    "      try: os.write(to, token + b' 2')\n"
+    "      except OSError: pass\nos._exit(0)",
+    "the verdict": "import os\nfor fd in range(64):\n  try: os.dup2(os.dup(fd), 63)\n"
+    "  except OSError: pass\n  try: os.write(fd, b'2 2')\n  except OSError: pass",
+}
+"""Answers that would pass all tests without having what the tests ask for."""
+
+
 def scores_of(entry, answers, row):
     return score(make_rewards([entry]), [Attempt("?", answer, row) for answer in answers])[0]
 
@@ -296,6 +323,13 @@ def test_code_that_passes_the_rows_tests_is_rewarded_and_nothing_else():
     as_json = {"checks": json.dumps(row["test_list"]), "test_setup_code": "one = 1"}
     uses_setup = "def add(a, b): return a + b * one"
     assert scores_of(PATIENT | {"field": "checks"}, [uses_setup], as_json) == [1]
+
+
+@pytest.mark.slow
+def test_tests_and_verdict_are_out_of_reach_of_an_answer():
+    row = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
+    scores = scores_of(PATIENT | {"workers": 4}, list(CHEATS.values()), row)
+    assert dict(zip(CHEATS, scores, strict=True)) == dict.fromkeys(CHEATS, 0)
 
 
 @pytest.mark.slow
@@ -354,6 +388,33 @@ def test_a_server_scores_what_it_is_sent(scorer, monkeypatch):
     assert headers["Authorization"] == "Bearer secret"
     first = {"prompt": "?", "answer": "a", "row": {"id": 7}, "reference": None, "tokens": None}
     assert body["attempts"][0] == first | {"finished": True, "messages": [], "tools": None}
+
+
+def test_the_key_of_a_server_does_not_follow_a_redirect_to_another(monkeypatch):
+    received = []
+    monkeypatch.setenv("KEY", "secret")
+    monkeypatch.setattr("json_server.Handler.reply", redirect)
+    first, other = servers = [JsonServer(None) for _ in range(2)]
+    monkeypatch.setattr("json_server.Handler.other", other.url, raising=False)
+    monkeypatch.setattr("json_server.Handler.received", received, raising=False)
+    scores = scores_of({"name": "http", "url": first.url, "token_env": "KEY"}, ["a"], {})
+    for server in servers:
+        server.close()
+    assert scores == [1]
+    assert received == [("/", "Bearer secret"), ("/here", "Bearer secret"), ("/there", None)]
+
+
+def redirect(handler, _body):
+    """Answer with a redirect, first to the same server and then to another one."""
+    handler.received.append((handler.path, handler.headers["Authorization"]))
+    target = {"/": "/here", "/here": f"{handler.other}/there"}.get(handler.path)
+    handler.send_response(302 if target else 200)
+    content = b"" if target else b"[1]"
+    if target:
+        handler.send_header("Location", target)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):

@@ -2,6 +2,8 @@
 name what it does not know."""
 
 import contextlib
+import importlib
+import itertools
 import json
 import math
 import re
@@ -29,8 +31,10 @@ from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAtte
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.families import FULL
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.initialize import BLOCK, draw_numbers, initialize_weights
 from fsdp_trainer.models.resolve import model_problems, resolve_model
+from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.training.objective import CrossEntropy
 
 CPU = torch.device("cpu")
@@ -188,6 +192,56 @@ def test_the_spellings_of_transformers_4_and_5_read_equal(tmp_path):
     assert written["rope_parameters"]["rope_theta"] == written["rope_theta"] == 5e5
 
 
+SCALINGS = [
+    None,
+    {"type": "linear", "factor": 2.0},
+    {"type": "linear", "rope_type": "default", "factor": 2.0},
+    {"type": "default", "rope_type": "linear", "factor": 2.0, "rope_theta": 777.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+]
+PARAMETERS = [
+    {},
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+]
+OUTSIDE = [{}, {"rope_theta": 999.0, "original_max_position_embeddings": 16}]
+ROTARY = {"llama": ("llama", "Llama"), "gemma3_text": ("gemma3", "Gemma3")}
+"""Module and beginning of the name of transformers' class."""
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_rope_scaling_counts_before_rope_parameters_as_in_transformers(tmp_path, family):
+    transformers = pytest.importorskip("transformers")
+    module, name = ROTARY[family]
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    written = resolve_model(Model(family=family), 320).to_hf("float32")
+    for key in ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"):
+        written.pop(key, None)
+
+    def frequencies(raw):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        rope = Rope(ModelConfig.from_hf(tmp_path))
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        theirs = getattr(modeling, f"{name}RotaryEmbedding")(config)
+        prefix = "full_attention_" if module == "gemma3" else ""
+        assert torch.allclose(rope.frequencies, getattr(theirs, f"{prefix}inv_freq")), raw
+        assert rope.attention_factor == getattr(theirs, f"{prefix}attention_scaling")
+        return rope.frequencies
+
+    for scaling, parameters, outside in itertools.product(SCALINGS, PARAMETERS, OUTSIDE):
+        if module == "gemma3":
+            parameters = {FULL: parameters} if parameters else None
+        raw = {**written, **outside, "rope_scaling": scaling, "rope_parameters": parameters}
+        read = frequencies(raw)
+        exported = ModelConfig.from_hf(tmp_path).to_hf("float32")
+        assert torch.equal(frequencies(exported), read)
+
+
+def test_the_older_name_of_a_scaling_is_one_in_a_recipe_too():
+    model = Model(rope_scaling={"type": "linear", "factor": 2.0})
+    assert resolve_model(model, 320).rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
 def meaning(config):
     return replace(config, layer_types=()), config.windows
 
@@ -233,6 +287,8 @@ UNSUPPORTED = """
 {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
 {"hidden_size": null}
 {"num_attention_heads": null}
+{"sliding_window": 0, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+{"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}
 """
 
 
@@ -240,7 +296,7 @@ UNSUPPORTED = """
 def test_what_is_not_supported_is_refused_by_name(tmp_path, text):
     with pytest.raises(UserError) as raised:
         ModelConfig.from_hf(config_json(tmp_path, **json.loads(text)))
-    name, value = re.findall(r"\w+", text)[0], re.findall("mamba|yarn|dynamic", text)
+    name, value = re.findall(r"\w+", text)[0], re.findall("mamba|yarn|dynamic|short_factor", text)
     assert (value or [name])[0] in str(raised.value)
 
 
@@ -314,7 +370,17 @@ def test_no_value_of_an_untrusted_config_json_crashes_the_program_or_keeps_it_bu
                 assert config.parameters() <= 10**15
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}', "[" * 10**5])
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**9}, {"num_attention_heads": -1}])
+def test_a_model_of_an_absurd_size_is_not_built_by_transformers_classes_either(tmp_path, change):
+    pytest.importorskip("transformers")
+    with pytest.raises(UserError, match=r"num_hidden_layers|cannot build"):
+        read_architecture(config_json(tmp_path, **change), "transformers")
+
+
+DEEP = f'{{"model_type": "llama", "x": {"[" * 900}{"]" * 900}}}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}', "[" * 10**5, DEEP])
 def test_a_broken_config_json_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):

@@ -1,6 +1,9 @@
 """Patterns of modules' names in PEFT's configuration mean what they mean there, however many."""
 
+import json
+import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +12,10 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.checkpoint.formats import tensor_files
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
+from fsdp_trainer.config.paths import base_of_adapter
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters import peft_config
-from fsdp_trainer.models.adapters.peft_config import NamePatterns
+from fsdp_trainer.models.adapters.peft_config import NamePatterns, PeftFolder, read_config
 
 WORDS = st.sampled_from(["a", "ab", "b_b", "b.b", "b-b", "7", "17"])
 NAMES = st.lists(WORDS, min_size=1, max_size=4).map(".".join)
@@ -44,6 +49,52 @@ def test_expressions_are_compiled_once_and_names_are_not_searched(monkeypatch):
     assert calls == ["compile"] * 600
     assert patterns.value("another", 8) == 8
     assert calls == ["compile"] * 600 + ["match"] * 600
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_a_search_that_does_not_end_is_given_up(monkeypatch, key):
+    monkeypatch.setattr(peft_config, "SEARCH_SECONDS", 0.05)
+    endless, name = "(.*)*(.*)*x", "model.layers.0.self_attention.q"
+    config = {"target_modules": ["q"], key: {endless: 1} if key == "rank_pattern" else endless}
+    peft = PeftFolder(Path("adapter"), config, {}, {})
+    with pytest.raises(UserError, match="to search model"):
+        _ = peft.targets(name), peft.pattern("rank_pattern", "r", name)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300, "a/" * 300, 5])
+def test_a_base_model_that_no_folder_can_have_is_none(tmp_path, name):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    assert base_of_adapter(tmp_path) == ""
+
+
+ODD = {
+    "lora_alpha": [math.nan, math.inf, 1e300, "8", None, True],
+    "r": [0, -1, 4.0, "4", None],
+    "rank_pattern": [[1], {"q": 0}, {"q": "x"}],
+    "alpha_pattern": [5, {"q": math.nan}],
+    "target_modules": [5, [5], [["q"]]],
+    "modules_to_save": [5, [None]],
+    "layers_to_transform": ["x", [1.5]],
+    "lora_dropout": ["x", [0]],
+}
+
+
+@pytest.mark.parametrize("key", ODD)
+def test_a_value_of_another_type_in_an_adapters_configuration_is_named(tmp_path, key):
+    for value in ODD[key]:
+        config = {"target_modules": ["q_proj"], key: value}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(
+            UserError, match=r"describes an adapter that is not supported"
+        ) as raised:
+            read_config(tmp_path)
+        assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize("text", ["(", "[z-a]", "a{99999999999999}"])
+def test_a_text_that_is_no_expression_is_named(text):
+    with pytest.raises(UserError, match="is no regular expression"):
+        PeftFolder(Path("adapter"), {"target_modules": text}, {}, {}).targets("model.q")
 
 
 def test_rows_of_a_stack_are_read_from_their_own_chunks_alone(monkeypatch, tmp_path):

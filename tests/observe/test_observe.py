@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 from named_runs import CHATS
+from rich.text import Text
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from world import SMALL, Run, command
@@ -40,6 +41,7 @@ from fsdp_trainer.observe.flops import causal_flops, palm_flops, trained_work
 from fsdp_trainer.observe.metric_groups import group_of
 from fsdp_trainer.observe.records import numbers
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
+from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.observe.trackers import Tracker, Trackers
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -424,3 +426,13 @@ def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
 def test_without_tensorboard_its_installation_is_told(train):
     seam = inject.without_package("tensorboard")
     assert "pip install" in train("run", "logging.tensorboard=true", seam=seam, code=2).err
+
+
+def test_data_cannot_command_the_terminal():
+    stream = io.StringIO()
+    Terminal(file=stream, force_terminal=True, width=80).print(Text("a\x1b[2Jb\u009b", "bold"))
+    Console(quiet=False, stream=stream).say("c\x1b]0;d\x07")
+    said = stream.getvalue()
+    assert r"a\u001b[2Jb\u009b" in said
+    assert said.count("\x1b") == 2  # our own: bold, and its end
+    assert r"c\u001b]0;d\u0007" in said

@@ -154,7 +154,18 @@ SETTINGS = {
     "json_chunk": ["fsdp_trainer.data.files.json_values:CHUNK"],
     "longest_row": [
         "fsdp_trainer.data.files.json_values:LONGEST",
+        "fsdp_trainer.data.files.tables:LONGEST",
+        "fsdp_trainer.data.token_files.arrow_tokens:LONGEST",
         "fsdp_trainer.data.files.file_splits:LONGEST",
+    ],
+    "most_values": [
+        "fsdp_trainer.data.files.json_values:MOST_VALUES",
+        "fsdp_trainer.data.files.tables:MOST_VALUES",
+        "fsdp_trainer.data.files.file_splits:MOST_VALUES",
+    ],
+    "unpacked_freely": [
+        "fsdp_trainer.base.unpacked:UNPACKED_FREELY",
+        "fsdp_trainer.data.files.table_sizes:UNPACKED_FREELY",
     ],
     "checkpoint_window_bytes": ["fsdp_trainer.checkpoint.shards:WINDOW_BYTES"],
     "tensor_piece_bytes": ["fsdp_trainer.checkpoint.formats.tensor_files:PIECE_BYTES"],

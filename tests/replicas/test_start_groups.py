@@ -1,6 +1,7 @@
 """launch.groups: one command starts several groups on this machine, and starts lost ones again."""
 
 import sys
+from pathlib import Path
 
 import inject
 import pytest
@@ -8,6 +9,7 @@ from forked import Forked
 from world import SMALL, Run, alive, wait_until
 
 pytestmark = pytest.mark.slow
+SECRET = "only the groups know"
 
 
 @pytest.fixture
@@ -18,7 +20,8 @@ def start(input_words, tmp_path):
     command = [sys.executable, "-m", "fsdp_trainer", "train", *words, "train.steps=5"]
 
     def run(**options):
-        started = Forked(command, tmp_path / "log", **options)
+        env = {"FSDP_TRAINER_REPLICAS_TOKEN": SECRET}
+        started = Forked(command, tmp_path / "log", env, **options)
         wait_until(lambda: len(started.children) == 3, started)
         return started, started.children
 
@@ -30,6 +33,9 @@ def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(sta
     assert started.wait() == 0, started.said
     assert " ended with code -9: started again" in started.said
     run = Run(tmp_path / "run")
+    records = [tmp_path / "log", *filter(Path.is_file, run.folder.rglob("*"))]
+    assert not any(SECRET.encode() in file.read_bytes() for file in records)
+    assert not (run.folder / ".groups-secret").exists()
     assert run.column("step") == [1, 2, 3, 4, 5]
     assert run.event("groups")[0]["groups"] == 2
 

@@ -4,17 +4,21 @@ learnt or saved, and it is told whose they were."""
 import json
 import math
 import random
+from functools import partial
 
 import inject
 import pytest
 import torch
 from inject import SPIKED
-from stored import assert_bitwise_equal, checkpoint, newest, stored
+from safetensors.torch import save_file
+from stored import assert_bitwise_equal, checkpoint, newest, stored, tensors
 from world import SPIKY
+from zoo import HF, make_folder
 
 from fsdp_trainer.config.schema import Train
 from fsdp_trainer.training.batches import row_ranges
 from fsdp_trainer.training.guard import Guard
+from fsdp_trainer.training.progress import Progress
 
 # --- what stands out ----------------------------------------------------------------------------
 
@@ -25,7 +29,7 @@ def number(value):
 
 def judged(losses, norms=None, **options):
     """Steps (from 0) that are spikes, and the guard behind them."""
-    guard = Guard(Train(**{"spike_window": 16, **options}), torch.device("cpu"))
+    guard = Guard(Train(**{"spike_window": 16, **options}), torch.device("cpu"), Progress())
     norms = norms or [1.0] * len(losses)
     verdicts = [
         bool(guard.judge(number(loss), number(norm)).spike)
@@ -56,7 +60,7 @@ def test_a_loss_or_a_gradient_norm_far_above_those_before_is_a_spike_and_usual_t
 def test_the_window_never_holds_what_is_not_finite_nor_a_spike(bad):
     losses = falling(40)
     verdicts, guard = judged([*losses, bad, 50.0, bad])
-    usual, in_a_row = guard.state()
+    usual, in_a_row = (guard.state()[name] for name in ("recent", "spikes_in_a_row"))
     assert verdicts == [41]
     assert usual[0] == losses[-16:]
     assert all(map(math.isfinite, usual[0] + usual[1]))
@@ -65,13 +69,13 @@ def test_the_window_never_holds_what_is_not_finite_nor_a_spike(bad):
     assert verdict.not_finite
     assert not verdict.spike
     assert verdict.skip
-    assert guard.state()[0][0] == losses[-16:]
+    assert guard.state()["recent"][0] == losses[-16:]
 
 
 def test_a_step_without_a_target_is_no_measure():
     verdicts, guard = judged([*falling(40), 0.0], [1.0] * 40 + [0.0])
     assert verdicts == []
-    assert 0.0 not in guard.state()[0][0]
+    assert 0.0 not in guard.state()["recent"][0]
 
 
 def test_a_new_level_is_told_a_few_times_and_then_taken_for_what_it_is():
@@ -83,8 +87,8 @@ def test_a_new_level_is_told_a_few_times_and_then_taken_for_what_it_is():
 def test_a_guard_goes_on_where_another_stopped_to_the_last_bit():
     losses = [*falling(50), 8.0, 8.1, 2.1]
     whole, half = judged(losses)[1], judged(losses[:51])[1]
-    onward = Guard(half.cfg, torch.device("cpu"))
-    onward.load(*json.loads(json.dumps(half.state())))
+    before = Progress.from_stored(json.loads(json.dumps(half.state())))
+    onward = Guard(half.cfg, torch.device("cpu"), before)
     for loss in losses[51:]:
         onward.judge(number(loss), number(1.0))
     assert onward.state() == whole.state()
@@ -128,6 +132,7 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_and_is_told_with_its_rows(
     ]  # fmt: skip
     bad = [inject.bad_gradient(3), inject.bad_loss(5), inject.infinite_gradient(7)]
     run = train("run", *how, layout, ranks=2, seam=inject.together(*bad))
+    assert "skipped 3 of 8 steps, which changed no weight" in run.out
     states = [stored(checkpoint(run, step)) for step in range(1, 9)]
     for step in (3, 5, 7):
         assert_bitwise_equal(states[step - 2], states[step - 1])
@@ -164,6 +169,24 @@ def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely
     assert run.column("step") == [*range(1, 9)]
     assert run.checkpoints == ["step-00000004"]
     assert all(t.isfinite().all() for t in stored(newest(run)).values())
+
+
+def test_a_broken_number_in_the_base_is_named_with_its_file(train, tmp_path):
+    base = make_folder(tmp_path / "base")
+    weights, name = tensors(base), "model.layers.1.mlp.up_proj.weight"
+    weights[name][-1, -1] = torch.nan
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    run = partial(train, "run", "train.steps=2", f"model.init_from={base}", ranks=2, code=1)
+    for again in (run(base=HF), run(base=HF)):
+        assert f"{name} in {base}/model.safetensors" in again.err
+        assert "optim.lr" not in again.err
+        assert again.events[-1]["exit_code"] == 1
+
+
+def test_a_run_of_which_no_step_changed_a_weight_has_failed(train):
+    run = train("run", "train.steps=2", seam=inject.bad_gradient(1, 2), code=1)
+    assert "none of the 2 steps changed a weight" in run.err
+    assert not (run.folder / "hf").exists()
 
 
 # --- a spike ------------------------------------------------------------------------------------

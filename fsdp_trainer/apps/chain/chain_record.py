@@ -2,10 +2,10 @@
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.recorded import as_written, recorded
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.schema import COMPARED_GROUPS
 
@@ -69,7 +69,7 @@ class ChainRecord:
 def settings_of(cfg: Any) -> dict[str, Any]:
     """Return the settings of a stage's configuration that affect its result."""
     settings: dict[str, Any] = {}
-    for group, values in asdict(cfg).items():
+    for group, values in recorded(cfg).items():
         if isinstance(values, dict) and group in (*COMPARED_GROUPS, "train", "run"):
             settings |= {f"{group}.{name}": value for name, value in values.items()}
         elif not isinstance(values, dict):
@@ -88,6 +88,6 @@ def decides(key: str) -> bool:
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a line for each setting that differs."""
     # `then` was read from JSON, which has no tuples
-    now = json.loads(json.dumps(now))
+    then, now = as_written(then), json.loads(json.dumps(now))
     keys = [key for key in now if key in then and then[key] != now[key]]
     return [f"{key} was {as_text(then[key])}, is {as_text(now[key])}" for key in keys]

@@ -21,6 +21,8 @@ from fsdp_trainer.apps.chain.stages import (
     by_stage,
 )
 from fsdp_trainer.base.process import STOPPED
+from fsdp_trainer.base.recorded import as_written
+from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.config.verbs import ChainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.start import launcher, start_ranks
@@ -136,7 +138,7 @@ def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) 
 
 def evaluation_settings(cfg: ChainConfig) -> dict[str, Any]:
     """Return the settings that affect the result of an evaluation."""
-    return {"tasks": cfg.tasks, "limit": cfg.limit, "questions": cfg.questions}
+    return {"tasks": cfg.tasks, "limit": cfg.limit, "questions": as_written(cfg.questions)}
 
 
 def start_again(planned: Chain, record: ChainRecord) -> None:
@@ -233,4 +235,4 @@ def is_first() -> bool:
 def say(text: str) -> None:
     """Print a text on rank 0 only."""
     if is_first():
-        print(text, file=sys.stdout, flush=True)
+        print(safe(text), file=sys.stdout, flush=True)

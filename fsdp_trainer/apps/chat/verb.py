@@ -1,8 +1,10 @@
 """The verb `chat`: serve a page and OpenAI's API until Ctrl-C."""
 
+import os
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -10,11 +12,14 @@ from fsdp_trainer.apps.chat.requests import LOCAL_ADDRESSES, ChatDefaults
 from fsdp_trainer.config.verbs import ChatConfig
 from fsdp_trainer.errors import Problem, UserError
 
+TOKEN = "FSDP_TRAINER_CHAT_TOKEN"
+"""Environment variable in place of the key `token`, which everybody on the machine can read."""
 GRACE_SECONDS = 10  # longest wait for connections to end after Ctrl-C
 
 
 def chat(cfg: ChatConfig) -> int:
     """Serve a model until Ctrl-C. Returns the exit code."""
+    cfg = replace(cfg, token=cfg.token or os.environ.get(TOKEN))
     check(cfg)
     listening = listen(cfg)
     try:
@@ -29,7 +34,8 @@ def check(cfg: ChatConfig) -> None:
     if cfg.host not in LOCAL_ADDRESSES and not cfg.token:
         reason = (
             "other machines could use the model: they need a token.\n"
-            "Use  token=SECRET , which clients send as their API key, or  host=127.0.0.1"
+            f"Use  token=SECRET  or the environment variable {TOKEN}, which clients send as their"
+            " API key, or  host=127.0.0.1"
         )
         problems.append(Problem(f"host={cfg.host}", reason))
     if cfg.token is not None and (not cfg.token.isascii() or not cfg.token.strip()):
@@ -87,7 +93,7 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
 
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    key = f"?token={cfg.token}" if cfg.token else ""
+    key = "?token=…" if cfg.token else ""
     print(f"{name} answers at  http://{shown}:{port}/{key}  (OpenAI's interface: /v1)", flush=True)
     print("Ctrl-C ends it", flush=True)
     engine.start()

@@ -1,5 +1,7 @@
 """Settings of another trainer to a recipe, with an answer to each of them."""
 
+import math
+import re
 import tempfile
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,10 +24,12 @@ from fsdp_trainer.apps.convert.translation import (
     nothing,
     sets,
 )
+from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.names import known_elsewhere
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
 
 NO_FILE = ForeignFile(Path(), "", {})
@@ -33,6 +37,8 @@ UNKNOWN = "no setting with this meaning is known here; docs/configuration.md lis
 MOST_ROUNDS = 30
 """Attempts to compose the recipe, each without the settings that the last one was refused for."""
 SHOWN = 70
+FILLED_IN = re.compile(r"\$\{")
+"""What begins a part of a text that stands for another value."""
 
 
 @dataclass
@@ -82,17 +88,16 @@ def answer(name: str, value: Any, file: ForeignFile, ranks: int) -> Answer:
         return nothing("not set")
     if value == "auto" and file.tool in ("DeepSpeed", "accelerate"):
         return nothing("the trainer that starts DeepSpeed decides it")
-    if name in BATCH or (name == "batch_size" and file.tool == "torchtune"):
-        return rows(value, file, ranks)
     if name.rpartition(".")[2] in ("gradient_accumulation_steps", "gradient_accumulation"):
         return nothing("in  batch.rows")
-    rule = rule_of(name)
-    if rule:
-        try:
-            return rule(as_number(value), file)
-        except (ValueError, TypeError, KeyError, AttributeError, OSError):
-            return impossible(f"{value!r} is not a value that is understood; set it by hand")
-    return by_name(name, value)
+    try:
+        if name in BATCH or (name == "batch_size" and file.tool == "torchtune"):
+            return rows(value, file, ranks)
+        rule = rule_of(name)
+        return rule(as_number(value), file) if rule else by_name(name, value)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError,
+            RecursionError):  # fmt: skip
+        return impossible(f"{shown(value)} is not a value that is understood; set it by hand")
 
 
 def rule_of(name: str) -> Rule | None:
@@ -115,7 +120,7 @@ def by_name(name: str, value: Any) -> Answer:
         return impossible(said) if known.missing else nothing(said)
     key, _, stated = known.meant.partition("=")
     if stated:
-        return option({key: yaml.safe_load(stated)})(value, NO_FILE)
+        return option({key: load_yaml(stated)})(value, NO_FILE)
     return _kept(key, value)
 
 
@@ -152,6 +157,10 @@ def takes_switch(key: str) -> bool:
 
 def problems_of(result: Conversion) -> list[Problem]:
     """Return what the recipe is refused for, as `train` would refuse it on another machine."""
+    for key, (value, _) in result.values().items():
+        if FILLED_IN.search(as_yaml(value)):
+            reason = "holds  ${…} , in whose place something else would be read"
+            return [Problem(key, reason)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(settings_text(result), encoding="utf-8")
@@ -174,6 +183,20 @@ def _take_back(result: Conversion, problem: Problem) -> bool:
                 result.answers[name] = impossible(said)
                 return True
     return False
+
+
+def settings_of(result: Conversion) -> dict[str, Any]:
+    """Return what a recipe sets, as YAML would read it."""
+    tree: dict[str, Any] = {}
+    for key, (value, _) in result.values().items():
+        section, _, leaf = key.rpartition(".")
+        if key in GROUPS:
+            tree.setdefault("defaults", []).append({f"override /{key}": value})
+        elif section:
+            tree.setdefault(section, {})[leaf] = value
+        else:
+            tree[leaf] = value
+    return tree
 
 
 def settings_text(result: Conversion) -> str:
@@ -202,17 +225,44 @@ def _line(front: str, decided: tuple[Any, list[str]], result: Conversion, told: 
     value, names = decided
     said = []
     for name in names:
-        note = " ".join(result.answers[name].note.split())
-        whole = f"{name}: {shown(result.file.settings[name])}" + (f" ({note})" if note else "")
-        said.append(name if name in told else whole)
+        note = one_line(result.answers[name].note)
+        whole = f"{named(name)}: {shown(result.file.settings[name])}"
+        said.append(named(name) if name in told else whole + (f" ({note})" if note else ""))
     told.update(names)
     return f"{front}{as_yaml(value)}  # {'; '.join(said)}"
 
 
+class _OneLine(yaml.SafeDumper):
+    """Writes texts with line breaks and control characters as JSON does, escaped in quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Return True: what is repeated is written again."""
+        return True
+
+
+def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_OneLine.add_representer(str, _represented)
+
+
 def as_yaml(value: Any) -> str:
     """Return a value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
+    text = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=math.inf,
+                     allow_unicode=True)  # fmt: skip
+    return visible(text.removesuffix("\n").removesuffix("\n...").strip())
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks and control characters."""
+    return visible(" ".join(text.split()))
+
+
+def named(name: str) -> str:
+    """Return the name of a setting: as YAML if it has characters that end a line or are hidden."""
+    return name if name.isprintable() else as_yaml(name)
 
 
 def shown(value: Any) -> str:
@@ -222,9 +272,12 @@ def shown(value: Any) -> str:
 
 
 def recipe_text(result: Conversion) -> str:
-    """Return the recipe, with a line for each setting that sets nothing."""
+    """Return the recipe, with a line for each setting that sets nothing.
+
+    Raises UserError if it would be read as anything else than what it sets.
+    """
     counts = {kind: len(result.of_kind(kind)) for kind in (TRANSLATED, NOTHING, IMPOSSIBLE)}
-    name = result.file.path.name
+    name = named(result.file.path.name)
     lines = [
         "# @package _global_",
         f"# Converted from {result.file.tool}'s {name}: {len(result.answers)} settings,"
@@ -243,10 +296,22 @@ def recipe_text(result: Conversion) -> str:
         for setting, each in answers.items():
             by_note.setdefault(each.note, []).append(setting)
         for note, names in by_note.items():
-            lines += [f"#   {name}: {shown(result.file.settings[name])}" for name in names]
-            lines.append(f"#       {' '.join(note.split())}")
+            lines += [f"#   {named(name)}: {shown(result.file.settings[name])}" for name in names]
+            lines.append(f"#       {one_line(note)}")
         lines += ["#"] if answers else []
     for problem in result.open:
-        reason = " ".join(problem.reason.split())
-        lines.append(f"# To be settled before it trains: {problem.what}  {reason}")
-    return "\n".join(lines).rstrip("#\n ") + "\n"
+        settled = one_line(f"{problem.what}  {problem.reason}")
+        lines.append(f"# To be settled before it trains: {settled}")
+    text = "\n".join(lines).rstrip("#\n ") + "\n"
+    if as_yaml(read_back(text)) != as_yaml(settings_of(result)):
+        problem = Problem(str(result.file.path), "has settings that a recipe cannot hold")
+        raise UserError("nothing is converted", [problem])
+    return text
+
+
+def read_back(text: str) -> Any:
+    """Return what a recipe sets; None if it is not YAML."""
+    try:
+        return load_yaml(text) or {}
+    except yaml.YAMLError:
+        return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from fsdp_trainer.base.json_files import DEEPEST, is_deeper
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
 
@@ -45,8 +46,11 @@ def read_foreign_file(path: Path) -> ForeignFile:
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else load_yaml(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = Problem(str(path), f"cannot be read: {str(error).splitlines()[0]}")
+        if is_deeper(tree, DEEPEST):
+            raise RecursionError
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else f"is nested over {DEEPEST} deep"
+        problem = Problem(str(path), f"cannot be read: {reason}")
         raise UserError("there is nothing to convert", [problem]) from None
     if not isinstance(tree, dict) or not tree:
         problem = Problem(str(path), "holds no settings: a file of `key: value` is needed")

@@ -630,7 +630,7 @@ RULES: dict[str, Rule] = {
     "flash_attn": fixed(ATTENTION),
     "do_train": fixed("the verb  train  trains"),
     "do_eval": fixed("data.validation  decides"),
-    "trust_remote_code": option({"model.trust_remote_code": True}),
+    "trust_remote_code": lacking("a file cannot trust code; type  model.trust_remote_code=true"),
     "skip_prepare_dataset": fixed("data is prepared once, whatever reads it"),
     "tokenizer_use_mistral_common": fixed("the tokenizer's files say it"),
     "use_kernels": fixed(KERNELS),

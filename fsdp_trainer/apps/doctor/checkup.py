@@ -25,6 +25,7 @@ from fsdp_trainer.apps.doctor.machines import (
 )
 from fsdp_trainer.apps.doctor.state_disk import state_disk
 from fsdp_trainer.apps.doctor.storage import input_digests, inputs, storage
+from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
@@ -84,7 +85,8 @@ def meet(cfg: DoctorConfig, timeout: float) -> World | None:
         address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
         reason = unreachable(address, port) if isinstance(error, dist.DistError) else ""
         reason = reason or error.args[0].splitlines()[0]
-        print(f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {reason}", file=sys.stderr)
+        who = f"rank {env.get('RANK', 0)} ({socket.gethostname()})"
+        print(visible(f"{who}: {reason}"), file=sys.stderr)
         return None
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.launch.facts import Check
 
 COLOURS = {"ok": "32", "note": "2", "warning": "33", "problem": "31"}
@@ -35,7 +36,7 @@ class DoctorReport:
     def _print(self, text: str) -> None:
         try:
             if not self.quiet:
-                print(text, flush=True)
+                print(safe(text), flush=True)
         except BrokenPipeError:  # the reader ended, but the other ranks still wait for this one
             self.quiet = True
 

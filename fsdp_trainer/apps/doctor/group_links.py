@@ -1,5 +1,6 @@
 """The links between groups of ranks, whose doctors meet at the same lighthouse."""
 
+import os
 import time
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ from fsdp_trainer.apps.doctor import speed
 from fsdp_trainer.apps.doctor.doctor_report import counted
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.launch.facts import Check, gigabytes, judge
+from fsdp_trainer.launch.group_secret import TOKEN
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.replicas.exchange import sum_over_groups
 
@@ -38,8 +40,9 @@ def group_links(cfg: DoctorConfig, world: World, timeout: float) -> list[Check]:
     from fsdp_trainer.replicas.membership import Membership
 
     settings = {"verb": "doctor", "ranks": str(world.size)}
+    secret = os.environ.get(TOKEN, "").encode()  # a doctor has no state to guard
     membership = Membership(
-        cfg.replicas, world, world.device, timeout, settings, dict, lambda _: None
+        cfg.replicas, world, world.device, timeout, settings, secret, dict, lambda _: None
     )
     try:
         wanted, began = max(2, cfg.replicas.min), time.monotonic()

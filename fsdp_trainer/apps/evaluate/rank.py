@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.apps.evaluate.evaluated_model import build_scorer
+from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.paths import find_checkpoint, step_of, tokenizer_folder
 from fsdp_trainer.config.verbs import EvaluateConfig
@@ -86,4 +87,4 @@ def show(cfg: EvaluateConfig, metrics: Metrics) -> None:
     metric_width = max((len(name) for _, name, *_ in rows), default=6)
     for task, name, value, error in rows:
         spread = "" if error is None else f"  ± {error:.4f}"
-        print(f"{task:{width}}  {name:{metric_width}}  {value:8.4f}{spread}")
+        print(visible(f"{task:{width}}  {name:{metric_width}}  {value:8.4f}{spread}"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 
 from fsdp_trainer.config.check import Report
-from fsdp_trainer.config.composing.overrides import quoted
+from fsdp_trainer.config.composing.overrides import quoted, require_no_secrets
 from fsdp_trainer.config.data_files import entries
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.input_checks import require_training_inputs
@@ -62,6 +62,7 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
     """
     kind = checked(cfg)
     _check_characters(words)
+    require_no_secrets(words)
     name = re.sub(r"[^\w.-]+", "-", str(cfg.run.name))
     file = Path(cfg.out or f"launch/{name}") / FILES[kind]
     text = render(cfg, kind, name, file, words)

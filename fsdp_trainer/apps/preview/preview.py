@@ -11,6 +11,7 @@ import numpy as np
 from fsdp_trainer.apps.preview import preview_html
 from fsdp_trainer.apps.preview.preview_images import ShownImages
 from fsdp_trainer.apps.preview.preview_page import Page, ShownDocument, ShownRow, TextPiece
+from fsdp_trainer.base.safe_text import CONTROL
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.images.sample_images import SampleImage
@@ -36,8 +37,6 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that move a terminal's cursor or change the direction of text."""
 LONGEST_CHARACTER = 4  # tokens, one per byte of UTF-8
 
 

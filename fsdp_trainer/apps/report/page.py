@@ -4,10 +4,13 @@ Names, prompts and configurations are untrusted text: all of it is escaped, and 
 Content-Security-Policy allows only our own scripts.
 """
 
+import errno
 import json
+import os
 import time
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +30,9 @@ from fsdp_trainer.apps.report.run_summary import (
     short,
 )
 from fsdp_trainer.base.phases import CHECKPOINT
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 HERE = Path(__file__).parent
 ROWS, ALL_ROWS = 2_000, 40_000  # most points of a line, and of the same line of all runs together
 BARS = 120  # intervals for which the phases are shown
@@ -93,11 +97,20 @@ def html_of(
 
 
 def write_page(html: str, file: Path) -> None:
-    """Write a page to its file. Raises UserError."""
+    """Write a page to its file, whole or not at all: an older page stays until then.
+
+    Raises RunFailed on a full disk, UserError for a place that cannot be written to.
+    """
+    aside = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(html, encoding="utf-8", errors="replace")
+        aside.write_text(html, encoding="utf-8", errors="replace")
+        os.replace(aside, file)
     except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        if error.errno in FULL:
+            raise RunFailed(f"the report {file} cannot be written: {error.strerror}") from None
         raise UserError(
             "the report cannot be written", [Problem(f"out={file}", f"{error}. Use  out=FILE")]
         ) from None

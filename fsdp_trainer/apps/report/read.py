@@ -247,7 +247,10 @@ def read_run(
         return read_lines(path, broken, max_bytes)
 
     run.metrics = columns(steps(run, lines("metrics.jsonl", max_bytes)))
-    run.events = [event for event in lines("events.jsonl", 2**26) if is_event(event)][-EVENTS:]
+    recorded = list(lines("events.jsonl", 2**26))
+    run.events = [event for event in recorded if is_event(event)][-EVENTS:]
+    if wrong := sum(not is_event(event) for event in recorded):
+        run.remarks.append(f"{wrong:,} line{'s' * (wrong != 1)} of events.jsonl are no events")
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
     try:
         run.configuration = dict(flat(load_yaml((folder / "config.yaml").read_text()) or {}))
@@ -270,12 +273,21 @@ def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[st
 
 
 def is_event(line: dict[str, Any]) -> bool:
-    """Return True if a line has an event and its time, and its step, if any, is an integer."""
+    """Return True if a line has an event and its time, and numbers where other events have them."""
+    numbers = [line.get(name) or 0 for name in ("seconds", "stall_seconds", "step", "to")]
+    for name in ("phases", "reached"):
+        inner = line.get(name) or {}
+        numbers += [x or 0 for x in inner.values()] if isinstance(inner, dict) else [inner]
     return (
-        "event" in line
-        and isinstance(line.get("time"), int | float)
+        isinstance(line.get("event"), str)
         and isinstance(line.get("step"), int | NoneType)
+        and all(map(is_finite, [line.get("time"), *numbers]))
     )
+
+
+def is_finite(value: Any) -> bool:
+    """Return True for a number that is neither infinite nor NaN, and not too large for a float."""
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:

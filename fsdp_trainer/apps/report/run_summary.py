@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fsdp_trainer.apps.preview.preview_text import heading
 from fsdp_trainer.apps.report.goodput import OUTSIDE, PARTS, Goodput, goodput, phases_of
-from fsdp_trainer.apps.report.read import RecordedRun, differing, overrides
+from fsdp_trainer.apps.report.read import RecordedRun, differing, is_finite, overrides
 from fsdp_trainer.config.methods import METHODS
 from fsdp_trainer.observe.metric_groups import OWN, VALIDATION, group_title, order_of, title_of
 
@@ -236,10 +236,15 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02} m"
 
 
-def short(value: float | None) -> str:
-    """Format a number for people: four digits, or an integer with separated thousands."""
+def short(value: Any) -> str:
+    """Format a number for people: four digits, or an integer with separated thousands.
+
+    Anything else that a record may hold is shown as it is.
+    """
     if value is None:
         return "–"
+    if not is_finite(value):
+        return str(value)
     if value == int(value) or abs(value) >= 1e4:
         return f"{value:,.0f}"
     return f"{value:.4g}"
@@ -247,7 +252,7 @@ def short(value: float | None) -> str:
 
 def sparkline(values: np.ndarray) -> str:
     """Draw a column in at most WIDTH characters, each for the mean of a part."""
-    known = values[~np.isnan(values)]
+    known = values[np.isfinite(values)]
     if len(known) < 2:
         return ""
     means = np.array([part.mean() for part in np.array_split(known, min(WIDTH, len(known)))])

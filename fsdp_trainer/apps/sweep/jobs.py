@@ -5,10 +5,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.recorded import as_written, recorded
+from fsdp_trainer.base.safe_text import identity
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.observe.console import duration
@@ -107,7 +109,7 @@ class Board:
 
 def job_id(overrides: Sequence[str]) -> str:
     """Return the name of a job's folder: a hash of its sorted overrides, without run.root."""
-    text = "\n".join(sorted(without_run_folder(overrides)))
+    text = identity("\n".join(sorted(without_run_folder(overrides))))
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -124,7 +126,7 @@ def finished(folder: Path, cfg: TrainConfig) -> bool:
         last.get("event") == "end"
         and last["exit_code"] == 0
         and stored.exists()
-        and load_yaml(stored.read_text()) == asdict(cfg)
+        and as_written(load_yaml(stored.read_text())) == recorded(cfg)
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.process import PARENT, SIGNALS, STOPPED
+from fsdp_trainer.config.composing.overrides import require_no_secrets
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU, Slurm
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -74,8 +75,10 @@ class OnSlurm:
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "SubmittedJob":
         """Submit a training, unless it is already queued or running.
 
-        Raises Shown after a dry run, RunFailed if Slurm rejects the job.
+        Raises Shown after a dry run, RunFailed if Slurm rejects the job, UserError for words with
+        secrets, which submitit would write to a file.
         """
+        require_no_secrets(words)
         folder = output.parents[2] / "slurm" / output.parent.name
         submitted = folder / "job_id"
         if submitted.exists() and not self.settings.dry_run:

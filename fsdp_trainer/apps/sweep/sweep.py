@@ -30,6 +30,7 @@ from fsdp_trainer.apps.sweep.jobs import (
 from fsdp_trainer.apps.sweep.slurm import Shown
 from fsdp_trainer.apps.sweep.sweep_backends import SWEEP_BACKENDS, JobHandle, SweepBackend
 from fsdp_trainer.base.process import ECHO_SECONDS, SIGNALS, STOPPED
+from fsdp_trainer.base.safe_text import safe, without_secrets
 from fsdp_trainer.config.composing.compose import compose, config_flag
 from fsdp_trainer.config.composing.overrides import quoted
 from fsdp_trainer.config.composing.sweep_overrides import PLACE, SweepLine
@@ -71,7 +72,7 @@ def sweep(words: list[str], config_dir: str | None) -> int:
     if line.launcher == "slurm" and line.launcher_settings.dry_run:
         return 0
     every = jobs.all()
-    print("\n" + table(every, line.best))
+    print(safe("\n" + table(every, line.best)))
     unfinished = {job.state for job in jobs.jobs.values()} - DONE - {"pruned", "does not fit"}
     if unfinished and (jobs.received or unfinished == {"stopped"}):
         print("stopped: the same command resumes")
@@ -235,7 +236,8 @@ class Jobs:
             job = self.jobs.get(id)
             if job is None:
                 folder = str(self.folder / "jobs" / id)
-                job = self.jobs[id] = Job(id, folder, without_run_folder(overrides))
+                shown = [*map(without_secrets, without_run_folder(overrides))]
+                job = self.jobs[id] = Job(id, folder, shown)
                 self._check(job, list(overrides))
                 new.append(id)
             elif job.state not in ("waiting", "running"):
@@ -417,7 +419,7 @@ class Jobs:
             job.state, job.exit_code = "skipped", 0
             job.objective = objective(Path(job.folder), self.line.metric)
         elif state:
-            print(self._refused.get(id, job.reason), file=sys.stderr, flush=True)
+            print(safe(str(self._refused.get(id, job.reason))), file=sys.stderr, flush=True)
         elif cfg and self._backend:
             self._start(job, cfg, self._backend)
         self.write()
@@ -429,7 +431,7 @@ class Jobs:
         except (RunFailed, OSError) as error:  # Slurm rejected it, or a disk error
             job.state, job.exit_code = "failed", 1
             job.reason = f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"
-            print(f"fsdp-trainer: job {job.job} {job.reason}", file=sys.stderr, flush=True)
+            print(safe(f"fsdp-trainer: job {job.job} {job.reason}"), file=sys.stderr, flush=True)
             return
         self._running[job.job] = RunningJob(handle, cfg, JobProgress(job.folder), began)
         job.state = "running"
@@ -468,7 +470,7 @@ class Jobs:
         value = "" if job.objective is None else f"  objective {job.objective:.4f}"
         print(f"{self._titles()[job.job]}  {job.state}{value}  {duration(job.seconds)}", flush=True)
         if job.state in ("failed", "refused"):
-            print(f"{job.reason}: see {job.folder}/output.log", file=sys.stderr, flush=True)
+            print(safe(f"{job.reason}: see {job.folder}/output.log"), file=sys.stderr, flush=True)
 
 
 def key_of(problem: Problem) -> str:

@@ -22,6 +22,7 @@ from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
 from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, is_norm
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 NUMBERS = {
@@ -60,9 +61,10 @@ class Vocabulary:
     scores: list[float] | None = None
 
 
-def write_gguf(folder: Path, file: Path, numbers: str) -> None:
+def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
     """Write a folder with a model and a tokenizer as a GGUF file.
 
+    Returns the names of the tensors that it does not have, as no module reads them.
     numbers: a key of NUMBERS. The file is complete or not there. Raises UserError for what cannot
     be written, and OSError.
     """
@@ -74,7 +76,7 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> None:
     try:
         add_facts(writer, config, folder, numbers)
         add_vocabulary(writer, vocabulary, folder, MODELS[config.family].space)
-        tensors = names_of(config, folder)
+        tensors, left_out = names_of(config, folder)
         for name, source in tensors.items():
             add_shape(writer, name, source, numbers)
         add_rope_factors(writer, config)
@@ -88,6 +90,7 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> None:
             writer.write_tensor_data(factors)
         writer.close()
         partial.replace(file)
+        return left_out
     finally:
         writer.close()
         partial.unlink(missing_ok=True)
@@ -205,17 +208,24 @@ class StackedExperts:
 Source = StoredTensor | StackedExperts
 
 
-def names_of(config: ModelConfig, folder: Path) -> dict[str, Source]:
-    """Return the tensors by their names in GGUF. Raises UserError for one without a name."""
+def names_of(config: ModelConfig, folder: Path) -> tuple[dict[str, Source], list[str]]:
+    """Return the tensors by their names in GGUF, and the names of those that no module reads.
+
+    Raises UserError for one without a name.
+    """
     architecture = MODELS[config.family].architecture
     known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     experts = expert_places(config)
     tensors: dict[str, Source] = {}
+    left_out = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         for name, shape in shapes.items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            if is_unread(name, config):
+                left_out.append(name)
                 continue
             if name in experts:
                 whole, number = experts[name]
@@ -231,7 +241,7 @@ def names_of(config: ModelConfig, folder: Path) -> dict[str, Source]:
             shape = shape[1:] if shape[:1] == (1,) and len(shape) == 2 else shape
             offset = config.family_spec.norm_offset if is_norm(name) else 0.0
             tensors[new] = StoredTensor(file, name, shape, rotated_heads(config, name), offset)
-    return tensors
+    return tensors, left_out
 
 
 def expert_places(config: ModelConfig) -> dict[str, tuple[str, int]]:

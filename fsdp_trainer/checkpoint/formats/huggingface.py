@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +38,13 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
 from fsdp_trainer.checkpoint.other_tools.known_weights import other_tensors
 from fsdp_trainer.config.other_tools.other_weights import described_at
 from fsdp_trainer.config.paths import is_whole_model
+from fsdp_trainer.config.weight_files import weight_files
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import is_encoded
+from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
@@ -56,9 +58,10 @@ SCORE = "score.weight"
 # a folder for text and images holds its language model under another name, next to other parts
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
-BLOCK = re.compile(r"model\.layers\.(\d+)\.")
-# a tied head that was stored all the same, and a constant in old exports
-NOT_NEEDED = re.compile(r"lm_head\.weight|.*rotary_emb\.inv_freq")
+WRAPPED = re.compile(r"((module|_orig_mod)\.)+")
+"""What torch.compile and DistributedDataParallel put before the names of all tensors."""
+TIED_HEAD = "lm_head.weight"
+"""The name of a head that is stored although it repeats the embedding."""
 
 
 @dataclass
@@ -181,6 +184,8 @@ def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error)
     size = path.stat().st_size
     nonsense = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
     with suppress(*nonsense):
@@ -197,29 +202,11 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    single = folder / SINGLE
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            for name in names:
-                if not isinstance(name, str) or not is_inside(name):
-                    raise ValueError(f"{name!r} is not a file of this folder")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            problem = Problem(str(index), f"{type(error).__name__}: {error}")
-            raise UserError("cannot read the index of the weights", [problem]) from None
-        return sorted(folder / name for name in names)
-    if single.is_file():
-        return [single]
+    if files := weight_files(folder, SINGLE, INDEX):
+        return files
     reason = f"has neither {SINGLE} nor {INDEX}, nor weights of another tool that are read"
     problem = Problem(str(folder), reason)
     raise UserError("there are no weights", [problem])
-
-
-def is_inside(name: str) -> bool:
-    """Return True for the name of a file in a folder or below it, as an untrusted file gives it."""
-    path = PurePath(name)
-    return bool(path.name) and not path.is_absolute() and not {"..", "\0"} & {*path.parts, *name}
 
 
 def read_header(path: Path, all_parts: bool = False) -> dict[str, HuggingFaceTensor]:
@@ -229,15 +216,20 @@ def read_header(path: Path, all_parts: bool = False) -> dict[str, HuggingFaceTen
     """
     _check_header(path)
     begin, header = _read_json(path)
+    header.pop("__metadata__", None)
+    if all(map(WRAPPED.match, header)):
+        header = {WRAPPED.sub("", name): entry for name, entry in header.items()}
     tensors = {}
     for name, entry in header.items():
-        if name != "__metadata__" and (all_parts or not NOT_LANGUAGE.match(name)):
+        if all_parts or not NOT_LANGUAGE.match(name):
             number_format = entry["dtype"]
             shape = tuple(entry["shape"])
-            chunk = Chunk(path, begin + entry["data_offsets"][0], whole_slice(shape))
+            first, last = entry["data_offsets"]
+            chunk = Chunk(path, begin + first, whole_slice(shape))
             dtype = DTYPES.get(number_format, torch.uint8)
             name = name if all_parts else LANGUAGE_MODEL.sub(r"\1", name)
-            tensors[name] = HuggingFaceTensor(dtype, shape, [chunk], number_format)
+            tensor = HuggingFaceTensor(dtype, shape, [chunk], number_format, size=last - first)
+            tensors[name] = tensor
     return tensors
 
 
@@ -281,10 +273,7 @@ def check_tensors(
 
 def is_not_needed(name: str, config: ModelConfig) -> bool:
     """Return True for a tensor that a folder may hold although the model has no use for it."""
-    block = BLOCK.match(name)
-    if block and config.family_spec.further_blocks and int(block[1]) >= config.num_hidden_layers:
-        return True
-    return bool(NOT_NEEDED.fullmatch(name))
+    return name == TIED_HEAD or is_unread(name, config)
 
 
 def _misfit(tensor: HuggingFaceTensor, shape: tuple[int, ...] | None) -> str:

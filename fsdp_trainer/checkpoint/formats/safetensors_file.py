@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.huggingface import DTYPES
-from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, as_tensor, write
+from fsdp_trainer.checkpoint.formats.tensor_files import StoredBytes, TensorOnDisk, as_tensor, write
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.float64: "F64", torch.uint8: "U8", torch.bool: "BOOL"},
+}
 
 
 @dataclass
@@ -39,9 +42,12 @@ def write_header(
     for name, tensor in tensors.items():
         starts[name] = end
         end = end + tensor.nbytes
+        number_format, shape = NAMES.get(tensor.dtype), tensor.shape
+        if isinstance(tensor, StoredBytes):
+            number_format, shape = tensor.number_format, tensor.stored_shape
         header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": number_format,
+            "shape": list(shape),
             "data_offsets": [starts[name], end],
         }
     text = json.dumps(header).encode()

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -83,6 +83,7 @@ class TensorOnDisk:
         Raises OSError.
         """
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+        missing = rows.numel()
         for chunk in self._chunks_of(first, last):
             held, *columns = chunk.part
             begin = max(first, held.start)
@@ -93,6 +94,10 @@ class TensorOnDisk:
                 skipped = (begin - held.start) * numbers[0].nbytes
                 read(chunk.file, chunk.offset + skipped, numbers)
                 part.copy_(numbers)
+                missing -= part.numel()
+        if missing:
+            file = str(self.chunks[0].file) if self.chunks else None
+            raise OSError(errno.EIO, "its parts are not the whole of a tensor", file)
         return rows
 
     def _chunks_of(self, first: int, last: int) -> Iterator[Chunk]:
@@ -125,9 +130,24 @@ class TensorOnDisk:
 
 @dataclass
 class HuggingFaceTensor(TensorOnDisk):
-    """A tensor of a safetensors file. number_format: safetensors' name of its dtype."""
+    """A tensor of a safetensors file. number_format: safetensors' name of its dtype.
+
+    size: its bytes in the file; None for a tensor that is stored in another way.
+    """
 
     number_format: str
+    size: int | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class StoredBytes(TensorOnDisk):
+    """A tensor of a safetensors file as a vector of bytes, in any number format.
+
+    number_format, stored_shape: those of its entry in the file's header.
+    """
+
+    number_format: str
+    stored_shape: tuple[int, ...]
 
 
 def _by_matrix(chunk: Chunk, dtype: torch.dtype, rows: int) -> Iterator[Chunk]:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.derived import JoinedRows, SomeRows, rows_of
@@ -13,9 +12,11 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     HuggingFaceTensor,
     TensorOnDisk,
     as_tensor,
+    dtype_name,
     read_whole,
 )
 from fsdp_trainer.checkpoint.other_tools.tensor_names import TensorNames
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 
 NUMBER_FORMATS = {dtype: name for name, dtype in DTYPES.items()}
@@ -92,6 +93,9 @@ def separated(fused: TensorOnDisk, config: ModelConfig) -> dict[str, TensorOnDis
     """
     keys, rows = config.num_key_value_heads, config.head_dim
     queries = config.num_attention_heads // keys
+    height = keys * (queries + 2) * rows
+    if fused.shape[:1] != (height,):
+        raise _misfit(fused, f"queries, keys and values of {height:,} rows together")
     separate: dict[str, TensorOnDisk] = {}
     for name, (first, count) in {
         "q": (0, queries),
@@ -108,6 +112,8 @@ def separated(fused: TensorOnDisk, config: ModelConfig) -> dict[str, TensorOnDis
 def equal_parts(matrix: TensorOnDisk, names: Sequence[str]) -> dict[str, TensorOnDisk]:
     """Return matrices of one height by name, of which `matrix` has the rows one after another."""
     rows = matrix.shape[0] // len(names)
+    if rows * len(names) != matrix.shape[0]:
+        raise _misfit(matrix, f"{len(names)} matrices of as many rows")
     return {name: rows_of(matrix, i * rows, rows) for i, name in enumerate(names)}
 
 
@@ -118,8 +124,15 @@ def in_pairs(tensor: Tensor, heads: int) -> Tensor:
 
 
 def joined(parts: list[TensorOnDisk], dimension: int) -> TensorOnDisk:
-    """Return tensors as one that is cut into them along a dimension."""
+    """Return tensors as one that is cut into them along a dimension. Raises UserError."""
     shape = list(parts[0].shape)
+    for part in parts:
+        others = [(own.dtype, *own.shape[:dimension], *own.shape[dimension + 1 :])
+                  for own in (parts[0], part)]  # fmt: skip
+        if others[0] != others[1]:
+            raise _misfit(
+                part, f"a part like that of {list(shape)} in {dtype_name(parts[0].dtype)}"
+            )
     shape[dimension] = sum(part.shape[dimension] for part in parts)
     chunks, start = [], 0
     for part in parts:
@@ -132,6 +145,9 @@ def joined(parts: list[TensorOnDisk], dimension: int) -> TensorOnDisk:
     return TensorOnDisk(parts[0].dtype, tuple(shape), chunks)
 
 
-def is_floating(tensor: TensorOnDisk) -> bool:
-    """Return True for numbers that may be weights."""
-    return torch.empty(0, dtype=tensor.dtype).is_floating_point()
+def _misfit(tensor: TensorOnDisk, needed: str) -> UserError:
+    """Return the error about a tensor that is not what its name says."""
+    form = f"{list(tensor.shape)} in {dtype_name(tensor.dtype)}"
+    file = next((str(chunk.file) for chunk in tensor.chunks), "the weights")
+    problem = Problem(file, f"has a tensor of {form} in place of {needed}")
+    return UserError("the weights do not fit the model", [problem])

@@ -3,14 +3,13 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
-from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor
+from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor, read
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
     ForeignTensor,
     equal_parts,
@@ -19,6 +18,7 @@ from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
 )
 from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, GGUF_BY_FAMILY, is_norm
 from fsdp_trainer.config.other_tools.gguf_description import ROPE_FACTORS, gguf_files, open_gguf
+from fsdp_trainer.config.other_tools.gguf_header import GgufTensor
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 
@@ -32,15 +32,15 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class QuantizedRows(TensorOnDisk):
     """A tensor in blocks of few bits, read as float32."""
 
-    stored: Any
-    """The tensor of gguf's reader; its `data` are mapped, [rows, bytes]."""
+    stored: GgufTensor
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Decode rows `first` to `last` into `buffer`, uint8; return them."""
         import gguf
 
-        stored = self.stored.data.reshape(self.shape[0], -1)[first:last]
-        numbers = gguf.quants.dequantize(stored, self.stored.tensor_type)
+        blocks = torch.empty((last - first, self.stored.row_bytes), dtype=torch.uint8)
+        read(self.stored.file, self.stored.offset + first * self.stored.row_bytes, blocks)
+        numbers = gguf.quants.dequantize(blocks.numpy(), self.stored.kind)
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
         return rows.copy_(torch.from_numpy(numbers.astype(np.float32)).view(rows.shape))
 
@@ -54,15 +54,16 @@ def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     experts: dict[str, TensorOnDisk] = {}
     family = config.family_spec
     for file in gguf_files(folder):
-        for stored in open_gguf(file).tensors:
+        for stored in open_gguf(file).tensors.values():
+            found = STACK.fullmatch(stored.name)
             if stored.name == ROPE_FACTORS:
-                _require_factors(file, stored.data, config)
-            elif found := STACK.fullmatch(stored.name):
+                _require_factors(stored, config)
+            elif found and config.num_experts:
                 stack = f"model.layers.{found[1]}.mlp.experts.{found[2]}_proj"
                 names = [family.stored_expert(stack, i) for i in range(config.num_experts)]
-                experts |= equal_parts(_on_disk(file, stored), names)
+                experts |= equal_parts(_on_disk(stored), names)
             else:
-                tensors[stored.name] = _on_disk(file, stored)
+                tensors[stored.name] = _on_disk(stored)
     named: dict[str, ForeignTensor] = {}
     names_of_family = GGUF_BY_FAMILY.get(config.family, GGUF)
     for name, tensor in renamed(tensors, (names_of_family,), config).items():
@@ -88,26 +89,43 @@ def _shifted(source: TensorOnDisk, offset: float) -> Shifted:
     return Shifted(source.dtype, source.shape, source.chunks, source, offset)
 
 
-def _on_disk(file: Path, stored: Any) -> TensorOnDisk:
-    shape = tuple(int(size) for size in reversed(stored.shape))
+def _on_disk(stored: GgufTensor) -> TensorOnDisk:
+    shape = stored.shape[::-1]
     if len(shape) == 3:
         shape = (shape[0] * shape[1], shape[2])
     elif stored.name.endswith(GATE_OF_ONE_ROW) and len(shape) == 1:
         shape = (1, *shape)
-    chunks = [Chunk(file, int(stored.data_offset), whole_slice(shape))]
-    if stored.tensor_type.name in PLAIN:
-        return TensorOnDisk(PLAIN[stored.tensor_type.name], shape, chunks)
+    chunks = [Chunk(stored.file, stored.offset, whole_slice(shape))]
+    if stored.kind.name in PLAIN:
+        return TensorOnDisk(PLAIN[stored.kind.name], shape, chunks)
+    _require_decoder(stored)
     return QuantizedRows(torch.float32, shape, chunks, stored)
 
 
-def _require_factors(file: Path, stored: np.ndarray, config: ModelConfig) -> None:
+def _require_decoder(stored: GgufTensor) -> None:
+    """Raise UserError for what is no matrix, or in a format that the package gguf does not know."""
+    import gguf
+
+    try:
+        if len(stored.shape) not in (2, 3):
+            raise NotImplementedError
+        _, size = gguf.GGML_QUANT_SIZES[stored.kind]
+        gguf.quants.dequantize(np.zeros((1, size), np.uint8), stored.kind)
+    except NotImplementedError:
+        form = f"{list(stored.shape)} in {stored.kind.name}"
+        reason = f"has {stored.name} with {form}, which is not read"
+        raise UserError("cannot read the model", [Problem(str(stored.file), reason)]) from None
+
+
+def _require_factors(stored: GgufTensor, config: ModelConfig) -> None:
     """Raise UserError unless the divisors of frequencies are those of the configuration."""
     from fsdp_trainer.checkpoint.formats.gguf_file import rope_factors
 
-    expected = next(rope_factors(config), None)
-    if expected is None or not np.allclose(stored.reshape(-1), expected, rtol=1e-4):
+    expected = next(rope_factors(config), np.empty(0))
+    is_same = stored.kind.name == "F32" and stored.shape == expected.shape
+    if not is_same or not np.allclose(stored.numbers(), expected, rtol=1e-4):
         reason = (
             f"scales positions by {ROPE_FACTORS} in another way than Llama 3.1 does.\nWrite the"
             " model's config.json beside it"
         )
-        raise UserError("cannot read the model", [Problem(str(file), reason)])
+        raise UserError("cannot read the model", [Problem(str(stored.file), reason)])

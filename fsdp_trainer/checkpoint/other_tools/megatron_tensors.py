@@ -37,20 +37,22 @@ def megatron_tensors(
 ) -> dict[str, ForeignTensor]:
     """Return the model's tensors by Hugging Face's names."""
     separate: dict[str, TensorOnDisk] = {}
-    for name, tensor in _by_block(own):
+    for name, tensor in _by_block(own, config):
         if name in VOCABULARY:  # padded
-            separate[name] = rows_of(tensor, 0, min(config.vocab_size, tensor.shape[0]))
+            separate[name] = rows_of(tensor, 0, min(config.vocab_size, *tensor.shape[:1]))
         else:
             separate |= _parts(name, tensor, config)
     return renamed(separate, (MEGATRON,), config)
 
 
-def _by_block(own: Mapping[str, TensorOnDisk]) -> Iterator[tuple[str, TensorOnDisk]]:
+def _by_block(
+    own: Mapping[str, TensorOnDisk], config: ModelConfig
+) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield the weights, those of all blocks one block at a time."""
     for name, tensor in own.items():
-        if STACKED.match(name):
+        if STACKED.match(name) and tensor.shape[:1] == (config.num_hidden_layers,):
             rest = name.removeprefix("decoder.layers.")
-            for block in range(tensor.shape[0]):
+            for block in range(config.num_hidden_layers):
                 yield f"decoder.layers.{block}.{rest}", _one_of(tensor, block)
         elif WEIGHT.match(name):
             yield name, tensor

@@ -72,13 +72,21 @@ def read_states(path: Path, config: ModelConfig) -> OtherStates:
         raise unusable_states(place, "holds no states of AdamW")
     if numbered is not None:
         raise unusable_states(place, f"has numbers for its parameters ({numbered}), not names")
-    steps = sorted({int(state[STEP]) for state in by_name.values() if STEP in state})
+    try:
+        steps = sorted({int(state[STEP]) for state in by_name.values() if STEP in state})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise unusable_states(place, f"has no number of steps ({error})") from None
     if len(steps) != 1:
         counts = ", ".join(map(str, steps)) or "none"
         raise unusable_states(place, f"has not one number of steps for all parameters: {counts}")
     moments = {
         moment: huggingface_names(
-            {name: state[moment] for name, state in by_name.items() if moment in state}, config
+            {
+                name: state[moment]
+                for name, state in by_name.items()
+                if isinstance(state.get(moment), TensorOnDisk)
+            },
+            config,
         )
         for moment in MOMENTS
     }

@@ -13,8 +13,8 @@ from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
 )
 from fsdp_trainer.checkpoint.other_tools.megatron_tensors import megatron_tensors
 from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.families import Family
 
 WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -33,9 +33,15 @@ def huggingface_names(tensors: Tensors, config: ModelConfig) -> dict[str, Foreig
     """Return the model's tensors among others, by Hugging Face's names.
 
     Names may have a common prefix and those of torch's wrappers. A name that is not known is kept,
-    so that whoever checks the tensors reports it.
+    so that whoever checks the tensors reports it. Raises UserError for a name that is there twice.
     """
-    plain = {WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    plain: dict[str, TensorOnDisk] = {}
+    for name, tensor in tensors.items():
+        short = WRAPPERS.sub("", name)
+        if short in plain:
+            problem = Problem(name, f"is there without the names of torch's wrappers too: {short}")
+            raise UserError("the weights are not clear", [problem])
+        plain[short] = tensor
     for embedding, translate in BY_EMBEDDING.items():
         found = [name for name in plain if name == embedding or name.endswith(f".{embedding}")]
         if found:
@@ -55,20 +61,21 @@ def _of_huggingface(own: Tensors, config: ModelConfig) -> dict[str, ForeignTenso
     weights = {name: tensor for name, tensor in own.items() if name.startswith(parts)}
     family = config.family_spec
     if any(STACKED.fullmatch(name) for name in weights) and not family.clamped_experts:
-        weights = dict(_unstacked(weights, family))
+        weights = dict(_unstacked(weights, config))
     return {name: foreign(tensor) for name, tensor in weights.items()}
 
 
-def _unstacked(weights: Tensors, family: Family) -> Iterator[tuple[str, TensorOnDisk]]:
+def _unstacked(weights: Tensors, config: ModelConfig) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield weights as a folder has them; in memory, transformers 5 stacks those of all experts."""
+    family = config.family_spec
     for name, tensor in weights.items():
         found = STACKED.fullmatch(name)
-        if not found:
+        if not found or tensor.shape[:1] != (config.num_experts,):
             yield family.stored_name(name) if ".mlp.gate." in name else name, tensor
             continue
         names = [
             family.stored_expert(found[1] + projection, expert)
-            for expert in range(tensor.shape[0])
+            for expert in range(config.num_experts)
             for projection in PROJECTIONS[found[2]]
         ]
         yield from equal_parts(tensor.as_matrix(), names).items()

@@ -6,9 +6,12 @@ stage 3 each parameter is divided by itself, and every rank's part has its share
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,12 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
-from fsdp_trainer.base.torch_private import fake_load, file_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     Chunk,
     TensorOnDisk,
     as_tensor,
+    dtype_name,
     read,
-    read_number,
 )
 from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     MOMENTS,
@@ -32,6 +34,7 @@ from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     unusable_states,
 )
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor
+from fsdp_trainer.checkpoint.other_tools.torch_archive import TorchArchive
 from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.config.other_tools.other_weights import ZERO_MODEL, ZERO_STATES, zero_folder
 from fsdp_trainer.errors import Problem, UserError
@@ -41,6 +44,12 @@ RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_")
 STAGE_3, STAGE_1_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"
 """Keys of the flat parts. DeepSpeed's own classes beside them are not unpickled."""
 CLASSES = ("deepspeed.",)
+ALIGNMENT = 2
+"""DeepSpeed fills up a group of stages 1 and 2 to a multiple of this many numbers a rank."""
+WRONG_FORM = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+"""What is raised when a file's content has another form than DeepSpeed gives it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,12 @@ class Segment:
     count: int
     file: Path
     offset: int
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Index after the last number in the tensor."""
+        return self.first + self.count
 
 
 @dataclass
@@ -66,7 +81,7 @@ class FlatTensor(TensorOnDisk):
         flat = as_tensor(buffer, self.dtype, (end - begin,))
         for segment in self.segments:
             low = max(begin, segment.first)
-            high = min(end, segment.first + segment.count)
+            high = min(end, segment.end)
             if low < high:
                 offset = segment.offset + (low - segment.first) * self.dtype.itemsize
                 read(segment.file, offset, flat[low - begin : high - begin])
@@ -83,11 +98,14 @@ class Partitions:
 
     shapes: list[dict[str, torch.Size]]
     frozen: dict[str, torch.Size]
-    ranks: list[tuple[Path, dict[str, Any]]]
+    ranks: list[tuple[TorchArchive, dict[str, Any]]]
 
     def tensors(self, flats: Callable[[dict[str, Any]], list[Tensor]]) -> dict[str, TensorOnDisk]:
-        """Return the parameters by name. flats: returns the flat part of each group of a rank."""
-        parts = [(file, flats(state)) for file, state in self.ranks]
+        """Return the parameters by name. flats: returns the flat part of each group of a rank.
+
+        Raises UserError, and WRONG_FORM.
+        """
+        parts = [(archive, flats(state)) for archive, state in self.ranks]
         if STAGE_3 in self.ranks[0][1]:
             return _divided_each(parts, {n: s for group in self.shapes for n, s in group.items()})
         return _joined(parts, self.shapes, self.ranks[-1][1].get("param_alignment_paddings"))
@@ -101,11 +119,26 @@ def zero_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     def weights(state: dict[str, Any]) -> list[Tensor]:
         return state[STAGE_3] if STAGE_3 in state else state[STAGE_1_2]
 
-    partitions = opened(checkpoint)
-    tensors = partitions.tensors(weights)
-    if partitions.frozen:
-        tensors |= _frozen(checkpoint, partitions.frozen)
+    with _of_its_form(checkpoint):
+        partitions = opened(checkpoint)
+        tensors = partitions.tensors(weights)
+        if partitions.frozen:
+            tensors |= _frozen(checkpoint, partitions.frozen)
     return huggingface_names(tensors, config)
+
+
+@contextmanager
+def _of_its_form(checkpoint: Path) -> Iterator[None]:
+    """Raise UserError in place of WRONG_FORM."""
+    try:
+        yield
+    except WRONG_FORM as error:
+        reason = f"is no checkpoint of ZeRO, or not the whole of it: {_said(error)}"
+        raise UserError("cannot read the weights", [Problem(str(checkpoint), reason)]) from None
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
 
 
 def _frozen(checkpoint: Path, shapes: dict[str, torch.Size]) -> dict[str, TensorOnDisk]:
@@ -114,30 +147,29 @@ def _frozen(checkpoint: Path, shapes: dict[str, torch.Size]) -> dict[str, Tensor
     They are in the number format of the forward pass.
     """
     files = sorted(checkpoint.glob(ZERO_MODEL), key=rank_of)
-    parts = [(file, _loaded(file)["frozen_param_fragments"]) for file in files]
-    tensors: dict[str, TensorOnDisk] = {}
-    for name, shape in shapes.items():
-        fragments = [(file, own[name]) for file, own in parts]
-        dtype = fragments[0][1].dtype
-        segments = _cut(_consecutive(fragments), 0, shape.numel(), dtype)
-        tensors[name] = _flat(shape, segments, dtype)
-    return tensors
+    archives = [_opened(file) for file in files]
+    parts = [(archive, archive.content["frozen_param_fragments"]) for archive in archives]
+    return {
+        name: _flat(name, shape, _consecutive([(each, own[name]) for each, own in parts]))
+        for name, shape in shapes.items()
+    }
 
 
 def zero_states(checkpoint: Path) -> StatesByName:
     """Return the states of AdamW in a ZeRO checkpoint. Raises UserError."""
-    partitions = opened(checkpoint)
-    file, first = partitions.ranks[0]
+    with _of_its_form(checkpoint):
+        partitions = opened(checkpoint)
+    archive, first = partitions.ranks[0]
     try:
         own = _own_optimizer(first)
-        step = own["state"][0][STEP]
-        count = read_number(file, file_offset(step), step.dtype)
+        steps = archive.number(STEP, own["state"][0][STEP])
         tensors = {moment: partitions.tensors(partial(_moments, moment)) for moment in MOMENTS}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise unusable_states(checkpoint, f"holds no states of AdamW ({error})") from None
+        options = known_options(own.get("param_groups"))
+    except WRONG_FORM as error:
+        raise unusable_states(checkpoint, f"holds no states of AdamW ({_said(error)})") from None
     names = tensors[MOMENTS[0]]
-    states = {name: {m: tensors[m][name] for m in MOMENTS} | {STEP: count} for name in names}
-    return StatesByName(states, known_options(own.get("param_groups")))
+    states = {name: {m: tensors[m][name] for m in MOMENTS} | {STEP: steps} for name in names}
+    return StatesByName(states, options)
 
 
 def _moments(moment: str, state: dict[str, Any]) -> list[Tensor]:
@@ -151,15 +183,18 @@ def _own_optimizer(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def opened(checkpoint: Path) -> Partitions:
-    """Return the parts of all ranks. Raises UserError."""
+    """Return the parts of all ranks. Raises UserError, and WRONG_FORM."""
     files = {rank_of(file): file for file in checkpoint.glob(ZERO_STATES)}
-    about = _loaded(min(checkpoint.glob(ZERO_MODEL)))
+    about = _opened(min(checkpoint.glob(ZERO_MODEL))).content
     ranks = int(about.get("dp_world_size") or len(files))
-    missing = sorted(set(range(ranks)) - files.keys())
-    if missing:
-        reason = f"has the parts of {len(files)} of {ranks} ranks: rank {missing[0]} is missing"
+    if ranks < 1:
+        raise ValueError(f"dp_world_size={ranks}")
+    missing = next(rank for rank in count() if rank not in files)
+    if missing < ranks:
+        reason = f"has the parts of {len(files)} of {ranks} ranks: rank {missing} is missing"
         raise UserError("the weights are not complete", [Problem(str(checkpoint), reason)])
-    parts = [(files[rank], _loaded(files[rank])["optimizer_state_dict"]) for rank in range(ranks)]
+    archives = [_opened(files[rank]) for rank in range(ranks)]
+    parts = [(archive, archive.content["optimizer_state_dict"]) for archive in archives]
     return Partitions(about["param_shapes"], about.get("frozen_param_shapes") or {}, parts)
 
 
@@ -169,79 +204,95 @@ def rank_of(file: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _loaded(file: Path) -> Any:
-    try:
-        return fake_load(file, CLASSES)
-    except Exception as error:
-        reason = f"cannot be read: {str(error).splitlines()[0]}"
-        raise UserError("cannot read the weights", [Problem(str(file), reason)]) from None
+def _opened(file: Path) -> TorchArchive:
+    return TorchArchive(file, "the weights", CLASSES)
 
 
-def _consecutive(flats: list[tuple[Path, Tensor]]) -> list[Segment]:
+def _consecutive(flats: list[tuple[TorchArchive, Tensor]]) -> list[Segment]:
     """Return flat tensors, each with its file, as the segments of one."""
     segments, first = [], 0
-    for file, flat in flats:
-        segments.append(Segment(first, flat.numel(), file, file_offset(flat)))
-        first += flat.numel()
+    for archive, flat in flats:
+        size = flat.numel()
+        if size:
+            part = archive.tensor("a flat part", flat)
+            (chunk,) = part.chunks
+            segments.append(Segment(first, size, chunk.file, chunk.offset, part.dtype))
+            first += size
     return segments
 
 
 def _joined(
-    parts: list[tuple[Path, list[Tensor]]],
+    parts: list[tuple[TorchArchive, list[Tensor]]],
     shapes: list[dict[str, torch.Size]],
     padded: list[list[int]] | None,
 ) -> dict[str, TensorOnDisk]:
     """Return the parameters of stages 1 and 2."""
     tensors: dict[str, TensorOnDisk] = {}
     for number, group in enumerate(shapes):
-        whole = _consecutive([(file, flats[number]) for file, flats in parts])
+        whole = _consecutive([(archive, flats[number]) for archive, flats in parts])
         paddings = padded[number] if padded else [0] * len(group)
         start = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
-            count = shape.numel()
-            tensors[name] = _flat(shape, _cut(whole, start, count))
-            start += count + int(padding)
+            size = shape.numel()
+            tensors[name] = _flat(name, shape, _cut(whole, start, size))
+            start += size + int(padding)
+        _require_used(whole, start, ALIGNMENT * len(parts))
     return tensors
 
 
-def _cut(
-    whole: list[Segment], start: int, count: int, dtype: torch.dtype = torch.float32
-) -> list[Segment]:
-    """Return the segments of the numbers [start, start + count)."""
+def _require_used(whole: list[Segment], used: int, multiple: int = 1) -> None:
+    """Raise ValueError if there are more numbers, filled up to a multiple, than parameters."""
+    held = whole[-1].end if whole else 0
+    if -(-held // multiple) != -(-used // multiple):
+        raise ValueError(f"param_shapes has {used:,} numbers, and its parts hold {held:,}")
+
+
+def _cut(whole: list[Segment], start: int, size: int) -> list[Segment]:
+    """Return the segments of the numbers [start, start + size)."""
     cut = []
-    for segment in whole:
+    at = max(0, bisect_right(whole, start, key=lambda segment: segment.first) - 1)
+    while at < len(whole) and whole[at].first < start + size:
+        segment = whole[at]
         low = max(start, segment.first)
-        high = min(start + count, segment.first + segment.count)
+        high = min(start + size, segment.end)
         if low < high:
-            offset = segment.offset + (low - segment.first) * dtype.itemsize
-            cut.append(Segment(low - start, high - low, segment.file, offset))
+            offset = segment.offset + (low - segment.first) * segment.dtype.itemsize
+            cut.append(Segment(low - start, high - low, segment.file, offset, segment.dtype))
+        at += 1
     return cut
 
 
 def _divided_each(
-    parts: list[tuple[Path, list[Tensor]]], shapes: dict[str, torch.Size]
+    parts: list[tuple[TorchArchive, list[Tensor]]], shapes: dict[str, torch.Size]
 ) -> dict[str, TensorOnDisk]:
     """Return the parameters of stage 3."""
-    wholes = [_consecutive([(file, flat) for flat in flats]) for file, flats in parts]
+    wholes = [_consecutive([(archive, flat) for flat in flats]) for archive, flats in parts]
     tensors: dict[str, TensorOnDisk] = {}
     start = 0
     for name, shape in shapes.items():
-        count = shape.numel()
-        share = -(-count // len(parts))
+        size = shape.numel()
+        share = -(-size // len(parts))
         segments = []
         for rank, whole in enumerate(wholes):
-            held = max(0, min(share, count - rank * share))
+            held = max(0, min(share, size - rank * share))
             for part in _cut(whole, start, held):
-                segments.append(
-                    Segment(part.first + rank * share, part.count, part.file, part.offset)
-                )
-        tensors[name] = _flat(shape, segments)
+                segments.append(replace(part, first=part.first + rank * share))
+        tensors[name] = _flat(name, shape, segments)
         start += share
+    for whole in wholes:
+        _require_used(whole, start)
     return tensors
 
 
-def _flat(
-    shape: torch.Size, segments: list[Segment], dtype: torch.dtype = torch.float32
-) -> FlatTensor:
+def _flat(name: str, shape: torch.Size, segments: list[Segment]) -> FlatTensor:
+    """Return a tensor of segments. Raises ValueError unless they are the whole of it."""
+    held = sum(segment.count for segment in segments)
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is no name of a parameter")
+    if held != shape.numel() or not held:
+        raise ValueError(f"{name} has {shape.numel():,} numbers, and its parts hold {held:,}")
+    formats = {segment.dtype: dtype_name(segment.dtype) for segment in segments}
+    if len(formats) > 1:
+        raise ValueError(f"the parts of {name} are in {' and '.join(formats.values())}")
     named_in_messages = [Chunk(segments[0].file, segments[0].offset, whole_slice(shape))]
-    return FlatTensor(dtype, tuple(shape), named_in_messages, segments)
+    return FlatTensor(segments[0].dtype, tuple(shape), named_in_messages, segments)

@@ -6,7 +6,6 @@ Hydra only composes and never runs the program, so that no rank writes Hydra's f
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
+from fsdp_trainer.base.recorded import Place, marked, recorded
 from fsdp_trainer.config.check import Report, as_text, build, flatten
 from fsdp_trainer.config.composing.overrides import (
     OVERLAYS,
@@ -42,6 +43,7 @@ from fsdp_trainer.config.composing.recipe_files import (
 )
 from fsdp_trainer.config.input_checks import check_inputs
 from fsdp_trainer.config.rules.rules import check_rules
+from fsdp_trainer.config.rules.rules_code import code_of_sweep
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import dump_yaml
@@ -154,7 +156,7 @@ def composable(verb: str, overrides: list[str], config_dir: str | None = None) -
 
 def as_yaml(cfg: Any) -> str:
     """Return a configuration as YAML, with all keys in the schema's order."""
-    return dump_yaml(asdict(cfg), width=140)
+    return dump_yaml(recorded(cfg), width=140)
 
 
 @contextmanager
@@ -163,7 +165,7 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
 
     Raises UserError for files that cannot be composed.
     """
-    own = [f'"file://{folder.resolve()}"' for folder in _folders(config_dir)[1:]]
+    own = [f'"own://{folder.resolve()}"' for folder in _folders(config_dir)[1:]]
     if own:
         overrides = [f"hydra.searchpath=[{','.join(own)}]", *overrides]
     GlobalHydra.instance().clear()
@@ -193,12 +195,41 @@ def _compose_files(
             raise UserError("problems in recipes")
         with hydra(overrides, config_dir) as given:
             check_files(verb, given, config_dir, report)
-            tree: Any = OmegaConf.to_container(hydra_compose(verb, given), resolve=True)
+            composed = hydra_compose(verb, given)
+            tree: Any = OmegaConf.to_container(composed, resolve=True)
+            tree = marked(tree, from_environment(composed))
     except UserError as error:
         report.problems += error.problems
         report.close()
         raise
     return tree
+
+
+def from_environment(composed: Any) -> dict[Place, str]:
+    """Return, by place, the written form of each value that an environment variable gives."""
+    if "oc.env" not in str(composed):
+        return {}
+    used: list[str] = []
+
+    def read(name: str, *default: Any) -> Any:
+        used.append(name)
+        return oc.env(name, *default)
+
+    def values(node: Any, place: Place) -> Iterator[tuple[Place, str]]:
+        names: Any = node if isinstance(node, DictConfig) else range(len(node))
+        for name in names:
+            used.clear()
+            value = node[name]
+            if isinstance(value, DictConfig | ListConfig):
+                yield from values(value, (*place, name))
+            elif used:
+                yield (*place, name), str(node._get_node(name)._value())
+
+    OmegaConf.register_new_resolver("oc.env", read, replace=True)
+    try:
+        return dict(values(composed, ()))
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def hydra_message(error: Exception) -> str:
@@ -301,7 +332,7 @@ def _why_refused(
     if forbidden:
         return forbidden
     if group == "hydra":
-        return None
+        return code_of_sweep(key, value)
     if kind == "sweep":
         return (
             f"a sweep only says what varies: write it under  hydra.sweeper.params , as  {key}:"

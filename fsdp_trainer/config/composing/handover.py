@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import asdict
 from typing import IO, Any
 
+from fsdp_trainer.base.recorded import marked, marks_of
 from fsdp_trainer.config.check import Report, build
 
 # set by our own launcher: descriptor of the open file that holds a rank's configuration
@@ -18,7 +19,8 @@ def configuration_file(cfg: Any) -> IO[bytes]:
     Environment variables are too short for a long prompt.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    file.write(json.dumps(asdict(cfg)).encode())
+    tree = asdict(cfg)
+    file.write(json.dumps([tree, list(marks_of(tree))]).encode())
     file.flush()
     return file
 
@@ -32,12 +34,11 @@ def inherited_configuration(cls: Any) -> Any:
         return None
     file = int(os.environ.pop(DESCRIPTOR))  # removed: processes that this rank starts are no ranks
     try:
-        tree = json.loads(
-            os.pread(file, os.fstat(file).st_size, 0)
-        )  # pread, because all ranks share one file position
+        content = os.pread(file, os.fstat(file).st_size, 0)  # all ranks share one file position
+        tree, marks = json.loads(content)
     finally:
         os.close(file)
     report = Report({}, [], set())
-    cfg = build(cls, tree, report)
+    cfg = build(cls, marked(tree, {tuple(place): text for place, text in marks}), report)
     report.close()
     return cfg

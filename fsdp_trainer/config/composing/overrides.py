@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from fsdp_trainer.base.safe_text import without_secrets
 from fsdp_trainer.config.check import (
     as_text,
     convert,
@@ -34,7 +35,7 @@ from fsdp_trainer.config.names import (
     nearest,
 )
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.errors import Problem
+from fsdp_trainer.errors import Problem, UserError
 
 OVERLAYS = ("recipe", "sweep")  # chosen with a plus; several may be chosen at once
 PROSE = ("data", "prompt", "system")  # keys whose text is used literally, including commas
@@ -242,6 +243,17 @@ def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
 def quoted(text: str) -> str:
     """Return `text` quoted, so that Hydra's grammar reads it literally."""
     return QuotedString(text, Quote.double).with_quotes()
+
+
+def require_no_secrets(words: Iterable[str]) -> None:
+    """Raise UserError for words that cannot be written into a file: addresses with a signature."""
+    reason = (
+        "has a signature or a key in its address, which the file would show.\nPut the address into"
+        " an environment variable, and write  ${oc.env:NAME}  in its place"
+    )
+    problems = [Problem(word, reason) for word in words if without_secrets(word) != word]
+    if problems:
+        raise UserError("nothing was written", problems)
 
 
 def _set(

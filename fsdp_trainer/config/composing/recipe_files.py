@@ -19,7 +19,7 @@ from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.composing.overrides import listed, quoted
 from fsdp_trainer.config.names import OPTION_SYNONYMS, absent, nearest
 from fsdp_trainer.config.schema import GROUPS
-from fsdp_trainer.config.yaml_text import LOADER, YAML_FILE
+from fsdp_trainer.config.yaml_text import YAML_FILE, Loader
 from fsdp_trainer.errors import Problem, UserError
 
 SUFFIX = ".own"
@@ -41,13 +41,13 @@ class YamlFile(NamedTuple):
 
 def read_yaml(path: Path) -> YamlFile:
     """Read a YAML file. Raises UserError with file and line if it is not YAML."""
-    loader = LOADER(path.read_text())
     try:
+        loader = Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         tree = loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
         raise UserError("a problem in the configuration", [not_yaml(error, path)]) from None
-    except ValueError as error:  # such as an invalid date
+    except (OSError, ValueError, yaml.YAMLError) as error:  # no text, or control characters
         problem = Problem(str(path), f"is not YAML: {error}")
         raise UserError("a problem in the configuration", [problem]) from None
     lines: dict[str, int] = {}

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.config.other_tools.gguf_header import GgufHeader, GgufTensor, read_header
 from fsdp_trainer.errors import Problem, UserError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -15,6 +16,15 @@ LLAMA_3_LENGTH = 8192
 EXPERTS = "blk.0.ffn_gate_exps.weight"
 GEMMA2_27B, GEMMA3_27B = 46, 62
 """Numbers of blocks by which llama.cpp knows models that scale queries by their width."""
+
+NUMBERS = ("attention.head_count", "embedding_length", "feed_forward_length", "block_count",
+           "context_length", "attention.layer_norm_rms_epsilon")  # fmt: skip
+OTHER_NUMBERS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base",
+                 "rope.dimension_count", "rope.scaling.factor", "expert_count",
+                 "rope.scaling.original_context_length", "expert_used_count",
+                 "attention.sliding_window", "attn_logit_softcapping",
+                 "final_logit_softcapping")  # fmt: skip
+"""Facts of every model, and of some, that are read as numbers."""
 
 Json = dict[str, Any]
 
@@ -28,23 +38,21 @@ def gguf_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.gguf")) if path.is_dir() else []
 
 
-def open_gguf(file: Path) -> Any:
-    """Return a GGUFReader. Raises UserError."""
+def open_gguf(file: Path) -> GgufHeader:
+    """Return what a file holds. Raises UserError."""
     if not find_spec("gguf"):
         problem = Problem(str(file), "needs the package gguf:  pip install 'fsdp_trainer[gguf]'")
         raise UserError("cannot read the model", [problem])
     try:
-        return _opened(str(file), os.stat(file).st_mtime_ns)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        return _opened(file, os.stat(file).st_mtime_ns)
+    except (OSError, ValueError) as error:
         problem = Problem(str(file), f"is no GGUF file, or not the whole of it: {error}")
         raise UserError("cannot read the model", [problem]) from None
 
 
 @lru_cache(maxsize=4)
-def _opened(file: str, changed: int) -> Any:
-    import gguf
-
-    return gguf.GGUFReader(file)
+def _opened(file: Path, changed: int) -> GgufHeader:
+    return read_header(file)
 
 
 def described_by_gguf(path: Path) -> dict[str, Any] | None:
@@ -52,20 +60,24 @@ def described_by_gguf(path: Path) -> dict[str, Any] | None:
     files = gguf_files(path)
     if not files:
         return None
-    readers = [open_gguf(file) for file in files]
-    facts = {name: field.contents() for name, field in readers[0].fields.items()
-             if not name.startswith("tokenizer.")}  # fmt: skip
-    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    headers = [open_gguf(file) for file in files]
+    facts = headers[0].facts
+    tensors = {name: each for header in headers for name, each in header.tensors.items()}
     kind = facts.get("general.architecture")
     if kind not in DESCRIPTIONS or "token_embd.weight" not in tensors:
         reason = f"holds {kind}; read are whole models of  {' '.join(DESCRIPTIONS)}"
         raise UserError("cannot read the model", [Problem(str(files[0]), reason)])
     own = {name.removeprefix(f"{kind}."): value for name, value in facts.items()}
     try:
+        for name in (*NUMBERS, *OTHER_NUMBERS):
+            if type(own.get(name, 0)) not in (int, float):
+                raise ValueError(f"{kind}.{name} is no number")
         return _config(own, tensors, kind)
     except KeyError as error:
-        problem = Problem(str(files[0]), f"does not say {kind}.{error.args[0]}")
-        raise UserError("cannot read the model", [problem]) from None
+        reason = f"does not say {kind}.{error.args[0]}"
+    except (ValueError, ArithmeticError, TypeError) as error:
+        reason = f"describes no model: {error}"
+    raise UserError("cannot read the model", [Problem(str(files[0]), reason)])
 
 
 def _config(facts: dict[str, Any], tensors: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def _config(facts: dict[str, Any], tensors: dict[str, Any], kind: str) -> dict[s
         "num_attention_heads": heads,
         "num_key_value_heads": facts.get("attention.head_count_kv", heads),
         "head_dim": facts.get("attention.key_length", width // heads),
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": _rows(tensors["token_embd.weight"]),
         "max_position_embeddings": facts["context_length"],
         "rms_norm_eps": facts["attention.layer_norm_rms_epsilon"],
         "rope_theta": facts.get("rope.freq_base", 10000.0),
@@ -88,6 +100,12 @@ def _config(facts: dict[str, Any], tensors: dict[str, Any], kind: str) -> dict[s
     if scaling := _scaling(facts, tensors):
         config["rope_scaling"] = scaling
     return config | DESCRIPTIONS[kind](config, facts, tensors)
+
+
+def _rows(matrix: GgufTensor) -> int:
+    if len(matrix.shape) < 2:
+        raise ValueError(f"{matrix.name} is no matrix")
+    return matrix.shape[1]
 
 
 # --- what each architecture has besides
@@ -124,13 +142,13 @@ def _experts(facts: Json, tensors: Json, normalized: bool | None) -> Json:
     return {
         "num_experts": facts["expert_count"],
         "num_experts_per_tok": facts["expert_used_count"],
-        "moe_intermediate_size": int(tensors[EXPERTS].shape[1]),
+        "moe_intermediate_size": _rows(tensors[EXPERTS]),
         "norm_topk_prob": normalized,
     }
 
 
 def _qwen2_moe(config: Json, facts: Json, tensors: Json) -> Json:
-    shared = int(tensors["blk.0.ffn_gate_shexp.weight"].shape[1])
+    shared = _rows(tensors["blk.0.ffn_gate_shexp.weight"])
     own = {"shared_expert_intermediate_size": shared, "decoder_sparse_step": 1}
     return _named("Qwen2Moe", "qwen2_moe", **_experts(facts, tensors, False), **own)
 
@@ -203,7 +221,7 @@ def _scaling(facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any] |
     if ROPE_FACTORS in tensors:  # the reader of the weights compares them with these
         return {
             "rope_type": "llama3",
-            "factor": float(tensors[ROPE_FACTORS].data.max()),
+            "factor": max(tensors[ROPE_FACTORS].numbers()),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": LLAMA_3_LENGTH,

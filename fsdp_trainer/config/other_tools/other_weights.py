@@ -3,17 +3,18 @@
 Does not import torch.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.folders import LONGEST_NAME, is_inside
+from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.config.other_tools.gguf_description import described_by_gguf, gguf_files
 from fsdp_trainer.errors import Problem, UserError
 
 METADATA = ".metadata"
 """The file that describes a distributed checkpoint of torch."""
 META_FILES, META_PARAMS = "consolidated.*.pth", "params.json"
-TORCH_INDEX = "pytorch_model.bin.index.json"
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARDED_BELOW = "pytorch_model_fsdp_*"
 """The folder in which accelerate puts a distributed checkpoint."""
 LATEST_OF_MEGATRON = "latest_checkpointed_iteration.txt"
@@ -48,14 +49,23 @@ def latest_of_megatron(folder: Path) -> list[Path]:
 
 
 def zero_folder(folder: Path) -> Path | None:
-    """Return the ZeRO checkpoint that is `folder`, or the one that its file `latest` names."""
-    if any(folder.glob(ZERO_STATES)) and any(folder.glob(ZERO_MODEL)):
-        return folder
+    """Return the ZeRO checkpoint that is `folder`, or that its file `latest` names in it."""
+    named = folder / _named_by(folder / "latest")
+    return next((each for each in (folder, named) if _is_zero(each)), None)
+
+
+def _is_zero(folder: Path) -> bool:
+    return any(folder.glob(ZERO_STATES)) and any(folder.glob(ZERO_MODEL))
+
+
+def _named_by(file: Path) -> str:
+    """Return the name of the folder that a file has as its content; "" if it has none."""
     try:
-        named = folder / (folder / "latest").read_text().strip()
+        with file.open(encoding="utf-8") as opened:
+            name = opened.read(LONGEST_NAME + 1).strip()
     except (OSError, UnicodeDecodeError):
-        return None
-    return zero_folder(named) if named != folder and named.is_dir() else None
+        return ""
+    return name if is_inside(name) else ""
 
 
 def torch_files(folder: Path) -> list[Path]:
@@ -109,11 +119,12 @@ def described_by_meta(folder: Path) -> dict[str, Any] | None:
     file = folder / META_PARAMS
     if not file.is_file():
         return None
+    title = "cannot read the model's configuration"
     try:
-        return _llama_config(json.loads(file.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _llama_config(read_object(file, title))
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         problem = Problem(str(file), f"is not Meta's: {type(error).__name__} {error}")
-        raise UserError("cannot read the model's configuration", [problem]) from None
+        raise UserError(title, [problem]) from None
 
 
 def _llama_config(params: dict[str, Any]) -> dict[str, Any]:

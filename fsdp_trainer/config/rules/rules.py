@@ -1,14 +1,18 @@
 """Rules between keys of the configuration. Imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, Violations, value_of
+from fsdp_trainer.base.folders import ENDINGS, LONGEST_NAME, short_name
+from fsdp_trainer.base.recorded import FromEnvironment
+from fsdp_trainer.base.safe_text import has_password
+from fsdp_trainer.config.check import Report, Violations, flatten, value_of
 from fsdp_trainer.config.depth import settle_depth
 from fsdp_trainer.config.devices import unknown_gpus
 from fsdp_trainer.config.rules.rules_adapter import merging, settle_adapter
+from fsdp_trainer.config.rules.rules_code import typed_code
 from fsdp_trainer.config.rules.rules_computing import (
     activation_checkpointing,
     attention,
@@ -128,6 +132,7 @@ RULES: tuple[Rule, ...] = (
     stored_teacher,
     server,
     tracking_command,
+    typed_code,
     rewinding,
     export_dtype,
     merging,
@@ -171,12 +176,24 @@ PATHS = (
 """Keys whose value is a path: `~` is expanded in it, and completion offers files."""
 
 
+OF_DATA = ("data.path", "data.validation", "text", "good", "chats", "questions", "image", "data")
+"""Keys of addresses that are read with the passwords of ~/.netrc."""
+
+
 def check_rules(cfg: Any, report: Report) -> None:
     """Expand `~` in paths, set values that follow from others, and report every broken rule."""
     for key in PATHS:
         expand_home(cfg, key)
-    if not isinstance(cfg, TrainConfig):
-        return
+    if isinstance(cfg, TrainConfig):
+        check_training(cfg, report)
+    refuse_passwords(cfg, report)  # after rules that know another way
+    out = value_of(cfg, "out")
+    if out and short_name(Path(out).name) != Path(out).name:
+        report.add("out", out, f"is too long: {LONGEST_NAME - ENDINGS} bytes are its most")
+
+
+def check_training(cfg: TrainConfig, report: Report) -> None:
+    """Set values that follow from others, and report every broken rule."""
     if isinstance(cfg, PlanConfig):
         report.problems += unknown_gpus(cfg.plan.gpu)
     settle_depth(cfg, report)
@@ -188,6 +205,28 @@ def check_rules(cfg: Any, report: Report) -> None:
     # problems that may follow from a wrong key are not reported
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):
         report.problems += model_problems(cfg)
+
+
+def refuse_passwords(cfg: Any, report: Report) -> None:
+    """Report every address with a password, which the records of a run would show."""
+    for key in flatten(type(cfg)):
+        value = value_of(cfg, key)
+        if any(map(has_password, texts_in(value))):
+            netrc = "~/.netrc , or the address into " if key in OF_DATA else ""
+            variable = "an environment variable, and write  ${oc.env:NAME}  in its place"
+            reason = "has a password in it, which records would show.\nPut it into "
+            report.add(key, value, f"{reason}{netrc}{variable}")
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, without those from the environment."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from texts_in(part)
+    elif isinstance(value, str) and not isinstance(value, FromEnvironment):
+        yield value
 
 
 def settle_length(train: Train, report: Report) -> None:
@@ -221,4 +260,7 @@ def _expand_entry(entry: Any) -> Any:
 
 def without_tilde(path: Any) -> Any:
     """Return a path with a leading `~` expanded, and any other value unchanged."""
-    return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path
+    if not isinstance(path, str) or not path.startswith("~"):
+        return path
+    whole = str(Path(path).expanduser())
+    return FromEnvironment(whole, path.written) if isinstance(path, FromEnvironment) else whole

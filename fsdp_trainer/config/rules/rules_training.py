@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.folders import LONGEST_NAME
 from fsdp_trainer.config.check import Report, Violations, flatten, value_of
 from fsdp_trainer.config.durations import parse_duration, parse_steps
 from fsdp_trainer.config.host_list import read_hosts
@@ -165,19 +166,17 @@ def offloading(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def tracking_command(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that logging.command is typed, because a file must not run code, and that it exists."""
+    """Check that the program of logging.command exists."""
     command = cfg.logging.command
-    if command is None:
-        return
-    key = "logging.command"
-    if key not in report.typed and key in report.origins:
-        yield key, "a file cannot start a program: type it on the command line"
-    elif not shutil.which(shlex.split(command)[0]):
-        yield key, f"there is no program {shlex.split(command)[0]}"
+    if command and not shutil.which(shlex.split(command)[0]):
+        yield "logging.command", f"there is no program {shlex.split(command)[0]}"
 
 
 def run_folder(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the run's folder is inside run.root."""
+    """Check that the run's folder is inside run.root, and that its name is no longer than any."""
+    if max(len(part.encode()) for part in Path(f"./{cfg.run.name}").parts or ("",)) > LONGEST_NAME:
+        yield "run.name", f"is too long: folders have names of at most {LONGEST_NAME} bytes"
+        return
     root = Path(cfg.run.root).resolve()
     if cfg.run.name and root not in (root / cfg.run.name).resolve().parents:
         yield "run.name", f"is not inside run.root={cfg.run.root}: set run.root for another place"

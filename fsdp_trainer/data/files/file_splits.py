@@ -7,28 +7,28 @@ document per line. Tables are read by `tables.py`.
 """
 
 import contextlib
-import gzip
+import io
 import json
 import math
 import os
 import re
-import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
+from fsdp_trainer.base.unpacked import TooLarge, open_unpacked, unpack
 from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, TOKEN_FILES, is_url, kind
 from fsdp_trainer.data.files import quickstart_data
-from fsdp_trainer.data.files.json_values import LONGEST, parse_object, read_list
+from fsdp_trainer.data.files.json_values import has_too_many_values, parse_object, read_list
 from fsdp_trainer.data.files.remote_files import open_remote
+from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_LONG
 from fsdp_trainer.data.files.sources import Record
-from fsdp_trainer.data.files.tables import open_zstd, read_arrow, read_csv, records_of_parts
+from fsdp_trainer.data.files.tables import read_arrow, read_csv, records_of_parts
 from fsdp_trainer.data.token_files.known_token_files import token_edges, token_rows
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
 BLANK = re.compile(rb"\n[ \t\r]*\n")
@@ -158,10 +158,11 @@ def read_unit(unit: Unit) -> Iterator[Record]:
             number = row.where[1]
             yield row
         _check_stamp(unit)
-    except UserError:
+    except (UserError, RunFailed):
         raise
     except Exception as e:
-        content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
+        is_of_content = isinstance(e, TooLarge | EOFError | OSError | zlib.error)
+        content = is_of_content and not getattr(e, "errno", None)
         if content and not (is_url(unit.file) and isinstance(e, OSError)):
             yield Record({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
         elif isinstance(e, OSError) or is_url(unit.file):
@@ -219,7 +220,7 @@ def _records(unit: Unit, suffix: str, compression: str | None) -> Iterator[Recor
     elif _is_json_lines(file, suffix):
         yield from _read_jsonl(unit)
     else:
-        with _seekable(file, compression) as opened:
+        with unpack(open_raw(file), compression) as opened:
             yield from read_list(opened, file)
 
 
@@ -230,10 +231,7 @@ def open_raw(file: str) -> BinaryIO:
 
 def _open(file: str) -> BinaryIO:
     """Open a file for reading its decompressed bytes."""
-    compression = kind(file)[1]
-    if compression == ".zst":
-        return open_zstd(open_raw(file))
-    return cast(BinaryIO, gzip.open(open_raw(file))) if compression == ".gz" else open_raw(file)
+    return open_unpacked(open_raw(file), kind(file)[1])
 
 
 def _first_bytes(file: str, n: int) -> bytes:
@@ -241,20 +239,9 @@ def _first_bytes(file: str, n: int) -> bytes:
         return opened.read(n)
 
 
-def _seekable(file: str, compression: str | None) -> BinaryIO:
-    """Open a file so that seek works: a compressed one is unpacked into an anonymous file."""
-    if not compression:
-        return open_raw(file)
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115
-    with _open(file) as opened:
-        shutil.copyfileobj(opened, unpacked, 1 << 22)
-    unpacked.seek(0)
-    return cast(BinaryIO, unpacked)
-
-
 def _table(file: str, compression: str | None) -> str | BinaryIO:
     """Return the file for Arrow; a local one by its name, so that Arrow can map it."""
-    return _seekable(file, compression) if compression or is_url(file) else file
+    return unpack(open_raw(file), compression) if compression or is_url(file) else file
 
 
 def _is_json_lines(file: str, suffix: str) -> bool:
@@ -267,7 +254,12 @@ def _is_json_lines(file: str, suffix: str) -> bool:
             first = next(line for line in lines if line.strip() or not line).removeprefix(
                 BYTE_ORDER_MARK
             )
-            is_object = first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+            text = first.decode()
+            is_object = (
+                text.lstrip().startswith("{")
+                and not has_too_many_values(text)
+                and isinstance(json.loads(text), dict)
+            )
             return is_object and bool(next(line for line in lines if line.strip() or not line))
     except (ValueError, RecursionError, EOFError, OSError, zlib.error):
         return False
@@ -290,7 +282,7 @@ def _lines(file: BinaryIO, unit: Unit) -> Iterator[Line]:
         place += len(content)
         if len(content) == LONGEST and not content.endswith(b"\n"):
             place += _skip_line(file)
-            yield number, begins, "", f"is longer than {LONGEST >> 20} MiB"
+            yield number, begins, "", TOO_LONG
         else:
             text, error = _decoded(content, is_first=begins == 0)
             yield number, begins, text, error
@@ -362,35 +354,66 @@ def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
 def _read_text(unit: Unit) -> Iterator[Record]:
     """Yield the documents that begin in a unit: separated by blank lines, else one per line."""
     if _is_separated(unit.file, stamp(unit.file)):
-        yield from (_document(unit.file, lines) for lines in _paragraphs(unit))
+        yield from (document.record(unit.file) for document in _paragraphs(unit))
     else:
-        yield from (_document(unit.file, [line]) for line in _own_lines(unit))
+        for number, _, text, error in _own_lines(unit):
+            yield _text_record(text, error, (unit.file, number))
 
 
-def _paragraphs(unit: Unit) -> Iterator[list[Line]]:
-    """Yield the lines of each document after the first blank line of the unit."""
-    lines: list[Line] = []
+def _text_record(text: str, error: str | None, where: tuple[str, int]) -> Record:
+    text = text.replace("\r\n", "\n").rstrip("\n")
+    return Record({}, where, error) if error else Record({"text": text}, where)
+
+
+class _Document:
+    """A document that grows by lines. error: the first one among its lines."""
+
+    def __init__(self, number: int, begin: int):
+        """number, begin: of its first line, from 1 in the unit and in bytes."""
+        self.number, self._begin, self._lines = number, begin, 0
+        self.error: str | None = None
+        self._text = io.StringIO()  # a list of lines would be much larger than their text
+
+    def add(self, line: Line) -> None:
+        """Add a line, whose text is dropped if the document is too long. Raises TooLarge."""
+        _, place, text, error = line
+        self._lines += 1
+        if self._lines > MOST_VALUES:
+            raise TooLarge(f"a document has more than {MOST_VALUES:,} lines")
+        if place - self._begin > LONGEST:
+            error, text = TOO_LONG, ""
+        if error and not self.error:
+            self.number, self.error = (self.number if error is TOO_LONG else line[0]), error
+        self._text.write(text)
+
+    def record(self, file: str) -> Record:
+        """Return the document as a row."""
+        return _text_record(self._text.getvalue(), self.error, (file, self.number))
+
+
+def _paragraphs(unit: Unit) -> Iterator[_Document]:
+    """Yield each document after the first blank line of the unit."""
+    document: _Document | None = None
+    for line, is_blank in _lines_of_paragraphs(unit):
+        if is_blank and document:
+            yield document
+            document = None
+        elif not is_blank:
+            document = document or _Document(*line[:2])
+            document.add(line)
+    if document:
+        yield document
+
+
+def _lines_of_paragraphs(unit: Unit) -> Iterator[tuple[Line, bool]]:
+    """Yield the lines after the first blank line of the unit, and whether each is blank."""
     is_own = not unit.start
     with _open(unit.file) as file:
         for line in _lines(file, unit):
             _, place, text, error = line
             is_blank = not error and not text.strip()
             if place >= unit.end and (is_blank or not is_own):
-                break
-            if is_blank and lines:
-                yield lines
-                lines = []
-            elif is_own and not is_blank:
-                lines.append(line)
+                return
+            if is_own:
+                yield line, is_blank
             is_own |= is_blank
-    if lines:
-        yield lines
-
-
-def _document(file: str, lines: list[Line]) -> Record:
-    """Return the document of some lines; its error is the first one among its lines."""
-    for number, _, _, error in lines:
-        if error:
-            return Record({}, (file, number), error)
-    text = "".join([text for _, _, text, _ in lines]).replace("\r\n", "\n").rstrip("\n")
-    return Record({"text": text}, (file, lines[0][0]))

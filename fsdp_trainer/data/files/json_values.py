@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from fsdp_trainer.base.json_files import DEEPEST, is_deeper
+from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_DEEP, TOO_MANY
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.record_formats import is_turn
 
 CHUNK = 1 << 20  # bytes of a list that are read at once
-LONGEST = 1 << 28  # limit on bytes of a line or element: one without an end cannot fill memory
 LOST = re.compile("[\udc80-\udcff]")  # decoded form of bytes that are not UTF-8
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -30,11 +31,29 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_without_twins, parse_constant=lambda _: None)
 
 
+def has_too_many_values(text: str) -> bool:
+    """Return True for JSON whose values would fill memory, although its text does not."""
+    if len(text) <= MOST_VALUES:
+        return False
+    return sum(map(text.count, (",", "[", "{"))) > MOST_VALUES
+
+
+def is_too_deep(value: Any, text: str) -> bool:
+    """Return True if more lists and objects are within each other than are read.
+
+    text: the JSON of the value.
+    """
+    return text.count("[") + text.count("{") > DEEPEST and is_deeper(value, DEEPEST)
+
+
 def parse_object(text: str, where: tuple[str, int]) -> Record:
     """Return a line of JSON as a row, with an error if it cannot be used."""
     try:
+        if has_too_many_values(text):
+            return Record({}, where, TOO_MANY)
         # without its end of line, which would be taken for a forbidden character of a cut text
-        return _record(DECODER.decode(text.rstrip("\r\n")), where)
+        value = DECODER.decode(text.rstrip("\r\n"))
+        return Record({}, where, TOO_DEEP) if is_too_deep(value, text) else _record(value, where)
     except RecordError as e:
         return Record({}, where, str(e))
     except json.JSONDecodeError as e:
@@ -62,7 +81,7 @@ def _beyond(error: Exception) -> str:
     """Return an error text for JSON that Python cannot read: huge numbers or too deep nesting."""
     return (
         "is not JSON that can be read:"
-        f" {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
+        f" {'it ' + TOO_DEEP if isinstance(error, RecursionError) else error}"
     )
 
 
@@ -157,6 +176,8 @@ class _Values:
             raise json.JSONDecodeError(
                 f"more than {LONGEST >> 20} MiB in one value", self.text, self.position
             )
+        if rest > MOST_VALUES and has_too_many_values(self.text[self.position :]):
+            raise json.JSONDecodeError(f"one value {TOO_MANY}", self.text, self.position)
         block = self.file.read(max(CHUNK, rest))
         self.text = self.text[self.position :] + self._decode(block, not block)
         self.position = self._counted = 0
@@ -228,6 +249,8 @@ class _Values:
             raise value
         if not text.isascii() and LOST.search(text):
             raise RecordError("is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8")
+        if is_too_deep(value, text):
+            raise RecordError(TOO_DEEP)
         return value
 
     def _parse(self) -> tuple[Any, int]:

@@ -23,6 +23,8 @@ from fsspec import AbstractFileSystem
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
+from fsdp_trainer.base.folders import short_name
+from fsdp_trainer.base.safe_text import identity, without_secrets
 from fsdp_trainer.config.data_files import (
     KINDS,
     check_data_files,
@@ -53,7 +55,10 @@ def nothing(line: str) -> None:
 
 
 class Unreachable(UserError):
-    """Raised if the network or the store failed; earlier copies may be used instead."""
+    """Raised if the network or the store failed, or a signature has expired.
+
+    Earlier copies may be used instead.
+    """
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class RemoteFile:
 
     def copy_in(self, cache: Path) -> Path:
         """Return the path of its copy."""
-        folders = [part for part in place(self.url).split("/") if part not in ("", ".", "..")]
+        parts = place(self.url).split("/")
+        folders = [short_name(part) for part in parts if part not in ("", ".", "..")]
         return cache.joinpath(
             "remote", urlsplit(self.url).scheme, *folders[:-1], self.version, folders[-1]
         )
@@ -96,6 +102,15 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
             RemoteFile(file, about[file].get("size"), _version(file, about[file]))
             for file in chosen
         ]
+
+
+def recorded_name(url: str) -> str:
+    """Return a name for a file that records may have, and that no other file has."""
+    return url if shown(url) == url else f"{shown(url)}#{_digest(url)}"
+
+
+def _digest(url: str) -> str:
+    return hashlib.blake2b(identity(url).encode(), digest_size=10).hexdigest()
 
 
 def _list(system: AbstractFileSystem, path: str, url: str, is_web: bool) -> dict[str, Any]:
@@ -131,7 +146,9 @@ def _address(url: str, path: str) -> str:
 
 
 def _version(url: str, about: dict[str, Any]) -> str:
-    mark = next((str(about[name]) for name in MARKS if about.get(name)), url)
+    mark = next((str(about[name]) for name in MARKS if about.get(name)), identity(url))
+    if query := urlsplit(identity(url)).query:  # it may choose between files
+        mark += query
     return hashlib.blake2b(f"{about.get('size')} {mark}".encode(), digest_size=6).hexdigest()
 
 
@@ -140,9 +157,10 @@ def fetch(
 ) -> dict[str, str]:
     """Return the local copy of each file of a URL, after fetching missing ones. Raises UserError.
 
+    The files are named without secrets. A new signature of a URL is still the same URL.
     say: called with lines that stay on screen. progress: called repeatedly with the current state.
     """
-    name = hashlib.blake2b(url.encode(), digest_size=10).hexdigest()
+    name = _digest(url)
     listing = cache / "remote" / "found" / f"{name}.json"
     if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _last_copies(listing)):
         return copies  # the node's first rank has just listed them, and all must read the same
@@ -156,8 +174,8 @@ def fetch(
             f" {error.problems[0].reason.splitlines()[0]}"
         )
         return copies
-    copies = {file.url: str(file.copy_in(cache)) for file in files}
-    missing = [file for file in files if not os.path.exists(copies[file.url])]
+    copies = {recorded_name(file.url): str(file.copy_in(cache)) for file in files}
+    missing = [file for file in files if not file.copy_in(cache).exists()]
     with _as_user_errors(url, key, cache):
         if missing:
             _copy_all(missing, cache, url, say, progress)
@@ -324,7 +342,7 @@ def _has_ranges(system: AbstractFileSystem, path: str) -> bool:
 def shown(url: str) -> str:
     """Return a URL without its secrets: the password and the query with its signature."""
     parts = urlsplit(url)
-    if not parts.query and "@" not in parts.netloc:
+    if without_secrets(url) == url:
         return url
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -345,10 +363,12 @@ def _user_error(url: str, key: str, cache: Path | None, error: BaseException) ->
     if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, hides the cause
         error = error.__cause__
     reason = why_url_unusable(url) or _reason(url, cache, error)
-    if reason:
+    first = _first_line(url, error)
+    expired = identity(url) != url and _is_refused(error, _status(error), first)
+    if reason and not expired:
         return _unusable(url, key, reason)
     advice = "\nWhat was fetched is kept: start again" if cache else ""
-    text = f"cannot be reached ({type(error).__name__}: {_first_line(url, error)}){advice}"
+    text = reason or f"cannot be reached ({type(error).__name__}: {first}){advice}"
     return Unreachable("the data cannot be used", [Problem(f"{key}={shown(url)}", text)])
 
 
@@ -406,8 +426,8 @@ CREDENTIALS = {
     " FSSPEC_S3_ANON=1; another endpoint: AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or  gcloud auth application-default login",
     "hf": "HF_TOKEN, or  hf auth login ; access to a gated data set is requested on its page",
-    "http": "those in the URL itself, or in ~/.netrc",
-    "https": "those in the URL itself, as in a signed one, or in ~/.netrc",
+    "http": "a signed URL, or ~/.netrc",
+    "https": "a signed URL, or ~/.netrc",
 }
 
 

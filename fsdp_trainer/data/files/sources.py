@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TextIO
 
+from fsdp_trainer.base.safe_text import without_secrets
 from fsdp_trainer.config.data_files import (
     SHARD,
     Entry,
@@ -63,7 +64,7 @@ class Problems:
         """Record a bad row."""
         self.count += 1
         # a row can hold half a surrogate pair, but no file and no terminal can
-        shown = reason.encode(errors="backslashreplace").decode()
+        shown = without_secrets(reason.encode(errors="backslashreplace").decode())
         if len(self.first) < SHOWN:
             self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
         if self.listed:

@@ -1,11 +1,13 @@
 """Tables to rows, from CSV and all Arrow formats, with one batch of rows in memory at a time."""
 
 import csv
-import io
-import sys
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from fsdp_trainer.base.unpacked import TooLarge, check_unpacked
+from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_LONG, TOO_MANY
+from fsdp_trainer.data.files.table_sizes import rows_at_once, size_of_rows
 from fsdp_trainer.data.token_files.arrow_tokens import Place, mapped_place, rows_of
 
 Record = tuple[int, dict[str, Any], str | None]
@@ -14,18 +16,48 @@ Record = tuple[int, dict[str, Any], str | None]
 BATCH = 256  # rows; few, since the rows of a pretraining set may be books
 
 
-def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
+class _CsvLines:
+    """The lines of a CSV file. size, values: of those of the present row.
+
+    Raises TooLarge.
+    """
+
+    def __init__(self, file: BinaryIO, delimiter: str):
+        self._file, self._delimiter = file, delimiter.encode()
+        self._encoding = "utf-8-sig"
+        self.begin_row()
+
+    def begin_row(self) -> None:
+        """Count anew."""
+        self.size = self.values = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(LONGEST + 1)
+        if not line:
+            raise StopIteration
+        self.size += len(line)
+        self.values += 1 + line.count(self._delimiter)
+        if self.size > LONGEST or self.values > MOST_VALUES:
+            raise TooLarge(f"a row {TOO_LONG if self.size > LONGEST else TOO_MANY}")
+        # bytes that are not UTF-8 become lone surrogates, which are detected in the row that holds
+        # them
+        text = line.decode(self._encoding, "surrogateescape")
+        self._encoding = "utf-8"
+        return text.replace("\r\n", "\n")
+
+
+def read_csv(file: BinaryIO, delimiter: str) -> Iterator[Record]:
     """Yield the rows below a line of column names; report a broken quote where its row starts."""
     csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
-    # bytes that are not UTF-8 become lone surrogates, which are detected in the row that holds them
-    lines = (
-        line.decode("utf-8-sig" if i == 0 else "utf-8", "surrogateescape").replace("\r\n", "\n")
-        for i, line in enumerate(file)
-    )
+    lines = _CsvLines(file, delimiter)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         start = reader.line_num + 1
+        lines.begin_row()
         try:
             values = next(reader)
             text = "".join(values)
@@ -82,6 +114,9 @@ def read_arrow(
             for first in range(0, batch.num_rows, BATCH):
                 for columns in rows_of(batch.slice(first, BATCH), place):
                     number += 1
+                    if columns is None:
+                        yield number, {}, TOO_LONG
+                        continue
                     # every struct of a column has the keys of all structs: keys that a row does not
                     # have are null
                     yield (
@@ -122,21 +157,34 @@ def _parquet(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tup
     # without pre_buffer and with a buffer, column chunks are read piecewise, not a whole row group
     # at once
     with parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as opened:
-        groups = range(opened.num_row_groups)[start:stop]
-        yield from ((batch, None) for batch in opened.iter_batches(BATCH, row_groups=groups))
+        groups, size = range(opened.num_row_groups)[start:stop], _size(file)
+        rows, unpacked = rows_at_once(opened.metadata, groups, BATCH, size), 0
+        for batch in opened.iter_batches(rows, row_groups=groups):
+            unpacked += size_of_rows(batch)
+            check_unpacked(unpacked, size)
+            yield batch, None
 
 
 def _arrow(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple[Any, Place]]:
     import pyarrow
 
     with _opened(file) as source:
-        place = mapped_place(source)
+        place, size, unpacked = mapped_place(source), source.size(), 0
         if _is_arrow_file(source):
             reader = pyarrow.ipc.open_file(source)
             numbers = range(reader.num_record_batches)[start:stop]
-            yield from ((reader.get_batch(i), place) for i in numbers)
+            batches = (reader.get_batch(i) for i in numbers)
         else:
-            yield from ((batch, place) for batch in pyarrow.ipc.open_stream(source))
+            batches = iter(pyarrow.ipc.open_stream(source))
+        for batch in batches:
+            batch.validate(full=True)  # that all of it lies within its buffers
+            unpacked += size_of_rows(batch)
+            check_unpacked(unpacked, size)
+            yield batch, place
+
+
+def _size(file: str | BinaryIO) -> int:
+    return os.path.getsize(file) if isinstance(file, str) else file.seek(0, os.SEEK_END)
 
 
 def _opened(file: str | BinaryIO) -> Any:
@@ -150,18 +198,6 @@ def _is_arrow_file(source: Any) -> bool:
     magic = source.read(6)
     source.seek(0)
     return magic == b"ARROW1"
-
-
-def open_zstd(file: BinaryIO) -> BinaryIO:
-    """Return a decompressed view of a file that was compressed with zstd."""
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-
-        return zstd.open(file)
-    import pyarrow
-
-    # pyarrow's own stream cannot read lines
-    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
 
 
 def _without_nulls(value: Any) -> Any:

@@ -20,6 +20,8 @@ from fsdp_trainer.errors import Problem, UserError
 MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read. A small file can name a size that fills the memory."""
 MOST_BYTES = 256 << 20
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA")
+"""All that Pillow is asked to open. Its reader of EPS would start Ghostscript on the content."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def decoded(content: bytes, name: str) -> Any:
     pillow = pillow_module()
     with _as_record_error(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a size that is checked here
-        picture = pillow.open(BytesIO(content))
+        picture = opened(pillow, content, name)
         width, height = picture.size
         if width * height > MOST_PIXELS:
             raise RecordError(
@@ -134,6 +136,17 @@ def decoded(content: bytes, name: str) -> Any:
                 " are read: make it smaller"
             )
         return picture.convert("RGB")
+
+
+def opened(pillow: Any, content: bytes, name: str) -> Any:
+    """Return Pillow's image, not decoded yet. Raises RecordError if it is in none of FORMATS."""
+    pillow.init()
+    known = [form for form in FORMATS if form in pillow.OPEN]
+    try:
+        return pillow.open(BytesIO(content), formats=known)
+    except pillow.UnidentifiedImageError:
+        text = f"the image {name} cannot be decoded: it is none of {', '.join(known)}"
+        raise RecordError(text) from None
 
 
 @contextmanager

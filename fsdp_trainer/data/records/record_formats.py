@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp_trainer.base.json_files import DEEPEST, is_deeper
+
 ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
@@ -51,9 +53,10 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        content = json.loads(value)
     except (ValueError, RecursionError):
         return value
+    return value if is_deeper(content, DEEPEST) else content
 
 
 def column_value(columns: Mapping[str, Any], name: str) -> Any:

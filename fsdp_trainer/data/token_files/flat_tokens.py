@@ -3,6 +3,8 @@
 nanoGPT's `.bin` and OLMo's `.npy` have no header, llm.c's and modded-nanogpt's `.bin` have one.
 """
 
+import math
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -57,20 +59,18 @@ def _with_header(header: np.ndarray, content: np.ndarray, is_mapped: bool) -> To
 
 def _numpy_array(content: np.ndarray, is_mapped: bool) -> TokenFile:
     """Return an array that numpy saved: one dimension, or a document in each row."""
-    from io import BytesIO
-
     opened = BytesIO(content[: 1 << 16].tobytes())
+    readers = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
     try:
-        version = np.lib.format.read_magic(opened)
-        read = np.lib.format.read_array_header_1_0
-        if version[0] > 1:
-            read = np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(opened)
-    except ValueError as error:
-        raise BadTokenFile(f"has no header that numpy reads: {error}") from None
-    if dtype.kind not in "iu" or dtype.byteorder == ">" or len(shape) not in (1, 2) or is_fortran:
+        version, _ = np.lib.format.read_magic(opened)
+        shape, is_fortran, dtype = readers[version > 1](opened)
+    except Exception as error:  # of any kind: Python's own parser reads a header
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadTokenFile(f"has no header that numpy reads: {reason}") from None
+    is_list = len(shape) in (1, 2) and min(shape) >= 0 and not is_fortran
+    if dtype.kind not in "iu" or not dtype.isnative or not is_list:
         raise BadTokenFile(f"holds an array of {dtype} and shape {shape}, no list of tokens")
-    first, count = opened.tell(), int(np.prod(shape))
+    first, count = opened.tell(), math.prod(shape)
     if first + count * dtype.itemsize != len(content):
         raise BadTokenFile(
             f"has {len(content) - first:,} bytes of numbers, and its header says"
@@ -78,6 +78,8 @@ def _numpy_array(content: np.ndarray, is_mapped: bool) -> TokenFile:
         )
     if len(shape) == 1:
         return TokenFile("numpy's", content, is_mapped, dtype, first=first)
+    if not count:
+        raise BadTokenFile(f"holds an array of shape {shape}, no tokens")
     begins = first + np.arange(shape[0], dtype=np.int64) * shape[1] * dtype.itemsize
     counts = np.full(shape[0], shape[1], np.int64)
     return TokenFile("numpy's", content, is_mapped, dtype, begins, counts)

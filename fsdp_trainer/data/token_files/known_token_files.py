@@ -1,6 +1,5 @@
 """The formats of token files, and the rows of a file."""
 
-import gzip
 import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -11,10 +10,11 @@ import numpy as np
 
 from fsdp_trainer.config.data_files import TOKEN_FILES, is_url, kind
 from fsdp_trainer.data.token_files.flat_tokens import open_flat_tokens
-from fsdp_trainer.data.token_files.litdata_chunks import chunk_description, open_litdata_chunk
+from fsdp_trainer.data.token_files.litdata_chunks import open_litdata_chunk
 from fsdp_trainer.data.token_files.megatron_dataset import index_of, open_megatron_dataset
 from fsdp_trainer.data.token_files.mosaic_shards import open_mosaic_shard
-from fsdp_trainer.data.token_files.token_file import BadTokenFile, TokenFile
+from fsdp_trainer.data.token_files.shard_items import INDEX
+from fsdp_trainer.data.token_files.token_file import BadTokenFile, TokenFile, mapped_content
 
 Open = Callable[[Path, np.ndarray, bool], TokenFile | None]
 OPENERS: dict[str, tuple[Open, ...]] = {
@@ -32,15 +32,12 @@ def is_token_file(file: str) -> bool:
 
 
 def companion(file: str) -> Path | None:
-    """Return the file that describes a token file; None if there is none."""
-    path = Path(file)
-    if is_url(file) or not is_token_file(file):
+    """Return the file that describes a token file, or may; None if there is none."""
+    path, suffix = Path(file), kind(file)[0]
+    if is_url(file) or suffix not in (".bin", ".mds"):
         return None
-    if path.suffix == ".bin" and (index := index_of(path)):
-        return index
-    described = kind(file)[0] == ".mds" or chunk_description(path)
-    index = path.parent / "index.json"
-    return index if described and index.is_file() else None
+    index = index_of(path) or path.parent / INDEX
+    return index if index.is_file() else None
 
 
 def open_token_file(file: str) -> TokenFile:
@@ -54,7 +51,7 @@ def open_token_file(file: str) -> TokenFile:
 @lru_cache(maxsize=64)
 def _opened(file: str, changed: tuple[int, ...]) -> TokenFile:
     path, (suffix, compression) = Path(file), kind(file)
-    content = _content(path, compression)
+    content = mapped_content(path, compression)
     if not len(content):
         raise BadTokenFile("is empty")
     for opens in OPENERS[suffix]:
@@ -64,25 +61,11 @@ def _opened(file: str, changed: tuple[int, ...]) -> TokenFile:
     raise BadTokenFile("is of no known format")
 
 
-def _content(path: Path, compression: str | None) -> np.ndarray:
-    if not path.stat().st_size:
-        return np.empty(0, np.uint8)
-    if compression is None:
-        return np.memmap(path, np.uint8, "r")
-    if compression == ".gz":
-        with gzip.open(path) as file:
-            return np.frombuffer(file.read(), np.uint8)
-    from fsdp_trainer.data.files.tables import open_zstd
-
-    with open(path, "rb") as packed:
-        return np.frombuffer(open_zstd(packed).read(), np.uint8)
-
-
 def token_edges(file: str, bytes_each: int) -> list[int]:
     """Return where the parts of a token file begin; [0] if it cannot be read."""
     try:
         return open_token_file(file).edges(bytes_each)
-    except (BadTokenFile, OSError):
+    except (ValueError, OSError):  # reading it tells why
         return [0]
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_trainer.data.token_files.token_file import BadTokenFile, TokenFile
+from fsdp_trainer.config.data_files import stem
+from fsdp_trainer.data.token_files.token_file import BadTokenFile, TokenFile, mapped_content
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -16,8 +17,8 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def index_of(path: Path) -> Path | None:
-    """Return the index file of a `.bin` file; None if it has none."""
-    index = path.with_suffix(".idx")
+    """Return the index file of a file of tokens; None if it has none."""
+    index = path.with_name(f"{stem(path)}.idx")
     return index if index.is_file() else None
 
 
@@ -27,21 +28,26 @@ def open_megatron_dataset(path: Path, content: np.ndarray, is_mapped: bool) -> T
     if index_file is None:
         return None
     index = _read_index(index_file)
-    if len(index.pointers):
-        needed = int(index.pointers[-1] + index.lengths[-1] * index.dtype.itemsize)
-        if needed > len(content):
-            raise BadTokenFile(
-                f"has {len(content):,} bytes, and its index needs {needed:,}: it was cut off"
-            )
-    if np.any(np.diff(index.pointers) != index.lengths[:-1] * index.dtype.itemsize):
+    sizes = index.lengths * index.dtype.itemsize
+    firsts, total = np.cumsum(sizes) - sizes, int(sizes.sum())
+    if np.any(index.lengths < 0) or np.any(index.pointers != firsts):
         raise BadTokenFile(f"{index_file} lists sequences that do not follow each other")
+    if total != len(content):
+        raise BadTokenFile(
+            f"has {len(content):,} bytes, and its index needs {total:,}: one of them was cut off"
+        )
     # a document is one or several sequences
-    is_document = np.diff(index.ends) > 0
-    firsts, stops = index.ends[:-1][is_document], index.ends[1:][is_document]
-    if len(firsts) == 0 or int(stops[-1]) != len(index.pointers):
+    if not len(index.ends) or index.ends[0] or index.ends[-1] != len(firsts) or np.any(
+        np.diff(index.ends) < 0
+    ):  # fmt: skip
         raise BadTokenFile(f"{index_file} does not say where its documents end")
-    counts = np.add.reduceat(index.lengths, firsts)
-    return TokenFile("Megatron's", content, is_mapped, index.dtype, index.pointers[firsts], counts)
+    begins = index.ends[:-1][np.diff(index.ends) > 0]
+    if not len(begins):
+        raise BadTokenFile(f"{index_file} does not say where its documents end")
+    return TokenFile.of_documents(
+        "Megatron's", content, is_mapped, index.dtype, firsts[begins],
+        np.add.reduceat(sizes, begins),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,8 @@ class Index:
 
 
 def _read_index(file: Path) -> Index:
-    content = np.fromfile(file, np.uint8)
-    if len(content) < HEADER.size or not content.tobytes().startswith(MAGIC):
+    content = mapped_content(file, None)
+    if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
         raise BadTokenFile(f"has an index that is not Megatron's: {file}")
     _, version, code, sequences, ends = HEADER.unpack(content[: HEADER.size].tobytes())
     if version != 1 or code not in TYPES:

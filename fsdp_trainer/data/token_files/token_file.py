@@ -6,8 +6,11 @@ lists them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+
+from fsdp_trainer.base.unpacked import unpack
 
 LARGEST_DOCUMENT = 1 << 24
 """Tokens of the largest document; a longer one is cut there, as in a file without boundaries."""
@@ -16,6 +19,16 @@ BLOCK = 1 << 22  # tokens that are searched for the end of a document at a time
 
 class BadTokenFile(ValueError):
     """Raised for a file that cannot be read as tokens; the message is the reason."""
+
+
+def mapped_content(path: Path, compression: str | None) -> np.ndarray:
+    """Return the bytes of a file, mapped: a compressed one is unpacked to disk first.
+
+    Raises OSError, TooLarge and RunFailed.
+    """
+    file = unpack(open(path, "rb"), compression)  # noqa: SIM115 - mapped below
+    is_empty = not file.seek(0, 2)
+    return np.empty(0, np.uint8) if is_empty else np.memmap(file, np.uint8, "r")
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,11 @@ class MappedTokens:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An open file. Its documents are listed, or else found by the token that separates them."""
+    """An open file. Its documents are listed, or else found by the token that separates them.
+
+    Raises BadTokenFile if its type is none of tokens, or if a listed document lies outside of the
+    file or before the end of the document that precedes it.
+    """
 
     name: str
     """Whose format it is."""
@@ -49,6 +66,52 @@ class TokenFile:
     """The byte of the first token, after the header."""
     separator_leads: bool | None = None
     """True if the separator begins a document, False if it ends one, None: the first token says."""
+
+    def __post_init__(self) -> None:
+        if self.dtype.kind not in "iu" or not self.dtype.isnative:
+            raise BadTokenFile(f"holds numbers of the type {self.dtype}, no tokens")
+        for start in range(0, 0 if self.begins is None else len(self.begins), BLOCK):
+            self._check_documents(start)
+
+    @classmethod
+    def of_documents(
+        cls,
+        name: str,
+        content: np.ndarray,
+        is_mapped: bool,
+        dtype: np.dtype,
+        begins: np.ndarray,
+        sizes: np.ndarray,
+    ) -> "TokenFile":
+        """Return a file whose documents are listed. sizes: [documents] int64 bytes."""
+        wrong = np.flatnonzero(sizes % dtype.itemsize)
+        if len(wrong):
+            raise BadTokenFile(
+                f"has document {wrong[0] + 1:,} with {sizes[wrong[0]]:,} bytes, no multiple of the"
+                f" {dtype.itemsize} of a token: its header is wrong"
+            )
+        return cls(name, content, is_mapped, dtype, begins, sizes // dtype.itemsize)
+
+    def _check_documents(self, start: int) -> None:
+        """Raise BadTokenFile for a document of a block that lies where it cannot."""
+        assert self.begins is not None
+        assert self.counts is not None
+        begins, size = self.begins[start : start + BLOCK], len(self.content)
+        counts = self.counts[start : start + BLOCK]
+        is_wrong = (begins < 0) | (begins > size) | (counts < 0) | (counts > size)
+        ends = np.where(is_wrong, 0, begins + counts * self.dtype.itemsize)
+        is_wrong |= ends > size
+        is_wrong[1:] |= begins[1:] < ends[:-1]
+        if start:
+            before = self.begins[start - 1] + self.counts[start - 1] * self.dtype.itemsize
+            is_wrong[0] |= begins[0] < before
+        if is_wrong.any():
+            number = int(np.argmax(is_wrong))
+            raise BadTokenFile(
+                f"has document {start + number + 1:,} with {counts[number]:,} tokens from byte"
+                f" {begins[number]:,} of {size:,} on, outside of the file or before the end of"
+                " the document before it: its header is wrong"
+            )
 
     def __len__(self) -> int:
         """Return the number of documents, or of tokens if no documents are listed."""

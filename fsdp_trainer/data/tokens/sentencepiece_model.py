@@ -22,6 +22,7 @@ from tokenizers import (
 
 ModelProto = Any
 """The class of the message in sentencepiece.sentencepiece_model_pb2, which is created at import."""
+LONGEST_PIECE = 10_000
 PROBES = (
     "The quick brown fox, 1984.",
     " one",
@@ -92,6 +93,11 @@ def _parse(path: Path) -> ModelProto:
     trainer = model.trainer_spec
     if trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
         raise ValueError("its model type is neither BPE nor unigram")
+    if not 0 <= trainer.unk_id < len(model.pieces):
+        raise ValueError(f"its unknown token is {trainer.unk_id} of {len(model.pieces):,} pieces")
+    longest = max(len(piece.piece) for piece in model.pieces)
+    if longest > LONGEST_PIECE:  # each way to cut a piece in two is looked at
+        raise ValueError(f"has a piece of {longest:,} characters, more than {LONGEST_PIECE:,}")
     return model
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from fsdp_trainer.base.json_files import DEEPEST, is_deeper
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.tokens.byte_level_files import (
     is_tiktoken,
@@ -420,6 +421,8 @@ def _json(folder: Path | None, name: str) -> dict:
         return {}
     try:
         read = json.loads((folder / name).read_text(encoding="utf-8"))
+        if is_deeper(read, DEEPEST):
+            raise ValueError(f"more than {DEEPEST} lists and objects are within each other")
         return read if isinstance(read, dict) else {}
     except (OSError, ValueError, RecursionError) as e:
         raise _bad(folder, f"{name} cannot be read: {e}") from None

@@ -2,12 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.time_limit import TooSlow, search_limit
 from fsdp_trainer.config.paths import ADAPTER_CONFIG
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, B, scale_divisor
@@ -21,7 +26,7 @@ FUSED_RANKS = "fused_ranks"
 """Metadata key in our files: JSON with the ranks of a fused matrix's parts by layer."""
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
 """Prefix of the blocks' names in a model for text and images."""
-BLOCK_INDEX = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
+BLOCK_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."
 TENSORS = {
     f"{A}.weight": A,
     f"{B}.weight": B,
@@ -85,6 +90,11 @@ DEFAULT_VALUE = 8
 """PEFT's own default of `r` and `lora_alpha`."""
 PLAIN_PATTERN = re.compile(r"[\w.-]*")
 """A pattern without characters of regular expressions but dots."""
+LISTS_OF_NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save",
+                  "layers_pattern")  # fmt: skip
+MOST_ALPHA = 2.0**50
+SEARCH_SECONDS = 10.0
+"""Time that one search with an expression of an adapter may take. They may come from anyone."""
 MAX_MISFITS = 20
 """Largest number of tensors in a message."""
 
@@ -141,11 +151,11 @@ class PeftFolder:
         if self._names("exclude_modules", module):
             return False
         saved = self.config.get("modules_to_save") or []
-        if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved):
+        if any(matched(rf"(^|.*\.){name}($|\..*)", module) for name in saved):
             return False
         targets = self.config.get("target_modules")
         if isinstance(targets, str):
-            return targets == "all-linear" or bool(re.fullmatch(targets, module))
+            return targets == "all-linear" or bool(matched(rf"(?:{targets})\Z", module))
         return self._names("target_modules", module) and self._is_transformed(module)
 
     def targets_parameter(self, name: str) -> bool:
@@ -156,7 +166,7 @@ class PeftFolder:
         """Return True if a module's name ends in a name of the list or matches the expression."""
         value = self.config.get(key)
         if isinstance(value, str):
-            return bool(re.fullmatch(value, module))
+            return bool(matched(rf"(?:{value})\Z", module))
         names = self._ends.get(key, frozenset())
         return bool(names) and any(end in names for end in ends_of(module))
 
@@ -168,8 +178,8 @@ class PeftFolder:
         patterns = self.config.get("layers_pattern") or []
         patterns = [patterns] if isinstance(patterns, str) else patterns
         index = [BLOCK_INDEX] if not patterns else []
-        index += [re.compile(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.") for name in patterns]
-        matches = [match for each in index if (match := each.match(module))]
+        index += [rf"(?:^|.*?\.){name}\.(?P<index>\d+)\." for name in patterns]
+        matches = [match for each in index if (match := matched(each, module))]
         layers = [layers] if isinstance(layers, int) else layers
         return bool(matches) and int(matches[0]["index"]) in layers
 
@@ -193,17 +203,24 @@ class NamePatterns:
                 same_form = self._plain.setdefault(len(pattern), {}).setdefault(dots, {})
                 same_form.setdefault(pattern, number)
             else:
-                self._searched.append((number, re.compile(rf"(.*\.)?({pattern})$")))
+                self._searched.append((number, expression(rf"(.*\.)?({pattern})$")))
 
     def value(self, name: str, default: Any) -> Any:
         """Return the value of the first pattern that matches a name."""
         first = min(self._looked_up(name), default=len(self._values))
+        if self._searched:
+            with searches("rank_pattern, alpha_pattern", name):
+                first = self._found(name, first)
+        return self._values[first] if first < len(self._values) else default
+
+    def _found(self, name: str, before: int) -> int:
+        """Return the number of the first expression that matches, `before` if none is below it."""
         for number, pattern in self._searched:
-            if number > first:
+            if number > before:
                 break
             if pattern.match(name):
-                first = number
-        return self._values[first] if first < len(self._values) else default
+                return number
+        return before
 
     def _looked_up(self, name: str) -> Iterator[int]:
         for end in ends_of(name):
@@ -214,6 +231,40 @@ class NamePatterns:
                 number = patterns.get("".join(characters))
                 if number is not None:
                     yield number
+
+
+def expression(text: str) -> re.Pattern[str]:
+    """Return an adapter's regular expression. Raises UserError for a text that is none."""
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _unusable(text, f"is no regular expression: {error}") from None
+
+
+@contextmanager
+def searches(text: str, name: str) -> Iterator[None]:
+    """Raise UserError if searches of expressions in a name do not come to an end.
+
+    text: the expressions, for messages. They may come from anyone.
+    """
+    try:
+        with search_limit(SEARCH_SECONDS):
+            yield
+    except TooSlow:
+        reason = f"takes more than {SEARCH_SECONDS:g} seconds to search {name}"
+        raise _unusable(text, reason) from None
+
+
+def matched(text: str, name: str) -> re.Match[str] | None:
+    """Return the match of an adapter's expression at the beginning of a name. Raises UserError."""
+    pattern = expression(text)
+    with searches(text, name):
+        return pattern.match(name)
+
+
+def _unusable(text: str, reason: str) -> UserError:
+    title = "the adapter's configuration cannot be used"
+    return UserError(title, [Problem(text[:200], reason)])
 
 
 def ends_of(name: str) -> list[str]:
@@ -228,17 +279,56 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises UserError that lists everything in it that is not supported here.
     """
     path = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text())
-        if not isinstance(config, dict):
-            raise ValueError("is not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        problem = Problem(str(path), str(error))
-        raise UserError("cannot read the adapter's configuration", [problem]) from None
-    problems = unsupported(config)
+    config = read_object(path, "cannot read the adapter's configuration")
+    problems = list(_form_problems(config)) or unsupported(config)
     if problems:
         raise UserError(f"{path} describes an adapter that is not supported", problems)
     return config
+
+
+def _form_problems(config: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each value of another type than PEFT gives it."""
+    for key in LISTS_OF_NAMES:
+        value = config.get(key)
+        if not isinstance(value, str | None) and not _are_all(
+            value, lambda name: type(name) is str
+        ):
+            yield Problem(f"{key}={str(value)[:80]}", "is no name, and no list of names")
+    layers = config.get("layers_to_transform")
+    if type(layers) not in (int, type(None)) and not _are_all(layers, lambda at: type(at) is int):
+        yield Problem(f"layers_to_transform={str(layers)[:80]}", "is no list of numbers of blocks")
+    yield from _number_problems(config, "r", "rank_pattern", _is_rank)
+    yield from _number_problems(config, "lora_alpha", "alpha_pattern", _is_alpha)
+    if not _is_alpha(config.get("lora_dropout", 0)):
+        yield Problem(f"lora_dropout={str(config['lora_dropout'])[:80]}", "is no number")
+
+
+def _number_problems(
+    config: dict[str, Any], default: str, pattern: str, is_one: Callable[[Any], bool]
+) -> Iterator[Problem]:
+    """Yield a problem for a value of r or lora_alpha, or of their patterns, that is none."""
+    by_name = config.get(pattern) or {}
+    if not isinstance(by_name, dict):
+        yield Problem(f"{pattern}={str(by_name)[:80]}", "is not an object")
+        return
+    values = {default: config.get(default, DEFAULT_VALUE)}
+    values |= {f"{pattern}: {name}": value for name, value in by_name.items()}
+    for name, value in values.items():
+        if not is_one(value):
+            yield Problem(f"{name[:80]}={str(value)[:80]}", f"is no value of {default}")
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < MOST_ALPHA
+
+
+def _are_all(values: Any, is_one: Callable[[Any], bool]) -> bool:
+    """Return True for a list of such values."""
+    return isinstance(values, list) and all(map(is_one, values))
 
 
 def unsupported(config: dict[str, Any]) -> list[Problem]:
@@ -299,7 +389,7 @@ def read_folder(folder: Path) -> PeftFolder:
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
     try:
-        header = _read_header(path)
+        return PeftFolder(folder, config, *_read_header(path))
     except FileNotFoundError:
         text = "is not there: copy or download it again"
         if (folder / OTHER_WEIGHTS).is_file():
@@ -308,25 +398,20 @@ def read_folder(folder: Path) -> PeftFolder:
                 "\nPeftModel.from_pretrained(…).save_pretrained(DIR)"
             )
         raise UserError("there are no weights", [Problem(str(path), text)]) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         text = f"is no safetensors file, or was copied in part: do it again ({error})"
         raise UserError("the adapter cannot be read", [Problem(str(path), text)]) from None
-    metadata = header.pop("__metadata__", {})
-    shapes = {plain_name(name): tuple(entry["shape"]) for name, entry in header.items()}
-    ranks = json.loads(metadata.get(FUSED_RANKS, "{}"))
-    return PeftFolder(folder, config, shapes, ranks)
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
-        header = json.loads(file.read(min(length, size)))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    end = 8 + length + max(ends, default=0)
-    if end != size:
-        raise ValueError(f"it has {size:,} bytes; its header says {end:,}")
-    return header
+def _read_header(path: Path) -> tuple[dict[str, Shape], dict[str, int]]:
+    """Return the shapes of the tensors by name, and the ranks in FUSED_RANKS."""
+    path.open("rb").close()  # so that a missing file is one for safe_open's other errors
+    with safe_open(path, "np") as file:
+        names = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        ranks = json.loads((file.metadata() or {}).get(FUSED_RANKS, "{}"))
+    if not isinstance(ranks, dict) or not _are_all([*ranks.values()], lambda one: type(one) is int):
+        raise ValueError(f"{FUSED_RANKS} in it is no object with numbers")
+    return {plain_name(name): shape for name, shape in names.items()}, ranks
 
 
 def plain_name(name: str) -> str:

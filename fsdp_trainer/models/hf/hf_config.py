@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ DECODE = getattr(transformers.PreTrainedConfig, "_decode_special_floats", lambda
 NEW_TENSORS = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 LARGEST_BUFFER = 2**24
 """Numbers in the largest tensor that is made while a model is built."""
+MODULES, MOST_MODULES = re.compile(r"layer|depth|expert"), 10_000
+"""Keys of config.json that count modules, and the largest value that is built."""
 QUIET = transformers.logging.ERROR
 
 
@@ -59,7 +62,7 @@ def config_object(raw: Json, folder: str) -> Any:
     path = Path(folder) / "config.json"
     kind = str(raw.get("model_type"))
     has_class, has_code = kind in transformers.CONFIG_MAPPING, "auto_map" in raw
-    if problem := why_no_class(raw, has_class, has_code):
+    if problem := why_no_class(raw, has_class, has_code) or absurd_count(raw):
         raise UserError(f"{path} is not supported", [problem])
     try:
         if has_code and remote_code_is_allowed():
@@ -69,6 +72,16 @@ def config_object(raw: Json, folder: str) -> Any:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         problem = Problem(f"model_type={kind}", "\n".join(lines[:6]))
         raise UserError(f"transformers cannot read {path}", [problem]) from None
+
+
+def absurd_count(raw: Json) -> Problem | None:
+    """Return the problem of a number of modules that transformers would build one by one."""
+    for name, value in raw.items():
+        if isinstance(value, dict) and (problem := absurd_count(value)):
+            return problem
+        if type(value) is int and value > MOST_MODULES and MODULES.search(name):
+            return Problem(f"{name}={value}", f"is above {MOST_MODULES:,}")
+    return None
 
 
 def why_no_class(raw: Json, has_class: bool, has_code: bool) -> Problem | None:
@@ -154,7 +167,7 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
             return auto.from_config(
                 hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
             )
-    except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+    except Exception as error:  # any, from what transformers' class makes of the values
         lines = str(error).strip().splitlines() or [type(error).__name__]
         problem = Problem(f"model_type={config.family}", lines[0][:300])
         title = "transformers cannot build a causal language model from this configuration"

@@ -5,7 +5,7 @@ that they have there. Only the output head is replaced, and matrices that are st
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, ImageInputs
 from fsdp_trainer.models.head import Head, ScoreHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
+from fsdp_trainer.models.hf.further_blocks import is_further
 from fsdp_trainer.models.hf.hf_config import block_list, build_hf_model, mark_experts
 from fsdp_trainer.models.hf.hf_head import BiasedHead, TransformersHead
 from fsdp_trainer.models.hf.image_tower import TOKEN_TYPES, ImageTower
@@ -243,11 +244,24 @@ class TransformersDecoder(Decoder):
     def places(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[Place], list[str]]:
         """Return where a folder's tensors belong, and those that are not part of this model."""
         found, unused = places(self.hf, stored, self.named_weights())
-        head = self.config.names.head
+        passed_over = self.passed_over(unused)
+        return found, [n for n in unused if n not in passed_over and not self.repeats_head(n)]
+
+    def passed_over(self, names: Iterable[str]) -> set[str]:
+        """Return those of a folder's tensors that it may hold although nothing reads them."""
+        further = {name for name in names if is_further(name, self.config)}
+        return further | may_be_unused(self.hf, names)
+
+    def repeats_head(self, name: str) -> bool:
+        """Return True for a stored head that is the embedding, or in whose place a score is."""
         is_tied = self.config.tie_word_embeddings or self.config.scalar_head
-        repeated = {name for name in unused if is_tied and name.endswith(head)}
-        rest = [n for n in unused if n not in repeated and not may_be_unused(self.hf, n)]
-        return found, rest
+        return is_tied and name.endswith(self.config.names.head)
+
+    def unread(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return the names of the tensors of a folder, by their shapes, that nothing here reads."""
+        passed_over = {name: stored[name] for name in self.passed_over(stored)}
+        _, unused = places(self.hf, passed_over, self.named_weights())
+        return [name for name in unused if not self.repeats_head(name)]
 
     def use_attention(self, name: str) -> None:
         """Set the function that computes attention to text, by transformers' name for it."""

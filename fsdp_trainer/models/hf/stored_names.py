@@ -152,8 +152,12 @@ def divided(name: str, targets: list[str], tensor: str, stored: Mapping[str, Sha
     ]
 
 
-def may_be_unused(hf: PreTrainedModel, name: str) -> bool:
-    """Return True for a tensor that folders hold although the model has no use for it."""
+def may_be_unused(hf: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return those of a folder's tensors that the model has no use for, as is known of it."""
     patterns = getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ()
-    is_buffer = any(f".{b}".endswith(f".{name}") for b, _ in hf.named_buffers())
-    return is_buffer or any(re.search(pattern, name) for pattern in patterns)
+    buffers = {
+        name[start:]
+        for name, _ in hf.named_buffers()
+        for start in (0, *(dot.end() for dot in re.finditer(r"\.", name)))
+    }
+    return {n for n in names if n in buffers or any(re.search(each, n) for each in patterns)}

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock, StepLog, StepReport
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.after_step.timetable import Timetable
 from fsdp_trainer.training.batches import StepPlan
+from fsdp_trainer.training.broken_weights import broken_weights
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.metrics import Metrics, MetricWatch
@@ -93,6 +96,17 @@ class StepLogging:
             raise Rewind(spike)
 
 
+ADVICE = (
+    "Try a lower optim.lr, more schedule.warmup_steps, or look at the data with  "
+    "fsdp-trainer preview"
+)
+NO_STEP = "none of the {:,} steps changed a weight: the loss or gradient was never finite"
+WERE_BROKEN = (
+    "no step of {:,} changed a weight: the weights that training began from have numbers that are "
+    "not finite.\n{}\nRead them again, from a copy that is whole"
+)
+
+
 @dataclass
 class SkipLimit:
     """Ends a run that only skips steps. See AfterStep."""
@@ -100,21 +114,42 @@ class SkipLimit:
     guard: Guard
     max_skipped: int
     checkpoints: CheckpointManager
+    model: Decoder
+    source: Path | None
+    """The folder that the weights were read from; None: they were drawn."""
 
     def due(self, progress: Progress) -> bool:
         """Return True after train.max_skipped skipped steps in a row."""
         return self.guard.skipped_in_a_row >= self.max_skipped
+
+    def has_learnt(self, progress: Progress) -> bool:
+        """Return False if there were steps, and none of them changed a weight."""
+        steps = progress.step - progress.first_step
+        return not steps or self.guard.skipped < steps
+
+    def require_sound_weights(self, progress: Progress) -> None:
+        """Raise RunFailed if no step can change weights that were broken from the start.
+
+        Collective.
+        """
+        if not self.has_learnt(progress) and (broken := broken_weights(self.model, self.source)):
+            raise RunFailed(WERE_BROKEN.format(progress.step, broken))
+
+    def require_learnt(self, progress: Progress) -> None:
+        """Raise RunFailed if a run that has ended has changed nothing. Collective."""
+        self.require_sound_weights(progress)
+        if not self.has_learnt(progress):
+            raise RunFailed(NO_STEP.format(progress.step - progress.first_step) + f".\n{ADVICE}")
 
     def run(self, progress: Progress) -> None:
         """Raise RunFailed."""
         phases.enter("staging")
         self.checkpoints.settle(progress)
         newest = self.checkpoints.newest
+        self.require_sound_weights(progress)
         good = self.checkpoints.store.folder / checkpoint_name(newest) if newest >= 0 else "none"
         raise RunFailed(
             f"the loss or gradient was not finite for {self.guard.skipped_in_a_row} steps in a "
             f"row, up to step {progress.step}.\n"
-            f"None of them changed the weights. The last good checkpoint: {good}. "
-            "Try a lower optim.lr, more schedule.warmup_steps, or look at the data with  "
-            "fsdp-trainer preview"
+            f"None of them changed the weights. The last good checkpoint: {good}. {ADVICE}"
         )

@@ -10,6 +10,7 @@ from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.checkpoint.linked_files import LinkedFiles
 from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
+from fsdp_trainer.checkpoint.unread_tensors import Unread
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer
 from fsdp_trainer.offload.weight_copies import weights_changed
@@ -42,6 +43,8 @@ class TrainState:
     """Location of the frozen weights, which checkpoints do not hold; None: checkpoints hold all."""
     digests: dict[str, str]
     """Digest of the second model's weights, by its role."""
+    unread: Unread | None
+    """Tensors that only the folder of the first weights has; None: it has none."""
     outer: OuterStep | None
     """The outer optimizer of groups that train by themselves; None: they do not."""
 
@@ -58,6 +61,7 @@ class TrainState:
             "total_steps": self.data.total_steps(progress),
             "dtypes": self.dtypes,
             "frozen": asdict(self.base) if self.base else None,
+            "unread": asdict(self.unread) if self.unread else None,
             "data": self.data.fingerprint,
             "validation": self.validation_fingerprint,
             **self.digests,
@@ -76,7 +80,7 @@ class TrainState:
         for name, tensor in self.tensors().items():
             local_part(tensor).copy_(parts[name])
         progress.take_over(Progress.from_stored(record))
-        self.guard.load(progress.recent, progress.spikes_in_a_row)
+        self.guard.load(progress)
         weights_changed(self.model)
         reshard(self.model)
 
@@ -92,6 +96,5 @@ class TrainState:
 
     def capture(self, progress: Progress) -> None:
         """Copy the state of the guard and of the data source into `progress`. Collective."""
-        progress.recent, progress.spikes_in_a_row = self.guard.state()
-        for name, value in self.data.state(progress).items():
+        for name, value in (self.guard.state() | self.data.state(progress)).items():
             setattr(progress, name, value)

@@ -1,0 +1,39 @@
+"""JSON files that may come from anyone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.errors import Problem, UserError
+
+DEEPEST = 100
+"""Levels of lists and objects in each other. Python's own limit depends on who calls."""
+
+
+def read_object(path: Path, title: str) -> dict[str, Any]:
+    """Return the object in a JSON file. title: of the message. Raises UserError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("is not a JSON object")
+        if is_deeper(content, DEEPEST):
+            raise ValueError(f"has more than {DEEPEST} lists and objects within each other")
+    except RecursionError:
+        reason = f"has more than {DEEPEST} lists and objects within each other"
+        raise UserError(title, [Problem(str(path), reason)]) from None
+    except (OSError, ValueError) as error:
+        raise UserError(title, [Problem(str(path), str(error))]) from None
+    return content
+
+
+def is_deeper(content: Any, levels: int) -> bool:
+    """Return True if more than `levels` lists and objects are within each other."""
+    level = [content]
+    for _ in range(levels + 1):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return False
+        level = [
+            value for each in inner for value in (each.values() if isinstance(each, dict) else each)
+        ]
+    return True

@@ -1,0 +1,69 @@
+"""The configuration as records show it: without passwords, signatures and the environment's values.
+
+A value that `${oc.env:NAME}` gave stays as it was written. Numbers, switches and choices are values
+of the schema, which records need, and no secrets.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from fsdp_trainer.base.safe_text import without_secrets
+
+Place = tuple[str | int, ...]
+"""The keys and indices that lead to a value in a tree."""
+
+
+class FromEnvironment(str):
+    """A text from an environment variable. written: as the configuration has it."""
+
+    def __new__(cls, text: str, written: str = "") -> "FromEnvironment":
+        """Return a new one."""
+        return super().__new__(cls, text)
+
+    def __init__(self, text: str, written: str = ""):
+        self.written = written
+
+
+def marked(tree: Any, written: Mapping[Place, str], place: Place = ()) -> Any:
+    """Return a tree in which texts from the environment know how they were written."""
+    if isinstance(tree, dict):
+        return {name: marked(value, written, (*place, name)) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [marked(value, written, (*place, i)) for i, value in enumerate(tree)]
+    if place not in written or not isinstance(tree, str):
+        return tree
+    return FromEnvironment(tree, written[place])
+
+
+def marks_of(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    """Yield the place and the written form of each text from the environment: see `marked`."""
+    if isinstance(tree, FromEnvironment):
+        yield place, tree.written
+    elif isinstance(tree, dict | list):
+        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from marks_of(value, (*place, name))
+
+
+def as_written(value: Any) -> Any:
+    """Return a value of the configuration as records show it."""
+    if isinstance(value, dict):
+        return {name: as_written(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [as_written(part) for part in value]
+    if isinstance(value, FromEnvironment):
+        return without_secrets(value.written)
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+def recorded(cfg: Any) -> dict[str, Any]:
+    """Return a configuration as a tree that may be written to files and shown."""
+    tree: dict[str, Any] = {}
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        if is_dataclass(value):
+            tree[field.name] = recorded(value)
+        else:
+            is_choice = isinstance(value, str) and field.metadata["choices"]
+            tree[field.name] = str(value) if is_choice else as_written(value)
+    return tree

@@ -1,0 +1,51 @@
+"""The rule that code runs only if the command line names it. See config/rules/rules.py."""
+
+import re
+
+from fsdp_trainer.config.check import Report, Violations, as_text, flatten, value_of
+from fsdp_trainer.config.keys import default_of
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.environments.known_environments import ENVIRONMENTS, code_of
+
+RUN_CODE = {
+    "logging.command": "a file cannot start a program",
+    "model.trust_remote_code": "a file cannot trust code",
+    "evaluation.code": "a file cannot name code",
+    "setup": "a file cannot add commands",
+    "image": "a file cannot name what runs",
+}
+"""Keys whose value runs code, with the reason why a file cannot set them.
+
+Recipes, converted files and folders with groups may come from anybody.
+"""
+ENVIRONMENT = "objective.environment"
+SLURM = re.compile(r"hydra\.launcher\.(setup|additional_parameters)\b")
+"""Commands and options that a sweep's jobs are submitted with."""
+PARAMS = re.compile(r"hydra\.sweeper\.params\.\+*")
+TYPE_IT = "type it on the command line"
+
+
+def typed_code(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that every key that names code was typed."""
+    keys = flatten(type(cfg))
+    for key in RUN_CODE.keys() & keys.keys() - report.typed.keys():
+        if value_of(cfg, key) != default_of(keys[key]):
+            yield key, f"{RUN_CODE[key]}: {TYPE_IT}"
+    entry = cfg.objective.environment
+    # parts may be typed one by one, and a recipe's entry keeps those that are not
+    typed = [text for key, text in report.typed.items() if key.startswith(ENVIRONMENT)]
+    for name in [] if entry is None else code_of(entry):
+        if not any(name in text for text in typed):
+            reason = f"a file cannot name code, as {name}: {TYPE_IT}"
+            yield ENVIRONMENT, f"{reason}:\n'{ENVIRONMENT}={as_text(entry)}'"
+
+
+def code_of_sweep(key: str, value: object) -> str | None:
+    """Return the reason why a file may not set a key of hydra.*, which would run code, or None."""
+    swept = PARAMS.sub("", key)
+    built_in = {*str(value).replace(" ", "").split(",")} <= ENVIRONMENTS.keys()
+    if (SLURM.match(key) and value) or swept in RUN_CODE:
+        return f"a file cannot run code: {TYPE_IT}"
+    if swept.startswith(ENVIRONMENT) and not built_in:
+        return f"a file cannot name code: {TYPE_IT}"
+    return None

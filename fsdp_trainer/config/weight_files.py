@@ -1,0 +1,29 @@
+"""Which files of a Hugging Face folder have its weights. Does not import torch."""
+
+from pathlib import Path
+
+from fsdp_trainer.base.folders import is_inside
+from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.errors import Problem, UserError
+
+
+def weight_files(folder: Path, single: str, index: str) -> list[Path]:
+    """Return the files with the weights; empty if there is neither of these two. Raises UserError.
+
+    As in transformers, a file `single` counts before an index that does not name it.
+    """
+    whole, table = folder / single, folder / index
+    if not table.is_file():
+        return [whole] if whole.is_file() else []
+    title = "cannot read the index of the weights"
+    names = read_object(table, title).get("weight_map")
+    if not isinstance(names, dict):
+        reason = "has no weight_map, an object with the file of each tensor"
+        raise UserError(title, [Problem(str(table), reason)])
+    for name in names.values():
+        if not isinstance(name, str) or not is_inside(name):
+            reason = f"{str(name)[:80]!r} is not a file of this folder"
+            raise UserError(title, [Problem(str(table), reason)])
+    if whole.is_file() and single not in names.values():
+        return [whole]
+    return sorted(folder / name for name in {*names.values()})

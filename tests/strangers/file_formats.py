@@ -1,0 +1,542 @@
+"""Every format of a file that the program reads: a valid small input, the reader, the right value.
+
+A value is {name: bytes}: tensors, or the tokens of all documents one after the other. A reader is
+what a user would call, in this process: `load_model`, or a verb of the command line.
+"""
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from folders import REPO
+from mutations import (
+    BYTES,
+    Mutation,
+    change_json,
+    change_safetensors,
+    compress_bomb,
+)
+from texts import write_sentencepiece
+from world import SMALL
+from zoo import make_folder
+
+from fsdp_trainer.checkpoint.atomic_files import describe, manifest_text, read_manifest
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.cli import main
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
+
+CHECKPOINTS = REPO / "tests" / "checkpoint"
+TOKEN_FILES = REPO / "tests" / "data" / "token_files"
+Value = dict[str, bytes]
+Change = Callable[[bytes, random.Random], Mutation]
+END = 258
+"""The end token of `demo:bytes`."""
+TEXTS = [f"{i} is a number, and {i * i} its square" for i in range(12)]
+
+
+class Refusal(Exception):
+    """The command line ended with another exit code than 0. code, text: that code, and stderr."""
+
+    def __init__(self, code: int, text: str):
+        super().__init__(code, text)
+        self.code, self.text = code, text
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A kind of file.
+
+    write: writes a valid input into a folder. read: returns its value, or raises. files: pattern of
+    the files that are changed. right: returns what an independent reader makes of the folder.
+    """
+
+    name: str
+    write: Callable[[Path], Any]
+    read: Callable[[Path], Value]
+    files: str
+    changes: Sequence[Change] = tuple(BYTES)
+    right: Callable[[Path], Value] | None = None
+    numbers: bool = False
+    """The value's bytes lie in the file: a bit that is flipped there is flipped in the value."""
+    checked: bool = False
+    """The file has checksums: no other value than that of the valid input is ever right."""
+    in_order: Callable[[Value], Value] = dict
+    """Returns a value in the form in which `right` and `read` are compared."""
+    same_names: bool = True
+    """False if a description beside the numbers may say that there are fewer of them."""
+    seal: Callable[[Path], Any] = bool
+    """Called with the changed folder: writes checksums anew, as whoever changes a file can."""
+    codes: tuple[int, ...] = (2,)
+    """Exit codes with which an input is refused."""
+
+
+# --- readers
+
+
+def of_model(folder: Path) -> Value:
+    """Return the weights of a model's folder, as bytes."""
+    return bytes_of(dict(load_model(folder).named_weights()))
+
+
+def bytes_of(tensors: dict[str, torch.Tensor]) -> Value:
+    return {
+        name: tensor.detach().float().contiguous().numpy().tobytes()
+        for name, tensor in tensors.items()
+    }
+
+
+def run(*words: str | Path) -> str:
+    """Run a command line in this process; return its output. Raises Refusal."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in words])
+    if code:
+        raise Refusal(code, err.getvalue())
+    return out.getvalue()
+
+
+def of_documents(path: Path, *words: str, tokenizer: str = "demo:bytes") -> Value:
+    """Return the tokens of all documents of a path, in their order."""
+    out = run(
+        "preview", "data=pretrain", f"data.path={path}", f"tokenizer.path={tokenizer}",
+        f"data.cache={path.parent / 'cache'}", "preview.format=json", "preview.rows=1",
+        "batch.seq_len=400000", "data.shuffle=false", "data.packing=stream", "model=tiny",
+        "model.max_position_embeddings=400000", *words,
+    )  # fmt: skip
+    return {"tokens": np.array(json.loads(out.splitlines()[0])["tokens"], np.int64).tobytes()}
+
+
+def of_folder(folder: Path) -> Value:
+    """Return the tokens of a folder of token files."""
+    return of_documents(folder / "data")
+
+
+def of_file(name: str, *words: str) -> Callable[[Path], Value]:
+    """Return the reader of one file of documents."""
+    return lambda folder: of_documents(folder / name, *words)
+
+
+def of_texts(texts: Sequence[Any]) -> Value:
+    """Return the tokens that these texts have as documents. Raises NoOpinion if they are none."""
+    if not all(isinstance(text, str) for text in texts):
+        raise NoOpinion
+    tokenizer = load_tokenizer("demo:bytes")
+    flat = [token for text in texts if text for token in (*tokenizer.encode(text), END)]
+    return {"tokens": np.array(flat, np.int64).tobytes()}
+
+
+# --- independent readers
+
+
+class NoOpinion(Exception):
+    """An independent reader cannot say what is right, only that the input can be read."""
+
+
+def rows_of(lines: str) -> list[Any]:
+    """Return the texts of JSON lines."""
+    rows = [json.loads(line) for line in lines.split("\n") if line.strip()]
+    if any(type(row) is not dict or row.keys() != {"text"} for row in rows):
+        raise NoOpinion
+    return [row["text"] for row in rows]
+
+
+def by_json(name: str, opened: Callable[[bytes], bytes] = bytes) -> Callable[[Path], Value]:
+    return lambda folder: of_texts(rows_of(opened((folder / name).read_bytes()).decode()))
+
+
+def by_csv(folder: Path) -> Value:
+    rows = list(csv.DictReader((folder / "a.csv").read_text().splitlines(keepends=True)))
+    if any(row.keys() != {"text"} for row in rows):
+        raise NoOpinion
+    return of_texts([row["text"] for row in rows])
+
+
+def by_arrow(read: Callable[[Path], Any]) -> Callable[[Path], Value]:
+    def right(folder: Path) -> Value:
+        table = read(folder)
+        table.validate(full=True)
+        if table.column_names != ["text"]:
+            raise NoOpinion
+        return of_texts(table["text"].to_pylist())
+
+    return right
+
+
+def by_safetensors(folder: Path) -> Value:
+    from safetensors.torch import load_file
+
+    return bytes_of(load_file(folder / "model.safetensors"))
+
+
+def by_torch(folder: Path) -> Value:
+    return bytes_of(torch.load(folder / "pytorch_model.bin", weights_only=True))
+
+
+def by_gguf(folder: Path) -> Value:
+    """Return the numbers that the package gguf reads, in any order: it has other names."""
+    import gguf
+
+    tensors = gguf.GGUFReader(folder / "a.gguf").tensors
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type).tobytes() for t in tensors}
+
+
+def sorted_rows(value: Value) -> Value:
+    """Return all numbers by 16, sorted: rows of queries and keys lie elsewhere in a GGUF file."""
+    numbers = b"".join(value.values())
+    return {"rows": b"".join(sorted(numbers[i : i + 64] for i in range(0, len(numbers), 64)))}
+
+
+def by_tokens(folder: Path) -> Value:
+    return {"tokens": np.fromfile(folder / "a.bin", "<u2").astype(np.int64).tobytes()}
+
+
+def by_zstd_chunks(folder: Path) -> Value:
+    """Read only whether each chunk can be read: no checksum holds what it unpacks to."""
+    for file in folder.glob("data/*.zst*"):
+        by_zstd(file.read_bytes())
+    raise NoOpinion
+
+
+def by_npy(folder: Path) -> Value:
+    numbers = np.load(folder / "a.npy", allow_pickle=False)
+    if numbers.ndim != 1:
+        raise NoOpinion
+    return {"tokens": numbers.astype(np.int64).tobytes()}
+
+
+def by_zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
+
+
+# --- valid inputs
+
+
+def model_folder(folder: Path, **options: Any) -> Path:
+    """Write a model whose every weight is random, so that no two rows of numbers are the same."""
+    make_folder(folder, vocab_size=264, num_hidden_layers=1, **options)
+    return folder
+
+
+def write_torch(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    model_folder(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def write_gguf(folder: Path) -> None:
+    model_folder(folder / "hf")
+    run("export", f"source={folder / 'hf'}", f"out={folder / 'a.gguf'}", "form=gguf", "dtype=f32")
+    shutil.rmtree(folder / "hf")
+
+
+def write_own(folder: Path) -> None:
+    """Train a step, whose checkpoint is the input."""
+    write_lines(folder / "a.jsonl")
+    run(
+        "train", *SMALL, "data=pretrain", f"data.path={folder / 'a.jsonl'}",
+        "tokenizer.path=demo:bytes", f"run.root={folder}", "run.name=run", "train.steps=1",
+        f"data.cache={folder / 'cache'}", "launch.device=cpu", "checkpoint.export_hf=false",
+    )  # fmt: skip
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("step-*")
+    checkpoint.rename(folder / "checkpoint")
+    shutil.rmtree(folder / "run")
+
+
+def of_own(folder: Path) -> Value:
+    """Return the weights of a checkpoint, which `verify` has called whole."""
+    run("verify", f"source={folder / 'checkpoint'}")
+    return of_model(folder / "checkpoint")
+
+
+def seal_own(folder: Path) -> None:
+    """Write a checkpoint's manifest anew."""
+    checkpoint = folder / "checkpoint"
+    manifest = read_manifest(checkpoint)
+    manifest["files"] = describe(checkpoint, manifest["files"])
+    (checkpoint / "MANIFEST.json").write_text(manifest_text(manifest))
+
+
+def copied(source: Path, name: str = "") -> Callable[[Path], Any]:
+    """Return what copies a folder that another tool has written."""
+    return lambda folder: shutil.copytree(source, folder / name, dirs_exist_ok=True)
+
+
+def write_lines(file: Path, pack: Callable[[bytes], bytes] = bytes) -> None:
+    file.write_bytes(pack("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
+
+
+def lines_in(name: str, pack: Callable[[bytes], bytes] = bytes) -> Callable[[Path], None]:
+    return lambda folder: write_lines(folder / name, pack)
+
+
+def pack_zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+def write_csv(folder: Path) -> None:
+    with (folder / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in TEXTS)])
+
+
+def write_parquet(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
+
+
+def read_parquet(folder: Path) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(folder / "a.parquet")
+
+
+def write_arrow(folder: Path) -> None:
+    import pyarrow
+
+    table = pyarrow.table({"text": TEXTS})
+    with pyarrow.ipc.new_file(folder / "a.arrow", table.schema) as file:
+        file.write_table(table)
+
+
+def read_arrow(folder: Path) -> Any:
+    import pyarrow
+
+    with pyarrow.OSFile(str(folder / "a.arrow")) as file:
+        return pyarrow.ipc.open_file(file).read_all()
+
+
+def flat_tokens() -> np.ndarray:
+    documents = json.loads((TOKEN_FILES / "documents.json").read_text())
+    return np.array([token for document in documents for token in document])
+
+
+def write_flat(folder: Path) -> None:
+    flat_tokens().astype("<u2").tofile(folder / "a.bin")
+
+
+def write_packed_tokens(folder: Path) -> None:
+    (folder / "a.bin.gz").write_bytes(gzip.compress(flat_tokens().astype("<u2").tobytes()))
+
+
+def write_npy(folder: Path) -> None:
+    np.save(folder / "a.npy", flat_tokens().astype("<u2"))
+
+
+def write_llm_c(folder: Path) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(flat_tokens())
+    content = header.tobytes() + flat_tokens().astype("<u2").tobytes()
+    (folder / "a.bin").write_bytes(content)
+
+
+def write_tokenizer(folder: Path) -> None:
+    load_tokenizer("demo:bytes").save(folder / "tokenizer")
+    write_lines(folder / "a.jsonl")
+
+
+def by_tokenizers(folder: Path) -> Value:
+    """Read only whether the tokenizer can be read: which token ends a text is in other files."""
+    import tokenizers
+
+    tokenizers.Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    raise NoOpinion
+
+
+def write_pieces(folder: Path) -> None:
+    write_sentencepiece(folder / "a.model")
+    write_lines(folder / "a.jsonl")
+
+
+def with_tokenizer(name: str) -> Callable[[Path], Value]:
+    return lambda folder: of_documents(folder / "a.jsonl", tokenizer=str(folder / name))
+
+
+def by_sentencepiece(folder: Path) -> Value:
+    """Return the tokens of SentencePiece's own library."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor()
+    model.Load(str(folder / "a.model"))
+    flat = [token for text in TEXTS for token in (*model.EncodeAsIds(text), model.eos_id())]
+    return {"tokens": np.array(flat, np.int64).tobytes()}
+
+
+def write_image(folder: Path) -> None:
+    import PIL.Image
+
+    noise = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
+    PIL.Image.fromarray(noise).save(folder / "a.png")
+    PIL.Image.fromarray(noise).save(folder / "a.webp")
+    PIL.Image.fromarray(noise).save(folder / "a.gif")
+
+
+def of_images(folder: Path) -> Value:
+    from fsdp_trainer.data.files.sources import RecordError
+    from fsdp_trainer.data.images.image_files import decoded
+
+    try:
+        return {
+            file.name: decoded(file.read_bytes(), file.name).tobytes()
+            for file in sorted(folder.glob("a.*"))
+        }
+    except RecordError as error:  # a row that cannot be used, which the program reports by name
+        raise UserError(str(error)) from None
+
+
+def by_pillow(folder: Path) -> Value:
+    import PIL.Image
+
+    return {
+        file.name: PIL.Image.open(file).convert("RGB").tobytes()
+        for file in sorted(folder.glob("a.*"))
+    }
+
+
+RECIPE = b"""\
+# @package _global_
+defaults:
+  - override /precision: fp32
+data: {path: demo:backwards}
+tokenizer: {path: "demo:bytes"}
+train: {steps: 7}
+optim: {lr: 0.001}
+"""
+
+
+def write_recipe(folder: Path) -> None:
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "mine.yaml").write_bytes(RECIPE)
+
+
+def of_recipe(folder: Path) -> Value:
+    """Compose a recipe; its keys may be any that a user could write."""
+    run("train", "--config-dir", folder, "--cfg", "job", "+recipe=mine")
+    return {}
+
+
+AXOLOTL = b"""\
+base_model: NousResearch/Llama-3.2-1B
+datasets:
+  - path: rows.jsonl
+    type: alpaca
+sequence_len: 2048
+micro_batch_size: 2
+learning_rate: 0.0002
+adapter: lora
+lora_r: 16
+"""
+
+
+def of_conversion(folder: Path) -> Value:
+    run("convert", folder / "a.yaml")
+    return {}
+
+
+def write_records(folder: Path) -> None:
+    """Write the records of a run that `report` shows."""
+    write_lines(folder / "a.jsonl")
+    run(
+        "train", *SMALL, "data=pretrain", f"data.path={folder / 'a.jsonl'}",
+        "tokenizer.path=demo:bytes", f"run.root={folder}", "run.name=run", "train.steps=2",
+        f"data.cache={folder / 'cache'}", "launch.device=cpu", "checkpoint.export_hf=false",
+    )  # fmt: skip
+    shutil.rmtree(folder / "run" / "checkpoints")
+
+
+def of_report(folder: Path) -> Value:
+    run("report", f"source={folder / 'run'}", f"out={folder / 'report.html'}")
+    assert b"</html>" in (folder / "report.html").read_bytes()
+    return {}
+
+
+JSON = (*BYTES, *[change_json] * 12)
+"""Changes of a JSON file: half of them leave it readable."""
+
+
+def model_format(name: str, write: Callable[[Path], Any], files: str, **options: Any) -> FileFormat:
+    return FileFormat(name, write, of_model, files, **options)
+
+
+def token_format(name: str, files: str, **options: Any) -> FileFormat:
+    """Return the format of a folder that another tool has written."""
+    return FileFormat(name, copied(TOKEN_FILES / name, "data"), of_folder, files, **options)
+
+
+def sharded(folder: Path) -> Path:
+    return model_folder(folder, shard="40KB")
+
+
+FORMATS = [
+    model_format("safetensors", model_folder, "model.safetensors", numbers=True,
+                 changes=(*BYTES, *[change_safetensors] * 8), right=by_safetensors),
+    model_format("safetensors index", sharded, "model.safetensors.index.json", changes=JSON),
+    model_format("config.json", model_folder, "config.json", changes=JSON, same_names=False),
+    model_format("torch", write_torch, "pytorch_model.bin", numbers=True, right=by_torch),
+    model_format("DCP", copied(CHECKPOINTS / "titan_checkpoints" / "torchtitan-0.3"), "*.distcp",
+                 numbers=True),
+    model_format("DCP description", copied(CHECKPOINTS / "titan_checkpoints" / "torchtitan-0.3"),
+                 ".metadata"),
+    model_format("ZeRO", copied(CHECKPOINTS / "zero_checkpoints" / "stage_2"),
+                 "global_step2/*_states.pt", numbers=True),
+    model_format("ZeRO stage 3", copied(CHECKPOINTS / "zero_checkpoints" / "stage_3"),
+                 "global_step2/*_states.pt", numbers=True),
+    model_format("Megatron", copied(CHECKPOINTS / "megatron_checkpoints" / "stacked"),
+                 "iter_0000010/*", numbers=True),
+    FileFormat("GGUF", write_gguf, lambda folder: of_model(folder / "a.gguf"), "a.gguf",
+               numbers=True, right=by_gguf, in_order=sorted_rows),
+    FileFormat("own checkpoint", write_own, of_own, "checkpoint/*", checked=True, codes=(2, 3)),
+    FileFormat("own checkpoint sealed anew", write_own, of_own, "checkpoint/[!M]*",
+               numbers=True, seal=seal_own, codes=(2, 3)),
+    FileFormat("JSON of own checkpoint", write_own, of_own, "checkpoint/[!M]*.json", changes=JSON,
+               seal=seal_own, codes=(2, 3)),
+    token_format("megatron", "data/*", numbers=True),
+    token_format("mds_int32", "data/*", numbers=True),
+    token_format("mds_zstd", "data/*.zst*", numbers=True, right=by_zstd_chunks),
+    token_format("litdata", "data/*", numbers=True),
+    token_format("litdata_items", "data/*", numbers=True),
+    token_format("litdata_zstd", "data/*.zst*", numbers=True, right=by_zstd_chunks),
+    FileFormat("npy", write_npy, of_file("a.npy"), "a.npy", numbers=True, right=by_npy),
+    FileFormat("tokens", write_flat, of_file("a.bin", "data.format=tokens"), "a.bin",
+               numbers=True, right=by_tokens),
+    FileFormat("llm.c", write_llm_c, of_file("a.bin"), "a.bin", numbers=True),
+    FileFormat("tokens in gzip", write_packed_tokens, of_file("a.bin.gz"), "a.bin.gz",
+               changes=(*BYTES, compress_bomb)),
+    FileFormat("JSON lines", lines_in("a.jsonl"), of_file("a.jsonl"), "a.jsonl", changes=JSON,
+               right=by_json("a.jsonl")),
+    FileFormat("JSON lines in gzip", lines_in("a.jsonl.gz", gzip.compress), of_file("a.jsonl.gz"),
+               "a.jsonl.gz", changes=(*BYTES, compress_bomb),
+               right=by_json("a.jsonl.gz", gzip.decompress)),
+    FileFormat("JSON lines in zstd", lines_in("a.jsonl.zst", pack_zstd), of_file("a.jsonl.zst"),
+               "a.jsonl.zst", right=by_json("a.jsonl.zst", by_zstd)),
+    FileFormat("CSV", write_csv, of_file("a.csv"), "a.csv", right=by_csv),
+    FileFormat("Parquet", write_parquet, of_file("a.parquet"), "a.parquet",
+               right=by_arrow(read_parquet)),
+    FileFormat("Arrow", write_arrow, of_file("a.arrow"), "a.arrow", right=by_arrow(read_arrow)),
+    FileFormat("tokenizer.json", write_tokenizer, with_tokenizer("tokenizer"),
+               "tokenizer/tokenizer.json", changes=JSON, right=by_tokenizers),
+    FileFormat("SentencePiece", write_pieces, with_tokenizer("a.model"), "a.model",
+               right=by_sentencepiece),
+    FileFormat("images", write_image, of_images, "a.*", right=by_pillow),
+    FileFormat("recipe", write_recipe, of_recipe, "recipe/mine.yaml"),
+    FileFormat("convert", lambda folder: (folder / "a.yaml").write_bytes(AXOLOTL), of_conversion,
+               "a.yaml"),
+    FileFormat("records of a run", write_records, of_report, "run/*", changes=JSON),
+]  # fmt: skip

@@ -467,6 +467,55 @@ def of_report(folder: Path) -> Value:
     return {}
 
 
+def write_adapter(folder: Path) -> None:
+    """Write an adapter of one matrix as peft does, beside the model that it changes."""
+    from safetensors.torch import save_file
+
+    model_folder(folder / "base")
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    description = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4,
+        "target_modules": ["o_proj"], "base_model_name_or_path": str(folder / "base"),
+    }  # fmt: skip
+    (adapter / "adapter_config.json").write_text(json.dumps(description))
+    rows, columns = load_model(folder / "base").named_weights()[CHANGED].shape
+    shapes = {"lora_A": (2, columns), "lora_B": (rows, 2)}
+    name = f"base_model.model.{CHANGED.removesuffix('weight')}"
+    parts = {f"{name}{part}.weight": torch.randn(shape) for part, shape in shapes.items()}
+    save_file(parts, adapter / "adapter_model.safetensors")
+
+
+CHANGED = "model.layers.0.self_attn.o_proj.weight"
+
+
+def of_adapter(folder: Path) -> Value:
+    """Return the weights that the adapter leaves as they are."""
+    weights = of_model(folder / "adapter")
+    del weights[CHANGED]
+    return weights
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% generation %}{{ m['content'] | trim }}"
+    "{% endgeneration %}{{ eos_token }}{% endfor %}"
+)
+
+
+def write_template(folder: Path) -> None:
+    load_tokenizer("demo:bytes").save(folder / "tokenizer", TEMPLATE)
+    (folder / "a.jsonl").write_text('{"prompt": "one?", "completion": "two"}\n')
+
+
+def of_template(folder: Path) -> Value:
+    """Render a chat; a template may render it in any way."""
+    run(
+        "preview", f"data.path={folder / 'a.jsonl'}", f"tokenizer.path={folder / 'tokenizer'}",
+        f"data.cache={folder / 'cache'}", "preview.format=json", "preview.rows=1", "model=tiny",
+    )  # fmt: skip
+    return {}
+
+
 JSON = (*BYTES, *[change_json] * 12)
 """Changes of a JSON file: half of them leave it readable."""
 
@@ -507,6 +556,12 @@ FORMATS = [
                numbers=True, seal=seal_own, codes=(2, 3)),
     FileFormat("JSON of own checkpoint", write_own, of_own, "checkpoint/[!M]*.json", changes=JSON,
                seal=seal_own, codes=(2, 3)),
+    FileFormat("PEFT", write_adapter, of_adapter, "adapter/*.safetensors",
+               changes=(*BYTES, *[change_safetensors] * 8)),
+    FileFormat("PEFT's description", write_adapter, of_adapter, "adapter/*.json", changes=JSON),
+    FileFormat("chat template", write_template, of_template, "tokenizer/*.jinja"),
+    FileFormat("cache of data", lines_in("a.jsonl"), of_file("a.jsonl"), "cache/**/*",
+               checked=True),
     token_format("megatron", "data/*", numbers=True),
     token_format("mds_int32", "data/*", numbers=True),
     token_format("mds_zstd", "data/*.zst*", numbers=True, right=by_zstd_chunks),

@@ -294,14 +294,14 @@ def run_all(
     """Read `count` mutants; return what became of them by format."""
     values: dict[str, Value] = {}
     for form in forms[:count]:
-        valid = home / form.name.replace(" ", "_")
-        valid.mkdir()
-        written = limited(partial(written_by, form, valid))
+        folder = home / "mutant"
+        folder.mkdir()
+        written = limited(partial(written_by, form, folder))
         assert written.kind == "value", f"{form.name}: {written.text}"
-        shutil.rmtree(valid / "cache", ignore_errors=True)
-        shutil.copytree(valid, home / "mutant")
-        outcome = limited(partial(outcome_of, form, home / "mutant"))
-        shutil.rmtree(home / "mutant")
+        outcome = limited(partial(outcome_of, form, folder))
+        if not form.files.startswith("cache"):
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+        folder.rename(home / form.name.replace(" ", "_"))
         assert outcome.value is not None, f"{form.name}, unchanged: {outcome.kind}\n{outcome.text}"
         values[form.name] = outcome.value
     tallies: dict[str, Tally] = defaultdict(Tally)

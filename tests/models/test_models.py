@@ -288,7 +288,8 @@ UNSUPPORTED = """
 {"hidden_size": null}
 {"num_attention_heads": null}
 {"sliding_window": 0, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-{"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}
+{"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 8, \
+"short_factor": [1.0], "long_factor": [1.0]}}
 """
 
 

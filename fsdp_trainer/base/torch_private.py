@@ -164,6 +164,8 @@ def numbers_in(path: Path, offset: int, length: int) -> Numbers:
     from torch.distributed.checkpoint.utils import _create_file_view
 
     with path.open("rb") as file:
+        if offset + length > os.fstat(file.fileno()).st_size:
+            raise ValueError("the end of the file")
         part: Any = _create_file_view(file, offset, length)
         archive: Any = torch._C.PyTorchFileReader(part)
         orders = [name for name in ("byteorder",) if archive.has_record(name)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.checksum import checksum
+from fsdp_trainer.base.folders import is_inside
 from fsdp_trainer.config.paths import (
     MANIFEST,
     checkpoint_folders,
@@ -50,10 +51,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     checked in manifests of earlier versions, which have no checksum of themselves.
     """
     text = (folder / MANIFEST).read_text()
-    manifest = json.loads(text)
+    try:
+        manifest = json.loads(text)
+    except RecursionError:
+        raise ValueError("lists and objects are too deep within each other") from None
+    if not isinstance(manifest, dict):
+        raise ValueError("it is not a JSON object")
     if manifest.pop("crc32", None) is not None and manifest_text(manifest) != text:
         raise ValueError("it does not have the checksum it was written with")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(map(_is_described, files, files.values())):
+        raise ValueError("it does not have size and checksum of each file")
     return manifest
+
+
+def _is_described(name: str, entry: Any) -> bool:
+    is_entry = isinstance(entry, dict) and {"bytes", "crc32"} <= entry.keys()
+    return is_entry and is_inside(name) and all(type(value) is int for value in entry.values())
 
 
 def named_checkpoint(source: str) -> Path:
@@ -81,7 +95,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
         files = read_manifest(folder)["files"]
     except FileNotFoundError:
         return [Problem(str(folder / MANIFEST), "is missing")]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return [Problem(str(folder / MANIFEST), f"cannot be read: {error}")]
     problems = []
     for name, entry in sorted(files.items()):

@@ -28,7 +28,7 @@ from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.formats.inert_pickles import DTYPES, Pickled, read_pickle
 from fsdp_trainer.checkpoint.formats.tensor_files import dtype_name
 from fsdp_trainer.config.other_tools.other_weights import METADATA
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import Problem, UserError
 
 TENSORS = "tensors.json"
 LARGEST, MOST_DIMENSIONS, LONGEST = 2**29, 8, 2**48
@@ -60,7 +60,7 @@ class TensorEntry:
     parts: list[StoredPart]
 
     def require_rows(self, rows: int, name: str, checkpoint: Path) -> None:
-        """Raise RunFailed unless the parts hold each number of the first rows, and hold it once.
+        """Raise UserError unless the parts hold each number of the first rows, and hold it once.
 
         rows: without meaning for a single number.
         """
@@ -76,7 +76,8 @@ class TensorEntry:
                 held += prod(sizes)
         if any(corners.values()):
             some = f"{held // max(1, prod(self.shape[1:])):,} of {rows:,} rows"
-            raise RunFailed(f"{checkpoint} holds {some} of {name}, or some of them twice")
+            reason = f"holds {some} of {name}, or some of them twice"
+            raise UserError("cannot read the checkpoint", [Problem(str(checkpoint), reason)])
 
 
 def _add_corners(
@@ -93,6 +94,20 @@ class Description:
 
     tensors: dict[str, TensorEntry]
     values: dict[str, FilePlace]
+
+    def require_within_files(self, checkpoint: Path) -> None:
+        """Raise UserError if a part of a tensor is after the end of its file. Raises OSError."""
+        ends: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            for _, _, (file, offset, length) in tensor.parts:
+                ends[file] = max(ends.get(file, 0), offset + length)
+        for file, end in ends.items():
+            size = (checkpoint / file).stat().st_size
+            if end > size:
+                reason = f"has {size:,} bytes, and tensors of it would end at byte {end:,}"
+                raise UserError(
+                    "cannot read the checkpoint", [Problem(str(checkpoint / file), reason)]
+                )
 
     def as_metadata(self) -> Metadata:
         """Return the tensors as torch describes them, without other values: torch runs those."""

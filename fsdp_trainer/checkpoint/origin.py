@@ -20,7 +20,7 @@ def origin(source: Path, dtype: str | None) -> dict[str, Any]:
     if is_adapter(source):
         return {"adapter_crc32": checksum(source / WEIGHTS_FILE), "dtype": dtype}
     return {
-        "step": read_manifest(source)["step"],
+        "step": read_manifest(source).get("step"),
         "manifest_crc32": checksum(source / MANIFEST),
         "dtype": dtype,
     }

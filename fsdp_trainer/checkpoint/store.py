@@ -322,7 +322,8 @@ def load(
     """Fill `state` in place from a verified checkpoint that any number of ranks wrote.
 
     vocabulary: names of the parameters that may have another number of rows there. Collective,
-    unless this process is `alone` in it. Raises RunFailed, and UserError for a damaged description.
+    unless this process is `alone` in it. Raises UserError for a damaged checkpoint, and RunFailed
+    for a disk that cannot be read.
     """
     planner = VocabularyPlanner(vocabulary)
     description = read_description(checkpoint)
@@ -330,6 +331,10 @@ def load(
         tensor = description.tensors[name]
         rows = min((*tensor.shape[:1], *state[name].shape[:1]), default=1)
         tensor.require_rows(rows, name, checkpoint)
+    try:
+        description.require_within_files(checkpoint)
+    except OSError as error:
+        raise RunFailed(f"cannot read the checkpoint {checkpoint}: {error}") from None
     reader = DescribedReader(checkpoint, description)
     with warnings.catch_warnings(), bounded_copies():
         # that is intended if `alone`
@@ -338,7 +343,12 @@ def load(
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=alone)
         except CheckpointException as error:  # a BaseException, raised on all ranks together
             cause, _ = next(iter(error.failures.values()))
-            raise RunFailed(f"cannot read the checkpoint {checkpoint}: {cause}") from None
+            if isinstance(cause, OSError):
+                raise RunFailed(f"cannot read the checkpoint {checkpoint}: {cause}") from None
+            line = str(cause).partition("\n")[0]
+            reason = f"is damaged, or not as its files describe it: {line}"
+            problem = Problem(str(checkpoint), reason)
+            raise UserError("cannot read the checkpoint", [problem]) from None
 
 
 class DescribedReader(FileSystemReader):

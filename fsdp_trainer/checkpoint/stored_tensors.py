@@ -13,7 +13,7 @@ from fsdp_trainer.base.torch_private import bounded_copies, numbers_in
 from fsdp_trainer.checkpoint.description import Description, StoredPart, read_description
 from fsdp_trainer.checkpoint.formats.inert_pickles import plain_tensor
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_number
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import Problem, UserError
 
 LARGEST_VALUE = 2**26  # bytes
 
@@ -71,10 +71,11 @@ class StoredTensors:
     def tensor(self, name: str, rows: int | None = None) -> TensorOnDisk:
         """Return a tensor after checking that its first `rows` rows are stored; None: all rows.
 
-        Raises RunFailed if the checkpoint holds fewer, UserError if it is damaged, and OSError.
+        Raises UserError if the checkpoint holds fewer or is damaged, and OSError.
         """
         if name not in self.entries:
-            raise RunFailed(f"{self.checkpoint} does not hold {name}")
+            problem = Problem(str(self.checkpoint), f"does not hold {name}")
+            raise UserError("cannot read the checkpoint", [problem])
         entry = self.entries[name]
         rows = next(iter(entry.shape), 1) if rows is None else rows
         entry.require_rows(rows, name, self.checkpoint)

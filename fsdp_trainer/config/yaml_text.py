@@ -67,6 +67,12 @@ class Loader(_LOADER):  # type: ignore[misc, valid-type]
             raise ConstructorError(None, None, reason, node.start_mark) from None
 
 
+# a configuration has no dates and no sets
+Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
+for _kind in ("set", "omap", "pairs"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", Loader.construct_undefined)
+
+
 def load_yaml(text: str) -> Any:
     """Return the values in a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, Loader)

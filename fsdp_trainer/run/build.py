@@ -405,7 +405,7 @@ def find_where_to_start(
     stored = read_progress(checkpoint)
     validation = held_out.fingerprint if held_out else None
     progress = Progress.for_data(stored, order.fingerprint, validation)
-    order, progress, notes = resume_data(order, progress, stored["data"])
+    order, progress, notes = resume_data(order, progress, stored.get("data"))
     listed = store.listed()
     # False for a checkpoint of another run and for one that is no longer listed
     own = checkpoint.resolve() in [path.resolve() for path in listed]

@@ -126,8 +126,8 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         # a key added after the checkpoint was written had its default value
         **DEFAULTS,
         **flatten(as_written(checkpoint_configuration(checkpoint))),
-        "data.fingerprint": stored["data"],
-        "world_size": read_manifest(checkpoint)["world_size"],
+        "data.fingerprint": stored.get("data"),
+        "world_size": read_manifest(checkpoint).get("world_size"),
     }
     now = {
         **flatten(recorded(cfg)),
@@ -328,7 +328,7 @@ def replaced_content(component: Component, source: dict[str, Any]) -> Match:
 
 
 def resume_data(
-    order: Order, progress: Progress, fingerprint: str
+    order: Order, progress: Progress, fingerprint: str | None
 ) -> tuple[Order, Progress, list[str]]:
     """Return data and progress that continue from a checkpoint, and lines about what has changed.
 

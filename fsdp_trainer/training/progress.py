@@ -1,9 +1,10 @@
 """The progress of a run: the part of a checkpoint that is not tensors."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.training.batches import StepPlan
 
 VALIDATE, SAMPLE, EVALUATE = "validate", "sample", "evaluate"
@@ -69,10 +70,22 @@ class Progress:
 
     @classmethod
     def from_stored(cls, stored: dict[str, Any]) -> "Progress":
-        """Return the progress in a checkpoint's trainer.json, also of an earlier version."""
+        """Return the progress in a checkpoint's trainer.json, also of an earlier version.
+
+        Raises UserError for a field of another form.
+        """
         stored = {"pending": OLD_PENDING[stored.get("cut_short")], **stored}
         stored |= {name: stored[old] for name, old in OLD_NAMES.items() if old in stored}
-        return cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})
+        own = {f.name: stored[f.name] for f in fields(cls) if f.name in stored}
+        empty = asdict(cls())
+        problems = [
+            Problem(f"{name} in trainer.json", f"{value!s:.80} is not what a run writes there")
+            for name, value in own.items()
+            if not _is_like(empty[name], value)
+        ]
+        if problems:
+            raise UserError("the checkpoint is damaged", problems)
+        return cls(**own)
 
     @classmethod
     def for_data(cls, stored: dict[str, Any], data: str, validation: str | None) -> "Progress":
@@ -81,7 +94,7 @@ class Progress:
         data, validation: fingerprints of the current data and validation set.
         """
         progress = cls.from_stored(stored)
-        if stored["data"] != data:
+        if stored.get("data") != data:
             progress.streams = []
             progress.rollouts = []
         if stored.get("validation") != validation:
@@ -147,3 +160,12 @@ class Progress:
         self.best_step = self.best_loss = self.lower_loss = None
         self.first_validation = self.last_validation = None
         self.stale, self.pending = 0, []
+
+
+def _is_like(empty: Any, value: Any) -> bool:
+    """Return True if a value from JSON has the form of a field that is `empty` at the start."""
+    if isinstance(empty, int):
+        return type(value) is int and value >= 0
+    if empty is None:
+        return value is None or type(value) in (int, float)
+    return isinstance(value, list | tuple) and (isinstance(empty, list) or len(value) == len(empty))

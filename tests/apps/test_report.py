@@ -307,7 +307,7 @@ def test_an_empty_run_says_so_and_a_folder_without_runs_is_refused(tmp_path, cap
 
 @pytest.mark.slow
 def test_records_that_hold_no_usable_numbers_are_counted_or_shown_as_they_are(tmp_path):
-    lines = [*steps(1, 2, 1000.0), *steps(3, 3, 1010.0, loss=float("inf"))]
+    lines = [*steps(1, 2, 1000.0, further=10**400), *steps(3, 3, 1010.0, loss=float("inf"))]
     events = [
         event("start", 990.0, step=0),
         event("checkpoint", 1001.0, step=2, seconds="long"),

@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from world import command, flip_bit, verify
 from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.atomic_files import (
     commit,
+    damage,
     describe,
     files_below,
     manifest_text,
@@ -31,7 +33,9 @@ from fsdp_trainer.checkpoint.description import read_description
 from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.shards import host_memory
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.training.progress import Progress
 
 NAME = "plain on two"
 """A run of two ranks with checkpoints of steps 2 and 4."""
@@ -149,12 +153,70 @@ def test_a_weight_that_is_described_as_another_value_is_not_unpickled(ledger, tm
     size = (folder / "evil").stat().st_size
     described.storage_data[MetadataIndex(name)] = storage_info("evil", 0, size)
     (folder / ".metadata").write_bytes(pickle.dumps(described))
-    with pytest.raises(RunFailed, match=f"Missing key in checkpoint state_dict: {name}"):
+    with pytest.raises(UserError, match=f"Missing key in checkpoint state_dict: {name}"):
         load_model(signed_again(folder))
     assert "code of others" not in capsys.readouterr().out
 
 
 # --- damage -------------------------------------------------------------------------------------
+
+
+def with_parts(change):
+    """Return a change of tensors.json: `change` of the list of an embedding's parts."""
+
+    def changed(described):
+        change(described["tensors"]["weights/model.embed_tokens.weight"]["parts"])
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_parts(lambda parts: parts.append(parts[0])), "some of them twice"),
+        (with_parts(lambda parts: parts[0].__setitem__(4, 2**47)), "the end of the file"),
+        (with_parts(lambda parts: parts[0].__setitem__(3, parts[0][3] + 1)), "is damaged"),
+        (lambda described: described["tensors"].clear(), "does not hold"),
+    ],
+)
+def test_places_that_are_not_those_of_the_tensors_are_one_message(ledger, tmp_path, change, reason):
+    folder = newest(ledger.copy(NAME, tmp_path / "run"))
+    described = json.loads((folder / "tensors.json").read_text())
+    change(described)
+    (folder / "tensors.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=reason):
+        weights_digest(signed_again(folder))
+    with pytest.raises(UserError, match=r"embed_tokens|is damaged|would end at byte"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000, "[]", '{"files": []}', '{"files": {"a": 1}}',
+        '{"files": {"../a": {"bytes": 1, "crc32": 1}}}', '{"files": {"a": {"bytes": "1"}}}',
+    ],
+)  # fmt: skip
+def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
+    (tmp_path / "MANIFEST.json").write_text(text)
+    (problem,) = damage(tmp_path)
+    assert "MANIFEST.json cannot be read" in f"{problem.what} {problem.reason}"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": "2"}, {"step": -1}, {"rows": 1.5}, {"best_loss": "low"}, {"recent": {}},
+        {"best_before": [1]},
+    ],
+)  # fmt: skip
+def test_progress_of_another_form_is_one_message(tmp_path, changed):
+    progress = asdict(Progress(step=2))
+    (tmp_path / "trainer.json").write_text(json.dumps(progress))
+    assert Progress.from_stored(read_progress(tmp_path)).step == 2
+    (tmp_path / "trainer.json").write_text(json.dumps(progress | changed))
+    with pytest.raises(UserError, match=next(iter(changed))):
+        Progress.from_stored(read_progress(tmp_path))
 
 
 def cut(path):
@@ -172,8 +234,8 @@ def test_damage_is_named_and_all_ranks_go_on_from_the_newest_checkpoint_that_is_
 ):
     run = ledger.copy("every step", tmp_path / "run")
     steps = range(9, 3, -1)
-    for step, (name, damage) in zip(steps, DAMAGES, strict=True):
-        damage(checkpoint(run, step) / name)
+    for step, (name, change) in zip(steps, DAMAGES, strict=True):
+        change(checkpoint(run, step) / name)
         output = verify(f"source={checkpoint(run, step)}", code=3)
         assert "damaged" in output
         assert name in output

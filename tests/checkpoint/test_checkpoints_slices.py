@@ -20,7 +20,7 @@ from fsdp_trainer.checkpoint.state import weights
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.schema import Checkpoint
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
@@ -148,5 +148,5 @@ def test_a_checkpoint_and_a_folder_read_the_same_whatever_part_each_rank_holds(
     assert torch.equal(codes.read_rows(3, 23, buffer), OTHERS[CODES][3:23])
     tensors = StoredTensors(checkpoint)
     tensors.entries[CODES].parts.pop()
-    with pytest.raises(RunFailed, match=f"of 29 rows of {CODES}"):
+    with pytest.raises(UserError, match=f"of 29 rows of {CODES}"):
         tensors.tensor(CODES)

@@ -424,6 +424,9 @@ def test_what_wrappers_put_before_all_names_is_no_part_of_them(tmp_path, wrapper
     weights = load_file(file)
     save_file({wrapper + name: tensor for name, tensor in weights.items()}, file, {"format": "pt"})
     assert_byte_equal(dict(load_model(folder).named_weights()), weights)
+    twice = {p + name: weights[name].clone() for p in (wrapper, wrapper * 2) for name in weights}
+    save_file(twice, file, {"format": "pt"})
+    assert "has a tensor twice" in why_refused(folder)
     one = {(wrapper if i else "") + name: weights[name] for i, name in enumerate(weights)}
     save_file(one, file, {"format": "pt"})
     assert wrapper in why_refused(folder)

@@ -344,13 +344,17 @@ TOO_MUCH = {
     "chain": ("a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in range(120)),
               "more than 100 lists and mappings within each other"),
     "control": ("run: {name: '\x07'}", "control characters are not allowed"),
-    "typed": ("run: {name: !!timestamp x}", "a value cannot be read"),
+    "typed": ("run: {name: !!int x}", "a value cannot be read"),
+    "set": ("run: {name: !!set {a, b}}", "could not determine a constructor"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_yaml_that_is_too_much_is_refused_wherever_it_is_read(name, tmp_path, monkeypatch, capsys):
-    """YAML is read as another trainer's file, as a recipe, in a folder of recipes, and as a task."""
+    """YAML is read as another trainer's file, as a recipe, in a folder of recipes, as a task.
+
+    Each is one message.
+    """
     content, reason = TOO_MUCH[name]
     monkeypatch.chdir(tmp_path)
     Path("own/model").mkdir(parents=True)
@@ -363,6 +367,32 @@ def test_yaml_that_is_too_much_is_refused_wherever_it_is_read(name, tmp_path, mo
     with pytest.raises(UserError, match="a task cannot be run") as raised:
         EnvironmentTask.read("a.yaml")
     assert reason in str(raised.value)
+
+
+REPEATED = "".join(f"    A{i + 1}: '{f'${{launch.env.A{i}}}' * 10}'\n" for i in range(9))
+INTERPOLATIONS = {
+    "repeats": (f"    A0: x\n{REPEATED}", "of them refer to values with others"),
+    "deep": (f"    A: '{'${a:' * 300}{'}' * 300}'\n", "a.yaml cannot be read: maximum recursion"),
+}
+
+
+@pytest.mark.parametrize("name", INTERPOLATIONS)
+def test_interpolations_that_are_too_much_are_refused(name, tmp_path, monkeypatch, capsys):
+    lines, reason = INTERPOLATIONS[name]
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(f"launch:\n  env:\n{lines}")
+    assert main(["config", "a.yaml"]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_many_interpolations_of_short_values_are_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    used = "".join(f"    A{i}: ${{run.root}}/{i}\n" for i in range(100))
+    Path("a.yaml").write_text(f"run: {{name: 2026-01-01}}\nlaunch:\n  env:\n{used}")
+    assert main(["config", "a.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "2026-01-01" in shown
+    assert "A99: runs/99" in shown
 
 
 def test_values_that_are_named_once_and_used_often_are_read(tmp_path):

@@ -264,7 +264,7 @@ def read_run(
 def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl that have a step; set expert_load, own_metrics from them."""
     for line in lines:
-        if isinstance(line.get("step"), int):
+        if isinstance(line.get("step"), int) and is_finite(line["step"]):
             if "expert_load" in line:
                 run.expert_load = line["step"], line["expert_load"]
             if isinstance(line.get(OWN_METRICS), list):
@@ -298,7 +298,8 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
         for name, number in numbers(line):
             at, values = sparse.setdefault(name, ([], []))
             at.append(count)
-            values.append(number)
+            # of a whole number that is too large, numpy can make no other
+            values.append(number if isinstance(number, float) or is_finite(number) else np.inf)
         count += 1
     dense = {name: np.full(count, np.nan) for name in sparse}
     for name, (at, values) in sparse.items():

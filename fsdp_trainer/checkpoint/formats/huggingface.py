@@ -212,13 +212,18 @@ def _weight_files(folder: Path) -> list[Path]:
 def read_header(path: Path, all_parts: bool = False) -> dict[str, HuggingFaceTensor]:
     """Return the tensors of a safetensors file that belong to a language model, by name.
 
-    all_parts: see read_headers. Raises OSError and SafetensorError.
+    all_parts: see read_headers. Raises OSError, SafetensorError, and UserError for a tensor that is
+    there twice.
     """
     _check_header(path)
     begin, header = _read_json(path)
     header.pop("__metadata__", None)
     if all(map(WRAPPED.match, header)):
-        header = {WRAPPED.sub("", name): entry for name, entry in header.items()}
+        plain = {WRAPPED.sub("", name): entry for name, entry in header.items()}
+        if len(plain) < len(header):
+            problem = Problem(str(path), "has a tensor twice, with torch.compile's names or others")
+            raise UserError("the weights are not clear", [problem])
+        header = plain
     tensors = {}
     for name, entry in header.items():
         if all_parts or not NOT_LANGUAGE.match(name):

@@ -19,7 +19,6 @@ from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor
 from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.other_tools.other_weights import sharded_folder
-from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
 
 STATE = re.compile(rf"(?:.*?\.)?state\.(.+)\.({'|'.join((*MOMENTS, STEP))})")
@@ -32,14 +31,11 @@ def sharded_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTenso
     checkpoint = sharded_folder(folder)
     assert checkpoint is not None
     stored = opened(checkpoint, "the weights")
-    try:
-        tensors = {
-            name: stored.tensor(name)
-            for name, entry in stored.entries.items()
-            if entry.shape and entry.dtype.is_floating_point and not STATE.fullmatch(name)
-        }
-    except RunFailed as error:
-        raise UserError("cannot read the weights", [Problem(str(checkpoint), str(error))]) from None
+    tensors = {
+        name: stored.tensor(name)
+        for name, entry in stored.entries.items()
+        if entry.shape and entry.dtype.is_floating_point and not STATE.fullmatch(name)
+    }
     return huggingface_names(tensors, config)
 
 
@@ -53,7 +49,7 @@ def sharded_states(checkpoint: Path) -> StatesByName:
             if found:
                 read = stored.number if found[2] == STEP else stored.tensor
                 states[found[1]][found[2]] = read(name)
-    except (RunFailed, OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise unusable_states(checkpoint, str(error)) from None
     return StatesByName(states, _options(stored))
 

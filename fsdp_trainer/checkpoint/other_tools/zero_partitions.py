@@ -227,6 +227,8 @@ def _joined(
     padded: list[list[int]] | None,
 ) -> dict[str, TensorOnDisk]:
     """Return the parameters of stages 1 and 2."""
+    if any(len(flats) != len(shapes) for _, flats in parts):
+        raise ValueError(f"param_shapes has {len(shapes)} groups, and a part has others")
     tensors: dict[str, TensorOnDisk] = {}
     for number, group in enumerate(shapes):
         whole = _consecutive([(archive, flats[number]) for archive, flats in parts])

@@ -23,6 +23,7 @@ from omegaconf.resolvers import oc
 
 from fsdp_trainer.base.recorded import Place, marked, recorded
 from fsdp_trainer.config.check import Report, as_text, build, flatten
+from fsdp_trainer.config.composing.interpolations import require_few_interpolations
 from fsdp_trainer.config.composing.overrides import (
     OVERLAYS,
     contents,
@@ -63,6 +64,7 @@ NOT_COMPOSED = (
     AttributeError,
     AssertionError,
     ImportError,
+    RecursionError,
 )
 """Errors that Hydra and OmegaConf raise for a wrong configuration."""
 
@@ -196,6 +198,7 @@ def _compose_files(
         with hydra(overrides, config_dir) as given:
             check_files(verb, given, config_dir, report)
             composed = hydra_compose(verb, given)
+            require_few_interpolations(composed)
             tree: Any = OmegaConf.to_container(composed, resolve=True)
             tree = marked(tree, from_environment(composed))
     except UserError as error:

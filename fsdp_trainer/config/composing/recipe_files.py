@@ -14,6 +14,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.composing.overrides import listed, quoted
@@ -163,7 +164,12 @@ def _register(path: Path) -> str:
                 _register(base) if base else entry
                 for base, entry in zip(bases, defaults, strict=True)
             ]
-        ConfigStore.instance().store(name, tree, group="recipe", package="_global_")
+        try:
+            ConfigStore.instance().store(name, tree, group="recipe", package="_global_")
+        except (OmegaConfBaseException, RecursionError) as error:
+            line = str(error).partition("\n")[0]
+            problem = Problem(str(path), f"cannot be read: {line}")
+            raise UserError("a problem in the configuration", [problem]) from None
     return name
 
 

@@ -1,0 +1,40 @@
+"""A bound on interpolations, which may repeat each other until memory ends."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fsdp_trainer.errors import Problem, UserError
+
+PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+START, ENVIRONMENT = "${", "${oc.env:"
+MOST, LONGEST = 24, 1000
+"""Interpolations of more than a short value (in the worst case 3 ** 8 values), and its length."""
+
+
+def require_few_interpolations(composed: Any) -> None:
+    """Raise UserError if interpolations refer to others so often that they might not end."""
+    tree = OmegaConf.to_container(composed, resolve=False)
+
+    def without_short(name: re.Match[str]) -> str:
+        value: Any = tree
+        for part in name[1].split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        is_short = isinstance(value, str | int | float) and len(str(value)) <= LONGEST
+        return "" if is_short and START not in str(value) else name[0]
+
+    rest = [PLAIN.sub(without_short, text) for text in _texts(tree) if START in text]
+    count = sum(text.count(START) - text.count(ENVIRONMENT) for text in rest)
+    if count > MOST:
+        reason = f"{count} of them refer to values with others, or to none: write the values out"
+        raise UserError("a problem in the configuration", [Problem("${…}", reason)])
+
+
+def _texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict | list):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _texts(value)

@@ -13,6 +13,15 @@ from fsdp_trainer.base.safe_text import safe
 WIDEST = 34  # characters; a longer `what` is printed on its own line
 
 
+LONGEST = 4_000  # characters of a quoted text
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its beginning and the number of characters that it has."""
+    is_long = len(text) > LONGEST
+    return f"{text[:LONGEST]} … ({len(text):,} characters)" if is_long else text
+
+
 @dataclass(unsafe_hash=True)
 class Problem:
     """One mistake.
@@ -26,7 +35,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         # both may quote strangers' files, and addresses with passwords
-        self.what, self.reason = safe(self.what), safe(self.reason)
+        self.what, self.reason = shortened(safe(self.what)), shortened(safe(self.reason))
 
 
 class UserError(Exception):

@@ -8,8 +8,10 @@ CONTROL = re.compile(
 """Characters that a terminal obeys or hides, but for tab and line feed, and half characters."""
 USER = re.compile(r"(https?://|://[^\s/@:]*:)[^\s/]*@", re.I)
 """User and password of an address: of the web both, because a name alone may be a token."""
-QUERY = re.compile(r"""(https?://[^\s?"'<>]*\?|\w://[^\s?"'<>]*\?(?=[\w.-]+=))([^\s"'<>]+)""", re.I)
-"""An address with a query. Of the web each is taken; elsewhere a question mark may be of a glob."""
+QUERY = re.compile(
+    r"""(https?://[^\s?#"'<>]*[?#]|\w://[^\s?"'<>]*\?(?=[\w.-]+=))([^\s"'<>]+)""", re.I
+)
+"""An address with a query or fragment. Of the web each is taken; elsewhere `?` may be of a glob."""
 SHORT = re.compile(r"((?!\w*(sig|key|token|pass|secret|auth))[\w.-]+=\w{0,3}&?)+[\])},.]*", re.I)
 """A query such as dl=1: no secret has three characters."""
 PASSWORD = re.compile(r"\s*(https?://|[\w.+-]+://[^\s/@:]*:)[^\s/]*@\S*\s*", re.I)

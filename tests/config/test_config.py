@@ -566,10 +566,17 @@ def test_an_address_with_a_password_is_refused_with_another_way(refused):
         assert "SECRET" not in said
 
 
+def test_a_message_quotes_the_beginning_of_a_long_text():
+    message = str(UserError("a", [Problem("b", "c" * 100_000)]))
+    assert message.endswith("ccc … (100,000 characters)")
+    assert len(message) < 5_000
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("see https://me:a@b@host/x?sig=1234&y now", "see https://…@host/x?… now"),
+        ("https://host/x#access_token=abcd", "https://host/x#…"),
         ("s3://bucket/a?.jsonl what?", "s3://bucket/a?.jsonl what?"),
         ("az://c/x?sv=2024&sig=abcd", "az://c/x?…"),
         ("abfs://box@host/x sftp://me@host/y", "abfs://box@host/x sftp://me@host/y"),

@@ -4,6 +4,7 @@ Each docstring says why no public name serves. Checked against torch 2.11 and 2.
 differ, the docstring says so. Heavy imports stay inside functions.
 """
 
+import errno
 import os
 import platform
 import shutil
@@ -167,7 +168,12 @@ def numbers_in(path: Path, offset: int, length: int) -> Numbers:
         if offset + length > os.fstat(file.fileno()).st_size:
             raise ValueError("the end of the file")
         part: Any = _create_file_view(file, offset, length)
-        archive: Any = torch._C.PyTorchFileReader(part)
+        try:
+            archive: Any = torch._C.PyTorchFileReader(part)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # it has looked for an archive before the file's begin
+                raise ValueError("no archive") from None
+            raise
         orders = [name for name in ("byteorder",) if archive.has_record(name)]
         if any(archive.get_record_size(name) > LARGEST_RECORD for name in (DESCRIPTION, *orders)):
             raise ValueError("a tensor with a long description")
@@ -180,6 +186,9 @@ def numbers_in(path: Path, offset: int, length: int) -> Numbers:
         size = archive.get_record_size(NUMBERS)
         if begin + size > offset + length:
             raise ValueError("a part of a tensor")
+        file.seek(begin + size)
+        if file.read(2) != b"PK":  # of the archive's next entry, or of its directory
+            raise ValueError("numbers at another place")
         return Numbers(begin, size, archive.get_record(DESCRIPTION))
 
 

@@ -32,7 +32,7 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
 )
 from fsdp_trainer.checkpoint.origin import read_origin, refuse_merging_twice
 from fsdp_trainer.checkpoint.state import WEIGHTS, plain
-from fsdp_trainer.checkpoint.store import load, read_progress
+from fsdp_trainer.checkpoint.store import PROGRESS, load, read_progress
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import (
@@ -114,8 +114,12 @@ def read_base(checkpoint: Path) -> Base:
     stored = read_progress(checkpoint).get("frozen")
     if not stored:
         return NOTHING_FROZEN
-    adapters = stored.get("adapters")
-    return Base(**stored | {"adapters": AdapterSpec.from_json(adapters) if adapters else None})
+    try:
+        adapters = stored.get("adapters")
+        return Base(**stored | {"adapters": AdapterSpec.from_json(adapters) if adapters else None})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = Problem(str(checkpoint / PROGRESS), f"frozen cannot be read: {error}")
+        raise UserError("the checkpoint cannot be read", [problem]) from None
 
 
 def base_of_new_run(

@@ -24,7 +24,7 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
 )
 from fsdp_trainer.checkpoint.frozen_weights import base_folder, folder_of
-from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.checkpoint.store import PROGRESS, read_progress
 from fsdp_trainer.config.other_tools.other_weights import described_at
 from fsdp_trainer.config.paths import (
     checkpoint_configuration,
@@ -34,7 +34,7 @@ from fsdp_trainer.config.paths import (
     is_hub_id,
     is_whole_model,
 )
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import Json, has_tower, read_config_file
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.further_blocks import copy_counts, counts, is_unread
@@ -91,14 +91,21 @@ def unread_beside(model: Decoder, source: Path | None) -> Unread | None:
         if checkpoint:
             progress = read_progress(checkpoint)
             if "unread" in progress:
-                recorded = progress["unread"]
-                return Unread(**recorded) if recorded else None
+                return _recorded(progress["unread"], checkpoint)
             source = _begun_from(checkpoint)
         elif source and is_adapter(source):
             source = base_folder(source)
         else:
             break
     return _found_in(model, source) if source else None
+
+
+def _recorded(record: Any, checkpoint: Path) -> Unread | None:
+    try:
+        return Unread(**record) if record else None
+    except TypeError as error:
+        problem = Problem(str(checkpoint / PROGRESS), f"unread cannot be read: {error}")
+        raise UserError("the checkpoint cannot be read", [problem]) from None
 
 
 def _begun_from(checkpoint: Path) -> Path | None:

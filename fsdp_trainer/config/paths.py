@@ -99,9 +99,10 @@ def checkpoint_configuration(checkpoint: Path) -> dict[str, Any]:
 def checkpoint_frozen(checkpoint: Path) -> dict[str, Any]:
     """Return a checkpoint's record of its frozen weights and adapters; {} if it has none."""
     try:
-        return json.loads((checkpoint / TRAINER_STATE).read_text()).get("frozen") or {}
-    except (OSError, ValueError, AttributeError):
+        frozen = json.loads((checkpoint / TRAINER_STATE).read_text()).get("frozen")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
+    return frozen if isinstance(frozen, dict) else {}
 
 
 def base_of_adapter(folder: str | Path) -> str:

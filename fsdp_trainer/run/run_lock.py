@@ -170,9 +170,10 @@ def try_lock(file: TextIO, mode: int = fcntl.LOCK_EX) -> bool:
 def read_lock_file(file: Path) -> dict[str, Any]:
     """Return the content of a lock file; empty if nothing is written in it, or not yet."""
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def describe_holder(file: Path) -> str:

@@ -31,6 +31,7 @@ from fsdp_trainer.checkpoint.atomic_files import (
 )
 from fsdp_trainer.checkpoint.description import read_description
 from fsdp_trainer.checkpoint.digest import weights_digest
+from fsdp_trainer.checkpoint.frozen_weights import read_base
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.shards import host_memory
 from fsdp_trainer.checkpoint.store import read_progress
@@ -217,6 +218,9 @@ def test_progress_of_another_form_is_one_message(tmp_path, changed):
     (tmp_path / "trainer.json").write_text(json.dumps(progress | changed))
     with pytest.raises(UserError, match=next(iter(changed))):
         Progress.from_stored(read_progress(tmp_path))
+    (tmp_path / "trainer.json").write_text(json.dumps(progress | {"frozen": 1e308}))
+    with pytest.raises(UserError, match="frozen cannot be read"):
+        read_base(tmp_path)
 
 
 def cut(path):

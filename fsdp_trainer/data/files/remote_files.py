@@ -218,9 +218,9 @@ def _last_copies(file: Path) -> dict[str, str]:
     """Return the copies of the last listing if all exist; {} otherwise."""
     try:
         copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return copies if all(map(os.path.exists, copies.values())) else {}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-    return copies if all(map(os.path.exists, copies.values())) else {}
 
 
 def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress: Say) -> None:

@@ -98,7 +98,7 @@ def _read_hashes(root: Path) -> dict[str, list[Any]]:
     try:
         hashes = json.loads((root / HASHES).read_text(encoding="utf-8"))
         return {file: entry for file, entry in hashes.items() if isinstance(entry, list)}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 

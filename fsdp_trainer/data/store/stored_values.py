@@ -134,7 +134,7 @@ def read_top_k(place: Path, store: TokenStore) -> SampleColumns | None:
         about = json.loads((place / ABOUT).read_text())
         check_files(place, about.get(CHECKSUMS, {}))
         arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in TOP_K}
-    except (OSError, ValueError, EOFError, AttributeError, Damaged):
+    except (OSError, ValueError, EOFError, AttributeError, RecursionError, Damaged):
         return None
     whole = all(len(array) == store.supervised_tokens for array in arrays.values())
     return SampleColumns(of_tokens=TopKValues(arrays)) if whole else None

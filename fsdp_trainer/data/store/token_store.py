@@ -453,7 +453,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         check_files(folder, meta.get(CHECKSUMS, {}))
     except OSError as error:
         raise Damaged(str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(
             f"{folder / 'meta.json'} cannot be read: {type(error).__name__} {error}"
         ) from None

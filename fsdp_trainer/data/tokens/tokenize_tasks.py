@@ -102,7 +102,7 @@ def read_result(part: Path, task: Task) -> TaskResult | None:
             return None
         problems = [Problem(**problem) for problem in stored["problems"]]
         return TaskResult(**stored | {"problems": problems})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, Damaged):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, Damaged):
         return None
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.files import tables
 from fsdp_trainer.data.files.file_splits import read_records, read_unit, split_units
 from fsdp_trainer.data.files.sources import Record, RecordError, find_sources
 from fsdp_trainer.data.records.conversations import FIELDS, REQUIRED, make_reader
@@ -314,11 +315,12 @@ def parquet(column, **how):
     return file.getvalue()
 
 
-def arrow(column):
+def arrow(column, **how):
     pyarrow = pytest.importorskip("pyarrow")
     file = io.BytesIO()
     batch = pyarrow.record_batch([column], names=["input_ids"])
-    with pyarrow.ipc.new_file(file, batch.schema) as writer:
+    how = pyarrow.ipc.IpcWriteOptions(**how)
+    with pyarrow.ipc.new_file(file, batch.schema, options=how) as writer:
         writer.write_batch(batch)
     return file.getvalue()
 
@@ -384,6 +386,14 @@ def test_what_would_fill_the_memory_is_one_error_with_the_limit(tmp_path, enter,
     errors = [row.error for row in read_records(str(tmp_path / name)) if row.error]
     assert len(errors) == 1
     assert reason in errors[0]
+
+
+def test_a_compressed_batch_is_refused_before_it_is_unpacked(tmp_path, enter, monkeypatch):
+    enter(inject.setting("unpacked_freely", 1 << 18))
+    monkeypatch.setattr(tables, "size_of_rows", lambda batch: 1 / 0)
+    (tmp_path / "a.arrow").write_bytes(arrow(["x" * 65536] * 100, compression="zstd"))
+    (row,) = read_records(str(tmp_path / "a.arrow"))
+    assert TOO_MUCH in row.error
 
 
 def test_a_hundred_lists_within_each_other_and_unequal_rows_are_read(jsonl):

@@ -1,5 +1,7 @@
 """How much memory the rows of a table take as values of Python, before they are made."""
 
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 from fsdp_trainer.base.unpacked import UNPACKED_EACH, UNPACKED_FREELY, check_unpacked
@@ -46,6 +48,68 @@ def _size_of_references(column: Any) -> int:
             or types.is_large_binary(kind)):  # fmt: skip
         return len(column) * 16  # of a number
     return compute.sum(compute.take(compute.binary_length(values), column.indices)).as_py() or 0
+
+
+LARGEST_CHECKED = 1 << 30
+"""Bytes of the largest file whose batches are looked at before they are read."""
+RECORDS, DICTIONARY = 3, 2
+"""Kinds of Arrow's messages that hold columns: MessageHeader of its format/Message.fbs."""
+
+
+def check_batches(source: Any, begin: int) -> None:
+    """Raise TooLarge if compressed batches of an Arrow file would unpack to too much.
+
+    pyarrow itself makes room for as much as each buffer says. source: a file of pyarrow, which is
+    left at its start. begin: the byte of the first message.
+    """
+    import pyarrow
+
+    if source.size() > LARGEST_CHECKED:
+        return
+    unpacked = 0
+    source.seek(begin)
+    try:
+        for message in pyarrow.ipc.MessageReader.open_stream(source):
+            unpacked += sum(unpacked_sizes(message.metadata.to_pybytes(), message.body))
+            check_unpacked(unpacked, source.size())
+    except (pyarrow.ArrowException, OSError, struct.error):
+        pass  # reading the rows says what is wrong with it
+    source.seek(0)
+
+
+def unpacked_sizes(message: bytes, body: Any) -> Iterator[int]:
+    """Yield the size that each compressed buffer of a message says it unpacks to.
+
+    message: a Message of Arrow's format, encoded by FlatBuffers. Raises struct.error.
+    """
+
+    def number(form: str, at: int) -> int:
+        return struct.unpack_from(form, message, at)[0]
+
+    def field(table: int, index: int) -> int:
+        """Return the place of a table's field; 0 if it has none."""
+        names = table - number("<i", table)
+        offset = number("<H", names + 4 + 2 * index) if 4 + 2 * index < number("<H", names) else 0
+        return table + offset if offset else 0
+
+    def inner(place: int) -> int:
+        return place + number("<I", place)
+
+    root = inner(0)
+    kind, header = field(root, 1), field(root, 2)
+    if not (kind and header) or message[kind] not in (RECORDS, DICTIONARY):
+        return
+    batch = inner(header)
+    if message[kind] == DICTIONARY:
+        batch = inner(field(batch, 1))
+    buffers, is_compressed = field(batch, 2), field(batch, 3)
+    if not (buffers and is_compressed):
+        return
+    listed = inner(buffers)
+    for i in range(number("<I", listed)):
+        offset, length = struct.unpack_from("<qq", message, listed + 4 + 16 * i)
+        if length >= 8:  # -1: not compressed, because it would not have been smaller
+            yield max(0, struct.unpack_from("<q", body, offset)[0])
 
 
 def rows_at_once(about: Any, groups: range, most: int, size: int) -> int:

@@ -7,13 +7,17 @@ from typing import Any, BinaryIO
 
 from fsdp_trainer.base.unpacked import TooLarge, check_unpacked
 from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_LONG, TOO_MANY
-from fsdp_trainer.data.files.table_sizes import rows_at_once, size_of_rows
+from fsdp_trainer.data.files.table_sizes import check_batches, rows_at_once, size_of_rows
 from fsdp_trainer.data.token_files.arrow_tokens import Place, mapped_place, rows_of
 
 Record = tuple[int, dict[str, Any], str | None]
 """(number, columns, error) of a row; the number, from 1, is the line in CSV, else the row."""
 
 BATCH = 256  # rows; few, since the rows of a pretraining set may be books
+
+
+FIRST_MESSAGE = 8
+"""The byte of an Arrow file at which a stream begins."""
 
 
 class _CsvLines:
@@ -145,9 +149,10 @@ def records_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
         with _opened(file) as source:
             if not _is_arrow_file(source):
                 return []
+            check_batches(source, FIRST_MESSAGE)
             reader = pyarrow.ipc.open_file(source)
             return [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
-    except (pyarrow.ArrowException, OSError):
+    except (pyarrow.ArrowException, OSError, TooLarge):
         return []
 
 
@@ -170,7 +175,9 @@ def _arrow(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple
 
     with _opened(file) as source:
         place, size, unpacked = mapped_place(source), source.size(), 0
-        if _is_arrow_file(source):
+        is_file = _is_arrow_file(source)
+        check_batches(source, FIRST_MESSAGE if is_file else 0)
+        if is_file:
             reader = pyarrow.ipc.open_file(source)
             numbers = range(reader.num_record_batches)[start:stop]
             batches = (reader.get_batch(i) for i in numbers)

@@ -9,11 +9,13 @@ CONTROL = re.compile(
 USER = re.compile(r"(https?://|://[^\s/@:]*:)[^\s/]*@", re.I)
 """User and password of an address: of the web both, because a name alone may be a token."""
 QUERY = re.compile(
-    r"""(https?://[^\s?#"'<>]*[?#]|\w://[^\s?"'<>]*\?(?=[\w.-]+=))([^\s"'<>]+)""", re.I
+    r"""(https?://(?:(?!://)[^\s?#"'<>])*[?#]|\w://(?:(?!://)[^\s?"'<>])*\?(?=[\w.-]+=))"""
+    r"""([^\s"'<>]+)""",
+    re.I,
 )
 """An address with a query or fragment. Of the web each is taken; elsewhere `?` may be of a glob."""
-SHORT = re.compile(r"((?!\w*(sig|key|token|pass|secret|auth))[\w.-]+=\w{0,3}&?)+[\])},.]*", re.I)
-"""A query such as dl=1: no secret has three characters."""
+SHORT = re.compile(r"(?!\w*(sig|key|token|pass|secret|auth))[\w.-]+=\w{0,3}", re.I)
+"""A part of a query such as dl=1: no secret has three characters."""
 PASSWORD = re.compile(r"\s*(https?://|[\w.+-]+://[^\s/@:]*:)[^\s/]*@\S*\s*", re.I)
 """An address with a password, and nothing else."""
 STORE = r"x-(amz|goog)-[\w-]+|awsaccesskeyid|googleaccessid|signature|expires|key-pair-id|policy"
@@ -45,7 +47,9 @@ def without_secrets(text: str) -> str:
 
 
 def _without_query(address: re.Match[str]) -> str:
-    return address[0] if SHORT.fullmatch(address[2]) else f"{address[1]}…"
+    parts = address[2].rstrip("])},.").split("&")
+    is_short = all(SHORT.fullmatch(part) for part in parts if part)
+    return address[0] if is_short else f"{address[1]}…"
 
 
 def safe(text: str) -> str:

@@ -26,7 +26,7 @@ def check_unpacked(unpacked: int, packed: int) -> None:
         raise TooLarge(
             f"byte {packed:,} of the file is reached after {unpacked:,} unpacked bytes, and at most"
             f" {UNPACKED_EACH} for each byte are read: it would fill memory or disk. If it is"
-            " right all the same, unpack it and name the unpacked file"
+            " right all the same, unpack it, or write a table as .jsonl, and name that file"
         )
 
 

@@ -241,7 +241,7 @@ def messages_of(text: str) -> Iterator[tuple[str, str, str]]:
         if not found:
             begin = at + 1
             continue
-        before = text[text.rfind("<", begin, at) + 1 : at]
+        before = text[max(begin, text.rfind("<", begin, at) + 1) : at]
         end = END.search(text, found.end())
         last = end.start() if end else len(text)
         yield found["channel"], before + found["to"], text[found.end() : last]
@@ -257,7 +257,7 @@ def gpt_oss(text: str) -> Found:
             calls.append((recipient[1], body))
         elif channel == "final":
             content.append(body)
-    if not calls and "to=functions" in text:
+    if not calls and not content and "to=functions" in text:
         raise WrongCall("a tool call needs <|channel|>commentary and <|message|>")
     if not content and CHANNEL not in text:
         content.append(text)

@@ -7,8 +7,9 @@ process, send a signal, connect to the network or write a file), time and memory
 and, if the kernel has Landlock, reading outside the system's and Python's folders and its working
 folder.
 
-The answer's code and the tests run in a second thread, which cannot use the two descriptors. Each
-test is read after the code and the tests before it have run, and the token of the verdict last.
+The answer's code and the tests run in the main thread, which cannot use the two descriptors. A
+second one reads each test after the code and the tests before it have run, and the token of the
+verdict last.
 """
 
 import _thread
@@ -122,17 +123,42 @@ def main() -> None:
         os.dup2(nothing, descriptor)
     write, end, part = os.write, os._exit, parts_of(given)  # before the answer can replace them
     job = json.loads(part())
+    rules, serve, run = rules_for(platform.machine()), *handing_over()
+    start, started, failed = _thread.allocate_lock(), _thread.allocate_lock(), list[OSError]()
+    start.acquire()
+    started.acquire()
+
+    def keep() -> None:
+        """Run the tests, and write the verdict."""
+        try:
+            install(libc, rules)
+        except OSError as error:
+            failed.append(error)
+        started.release()
+        start.acquire()
+        say(str(passed(job, part, run)))
+
+    def say(result: str) -> None:
+        write(verdict, f"{part()} {result}".encode(errors="replace"))
+        end(0)
+
     try:
         libc = confine(job["cpu_seconds"], job["memory_mib"])
-        run = None if "cell" in job else in_a_thread(libc, (given, verdict))
-        install(libc, rules_for(platform.machine()))
+        if "cell" not in job:
+            _thread.start_new_thread(keep, ())
+            started.acquire()
+            if failed:
+                raise failed[0]
+            install(libc, rules_to_hide((given, verdict), platform.machine()))
+        install(libc, rules)
     except (OSError, KeyError, AttributeError):
         write(verdict, UNPROTECTED.encode())
         end(1)
     sys.modules["__main__"] = ModuleType("__main__")
-    said = str(passed(job, part, run)) if run else run_cell(job)
-    write(verdict, f"{part()} {said}".encode(errors="replace"))
-    end(0)
+    if "cell" in job:
+        say(run_cell(job))
+    start.release()
+    serve()
 
 
 def parts_of(descriptor: int) -> Callable[[], str]:
@@ -152,30 +178,31 @@ def parts_of(descriptor: int) -> Callable[[], str]:
     return part
 
 
-def in_a_thread(libc: ctypes.CDLL, hidden: tuple[int, ...]) -> Callable[[Any, dict], bool]:
-    """Return a function that runs compiled code in one other thread; it returns False if it raised.
+def handing_over() -> tuple[Callable[[], None], Callable[[Any, dict], bool]]:
+    """Return two functions: one runs codes for ever, the other gives it a code from another thread.
 
-    hidden: descriptors that the thread cannot read, write or copy. Raises OSError if the system
-    does not allow that.
+    The latter returns False if the code raised. Both use nothing that a code could have replaced.
     """
-    machine = platform.machine()
-    filters = [rules_to_hide(hidden, machine), rules_for(machine)]
     job: list[Any] = [None, None]
     is_right: list[bool] = [False]
-    error: list[OSError] = []
     begin, end = _thread.allocate_lock(), _thread.allocate_lock()
     execute, raised = exec, BaseException
-    await_begin, say_end = begin.acquire, end.release  # need no memory, which may be used up
+    # need no memory, which may be used up
+    say_begin, await_begin, say_end, await_end = (
+        begin.release,
+        begin.acquire,
+        end.release,
+        end.acquire,
+    )
+    begin.acquire()
+    end.acquire()
 
     def serve() -> None:
-        try:
-            for rules in filters:
-                install(libc, rules)
-        except OSError as refused:
-            error.append(refused)
-        say_end()
         while True:
-            await_begin()
+            try:
+                await_begin()
+            except raised:  # of a handler of signals that a code has left
+                continue
             try:
                 execute(job[0], job[1])
                 is_right[0] = True
@@ -183,21 +210,13 @@ def in_a_thread(libc: ctypes.CDLL, hidden: tuple[int, ...]) -> Callable[[Any, di
                 is_right[0] = False
             say_end()
 
-    begin.acquire()
-    end.acquire()
-    _thread.start_new_thread(serve, ())
-    say_begin, await_end = begin.release, end.acquire
-    await_end()
-    if error:
-        raise error[0]
-
     def run(code: Any, names: dict[str, Any]) -> bool:
         job[:] = code, names
         say_begin()
         await_end()
         return is_right[0]
 
-    return run
+    return serve, run
 
 
 def passed(
@@ -205,7 +224,7 @@ def passed(
 ) -> int:
     """Run the answer's code, then the job's tests; return the number of tests that pass.
 
-    part: reads the next test. run: runs compiled code, see in_a_thread.
+    part: reads the next test. run: runs compiled code, see handing_over.
     """
     names: dict[str, Any] = {"__name__": "answer"}
     compiled, wrong, tests, partial = compile, BaseException, [None] * job["tests"], job["partial"]

@@ -566,6 +566,14 @@ def test_an_address_with_a_password_is_refused_with_another_way(refused):
         assert "SECRET" not in said
 
 
+def test_texts_of_strangers_are_made_safe_in_a_moment():
+    """Each would take hours if the time grew with the square of the length, or faster."""
+    for text in ("http://h/?" + "a=bcd" * 20_000 + "!", "http://" * 20_000, "a?b=c://" * 20_000,
+                 "http://a@" * 20_000, "x://:" * 20_000, "http://h/?" + "&a=b" * 20_000):  # fmt: skip
+        assert safe(text)
+        assert identity(text)
+
+
 def test_a_message_quotes_the_beginning_of_a_long_text():
     message = str(UserError("a", [Problem("b", "c" * 100_000)]))
     assert message.endswith("ccc … (100,000 characters)")

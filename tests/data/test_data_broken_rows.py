@@ -22,6 +22,7 @@ from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files import tables
 from fsdp_trainer.data.files.file_splits import read_records, read_unit, split_units
 from fsdp_trainer.data.files.sources import Record, RecordError, find_sources
+from fsdp_trainer.data.files.table_sizes import size_of_values
 from fsdp_trainer.data.records.conversations import FIELDS, REQUIRED, make_reader
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
@@ -394,6 +395,18 @@ def test_a_compressed_batch_is_refused_before_it_is_unpacked(tmp_path, enter, mo
     (tmp_path / "a.arrow").write_bytes(arrow(["x" * 65536] * 100, compression="zstd"))
     (row,) = read_records(str(tmp_path / "a.arrow"))
     assert TOO_MUCH in row.error
+
+
+def test_views_of_texts_are_read_and_counted(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = pyarrow.array(["short", None, "x" * 40], pyarrow.string_view())
+    table = pyarrow.table({"text": texts})
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    rows = [row.columns.get("text") for row in read_records(str(tmp_path / "a.arrow"))]
+    assert rows == ["short", None, "x" * 40]
+    assert size_of_values(texts) == 3 + 45
+    assert size_of_values(texts[2:]) == 1 + 40
 
 
 def test_a_hundred_lists_within_each_other_and_unequal_rows_are_read(jsonl):

@@ -301,6 +301,12 @@ def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
     assert all(isinstance(call["function"]["arguments"], dict) for call in parsed.calls)
 
 
+def test_what_an_analysis_says_of_a_tool_is_no_call():
+    text = "<|channel|>analysis<|message|>to=functions.calculator helps<|end|>"
+    parsed = parse_answer(f"{text}<|channel|>final<|message|>2<|end|>", FORMATS["gpt_oss"], TOOLS)
+    assert (parsed.content, parsed.calls, parsed.problem) == ("2", [], None)
+
+
 LONG = 60_000
 REPEATED = [
     "so on. ", "\n", "<", "<|channel|>", "<|channel|>a", "<|channel|>a<|message|>", "[TOOL_CALLS]",

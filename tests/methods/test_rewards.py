@@ -312,9 +312,11 @@ def test_code_that_passes_the_rows_tests_is_rewarded_and_nothing_else():
         "def add(a, b): return a + b",
         "import asyncio, threading, random, json\nasync def one(): return 1\nasyncio.run(one())\n"
         "threading.Thread(target=int).start()\ndef add(a, b): return a + b",
+        "import signal\nsignal.signal(signal.SIGALRM, print); signal.alarm(99)\n"
+        "def add(a, b): signal.alarm(0); return a + b",
     ]
     row = {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
-    assert scores_of(PATIENT, good, row) == [1, 1, 1]
+    assert scores_of(PATIENT, good, row) == [1, 1, 1, 1]
     half = "def add(a, b): return 0"
     assert scores_of(PATIENT, [half, "def add(", "no code"], row) == [0, 0, 0]
     assert scores_of(PATIENT | {"partial": True}, [half, *good[:1]], row) == [0.5, 1]

@@ -101,11 +101,14 @@ def write_page(html: str, file: Path) -> None:
 
     Raises RunFailed on a full disk, UserError for a place that cannot be written to.
     """
+    file = file.resolve()  # what a link leads to
     aside = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    is_device = file.exists() and not file.is_file() and not file.is_dir()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(html, encoding="utf-8", errors="replace")
-        os.replace(aside, file)
+        (file if is_device else aside).write_text(html, encoding="utf-8", errors="replace")
+        if not is_device:
+            os.replace(aside, file)
     except OSError as error:
         with suppress(OSError):
             aside.unlink(missing_ok=True)

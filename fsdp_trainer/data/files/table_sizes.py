@@ -4,6 +4,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from fsdp_trainer.base.unpacked import UNPACKED_EACH, UNPACKED_FREELY, check_unpacked
 
 
@@ -32,6 +34,10 @@ def size_of_values(column: Any) -> int:
         return count + size_of_values(column.flatten())
     if types.is_dictionary(kind):
         return count + _size_of_references(column)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        lengths = np.frombuffer(column.buffers()[1] or b"", "<i4").reshape(-1, 4)[:, 0]
+        own = lengths[column.offset : column.offset + count]
+        return count + int(own[np.asarray(column.is_valid())].sum())
     if "view" in str(kind) or types.is_union(kind) or types.is_run_end_encoded(kind):
         raise pyarrow.ArrowNotImplementedError(f"a column of {kind} is not read: cast it")
     return count + column.nbytes

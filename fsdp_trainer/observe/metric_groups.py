@@ -160,7 +160,7 @@ def title_of(name: str, group: str) -> Title:
             if known in TITLES:
                 return TITLES[known]
     words = name.rstrip("/").replace("_", " ").strip() or name
-    return Title(words[0].upper() + words[1:])
+    return Title(words[:1].upper() + words[1:])
 
 
 def order_of(name: str) -> tuple[int, bool, str]:

@@ -274,14 +274,15 @@ def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[st
 
 def is_event(line: dict[str, Any]) -> bool:
     """Return True if a line has an event and its time, and numbers where other events have them."""
-    numbers = [line.get(name) or 0 for name in ("seconds", "stall_seconds", "step", "to")]
+    numbers = [line.get(name) for name in ("seconds", "stall_seconds", "step", "to")]
     for name in ("phases", "reached"):
-        inner = line.get(name) or {}
-        numbers += [x or 0 for x in inner.values()] if isinstance(inner, dict) else [inner]
+        inner = line.get(name)
+        numbers += inner.values() if isinstance(inner, dict) else [inner]
+    numbers = [line.get("time"), *(number for number in numbers if number is not None)]
     return (
         isinstance(line.get("event"), str)
         and isinstance(line.get("step"), int | NoneType)
-        and all(map(is_finite, [line.get("time"), *numbers]))
+        and all(map(is_finite, numbers))
     )
 
 

@@ -158,7 +158,7 @@ def refused(form: FileFormat, code: int, text: str) -> Outcome:
         return Outcome(f"exit code {code}", text=text)
     if "Traceback" in text or (code == 2 and text.count("fsdp-trainer: ") != 1):
         return Outcome("not one message", text=text)
-    if any(ord(character) < 32 and character != "\n" for character in text):
+    if any(ord(character) < 32 and character not in "\n\t" for character in text):
         return Outcome("control characters", text=repr(text))
     return Outcome("refused", text=text)
 

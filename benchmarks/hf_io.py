@@ -104,7 +104,7 @@ def import_rank(folder: Path) -> None:
     gc.freeze()  # as a run does after its imports: 0.17 s for each search of all that they created
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(folder))
-    dims = Dims(Layout(cfg.sharding, 1, cfg.batch), "cpu", timeout=60)
+    dims = Dims(Layout(cfg.sharding, world.size, cfg.batch), "cpu", timeout=60)
     parallelize(model, dims, Computation.of(cfg))
     allocate(model, world.device)
     torch.distributed.barrier()

@@ -1,5 +1,7 @@
 """The verb `verify`: check a checkpoint's files, and its logits against another program's."""
 
+import os
+import re
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -47,6 +49,7 @@ from fsdp_trainer.generation.prompt_images import PromptImages, packed_images
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
+VARIABLE = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 TOLERANCE = 1e-4  # largest absolute difference of logits between two float32 implementations
 # shape of the random tokens; any tokens show whether two models are the same
 TOKENS = (2, 64)
@@ -199,6 +202,7 @@ def tokenized(source: Path, data: str, cache: Path, processor: ImageProcessor | 
         known = {field.name for field in fields(Data)}
         settings = {key: value for key, value in stored["data"].items() if key in known}
     settings |= {"path": data, "validation": None, "streaming": False, "packing": "none"}
+    settings = with_variables(settings, source)
     length = read_architecture(model_folder(source)).max_position_embeddings
     tokenizer = load_tokenizer(str(tokenizer_folder(source)))
     wanted = Data(**settings)
@@ -206,6 +210,27 @@ def tokenized(source: Path, data: str, cache: Path, processor: ImageProcessor | 
     images = ImageReader(processor, cache) if processor else None
     batch = Batch(seq_len=length)
     return prepare(wanted, batch, tokenizer, template, cache, images=images).train[0]
+
+
+def with_variables(value: Any, source: Path) -> Any:
+    """Return a value of a checkpoint's configuration with the environment's values.
+
+    Raises UserError for a variable that is not set.
+    """
+    if isinstance(value, dict):
+        return {name: with_variables(part, source) for name, part in value.items()}
+    if isinstance(value, list):
+        return [with_variables(part, source) for part in value]
+
+    def look_up(variable: re.Match[str]) -> str:
+        text = os.environ.get(variable[1], variable[2])
+        if text is None:
+            reason = f"is in the configuration of {source}: write  {variable[1]}=VALUE  before"
+            problem = Problem(variable[0], f"{reason} the command")
+            raise UserError("an environment variable is not set", [problem])
+        return text
+
+    return VARIABLE.sub(look_up, value) if isinstance(value, str) else value
 
 
 @torch.no_grad()

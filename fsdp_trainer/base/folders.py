@@ -3,8 +3,12 @@
 import hashlib
 from pathlib import Path, PurePath
 
+from fsdp_trainer.base.safe_text import visible
+
 LONGEST_NAME = 255
 """Bytes of the name of a file that every file system takes, and folders in each other."""
+LONGEST_PATH = 3000
+"""Bytes of a path to which another folder can be added: Linux takes 4,095."""
 ENDINGS = 20
 """Bytes of what is added to a name for a file that is being written."""
 KEPT_END = 40
@@ -33,10 +37,14 @@ class NewFolders:
 
 def is_possible(name: str) -> bool:
     """Return True for a path that a file system may have, as an untrusted file gives it."""
-    parts = PurePath(name).parts
-    if not name.isprintable() or len(parts) > LONGEST_NAME:
+    if visible(name) != name or "\n" in name or len(name.encode()) > LONGEST_PATH:
         return False  # NUL and half characters are in no name
-    return all(len(part.encode()) <= LONGEST_NAME for part in parts)
+    try:
+        Path(name).expanduser()
+    except RuntimeError:  # it begins with the ~ of an unknown user
+        return False
+    parts = PurePath(name).parts
+    return len(parts) <= LONGEST_NAME and all(len(part.encode()) <= LONGEST_NAME for part in parts)
 
 
 def is_inside(name: str) -> bool:

@@ -7,7 +7,7 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.checkpoint.atomic_files import (
     complete_folder,
     named_checkpoint,
@@ -28,7 +29,7 @@ from fsdp_trainer.checkpoint.atomic_files import (
 )
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.formats.huggingface import read_headers
-from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
 from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN
 from fsdp_trainer.config.new_folder import new_folder
@@ -37,6 +38,7 @@ from fsdp_trainer.config.paths import is_adapter, is_whole_model
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 LLAMA_3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -62,7 +64,7 @@ def as_folder(source: Path, beside: Path, dtype: str | None) -> Iterator[Path]:
     with TemporaryDirectory(prefix=".whole-", dir=beside.parent) as aside:
         whole = Path(aside) / beside.stem
         for note in export_checkpoint(checkpoint, whole, dtype):
-            print(note)
+            print(safe(note))
         yield whole
 
 
@@ -97,9 +99,7 @@ def weights(
 
     Raises UserError for a tensor that has no name.
     """
-    tensors, problems = read_headers(folder)
-    if problems:
-        raise UserError(f"the weights in {folder} cannot be read", problems)
+    tensors = read_tensors(folder, config)
     for name, on_disk in tensors.items():
         new = META.from_huggingface(name)
         if new is None:
@@ -113,6 +113,20 @@ def weights(
         embedding = tensors["model.embed_tokens.weight"]
         tensor = read_whole(embedding, 0, embedding.shape[0])
         yield "output.weight", tensor.to(dtype) if dtype else tensor
+
+
+def read_tensors(folder: Path, config: ModelConfig) -> Mapping[str, TensorOnDisk]:
+    """Return the tensors of a Hugging Face folder by name, and print how many no module reads.
+
+    Those are not among them. Raises UserError.
+    """
+    tensors, problems = read_headers(folder)
+    if problems:
+        raise UserError(f"the weights in {folder} cannot be read", problems)
+    unread = [name for name in tensors if is_unread(name, config)]
+    if unread:
+        print(safe(f"not in the export: {len(unread):,} tensors such as {unread[0]}"))
+    return {name: tensor for name, tensor in tensors.items() if not is_unread(name, config)}
 
 
 def write_torchtitan(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fsdp_trainer.base.folders import NewFolders
+from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.compressed_export import export_compressed
 from fsdp_trainer.checkpoint.export import export_checkpoint, exportable
@@ -42,7 +43,7 @@ def write_export(cfg: ExportConfig) -> int:
             notes = export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
-    print(*notes, f"exported {source} to {out}", sep="\n")
+    print(*map(safe, notes), f"exported {source} to {out}", sep="\n")
     return 0
 
 

@@ -326,15 +326,15 @@ def load(
     for a disk that cannot be read.
     """
     planner = VocabularyPlanner(vocabulary)
-    description = read_description(checkpoint)
+    try:
+        description = read_description(checkpoint)
+        description.require_within_files(checkpoint)
+    except OSError as error:
+        raise RunFailed(f"cannot read the checkpoint {checkpoint}: {error}") from None
     for name in state.keys() & description.tensors.keys():
         tensor = description.tensors[name]
         rows = min((*tensor.shape[:1], *state[name].shape[:1]), default=1)
         tensor.require_rows(rows, name, checkpoint)
-    try:
-        description.require_within_files(checkpoint)
-    except OSError as error:
-        raise RunFailed(f"cannot read the checkpoint {checkpoint}: {error}") from None
     reader = DescribedReader(checkpoint, description)
     with warnings.catch_warnings(), bounded_copies():
         # that is intended if `alone`

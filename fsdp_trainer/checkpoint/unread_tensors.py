@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fsdp_trainer.base.folders import is_possible
 from fsdp_trainer.checkpoint.formats.huggingface import (
     NOT_LANGUAGE,
     check_tensors,
@@ -37,7 +38,7 @@ from fsdp_trainer.config.paths import (
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import Json, has_tower, read_config_file
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.hf.further_blocks import copy_counts, counts, is_unread
+from fsdp_trainer.models.hf.further_blocks import CONSTANT, copy_counts, counts, is_unread
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 MOST_STAGES = 100
@@ -115,8 +116,10 @@ def _begun_from(checkpoint: Path) -> Path | None:
     except FileNotFoundError:  # nothing is known of where its weights come from
         return None
     named = str(keys.get("init_from") or "") if isinstance(keys, dict) else ""
+    if not named or not is_possible(named):
+        return None
     folder = downloaded(named) if is_hub_id(named) else Path(named).expanduser()
-    return folder if named and folder.is_dir() else None
+    return folder if folder.is_dir() else None
 
 
 def _found_in(model: Decoder, folder: Path) -> Unread | None:
@@ -162,7 +165,7 @@ def carry(model: Decoder, source: Path, dtype: str | None) -> Carried:
     """Return what an export has of the unread tensors beside its source.
 
     They are copied byte for byte, but decoded like all others if they are quantised, and converted
-    if dtype is given.
+    if dtype is given, except for constants.
     """
     unread = unread_beside(model, source)
     carried = Carried()
@@ -184,7 +187,8 @@ def carry(model: Decoder, source: Path, dtype: str | None) -> Carried:
     else:
         carried.config = read_config_file(described_at(folder) / "config.json")
         for name, tensor in tensors.items():
-            carried.tensors[name], carried.sources[name] = _copied(tensor, dtype)
+            wanted = None if name.endswith(CONSTANT) else dtype  # as of a module's buffers
+            carried.tensors[name], carried.sources[name] = _copied(tensor, wanted)
         return carried
     carried.notes.append(f"not in the export: {unread}, {reason}")
     return carried

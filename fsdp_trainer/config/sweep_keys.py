@@ -1,5 +1,6 @@
 """The keys of `hydra.launcher` and `hydra.sweeper`, by the names that choose them."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,5 +111,11 @@ class Slurm:
     dry_run: bool = key(False, "print the batch script, and submit nothing")
 
 
+SLURM_TEXTS = ("partition", "account", "qos", "constraint")
+SLURM_TEXT = re.compile(r"[\w.,:@/+&|()\[\]*-]+")
+"""Keys that are copied into a batch script, and the text they may have.
+
+A line break in one of them would begin a new command.
+"""
 LAUNCHERS: dict[str, Any] = {"local": Local, "slurm": Slurm}
 SWEEPERS: dict[str, Any] = {"optuna": Optuna}

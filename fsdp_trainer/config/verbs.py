@@ -547,6 +547,7 @@ class ChainConfig:
     tasks: list[str] = key(
         [], "tasks of lm-evaluation-harness for the model of each stage, as evaluation.tasks"
     )
+    code: list[str] = key([], "Python files that the files of tasks may run, as evaluation.code")
     limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
     prompts: list[str] = key(
         [], "prompts that each stage's model continues at its end, to show its state"

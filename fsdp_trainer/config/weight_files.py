@@ -15,15 +15,23 @@ def weight_files(folder: Path, single: str, index: str) -> list[Path]:
     whole, table = folder / single, folder / index
     if not table.is_file():
         return [whole] if whole.is_file() else []
+    names = _names_in(table)
+    if whole.is_file() and single not in names:
+        return [whole]
+    return sorted(folder / name for name in names)
+
+
+def _names_in(table: Path) -> set[str]:
+    """Return the names of the files in an index. Raises UserError."""
     title = "cannot read the index of the weights"
     names = read_object(table, title).get("weight_map")
     if not isinstance(names, dict):
         reason = "has no weight_map, an object with the file of each tensor"
         raise UserError(title, [Problem(str(table), reason)])
-    for name in names.values():
-        if not isinstance(name, str) or not is_inside(name):
-            reason = f"{str(name)[:80]!r} is not a file of this folder"
-            raise UserError(title, [Problem(str(table), reason)])
-    if whole.is_file() and single not in names.values():
-        return [whole]
-    return sorted(folder / name for name in {*names.values()})
+    others = [name for name in names.values() if not isinstance(name, str)]
+    files = set() if others else {*names.values()}  # each is checked once: tensors are many
+    others += sorted(name for name in files if not is_inside(name))
+    if others:
+        reason = f"{str(others[0])[:80]!r} is not a file of this folder"
+        raise UserError(title, [Problem(str(table), reason)])
+    return files

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
@@ -94,12 +95,17 @@ def environment_problems(entry: Entry) -> Iterator[str]:
 
 
 def code_of(entry: Entry) -> list[str]:
-    """Return the parts of an entry that decide which code runs, such as FILE.py:NAME."""
+    """Return the parts of an entry that decide which code runs, such as FILE.py:NAME.
+
+    A part from an environment variable is as it was written.
+    """
     options = entry if isinstance(entry, dict) else {"name": entry}
     name = options.get("name")
-    if name not in ENVIRONMENTS:
-        return [str(name)]
-    return [str(options[part]) for part in ENVIRONMENTS[name].names_code if part in options]
+    parts = [name]
+    if name in ENVIRONMENTS:
+        parts = [options.get(part) for part in ENVIRONMENTS[name].names_code]
+        parts = [part for part in parts if part not in (None, "null")]
+    return [part.written if isinstance(part, FromEnvironment) else str(part) for part in parts]
 
 
 def _problems_of(name: str, options: dict[str, Any]) -> Iterator[str]:

@@ -136,22 +136,33 @@ def read_task(name: str, code: Collection[str]) -> dict[str, Any]:
                 yaml.YAMLError) as error:  # fmt: skip
             problem = Problem(name, f"cannot be read: {error}")
             raise UserError("a task cannot be run", [problem]) from None
-    unknown = [metric for metric in metrics_in(spec) if metric not in metric_registry]
-    if unknown:
-        reason = f"there is no metric {unknown[0]} in the harness, and none is fetched as code"
+    fetched = next(fetched_metrics(spec), None)
+    if fetched:
+        reason = f"the metric {fetched} is not the harness's own, and none is fetched as code"
         raise UserError("a task cannot be run", [Problem(name, reason)])
     return spec
 
 
-def metrics_in(spec: Any) -> Iterator[str]:
-    """Yield the names of metrics anywhere within a task or a group of tasks."""
+def fetched_metrics(spec: Any) -> Iterator[str]:
+    """Yield the metrics in a task or a group of tasks that the harness would fetch as code."""
     if isinstance(spec, dict):
-        if isinstance(spec.get("metric"), str):
-            yield spec["metric"]
+        # a task with its own function for results names metrics of its own; one in a group may
+        # have other settings than the group
+        computes = isinstance(spec.get("task"), str) and spec.get("process_results") is not None
+        listed = spec.get("metric_list")
+        for each in listed if isinstance(listed, list) and not computes else []:
+            if isinstance(each, dict) and is_fetched(each.get("metric"), each):
+                yield each["metric"]
         spec = list(spec.values())
     if isinstance(spec, list):
         for part in spec:
-            yield from metrics_in(part)
+            yield from fetched_metrics(part)
+
+
+def is_fetched(metric: Any, options: dict[str, Any]) -> bool:
+    """Return True for a metric that is not in the harness, or is to be another of the same name."""
+    is_named = isinstance(metric, str)
+    return is_named and bool(options.get("hf_evaluate") or metric not in metric_registry)
 
 
 def data_file_of(spec: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fsdp_trainer.base.recorded import as_written, recorded
+from fsdp_trainer.base.recorded import as_recorded_earlier, as_written, recorded
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress, require_whole
 from fsdp_trainer.config.check import as_text
@@ -140,7 +140,7 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         if then.get(key) != value and key not in NOT_COMPARED
     }
     # records of earlier versions have the environment's values
-    real = flatten(asdict(cfg))
+    real = flatten(as_recorded_earlier(asdict(cfg)))
     changes = {key: pair for key, pair in changes.items() if pair[0] != real.get(key, pair[1])}
     allowed = set(cfg.checkpoint.allow_changes)
     if "data.path" in allowed:

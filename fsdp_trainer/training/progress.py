@@ -74,17 +74,16 @@ class Progress:
 
         Raises UserError for a field of another form.
         """
-        stored = {"pending": OLD_PENDING[stored.get("cut_short")], **stored}
+        cut_short = stored.get("cut_short")
+        if cut_short not in [*OLD_PENDING]:  # compared, as it may not be hashable
+            raise _damaged({"cut_short": cut_short})
+        stored = {"pending": OLD_PENDING[cut_short], **stored}
         stored |= {name: stored[old] for name, old in OLD_NAMES.items() if old in stored}
         own = {f.name: stored[f.name] for f in fields(cls) if f.name in stored}
         empty = asdict(cls())
-        problems = [
-            Problem(f"{name} in trainer.json", f"{value!s:.80} is not what a run writes there")
-            for name, value in own.items()
-            if not _is_like(empty[name], value)
-        ]
-        if problems:
-            raise UserError("the checkpoint is damaged", problems)
+        odd = {name: value for name, value in own.items() if not _is_like(empty[name], value)}
+        if odd:
+            raise _damaged(odd)
         return cls(**own)
 
     @classmethod
@@ -160,6 +159,13 @@ class Progress:
         self.best_step = self.best_loss = self.lower_loss = None
         self.first_validation = self.last_validation = None
         self.stale, self.pending = 0, []
+
+
+def _damaged(odd: dict[str, Any]) -> UserError:
+    """Return the error for fields of another form, by name."""
+    reason = "is not what a run writes there"
+    problems = [Problem(f"{k} in trainer.json", f"{v!s:.80} {reason}") for k, v in odd.items()]
+    return UserError("the checkpoint is damaged", problems)
 
 
 def _is_like(empty: Any, value: Any) -> bool:

@@ -185,8 +185,10 @@ def test_tasks_in_files_are_evaluated_for_the_model_of_each_stage(chain, done, t
     pytest.importorskip("lm_eval")
     items, task = tmp_path / "items.jsonl", tmp_path / "animals.yaml"
     items.write_text('{"number": 1}\n' * 4)
-    task.write_text(TASK.format(items=items))
-    assert chain(done[0], f"tasks=[{task}]", "limit=2")[1][-3:] == ["evaluate"] * 3
+    (tmp_path / "own.py").write_text("def f(rows):\n    return rows\n")
+    task.write_text(f"{TASK.format(items=items)}process_docs: !function own.f\n")
+    words = [f"tasks=[{task}]", f"code=[{tmp_path}/own.py]", "limit=2"]
+    assert chain(done[0], *words)[1][-3:] == ["evaluate"] * 3
     assert "| task | pretrain | mid | sft |" in card_of(done[0])
     assert re.search(r"\| animals acc \| [01]\.\d+ \| [01]\.\d+ \| [01]\.\d+ \|", card_of(done[0]))
 

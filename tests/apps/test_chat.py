@@ -99,7 +99,8 @@ def test_the_token_may_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp_trainer.apps.chat.verb.serve", lambda cfg, _: cfg.token)
     cfg = ChatConfig(source=str(tmp_path), host="0.0.0.0", port=0)
     assert chat(cfg) == "s3cret"
-    monkeypatch.delenv("FSDP_TRAINER_CHAT_TOKEN")
+    monkeypatch.setenv("FSDP_TRAINER_CHAT_TOKEN", "")
+    assert chat(ChatConfig(source=str(tmp_path), port=0)) is None
     with pytest.raises(UserError, match="they need a token"):
         chat(ChatConfig(source=str(tmp_path), host="0.0.0.0", port=0))
 

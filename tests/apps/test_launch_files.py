@@ -18,6 +18,7 @@ from world import wait_until
 
 from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.composing.overrides import require_no_secrets
 from fsdp_trainer.config.composing.source_words import as_source
 from fsdp_trainer.config.composing.sweep_overrides import SweepLine
 
@@ -367,4 +368,5 @@ def test_a_signature_is_written_into_no_file(write):
     write("docker", *usual, 'data.path="https://host/a.txt?sig=SECRET"', code=2)
     assert "${oc.env:NAME}" in write.said.err
     assert "SECRET" not in write.said.err
+    require_no_secrets(["data.path=https://host/a.txt?dl=1#L3"])
     assert "${oc.env:MINE,a}" in write("docker", *usual, "data.path=${oc.env:MINE,a}")

@@ -134,6 +134,8 @@ def test_what_is_wrong_is_told(capsys, monkeypatch, tmp_path, enter):
         "hydra.launcher.array_parallelism=4": "hydra.launcher.jobs=2",
         "hydra.launcher.nodes=0": "at least 1",
         "hydra.launcher.timeout_min=soon": "a whole number",
+        "hydra.launcher.qos='a\ntouch b'": "must be a name",
+        "run.name='a\ntouch b'": "must be one line",
         "train.steps=1": "no sbatch",
     }.items():
         assert said in refused(word), word

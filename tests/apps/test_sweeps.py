@@ -26,6 +26,7 @@ from fsdp_trainer.apps.sweep import jobs as jobs_module
 from fsdp_trainer.apps.sweep import sweep as sweeps
 from fsdp_trainer.apps.sweep import sweep_backends
 from fsdp_trainer.apps.sweep.sweep_backends import OnThisNode
+from fsdp_trainer.base.recorded import recorded
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import CONF, compose, options
 from fsdp_trainer.config.composing.sweep_overrides import Space, SweepLine
@@ -325,6 +326,16 @@ def test_a_time_limit_or_another_recipe_is_not_taken_for_finished(sweep, tmp_pat
         recipe.write_text(f"batch: {{rows: {rows}}}\n")
         sweep(*command)
         assert len(sweep.trained) == trained
+
+
+def test_a_job_is_finished_whose_record_has_the_environments_values(tmp_path, monkeypatch):
+    """Records of earlier versions have them."""
+    monkeypatch.setenv("MINE", "https://me:pw@host/a?key=SECRET")
+    cfg = compose("train", [*DEMO, "launch.env={K: '${oc.env:MINE}'}"])
+    (tmp_path / "events.jsonl").write_text('{"event": "end", "exit_code": 0}\n')
+    for stored, is_finished in ((recorded(cfg), True), (asdict(cfg), True), ("a", False)):
+        (tmp_path / "config.yaml").write_text(yaml.dump(json.loads(json.dumps(stored))))
+        assert jobs_module.finished(tmp_path, cfg) == is_finished
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from stored import assert_byte_equal, tensors
 from world import command, verify
 from zoo import HF, make_folder
 
+from fsdp_trainer.apps.verify import with_variables
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.errors import UserError
@@ -462,6 +463,15 @@ def test_ranks_share_the_digests_of_an_adapters_base(train, merged, tmp_path):
         file.write(b"\x00\x00\x80\x3f")
     err = train("other", *start, base=HF, ranks=2, code=2).err
     assert "the frozen weights have changed" in err
+
+
+def test_verify_takes_the_environments_values_of_today(monkeypatch):
+    monkeypatch.setenv("MINE", "/new")
+    stored = {"template": "${oc.env:MINE}/x.jinja", "template_args": {"a": "${oc.env:NONE,b}"}}
+    expected = {"template": "/new/x.jinja", "template_args": {"a": "b"}}
+    assert with_variables(stored, Path("run")) == expected
+    with pytest.raises(UserError, match="NONE=VALUE"):
+        with_variables("${oc.env:NONE}", Path("run"))
 
 
 def test_verify_compares_with_peft_and_computes_the_loss(merged, tmp_path, chats):

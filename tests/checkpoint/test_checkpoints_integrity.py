@@ -34,8 +34,8 @@ from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.frozen_weights import read_base
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.shards import host_memory
-from fsdp_trainer.checkpoint.store import read_progress
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.checkpoint.store import load, read_progress
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.training.progress import Progress
 
 NAME = "plain on two"
@@ -208,7 +208,7 @@ def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
     "changed",
     [
         {"step": "2"}, {"step": -1}, {"rows": 1.5}, {"best_loss": "low"}, {"recent": {}},
-        {"best_before": [1]},
+        {"best_before": [1]}, {"cut_short": "x"}, {"cut_short": [1]},
     ],
 )  # fmt: skip
 def test_progress_of_another_form_is_one_message(tmp_path, changed):
@@ -221,6 +221,11 @@ def test_progress_of_another_form_is_one_message(tmp_path, changed):
     (tmp_path / "trainer.json").write_text(json.dumps(progress | {"frozen": 1e308}))
     with pytest.raises(UserError, match="frozen cannot be read"):
         read_base(tmp_path)
+
+
+def test_a_description_that_the_disk_has_lost_ends_the_run_with_that_message(tmp_path):
+    with pytest.raises(RunFailed, match="cannot read the checkpoint"):
+        load(tmp_path, {}, (), alone=True)
 
 
 def cut(path):

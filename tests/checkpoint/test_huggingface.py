@@ -136,6 +136,7 @@ def with_unread(folder, kind):
         f"{prefix}fc.weight": torch.randn(3, 5),
         f"{prefix}norm.weight": torch.randn(5).bfloat16(),
         f"{prefix}number": torch.tensor(7),
+        f"{prefix}rotary_emb.inv_freq": torch.randn(3),
     }
     save_weights(folder, tensors(folder) | more)
     edit_config(folder, **{count: 1})
@@ -157,7 +158,7 @@ def test_tensors_that_no_module_reads_are_exported_byte_for_byte_or_named(
         expected[name] = decoded
     words = ["train.steps=0", "checkpoint.export_hf=true"]
     run = train("first", f"model.init_from={folder}", *words, base=HF)
-    assert f"not trained: 3 tensors such as {prefix}fc.weight" in run.out
+    assert f"not trained: 4 tensors such as {prefix}fc.weight" in run.out
     assert_byte_equal(expected, tensors(run.folder / "hf"))
     assert config_of(run.folder / "hf")[count] == 1
     # checkpoints name the folder, also those of a run that begins with one of them
@@ -166,16 +167,17 @@ def test_tensors_that_no_module_reads_are_exported_byte_for_byte_or_named(
         assert_byte_equal(expected, tensors(run.folder / "hf"))
     half = tensors(export(run.folder, tmp_path / "half", "dtype=float16"))
     assert half.keys() == expected.keys()
-    formats = [half[prefix + name].dtype for name in ("fc.weight", "norm.weight", "number")]
-    assert formats == [torch.float16, torch.float16, torch.int64]
+    names = ("fc.weight", "norm.weight", "number", "rotary_emb.inv_freq")
+    formats = [half[prefix + name].dtype for name in names]
+    assert formats == [torch.float16, torch.float16, torch.int64, torch.float32]
     folder.rename(tmp_path / "away")
     capsys.readouterr()
     out = export(run.folder, tmp_path / "out")
     said = capsys.readouterr().out
-    assert f"not in the export: 3 tensors such as {prefix}fc.weight" in said
+    assert f"not in the export: 4 tensors such as {prefix}fc.weight" in said
     assert f"config.json of the export says {count}=0" in said
     assert config_of(out)[count] == 0
-    assert len(tensors(out)) == len(half) - 3
+    assert len(tensors(out)) == len(half) - 4
 
 
 def test_blocks_after_the_last_one_are_passed_over_if_config_json_counts_them(tmp_path):
@@ -430,6 +432,14 @@ def test_what_wrappers_put_before_all_names_is_no_part_of_them(tmp_path, wrapper
     one = {(wrapper if i else "") + name: weights[name] for i, name in enumerate(weights)}
     save_file(one, file, {"format": "pt"})
     assert wrapper in why_refused(folder)
+
+
+def test_names_that_end_like_a_wrapper_keep_that_and_compiled_parts_lose_theirs(tmp_path):
+    names = ["model.vision_module.w", "model._orig_mod.layers.w", "model.module.w"]
+    stored = {f"_orig_mod.{name}": torch.ones(1) for name in names}
+    save_file(stored, tmp_path / "model.safetensors")
+    read, _ = read_headers(tmp_path)
+    assert list(read) == ["model.layers.w", "model.module.w", "model.vision_module.w"]
 
 
 def test_one_file_counts_before_an_index_that_does_not_name_it_as_in_transformers(tmp_path):

@@ -21,7 +21,7 @@ from foreign import (
     require_equal,
     why_refused,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, stored, tensors
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -516,6 +516,21 @@ def test_a_run_with_an_adapter_is_exported_merged_for_torchtitan(ledger, tmp_pat
     run = ledger.run("adapter").folder
     titan = export(run, tmp_path / "titan", "form=torchtitan")
     require_equal(export(run, tmp_path / "hf"), titan)
+
+
+@pytest.mark.parametrize("form", ["torchtitan", "meta", "gguf"])
+def test_constants_of_old_folders_are_left_out_for_other_tools_and_named(tmp_path, capsys, form):
+    if form == "gguf":
+        pytest.importorskip("gguf")
+    folder = make_folder(tmp_path / "hf")
+    file = folder / "model.safetensors"
+    old = {"\x1b[2J.rotary_emb.inv_freq": torch.ones(3)}
+    save_file(load_file(file) | old, file, {"format": "pt"})
+    out = export(folder, tmp_path / "out.gguf", f"form={form}")
+    said = "not in the export: 1 tensors such as \\u001b[2J.rotary_emb.inv_freq\n"
+    assert said in capsys.readouterr().out
+    if form != "gguf":
+        require_equal(folder, out)
 
 
 FEWER_KEYS = {**AS_LLAMA_CPP["olmoe"], "num_key_value_heads": 2}

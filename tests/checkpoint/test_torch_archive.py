@@ -56,6 +56,16 @@ def test_members_in_another_order_are_read_where_they_are(saved):
     require_equal(folder, other)
 
 
+def test_an_archive_without_checksums_is_read(saved):
+    computes = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        folder, other = saved()
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    require_equal(folder, other)
+
+
 ANOTHER = {
     "compressed": ({"method": zipfile.ZIP_DEFLATED}, "data.pkl in it is compressed"),
     "moved": ({"order": reversed}, "is not where torch.save puts it"),

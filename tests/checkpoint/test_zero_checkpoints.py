@@ -43,6 +43,28 @@ def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage):
     assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
 
 
+def test_frozen_parameters_that_the_ranks_do_not_divide_are_read_without_the_filling(checkpoint):
+    folder, expected = checkpoint("3_frozen")
+    ranks = 5
+    files = [
+        folder / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        for rank in range(ranks)
+    ]
+    states = [torch.load(file, weights_only=True) for file in files[:2]]
+    fragments = [{} for _ in files]
+    for name in states[0]["frozen_param_shapes"]:
+        whole = torch.cat([state["frozen_param_fragments"][name] for state in states])
+        filling = whole.new_full((-len(whole) % ranks,), 7)
+        for own, part in zip(fragments, torch.cat([whole, filling]).chunk(ranks), strict=True):
+            own[name] = part.clone()
+    for file, own in zip(files, fragments, strict=True):
+        torch.save(states[0] | {"frozen_param_fragments": own}, file)
+    read = dict(load_model(folder).named_weights())
+    assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
+    files[-1].unlink()
+    assert "and its parts hold" in why_refused(folder)
+
+
 @pytest.mark.parametrize("stage", [2, "3_frozen"])
 def test_each_rank_reads_its_own_rows(world, checkpoint, stage):
     require_equal_on_ranks(world, *checkpoint(stage))

@@ -34,6 +34,7 @@ from fsdp_trainer.config.composing.handover import (
 from fsdp_trainer.config.composing.overrides import quoted
 from fsdp_trainer.config.document import documented_files, markdown
 from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.rules.rules_code import code_of_sweep
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
@@ -509,6 +510,14 @@ def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch)
     (tmp_path / "mine.yaml").write_text("objective: {environment: {name: endpoint, run: own.py:f}}")
     with pytest.raises(UserError, match="cannot name code"):  # a part of it is typed
         compose("train", ["mine.yaml", *usual, "objective.environment={name: endpoint}"])
+    (tmp_path / "mine.yaml").write_text("objective: {environment: {name: own.py:Own}}")
+    with pytest.raises(UserError, match="cannot name code"):  # what is typed is no name of code
+        compose("train", ["mine.yaml", *usual, "objective.environment.x=own.py:Own"])
+    monkeypatch.setenv("MINE", "own.py:Own")
+    compose("train", ["objective.environment=${oc.env:MINE}", *usual])
+    (tmp_path / "mine.yaml").write_text("code: [own.py]")
+    with pytest.raises(UserError, match="cannot name code"):
+        compose("evaluate", ["mine.yaml", "source=a", "tasks=[b]"], inputs=False)
     (tmp_path / "mine.yaml").write_text("objective: {environment: calculator}")
     assert compose("train", ["mine.yaml", *usual]).objective.environment == "calculator"
 
@@ -526,6 +535,22 @@ def test_a_file_of_a_sweep_names_no_code(own, refused, text):
     folder = own(sweep__mine=f"# @package _global_\nhydra: {{{text}}}\n")
     said = refused("--config-dir", folder, "-m", "+sweep=mine", *DEMO, "optim.lr=1e-3,1e-4")
     assert "type it on the command line" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "is_refused"),
+    [
+        ("_seconds", "10,20", False),
+        ("", "choice(calculator, search)", False),
+        (".folder", "a,b", False),
+        ("", "choice(calculator, own.py:Own)", True),
+        (".run", "own.py:f,own.py:g", True),
+        (".name", "own.py:Own", True),
+    ],
+)
+def test_a_file_of_a_sweep_varies_an_environment_of_this_program(key, values, is_refused):
+    swept = f"hydra.sweeper.params.objective.environment{key}"
+    assert (code_of_sweep(swept, values) is not None) == is_refused
 
 
 ADDRESS = "https://host/a.jsonl?key=SECRET"
@@ -568,8 +593,9 @@ def test_an_address_with_a_password_is_refused_with_another_way(refused):
 
 def test_texts_of_strangers_are_made_safe_in_a_moment():
     """Each would take hours if the time grew with the square of the length, or faster."""
-    for text in ("http://h/?" + "a=bcd" * 20_000 + "!", "http://" * 20_000, "a?b=c://" * 20_000,
-                 "http://a@" * 20_000, "x://:" * 20_000, "http://h/?" + "&a=b" * 20_000):  # fmt: skip
+    for text in ("http://h/?" + "a=bcd" * 20_000 + "!", "http://" * 20_000,
+                 "a?b=c://" * 20_000, "http://a@" * 20_000, "x://:" * 20_000,
+                 "http://h/?" + "&a=b" * 20_000):  # fmt: skip
         assert safe(text)
         assert identity(text)
 

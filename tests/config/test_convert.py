@@ -370,8 +370,9 @@ def test_yaml_that_is_too_much_is_refused_wherever_it_is_read(name, tmp_path, mo
 
 
 REPEATED = "".join(f"    A{i + 1}: '{f'${{launch.env.A{i}}}' * 10}'\n" for i in range(9))
+USED = "run: {name: '${launch.env.A9}'}\n"
 INTERPOLATIONS = {
-    "repeats": (f"    A0: x\n{REPEATED}", "of them refer to values with others"),
+    "repeats": (f"    A0: x\n{REPEATED}{USED}", "of them refer to values with others"),
     "deep": (f"    A: '{'${a:' * 300}{'}' * 300}'\n", "a.yaml cannot be read: maximum recursion"),
 }
 
@@ -381,18 +382,24 @@ def test_interpolations_that_are_too_much_are_refused(name, tmp_path, monkeypatc
     lines, reason = INTERPOLATIONS[name]
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(f"launch:\n  env:\n{lines}")
-    assert main(["config", "a.yaml"]) == 2
-    assert reason in " ".join(capsys.readouterr().err.split())
+    for words in (["config"], ["-m", "run.seed=1,2"]):
+        assert main([*words, "a.yaml"]) == 2
+        assert reason in " ".join(capsys.readouterr().err.split())
 
 
 def test_many_interpolations_of_short_values_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    used = "".join(f"    A{i}: ${{run.root}}/{i}\n" for i in range(100))
-    Path("a.yaml").write_text(f"run: {{name: 2026-01-01}}\nlaunch:\n  env:\n{used}")
+    monkeypatch.setenv("MINE", "runs")
+    used = "".join(
+        f"    A{i}: ${{run.root}}/{i}\n    B{i}: /{i}${{data.path}}\n" for i in range(100)
+    )
+    run = "run: {name: 2026-01-01, root: '${oc.env:MINE}'}\ndata: {path: null}"
+    Path("a.yaml").write_text(f"{run}\nlaunch:\n  env:\n{used}")
     assert main(["config", "a.yaml"]) == 0
     shown = capsys.readouterr().out
     assert "2026-01-01" in shown
-    assert "A99: runs/99" in shown
+    assert "A99: ${run.root}/99" in shown
+    assert "B99: /99None" in shown
 
 
 def test_values_that_are_named_once_and_used_often_are_read(tmp_path):

@@ -137,6 +137,7 @@ def test_documents_are_those_that_another_tool_wrote_and_stay_in_its_files(
     ],
 )
 def test_files_of_tokens_alone_are_cut_behind_each_end_token(tmp_path, store_of, name, dtype):
+    (tmp_path / "index.json").write_text("[1]")  # another program's
     if dtype:
         write_flat(tmp_path / name, FLAT, dtype)
     else:

@@ -226,6 +226,12 @@ def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
     for text, reason in [
         ("task: a\nprocess_docs: !function own.f\n", f"code=[{tmp_path}/own.py]"),
         ("group: g\ntask: [{task: a, metric_list: [{metric: ./own.py}]}]\n", "none is fetched"),
+        ("task: a\nmetric_list: [{metric: acc, hf_evaluate: true}]\n", "none is fetched"),
+        (
+            "group: g\nprocess_results: f\nmetric_list: [{metric: ./own.py}]\n"
+            "task: [{task: a, process_results: null}]\n",
+            "none is fetched",
+        ),
     ]:
         file.write_text(text)
         with pytest.raises(UserError) as refused:
@@ -234,6 +240,8 @@ def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
     file.write_text("task: a\nprocess_docs: !function own.f\n")
     assert not (tmp_path / "ran").exists()
     assert read_task(str(file), ["own.py"])["process_docs"] is len
+    file.write_text("task: a\nprocess_results: !function own.f\nmetric_list: [{metric: own}]\n")
+    assert read_task(str(file), ["own.py"])["metric_list"] == [{"metric": "own"}]
     with confined_templates(), pytest.raises(jinja2.exceptions.SecurityError):
         lm_eval.utils.apply_template("{{ cycler.__init__.__globals__ }}", {})
 

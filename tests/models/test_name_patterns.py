@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.checkpoint.formats import tensor_files
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
+from fsdp_trainer.checkpoint.unread_tensors import unread_beside
 from fsdp_trainer.config.paths import base_of_adapter
+from fsdp_trainer.config.rules.rules_adapter import typed_base
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters import peft_config
 from fsdp_trainer.models.adapters.peft_config import NamePatterns, PeftFolder, read_config
@@ -61,10 +63,34 @@ def test_a_search_that_does_not_end_is_given_up(monkeypatch, key):
         _ = peft.targets(name), peft.pattern("rank_pattern", "r", name)
 
 
-@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300, "a/" * 300, 5])
+NO_FOLDERS = [
+    "a\0b", "a\nb", "\x1b[2J", "x" * 300, f"{'x' * 5000}/x", f"{'x' * 200}/" * 50, "a/" * 300,
+    "~no-such-user/x", 5,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["\ud800", *NO_FOLDERS])
 def test_a_base_model_that_no_folder_can_have_is_none(tmp_path, name):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
     assert base_of_adapter(tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", NO_FOLDERS)
+def test_a_first_model_that_no_folder_can_have_is_none(tmp_path, name):
+    configuration = {"model": {"init_from": name}}
+    (tmp_path / "config.yaml").write_text(json.dumps(configuration))
+    assert typed_base(tmp_path) == ""
+    for file in ("MANIFEST.json", "trainer.json"):
+        (tmp_path / file).write_text("{}")
+    assert unread_beside(None, tmp_path) is None
+
+
+def test_a_base_model_is_found_in_a_folder_with_any_spaces(tmp_path):
+    folder = tmp_path / "a\u3000b\xa0c"
+    folder.mkdir()
+    named = {"base_model_name_or_path": str(folder)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    assert base_of_adapter(tmp_path) == str(folder)
 
 
 ODD = {
@@ -89,6 +115,15 @@ def test_a_value_of_another_type_in_an_adapters_configuration_is_named(tmp_path,
         ) as raised:
             read_config(tmp_path)
         assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_an_expression_for_whole_names_may_begin_with_flags(key):
+    config = {"target_modules": "all-linear", key: "(?i).*Q_PROJ|.*k_proj"}
+    peft = PeftFolder(Path("adapter"), config, {}, {})
+    names = ["model.q_proj", "model.k_proj", "model.q_proj.other", "model.k_proj.other"]
+    matching = [key == "target_modules"] * 2 + [key == "exclude_modules"] * 2
+    assert [peft.targets(name) for name in names] == matching
 
 
 @pytest.mark.parametrize("text", ["(", "[z-a]", "a{99999999999999}"])

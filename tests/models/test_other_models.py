@@ -24,6 +24,7 @@ from zoo import ZOO, make_model
 
 import fsdp_trainer
 from fsdp_trainer.models.families import FAMILIES
+from fsdp_trainer.models.hf.hf_config import absurd_count
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 LENGTHS = (30, 34, 20, 44, 40, 24, 11, 53)
@@ -148,6 +149,12 @@ def row_of_table(kind, folder):
     experts = "experts" if config.num_experts else ""
     parts = ", ".join(filter(None, [experts, factor, tied]))
     return f"| `{kind}` | {packing} | {parts} |"
+
+
+def test_widths_and_the_experts_of_doge_are_no_absurd_numbers_of_modules():
+    widths = {"shared_expert_intermediate_size": 20480, "vocab_size_per_layer_input": 262144}
+    assert absurd_count({**widths, "expert_dim": 20480, "num_experts": 16384}) is None
+    assert absurd_count({"text_config": {"num_experts": 10**6}}).what == "num_experts=1000000"
 
 
 @pytest.mark.slow

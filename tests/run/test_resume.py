@@ -4,6 +4,7 @@ not."""
 import json
 import os
 import shutil
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,10 +12,13 @@ import inject
 import pytest
 import stored
 import torch
+import yaml
 from stored import end_of, newest
 from world import write_chats
 
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.run import resume
 from fsdp_trainer.run.run_lock import RunLock
 
 
@@ -103,6 +107,17 @@ def test_what_is_trained_may_not_change(go_on, words, said):
     assert len(refused.err.splitlines()) < 20
     assert refused.column("step") == [1, 2, 3, 4]
     assert end_of(refused) == ("end", 2)
+
+
+def test_a_record_of_an_earlier_version_has_the_environments_values(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE", "https://me:pw@host/a?key=SECRET")
+    cfg = compose("train", ["launch.env={K: '${oc.env:MINE}'}"], inputs=False)
+    (tmp_path / "config.yaml").write_text(yaml.dump(json.loads(json.dumps(asdict(cfg)))))
+    monkeypatch.setattr(resume, "read_progress", lambda _: {"data": "a"})
+    monkeypatch.setattr(resume, "read_manifest", lambda _: {"world_size": 1})
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda: 1)
+    setup, order = SimpleNamespace(cfg=cfg), SimpleNamespace(fingerprint="a")
+    assert resume.check_unchanged(setup, order, tmp_path) == {}
 
 
 def test_a_resume_with_changed_data_names_the_files_that_changed(train, tmp_path):

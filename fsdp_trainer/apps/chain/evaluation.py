@@ -27,6 +27,7 @@ def run_tasks(planned: Chain, training: ChainStage) -> int:
     settings = {
         "source": str(planned.folder_of(training.name)),
         "tasks": planned.cfg.tasks,
+        "code": planned.cfg.code,
         "limit": planned.cfg.limit,
         "out": str(out),
     }

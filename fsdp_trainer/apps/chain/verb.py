@@ -138,7 +138,8 @@ def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) 
 
 def evaluation_settings(cfg: ChainConfig) -> dict[str, Any]:
     """Return the settings that affect the result of an evaluation."""
-    return {"tasks": cfg.tasks, "limit": cfg.limit, "questions": as_written(cfg.questions)}
+    tasks = {"tasks": cfg.tasks, "code": cfg.code, "limit": cfg.limit}
+    return {**tasks, "questions": as_written(cfg.questions)}
 
 
 def start_again(planned: Chain, record: ChainRecord) -> None:

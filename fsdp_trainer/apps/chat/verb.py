@@ -19,7 +19,7 @@ GRACE_SECONDS = 10  # longest wait for connections to end after Ctrl-C
 
 def chat(cfg: ChatConfig) -> int:
     """Serve a model until Ctrl-C. Returns the exit code."""
-    cfg = replace(cfg, token=cfg.token or os.environ.get(TOKEN))
+    cfg = replace(cfg, token=cfg.token or os.environ.get(TOKEN) or None)
     check(cfg)
     listening = listen(cfg)
     try:

@@ -5,14 +5,15 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.base.recorded import as_written, recorded
+from fsdp_trainer.base.recorded import as_recorded_earlier, as_written, recorded
 from fsdp_trainer.base.safe_text import identity
+from fsdp_trainer.config.paths import checkpoint_configuration
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.observe.console import duration
 from fsdp_trainer.observe.records import Records, parse, whole_lines
 
@@ -121,13 +122,14 @@ def without_run_folder(overrides: Sequence[str]) -> list[str]:
 
 def finished(folder: Path, cfg: TrainConfig) -> bool:
     """Return True if a folder holds a finished training of exactly this configuration."""
-    last, stored = Records(folder).last_event(), folder / "config.yaml"
-    return (
-        last.get("event") == "end"
-        and last["exit_code"] == 0
-        and stored.exists()
-        and as_written(load_yaml(stored.read_text())) == recorded(cfg)
-    )
+    last = Records(folder).last_event()
+    if last.get("event") != "end" or last["exit_code"] != 0:
+        return False
+    try:
+        stored = as_written(checkpoint_configuration(folder))
+    except (OSError, UserError):
+        return False
+    return stored in (recorded(cfg), as_recorded_earlier(asdict(cfg)))
 
 
 def objective(folder: Path, metric: str | None = None) -> float | None:

@@ -18,7 +18,7 @@ from typing import Any
 from fsdp_trainer.base.process import PARENT, SIGNALS, STOPPED
 from fsdp_trainer.config.composing.overrides import require_no_secrets
 from fsdp_trainer.config.schema import Launch, TrainConfig
-from fsdp_trainer.config.sweep_keys import CORES_A_GPU, Slurm
+from fsdp_trainer.config.sweep_keys import CORES_A_GPU, SLURM_TEXTS, Slurm
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.records import replace
 
@@ -136,7 +136,7 @@ def parameters(settings: Slurm, job: str) -> dict[str, Any]:
             for name, value in (more | settings.additional_parameters).items()
             if value is not None
         },
-        **{name: getattr(settings, name) for name in ("partition", "account", "qos", "constraint")},
+        **{name: getattr(settings, name) for name in SLURM_TEXTS},
     }
     return {name: value for name, value in given.items() if value is not None}
 

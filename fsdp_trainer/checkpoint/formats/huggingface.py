@@ -58,8 +58,10 @@ SCORE = "score.weight"
 # a folder for text and images holds its language model under another name, next to other parts
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
-WRAPPED = re.compile(r"((module|_orig_mod)\.)+")
-"""What torch.compile and DistributedDataParallel put before the names of all tensors."""
+WRAPPED = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
+"""What torch.compile and DistributedDataParallel put before the names of all tensors.
+
+Torch.compile does so within names too, if parts of a model are compiled."""
 TIED_HEAD = "lm_head.weight"
 """The name of a head that is stored although it repeats the embedding."""
 

@@ -102,20 +102,24 @@ def _sizes_of_members(file: Path) -> dict[int, int]:
             raise ValueError("its first bytes are others, or torch before 1.6 has written it")
         with ZipFile(opened) as archive:
             for member in archive.infolist():
-                _require_plain(archive, member)
                 opened.seek(member.header_offset + LOCAL_HEADER - 4)
                 name, extra = struct.unpack("<HH", opened.read(4))
                 begin = member.header_offset + LOCAL_HEADER + name + extra
+                opened.seek(begin)  # ZipFile compares checksums, which torch can leave away
+                short = min(99, member.file_size) if member.filename.endswith(SETTINGS) else 0
+                _require_plain(member, opened.read(short))
                 sizes[begin] = member.file_size
     return sizes
 
 
-def _require_plain(archive: ZipFile, member: ZipInfo) -> None:
-    """Raise ValueError for a member that is compressed, or says that others are another way."""
+def _require_plain(member: ZipInfo, content: bytes) -> None:
+    """Raise ValueError for a member that is compressed, or says that others are another way.
+
+    content: what it holds if it is one of SETTINGS.
+    """
     name = member.filename
     if member.compress_type != ZIP_STORED or member.compress_size != member.file_size:
         raise ValueError(f"{name} in it is compressed. Write it with torch.save again")
-    content = archive.read(member)[:99] if name.endswith(SETTINGS) else b""
     if name.endswith(ORDER) and content != sys.byteorder.encode():
         raise ValueError(f"{name} says {content!r}: only this computer's order is read")
     if name.endswith(ALIGNMENT) and not int(content):

@@ -144,15 +144,17 @@ def _said(error: Exception) -> str:
 def _frozen(checkpoint: Path, shapes: dict[str, torch.Size]) -> dict[str, TensorOnDisk]:
     """Return the parameters that were not trained; in stage 3 each rank's file has a part of each.
 
-    They are in the number format of the forward pass.
+    They are in the number format of the forward pass, and the last parts are filled up.
     """
     files = sorted(checkpoint.glob(ZERO_MODEL), key=rank_of)
     archives = [_opened(file) for file in files]
     parts = [(archive, archive.content["frozen_param_fragments"]) for archive in archives]
-    return {
-        name: _flat(name, shape, _consecutive([(each, own[name]) for each, own in parts]))
-        for name, shape in shapes.items()
-    }
+    tensors: dict[str, TensorOnDisk] = {}
+    for name, shape in shapes.items():
+        whole = _consecutive([(each, own[name]) for each, own in parts])
+        _require_used(whole, shape.numel(), len(parts))
+        tensors[name] = _flat(name, shape, _cut(whole, 0, shape.numel()))
+    return tensors
 
 
 def zero_states(checkpoint: Path) -> StatesByName:

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from fsdp_trainer.errors import Problem, UserError
 
 PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+PLAIN_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}")
 START, ENVIRONMENT = "${", "${oc.env:"
 MOST, LONGEST = 24, 1000
 """Interpolations of more than a short value (in the worst case 3 ** 8 values), and its length."""
@@ -21,9 +22,13 @@ def require_few_interpolations(composed: Any) -> None:
     def without_short(name: re.Match[str]) -> str:
         value: Any = tree
         for part in name[1].split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        is_short = isinstance(value, str | int | float) and len(str(value)) <= LONGEST
-        return "" if is_short and START not in str(value) else name[0]
+            if not isinstance(value, dict) or part not in value:
+                return name[0]
+            value = value[part]
+        if isinstance(value, dict | list):
+            return name[0]
+        text = PLAIN_VARIABLE.sub("", str(value))
+        return "" if START not in text and len(text) <= LONGEST else name[0]
 
     rest = [PLAIN.sub(without_short, text) for text in _texts(tree) if START in text]
     count = sum(text.count(START) - text.count(ENVIRONMENT) for text in rest)

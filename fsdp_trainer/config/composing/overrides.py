@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from fsdp_trainer.base.safe_text import without_secrets
+from fsdp_trainer.base.safe_text import identity
 from fsdp_trainer.config.check import (
     as_text,
     convert,
@@ -41,6 +41,8 @@ OVERLAYS = ("recipe", "sweep")  # chosen with a plus; several may be chosen at o
 PROSE = ("data", "prompt", "system")  # keys whose text is used literally, including commas
 QUOTED = re.compile(r"""null$|\[?\s*['"]""")  # null, a text or a list of texts in quotes
 _OF_TRAINING = flatten(TrainConfig)
+SECRET = re.compile(r"[?&#][\w-]*(sig|key|token|pass|secret|auth)[\w-]*=", re.I)
+"""A part of an address's query or fragment that may be a secret."""
 HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
 
 
@@ -251,9 +253,14 @@ def require_no_secrets(words: Iterable[str]) -> None:
         "has a signature or a key in its address, which the file would show.\nPut the address into"
         " an environment variable, and write  ${oc.env:NAME}  in its place"
     )
-    problems = [Problem(word, reason) for word in words if without_secrets(word) != word]
+    problems = [Problem(word, reason) for word in words if shows_secret(word)]
     if problems:
         raise UserError("nothing was written", problems)
+
+
+def shows_secret(word: str) -> bool:
+    """Return True for a word with an address that has a password or a signature."""
+    return identity(word) != word or SECRET.search(word) is not None
 
 
 def _set(

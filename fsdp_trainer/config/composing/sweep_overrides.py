@@ -29,6 +29,7 @@ from fsdp_trainer.config.composing.compose import (
     hydra_message,
     options,
 )
+from fsdp_trainer.config.composing.interpolations import require_few_interpolations
 from fsdp_trainer.config.composing.overrides import (
     has_target,
     read_overrides,
@@ -36,7 +37,7 @@ from fsdp_trainer.config.composing.overrides import (
     why_unparsable,
 )
 from fsdp_trainer.config.composing.recipe_files import as_override, label, take_files
-from fsdp_trainer.config.sweep_keys import LAUNCHERS, SWEEPERS
+from fsdp_trainer.config.sweep_keys import LAUNCHERS, SLURM_TEXT, SLURM_TEXTS, SWEEPERS, Slurm
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
 
@@ -94,6 +95,7 @@ class SweepLine:
                 recipes += _listed(o.value())
         self.root = Path(root).expanduser()
         self.name = str(name or (label(recipes[-1]) if recipes else "sweep"))
+        _require_lines(self.name, str(self.root))
 
     def run(self, run_batch: RunBatch) -> None:
         """Run the sweeper, which passes jobs' overrides to `run_batch` in one or more batches."""
@@ -161,6 +163,9 @@ class SweepLine:
             hydra_main = GlobalHydra.instance().hydra
             assert hydra_main
             cfg = hydra_main.compose_config("train", given, RunMode.MULTIRUN)
+            # Hydra's own settings have many, and none may be added to them
+            own = [str(name) for name in cfg if name != "hydra"]
+            require_few_interpolations(OmegaConf.masked_copy(cfg, own))
             self._check_composed(cfg.hydra, report)
             if self.sweeper not in SWEEPERS:
                 loader = hydra_main.config_loader
@@ -197,6 +202,8 @@ class SweepLine:
         _check_extra("hydra/launcher", self.launcher, report)
         launcher = LAUNCHERS[self.launcher]
         self.launcher_settings = _read_settings(launcher, plain["launcher"], "launcher", report)
+        if self.launcher == "slurm":
+            _check_texts(self.launcher_settings, report)
         if self.sweeper in SWEEPERS:
             sweeper = SWEEPERS[self.sweeper]
             self.sweeper_settings = _read_settings(sweeper, plain["sweeper"], "sweeper", report)
@@ -267,6 +274,23 @@ def _check_extra(group: str, name: str, report: Report) -> None:
     package, reason = EXTRAS.get(name, ("hydra", ""))
     if not find_spec(package):
         report.problems.append(Problem(f"{group}={name}", reason))
+
+
+def _check_texts(settings: Slurm, report: Report) -> None:
+    """Check what is copied into a batch script, where it could begin a command."""
+    for name in SLURM_TEXTS:
+        value = getattr(settings, name)
+        if value is not None and not SLURM_TEXT.fullmatch(value):
+            reason = "must be a name, of letters, digits and  _ . , : @ / + & | ( ) [ ] * -"
+            report.add(f"hydra.launcher.{name}", value, reason)
+
+
+def _require_lines(*place: str) -> None:
+    """Raise UserError for a line break in the sweep's folder. place: the values of `PLACE`."""
+    for key, text in zip(PLACE, place, strict=True):
+        if "\n" in text:  # it would begin a command in a batch script
+            problem = Problem(f"{key}={text}", "must be one line")
+            raise UserError("the sweep cannot be set up", [problem])
 
 
 def _listed(value: Any) -> list[str]:

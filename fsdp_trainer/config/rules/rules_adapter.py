@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fsdp_trainer.base.folders import is_possible
 from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.paths import (
     base_of_adapter,
@@ -96,5 +97,8 @@ def described(folder: Path) -> tuple[str, str, str]:
 def typed_base(checkpoint: Path) -> str:
     """Return model.init_from of the run that wrote a checkpoint, if it still exists, else ""."""
     stored = checkpoint_configuration(checkpoint)
-    name = (stored.get("model") or {}).get("init_from") or ""
-    return name if name and (is_hub_id(name) or Path(name).exists()) else ""
+    model = stored.get("model")
+    name = model.get("init_from") if isinstance(model, dict) else None
+    if not isinstance(name, str) or not is_possible(name):
+        return ""
+    return name if is_hub_id(name) or Path(name).exists() else ""

@@ -11,6 +11,7 @@ RUN_CODE = {
     "logging.command": "a file cannot start a program",
     "model.trust_remote_code": "a file cannot trust code",
     "evaluation.code": "a file cannot name code",
+    "code": "a file cannot name code",
     "setup": "a file cannot add commands",
     "image": "a file cannot name what runs",
 }
@@ -19,6 +20,7 @@ RUN_CODE = {
 Recipes, converted files and folders with groups may come from anybody.
 """
 ENVIRONMENT = "objective.environment"
+CODE_OF_PARTS = {f".{part}" for kind in ENVIRONMENTS.values() for part in kind.names_code}
 SLURM = re.compile(r"hydra\.launcher\.(setup|additional_parameters)\b")
 """Commands and options that a sweep's jobs are submitted with."""
 PARAMS = re.compile(r"hydra\.sweeper\.params\.\+*")
@@ -33,7 +35,8 @@ def typed_code(cfg: TrainConfig, report: Report) -> Violations:
             yield key, f"{RUN_CODE[key]}: {TYPE_IT}"
     entry = cfg.objective.environment
     # parts may be typed one by one, and a recipe's entry keeps those that are not
-    typed = [text for key, text in report.typed.items() if key.startswith(ENVIRONMENT)]
+    places = {ENVIRONMENT, f"{ENVIRONMENT}.name", *(ENVIRONMENT + part for part in CODE_OF_PARTS)}
+    typed = [text for key, text in report.typed.items() if key in places]
     for name in [] if entry is None else code_of(entry):
         if not any(name in text for text in typed):
             reason = f"a file cannot name code, as {name}: {TYPE_IT}"
@@ -43,9 +46,11 @@ def typed_code(cfg: TrainConfig, report: Report) -> Violations:
 def code_of_sweep(key: str, value: object) -> str | None:
     """Return the reason why a file may not set a key of hydra.*, which would run code, or None."""
     swept = PARAMS.sub("", key)
-    built_in = {*str(value).replace(" ", "").split(",")} <= ENVIRONMENTS.keys()
     if (SLURM.match(key) and value) or swept in RUN_CODE:
         return f"a file cannot run code: {TYPE_IT}"
-    if swept.startswith(ENVIRONMENT) and not built_in:
+    part = swept.removeprefix(ENVIRONMENT)
+    names = {*re.split(r"[\s,()'\"]+", str(value))} - {"", "choice", "null"}
+    is_other = part in ("", ".name") and not names <= ENVIRONMENTS.keys()
+    if part != swept and (part in CODE_OF_PARTS or is_other):
         return f"a file cannot name code: {TYPE_IT}"
     return None

@@ -37,7 +37,12 @@ def chunk_description(path: Path) -> dict[str, Any] | None:
         if is_named:
             raise BadTokenFile(f"needs the {INDEX} that LitData writes beside it")
         return None
-    index = read_index(path)
+    try:
+        index = read_index(path)
+    except BadTokenFile:
+        if is_named:
+            raise
+        return None  # another program's
     if "chunks" not in index and not is_named:
         return None
     chunks = stated(index, "chunks", list, of=dict)

@@ -155,7 +155,7 @@ class PeftFolder:
             return False
         targets = self.config.get("target_modules")
         if isinstance(targets, str):
-            return targets == "all-linear" or bool(matched(rf"(?:{targets})\Z", module))
+            return targets == "all-linear" or bool(matched(targets, module, whole=True))
         return self._names("target_modules", module) and self._is_transformed(module)
 
     def targets_parameter(self, name: str) -> bool:
@@ -166,7 +166,7 @@ class PeftFolder:
         """Return True if a module's name ends in a name of the list or matches the expression."""
         value = self.config.get(key)
         if isinstance(value, str):
-            return bool(matched(rf"(?:{value})\Z", module))
+            return bool(matched(value, module, whole=True))
         names = self._ends.get(key, frozenset())
         return bool(names) and any(end in names for end in ends_of(module))
 
@@ -255,11 +255,14 @@ def searches(text: str, name: str) -> Iterator[None]:
         raise _unusable(text, reason) from None
 
 
-def matched(text: str, name: str) -> re.Match[str] | None:
-    """Return the match of an adapter's expression at the beginning of a name. Raises UserError."""
+def matched(text: str, name: str, whole: bool = False) -> re.Match[str] | None:
+    """Return the match of an adapter's expression at the beginning of a name. Raises UserError.
+
+    whole: the expression has to match the whole name.
+    """
     pattern = expression(text)
     with searches(text, name):
-        return pattern.match(name)
+        return pattern.fullmatch(name) if whole else pattern.match(name)
 
 
 def _unusable(text: str, reason: str) -> UserError:

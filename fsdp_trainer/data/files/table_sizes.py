@@ -34,13 +34,22 @@ def size_of_values(column: Any) -> int:
         return count + size_of_values(column.flatten())
     if types.is_dictionary(kind):
         return count + _size_of_references(column)
+    return count + _size_of_texts(column)
+
+
+def _size_of_texts(column: Any) -> int:
+    """Return the size of a column's numbers or texts. Raises ArrowNotImplementedError."""
+    import pyarrow
+    from pyarrow import types
+
+    kind = column.type
     if types.is_string_view(kind) or types.is_binary_view(kind):
         lengths = np.frombuffer(column.buffers()[1] or b"", "<i4").reshape(-1, 4)[:, 0]
-        own = lengths[column.offset : column.offset + count]
-        return count + int(own[np.asarray(column.is_valid())].sum())
+        own = lengths[column.offset : column.offset + len(column)]
+        return int(own[np.asarray(column.is_valid())].sum())
     if "view" in str(kind) or types.is_union(kind) or types.is_run_end_encoded(kind):
         raise pyarrow.ArrowNotImplementedError(f"a column of {kind} is not read: cast it")
-    return count + column.nbytes
+    return column.nbytes
 
 
 def _size_of_references(column: Any) -> int:

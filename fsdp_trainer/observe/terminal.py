@@ -7,11 +7,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.segment import Segment
+from rich.style import Style
 
-from fsdp_trainer.base.safe_text import safe
+from fsdp_trainer.base.safe_text import safe, visible
 
 WIDTH_OF_A_FILE = 120
 """Columns of output that no terminal shows, such as a pipe's; rich takes 80 and folds overrides."""
+
+
+DATA = Style(meta={"data": True})
+"""Style of a text that is shown whole, also its addresses: what a model sees."""
 
 
 class Terminal(Console):
@@ -32,4 +37,6 @@ class Terminal(Console):
     def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:
         """Yield the pieces of what is printed; those of our own colours are apart from texts."""
         for piece in super().render(*arguments, **options):
-            yield piece if piece.control else Segment(safe(piece.text), piece.style)
+            is_data = piece.style is not None and piece.style.meta.get("data")
+            shown = visible(piece.text) if is_data else safe(piece.text)
+            yield piece if piece.control else Segment(shown, piece.style)

@@ -360,6 +360,11 @@ def test_the_page_shows_every_template_that_rows_are_rendered_with(preview, tmp_
     assert "{# tools #}" in html
 
 
+def test_what_the_model_sees_is_shown_whole_but_for_control_characters(preview):
+    said, _ = preview([ask("at http://h/a?key=abcdef\x1b[31m#b")], "preview.rows=1")
+    assert "http://h/a?key=abcdef␛[31m#b" in said
+
+
 @pytest.mark.slow
 def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
     _, keys = preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1", "data.shuffle=false")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from fsdp_trainer.apps.preview.preview_page import SOURCE_COLUMNS, Page, ShownDocument, TextPiece
 from fsdp_trainer.data.store.findings import Finding
-from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.observe.terminal import DATA, Terminal
 
 BAR = 30  # characters of the longest bar
 PLAIN_LEGEND = "supervised text is in [[ ]], followed by its weight if that is not 1"
@@ -123,6 +123,7 @@ def body(document: ShownDocument, colour: bool) -> Text:
         else:
             run = "".join(piece.text for piece in pieces)
             text.append(f"[[{run}]]" + (f"×{weight:g}" if weight != 1 else "") if weight else run)
+    text.stylize(DATA)
     return text
 
 

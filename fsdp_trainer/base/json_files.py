@@ -8,6 +8,7 @@ from fsdp_trainer.errors import Problem, UserError
 
 DEEPEST = 100
 """Levels of lists and objects in each other. Python's own limit depends on who calls."""
+TOO_DEEP = f"has more than {DEEPEST} lists and objects within each other"
 
 
 def read_object(path: Path, title: str) -> dict[str, Any]:
@@ -17,10 +18,9 @@ def read_object(path: Path, title: str) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("is not a JSON object")
         if is_deeper(content, DEEPEST):
-            raise ValueError(f"has more than {DEEPEST} lists and objects within each other")
+            raise ValueError(TOO_DEEP)
     except RecursionError:
-        reason = f"has more than {DEEPEST} lists and objects within each other"
-        raise UserError(title, [Problem(str(path), reason)]) from None
+        raise UserError(title, [Problem(str(path), TOO_DEEP)]) from None
     except (OSError, ValueError) as error:
         raise UserError(title, [Problem(str(path), str(error))]) from None
     return content

@@ -129,7 +129,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 # Checkpoints
 
-NUMBERS, DESCRIPTION = "data/0", "data.pkl"
+NUMBERS, DESCRIPTION, ORDER = "data/0", "data.pkl", "byteorder"
 """Members of a file of torch.save with one tensor."""
 COMPRESSION, LARGEST_RECORD = 8, 2**16
 """Byte of a member's header that says how it is compressed, and bytes of the other members."""
@@ -174,10 +174,11 @@ def numbers_in(path: Path, offset: int, length: int) -> Numbers:
             if error.errno == errno.EINVAL:  # it has looked for an archive before the file's begin
                 raise ValueError("no archive") from None
             raise
-        orders = [name for name in ("byteorder",) if archive.has_record(name)]
-        if any(archive.get_record_size(name) > LARGEST_RECORD for name in (DESCRIPTION, *orders)):
+        has_order = archive.has_record(ORDER)  # torch before 2.1 has written none
+        small = [DESCRIPTION, ORDER] if has_order else [DESCRIPTION]
+        if any(archive.get_record_size(name) > LARGEST_RECORD for name in small):
             raise ValueError("a tensor with a long description")
-        if any(archive.get_record(name) != sys.byteorder.encode() for name in orders):
+        if has_order and archive.get_record(ORDER) != sys.byteorder.encode():
             raise ValueError("numbers in another order of bytes")
         file.seek(offset + archive.get_record_header_offset(NUMBERS) + COMPRESSION)
         if file.read(2) != bytes(2):

@@ -123,10 +123,10 @@ def read_tensors(folder: Path, config: ModelConfig) -> Mapping[str, TensorOnDisk
     tensors, problems = read_headers(folder)
     if problems:
         raise UserError(f"the weights in {folder} cannot be read", problems)
-    unread = [name for name in tensors if is_unread(name, config)]
+    unread = {name: None for name in tensors if is_unread(name, config)}  # in their order
     if unread:
-        print(safe(f"not in the export: {len(unread):,} tensors such as {unread[0]}"))
-    return {name: tensor for name, tensor in tensors.items() if not is_unread(name, config)}
+        print(safe(f"not in the export: {len(unread):,} tensors such as {next(iter(unread))}"))
+    return {name: tensor for name, tensor in tensors.items() if name not in unread}
 
 
 def write_torchtitan(

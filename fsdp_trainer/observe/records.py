@@ -248,7 +248,7 @@ def replace(file: Path, text: str) -> None:
     """Replace the content of a file atomically. Raises OSError."""
     partial = file.with_suffix(".partial")
     try:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(file)
     except OSError:
         partial.unlink(missing_ok=True)

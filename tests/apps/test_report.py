@@ -5,6 +5,7 @@ import errno
 import json
 import re
 import time
+from pathlib import Path
 
 import inject
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from browser import PageParts, browser_page, check_nothing_acts, settle
 
-from fsdp_trainer.apps.report import page, read
+from fsdp_trainer.apps.report import read
 from fsdp_trainer.apps.report.goodput import goodput
 from fsdp_trainer.apps.report.page import ROWS, write
 from fsdp_trainer.apps.report.read import read_run
@@ -331,7 +332,7 @@ def test_a_full_disk_leaves_the_older_page(tmp_path, monkeypatch, capsys):
     def fill_disk(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(page.os, "replace", fill_disk)
+    monkeypatch.setattr(Path, "replace", fill_disk)
     assert main(["report", f"source={folder}", f"out={tmp_path}/page.html"]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert (tmp_path / "page.html").read_bytes() == before

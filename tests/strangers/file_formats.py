@@ -244,14 +244,19 @@ def write_gguf(folder: Path) -> None:
     shutil.rmtree(folder / "hf")
 
 
-def write_own(folder: Path) -> None:
-    """Train a step, whose checkpoint is the input."""
+def train_in(folder: Path, steps: int) -> None:
+    """Train a small model on texts, into `folder/run`."""
     write_lines(folder / "a.jsonl")
     run(
         "train", *SMALL, "data=pretrain", f"data.path={folder / 'a.jsonl'}",
-        "tokenizer.path=demo:bytes", f"run.root={folder}", "run.name=run", "train.steps=1",
+        "tokenizer.path=demo:bytes", f"run.root={folder}", "run.name=run", f"train.steps={steps}",
         f"data.cache={folder / 'cache'}", "launch.device=cpu", "checkpoint.export_hf=false",
     )  # fmt: skip
+
+
+def write_own(folder: Path) -> None:
+    """Train a step, whose checkpoint is the input."""
+    train_in(folder, 1)
     (checkpoint,) = (folder / "run" / "checkpoints").glob("step-*")
     checkpoint.rename(folder / "checkpoint")
     shutil.rmtree(folder / "run")
@@ -452,12 +457,7 @@ def of_conversion(folder: Path) -> Value:
 
 def write_records(folder: Path) -> None:
     """Write the records of a run that `report` shows."""
-    write_lines(folder / "a.jsonl")
-    run(
-        "train", *SMALL, "data=pretrain", f"data.path={folder / 'a.jsonl'}",
-        "tokenizer.path=demo:bytes", f"run.root={folder}", "run.name=run", "train.steps=2",
-        f"data.cache={folder / 'cache'}", "launch.device=cpu", "checkpoint.export_hf=false",
-    )  # fmt: skip
+    train_in(folder, 2)
     shutil.rmtree(folder / "run" / "checkpoints")
 
 

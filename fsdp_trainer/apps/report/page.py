@@ -6,11 +6,9 @@ Content-Security-Policy allows only our own scripts.
 
 import errno
 import json
-import os
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from contextlib import suppress
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -30,9 +28,10 @@ from fsdp_trainer.apps.report.run_summary import (
     short,
 )
 from fsdp_trainer.base.phases import CHECKPOINT
+from fsdp_trainer.base.unpacked import FULL
 from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.observe.records import replace
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 HERE = Path(__file__).parent
 ROWS, ALL_ROWS = 2_000, 40_000  # most points of a line, and of the same line of all runs together
 BARS = 120  # intervals for which the phases are shown
@@ -102,17 +101,15 @@ def write_page(html: str, file: Path) -> None:
     Raises RunFailed on a full disk, UserError for a place that cannot be written to.
     """
     file = file.resolve()  # what a link leads to
-    aside = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    is_device = file.exists() and not file.is_file() and not file.is_dir()
+    text = html.encode(errors="replace").decode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        (file if is_device else aside).write_text(html, encoding="utf-8", errors="replace")
-        if not is_device:
-            os.replace(aside, file)
+        if file.exists() and not file.is_file() and not file.is_dir():  # a pipe, or a terminal
+            file.write_text(text, encoding="utf-8")
+        else:
+            replace(file, text)
     except OSError as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        if error.errno in FULL:
+        if error.errno in (*FULL, errno.EIO):
             raise RunFailed(f"the report {file} cannot be written: {error.strerror}") from None
         raise UserError(
             "the report cannot be written", [Problem(f"out={file}", f"{error}. Use  out=FILE")]

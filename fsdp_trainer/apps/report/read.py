@@ -248,8 +248,9 @@ def read_run(
 
     run.metrics = columns(steps(run, lines("metrics.jsonl", max_bytes)))
     recorded = list(lines("events.jsonl", 2**26))
-    run.events = [event for event in recorded if is_event(event)][-EVENTS:]
-    if wrong := sum(not is_event(event) for event in recorded):
+    events = [line for line in recorded if is_event(line)]
+    run.events = events[-EVENTS:]
+    if wrong := len(recorded) - len(events):
         run.remarks.append(f"{wrong:,} line{'s' * (wrong != 1)} of events.jsonl are no events")
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
     try:

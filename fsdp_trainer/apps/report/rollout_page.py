@@ -1,12 +1,12 @@
 """The page of a report's rollouts, each as a conversation."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.apps.report.page import html_of, write_page
+from fsdp_trainer.apps.report.read import is_finite
 from fsdp_trainer.apps.report.run_summary import Summary
 from fsdp_trainer.environments.tool_calls import FORMATS, WrongCall
 
@@ -77,8 +77,7 @@ def rollouts_of(summary: Summary) -> list[ShownRollout]:
 
 def number(value: Any) -> float | None:
     """Return a finite number of a file, None for anything else."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return value if is_number else None
+    return value if is_finite(value) else None
 
 
 def turns_of(sample: dict[str, Any]) -> list[ShownTurn]:

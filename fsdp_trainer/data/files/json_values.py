@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from fsdp_trainer.base.json_files import DEEPEST, is_deeper
-from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_DEEP, TOO_MANY
+from fsdp_trainer.base.json_files import DEEPEST, TOO_DEEP, is_deeper
+from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_MANY
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.record_formats import is_turn
 

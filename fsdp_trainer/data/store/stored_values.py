@@ -4,7 +4,6 @@ A reference: Σ log-probability of each sample. A teacher: its top-k tokens for 
 token, in the order of the store. Neither depends on packing, row order or the number of ranks.
 """
 
-import errno
 import fcntl
 import io
 import json
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.unpacked import FULL
 from fsdp_trainer.data.store.cache_folders import LOCK, clear_leftovers
 from fsdp_trainer.data.store.token_store import (
     CHECKED_BYTES,
@@ -38,7 +38,6 @@ TOP_K = (TOKENS, LOGS, REST, TARGET) = ("top_tokens", "top_logs", "top_rest", "t
 log-probabilities, the log of the total probability of all other tokens, and the log-probability of
 the target."""
 CRC_BYTES = 4
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ test-changed: $(VENV)/.for-developers  ## the test files that reach what has cha
 test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: half an hour
 	$(BIN)/python -m pytest -q $(TESTS) -m faults
 
-fuzz: $(VENV)/.for-developers  ## combinations of methods, models and layouts of another seed, each compared with one rank: SEED=1 N=20
+fuzz: $(VENV)/.for-developers  ## of another seed: combinations of methods, models and layouts, chats, tokenizers: SEED=1 N=20
+	PYTHONPATH=$(HELPERS) $(BIN)/python tests/strangers/fuzz_tokenizers.py $(SEED) $(N)00
+	PYTHONPATH=$(HELPERS) $(BIN)/python tests/strangers/fuzz_chats.py $(SEED) $(N)00
 	PYTHONPATH=$(HELPERS) $(BIN)/python tests/covering/covering_array.py $(SEED) $(N)
 
 fuzz-files: SEED = 1

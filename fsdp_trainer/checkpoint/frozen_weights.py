@@ -234,8 +234,9 @@ def require_trained_rows(model: Decoder, known: int) -> None:
     count = model.config.vocab_size - known
     if frozen and count > 0:
         text = (
-            f"freezes {frozen[0]}, which has rows for {count:,} new tokens (tokenizer.add_tokens):"
-            "\nthey would never be trained. Train it, or add no tokens"
+            f"freezes {frozen[0]}, which has rows for {count:,} new tokens (tokenizer.add_tokens, "
+            "or named beside the tokenizer's file):\n"
+            "they would never be trained. Train it, or add no tokens"
         )
         if is_adapted(model):
             text += ".\nUse  adapter.also=[embedding,head]"

@@ -149,7 +149,12 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def _convert_to_any(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """Convert `value` to the first of the types that accepts it. Raises ValueError."""
+    """Convert `value` to the first of the types that accepts it. Raises ValueError.
+
+    A number stays a number where text is accepted as well.
+    """
+    if type(value) in (int, float) and type(value) in kinds:
+        return value
     for kind in kinds:
         try:
             return convert(value, kind)

@@ -42,6 +42,12 @@ DESCRIPTIONS = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "index.json",
 )  # fmt: skip
 
+BESIDE_DATA = (
+    ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".jinja", ".model", ".idx",
+    ".safetensors", ".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".log", ".rst", ".html",
+)  # fmt: skip
+"""Suffixes of files that lie beside data and that nobody takes for data."""
+NAMES_BESIDE_DATA = ("readme", "license", "licence", "notice", "makefile", "_success")
 SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to train
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 PART = re.compile(r"(?:.*_)?(train|val)_(?:\d+|text_document)")
@@ -325,6 +331,32 @@ def is_data(path: str) -> bool:
         and parts[-1].lower() not in DESCRIPTIONS
         and not any(part.startswith(".") for part in parts)
     )
+
+
+def unread_files(path: str) -> list[str]:
+    """Return the files in a folder that might be data but are not read, relative to it."""
+    folder = str(Path(path).expanduser())
+    if is_url(path) or not os.path.isdir(folder):
+        return []
+    files = (os.path.relpath(file, folder) for file in _walk(folder))
+    return sorted(file for file in files if not is_data(file) and _may_be_data(file))
+
+
+def stray_texts(path: str) -> list[str]:
+    """Return the texts in a folder that holds other data too, relative to it."""
+    folder = str(Path(path).expanduser())
+    if is_url(path) or not os.path.isdir(folder):
+        return []
+    files = [file for file in _walk(folder) if is_data(os.path.relpath(file, folder))]
+    texts = sorted(os.path.relpath(file, folder) for file in files if kind(file)[0] in TEXT)
+    return texts if len(texts) < len(files) else []
+
+
+def _may_be_data(path: str) -> bool:
+    name = Path(path).name.lower()
+    is_hidden = any(part.startswith(".") for part in path.split("/"))
+    is_known = name in DESCRIPTIONS or Path(name).suffix in BESIDE_DATA
+    return not (is_hidden or is_known or Path(name).stem in NAMES_BESIDE_DATA)
 
 
 PACKAGES = {

@@ -6,14 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.hub import fetch
+from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
-from fsdp_trainer.config.schema import Batch, Data, Model, Run, Tokenizer, TrainConfig
-from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.config.schema import Data, Model, Run, Tokenizer, TrainConfig
+from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig
+from fsdp_trainer.data.files.sources import lines_on_folders
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records import preference_records
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
-from fsdp_trainer.data.store.data_statistics import left_out, lost_share
+from fsdp_trainer.data.store.data_statistics import left_out, length_for_most, lost_share
+from fsdp_trainer.data.store.findings import ImageWarnings
 from fsdp_trainer.data.store.token_cache import Prepared, Reporter, prepare
 from fsdp_trainer.data.stream.row_stream import stream_data
 from fsdp_trainer.data.templates.chat_template import Template, load_template
@@ -68,6 +71,15 @@ def renumbered(
     return [reason] if others else []
 
 
+def new_rows(tokenizer: TextTokenizer, rows: int) -> list[str]:
+    """Return a note on the tokens that the weights have no row for. rows: number of theirs."""
+    id_of = tokenizer.backend.get_vocab()
+    texts = [repr(text) for text in tokenizer.new if id_of[text] >= rows]
+    some = ", ".join([*texts[:5], *(["…"] if texts[5:] else [])])
+    note = f"{len(texts):,} tokens have no row in the model's weights, and get one: {some}"
+    return [note] if texts else []
+
+
 ROUND_TRIP = "Natalia sold 48 clips to her friends in April,\nand half as many in May (24)."
 
 
@@ -85,8 +97,8 @@ def require_most_tokens(data: Data, prepared: Prepared) -> None:
     if share > data.max_lost:
         text = (
             f"{share:.1%} of the tokens would be lost: {left_out(prepared.train)}.\n"
-            f"Use a larger batch.seq_len, or  data.max_lost={math.ceil(share * 100) / 100:g}"
-            "  to accept it"
+            f"Use  batch.seq_len={length_for_most(prepared)} , or"
+            f"  data.max_lost={math.ceil(share * 100) / 100:g}  to accept it"
         )
         raise UserError(
             "too much of the data would be lost",
@@ -114,7 +126,7 @@ def image_reader(model: Model, cache: Path) -> ImageReader | None:
     folder = model_folder(fetch(model.init_from, weights=False))
     if not reads_images(folder, model.implementation):
         return None
-    return ImageReader(ImageProcessor(str(folder)), cache)
+    return ImageReader(ImageProcessor(str(folder)), cache, ImageWarnings())
 
 
 def build_data(
@@ -132,9 +144,28 @@ def build_data(
         return _build_data(cfg, root, reporter, check)
 
 
-def prompt_batch(batch: Batch, max_new_tokens: int) -> Batch:
-    """Return the batch with seq_len reduced, so that a row has room for an answer."""
-    return replace(batch, seq_len=batch.seq_len - max_new_tokens)
+def kind_of_data(choice: ObjectiveChoice, is_early: bool) -> str | None:
+    """Return the kind of data that a command reads, one of those in preference_records.py.
+
+    None for any kind. is_early: True for `preview` and `prepare`, which are also used before a
+    method is chosen.
+    """
+    method = choice.method
+    is_default = method.reads == preference_records.SINGLE and not method.second
+    return None if is_default and is_early else method.reads
+
+
+def images_and_answer(
+    choice: ObjectiveChoice, model: Model, root: Path
+) -> tuple[ImageReader | None, int]:
+    """Return what reads images, and the tokens of a row that are left for the answer to a prompt.
+
+    root: folder of data.cache.
+    """
+    prompts = choice.method.samples
+    only_text = prompts or choice.method.scores
+    images = None if only_text else image_reader(model, root)
+    return images, choice.max_new_tokens if prompts else 0
 
 
 def _build_data(
@@ -147,22 +178,16 @@ def _build_data(
     if check:
         check(tokenizer)
     template = build_template(cfg.data, tokenizer)
-    kind: str | None = cfg.objective.method.reads
-    if isinstance(cfg, PreviewConfig) and kind != preference_records.PROMPTS:
-        kind = None
+    kind = kind_of_data(cfg.objective, isinstance(cfg, PreviewConfig | PrepareConfig))
     if not cfg.data.streaming:
-        batch = cfg.batch
-        if kind == preference_records.PROMPTS:
-            batch = prompt_batch(batch, cfg.objective.max_new_tokens)
-        only_text = kind == preference_records.PROMPTS or cfg.objective.method.scores
-        images = None if only_text else image_reader(cfg.model, root)
-        prepared = prepare(cfg.data, batch, tokenizer, template, root, reporter, kind, images)
+        more = images_and_answer(cfg.objective, cfg.model, root)
+        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, reporter, kind, *more)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
-    report, validation = streamed.report, None
+    report, validation, unused = streamed.report, None, lines_on_folders(cfg.data.path)
     if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
         data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
         prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, kind)
-        validation = prepared.train[0]
+        validation, unused = prepared.train[0], [*unused, *prepared.unused]
         report = [*report, f"validation on {len(validation):,} samples"]
-    return tokenizer, template, Prepared([], [], validation, report, streamed)
+    return tokenizer, template, Prepared([], [], validation, report, streamed, unused=unused)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.context_methods import context_problems
@@ -73,12 +74,14 @@ def keys_set(model: Model) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfig:
+def resolve_with_tokenizer(model: Model, tokens: int, grows: bool, added: int = 0) -> ModelConfig:
     """Return the architecture for a tokenizer of `tokens` tokens. Raises UserError.
 
-    grows: True if tokens were added to the tokenizer, so that the model gets rows for them.
+    grows: True if the run adds tokens to the tokenizer, so that the model gets rows for them.
+    added: number of those that its file lacks, for which it gets rows if the others fit.
     """
     config = resolve_model(model, tokens)
+    grows = grows or tokens - added <= config.vocab_size
     if grows and model.vocab_size is None:
         config = dataclasses.replace(config, vocab_size=max(config.vocab_size, tokens))
     if tokens > config.vocab_size:
@@ -141,9 +144,12 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         return []
     try:
         if model.init_from:
-            raw = read_config_file(model_folder(model.init_from) / "config.json")
+            file = model_folder(model.init_from) / "config.json"
+            raw = read_config_file(file)
             if needs_transformers(raw, model.implementation):
                 return problems_without_reading(model, cfg.sharding, raw)
+            if problems := architecture_problems(file.parent):
+                return problems
         config = resolve_model(model)
     except UserError as error:
         return error.problems
@@ -155,6 +161,19 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         *_family_problems(cfg.model, config),
         *context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config),
     ]
+
+
+def architecture_problems(folder: Path) -> list[Problem]:
+    """Return the problems of a folder's config.json, with the name of the file."""
+    try:
+        ModelConfig.from_hf(folder)
+    except UserError as error:
+        file = str(folder / "config.json")
+        return [
+            problem if file in problem.what else Problem(f"{file}: {problem.what}", problem.reason)
+            for problem in error.problems
+        ]
+    return []
 
 
 def problems_without_reading(

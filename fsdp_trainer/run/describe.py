@@ -1,6 +1,7 @@
 """The lines printed before training starts, which describe the run."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.schema import Launch, Optim, Precision
-from fsdp_trainer.data.prepared_data import lossy, renumbered
+from fsdp_trainer.data.prepared_data import lossy, new_rows, renumbered
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapted_layers
@@ -22,7 +23,7 @@ from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import frozen_parameters
-from fsdp_trainer.models.hf.read_architecture import read_architecture
+from fsdp_trainer.models.hf.read_architecture import read_architecture, stored_vocabulary
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
@@ -30,6 +31,11 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.pipeline import blocks_by_stage
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.progress import Progress
+
+RANDOM_ENDINGS = ("pdrop", "dropout", "layerdrop", "jitter_noise")
+"""How keys of config.json end whose value is the strength of something random in training."""
+OF_OTHER_HEADS = ("classifier_", "summary_")
+"""How their keys begin: a language model does not have those heads."""
 
 
 def describe(
@@ -49,8 +55,12 @@ def describe(
     cfg, inputs, world, dims = setup.cfg, setup.inputs, setup.world, setup.dims
     config, trained = setup.config, setup.model_setup.trained_numbers
     origin = cfg.model.init_from or "random weights"
+    exported_type = str(config.source.get("model_type") or config.family)
     token_notes = renumbered(cfg.tokenizer, inputs.tokenizer, cfg.model.init_from, inputs.init_from)
-    token_notes += lossy(inputs.tokenizer)
+    token_notes += [*lossy(inputs.tokenizer), *inputs.tokenizer.notes_with(exported_type)]
+    if inputs.init_from:
+        rows = stored_vocabulary(model_folder(inputs.init_from))
+        token_notes += new_rows(inputs.tokenizer, rows)
     at_once = model.lm_head.rows_at_once(dims.layout.tokens, world.device.type)
     epochs = data.epochs(progress)
     stored = "trained weights" if frozen_parameters(model) else "weights"
@@ -62,6 +72,7 @@ def describe(
         *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
         *unread_tensors(unread, config.vocab_size),
         *by_transformers(config, cfg.data.packing),
+        *left_out_of_training(config.source),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
         *line_on_second_model(setup),
@@ -137,10 +148,6 @@ def by_transformers(config: ModelConfig, packing: str) -> list[str]:
     lines = [f"computed by transformers' class {config.architecture}"]
     if config.folder:
         lines[0] += f", with Python code of {config.folder} (model.trust_remote_code)"
-    if dropped := dropouts(config.source):
-        lines.append(
-            f"{', '.join(dropped)}: dropout is not applied, a step depends on its rows alone"
-        )
     if not config.packs and packing == "best_fit":
         known = math.isfinite(config.mixing)
         change = f"change each other by {config.mixing:.1g} of the largest state"
@@ -149,13 +156,25 @@ def by_transformers(config: ModelConfig, packing: str) -> list[str]:
     return [f"       {line}" for line in lines]
 
 
-def dropouts(source: dict[str, Any]) -> list[str]:
-    """Return the settings of a config.json that ask for dropout, as NAME=VALUE."""
-    return [
-        f"{name}={value}"
-        for name, value in source.items()
-        if name.endswith(("pdrop", "dropout")) and isinstance(value, float) and value > 0
-    ]
+def left_out_of_training(source: dict[str, Any]) -> list[str]:
+    """Return the line on dropout and noise that a config.json asks for, if it does."""
+    named = ", ".join(random_settings(source))
+    reason = "dropout and noise are not applied, a step depends on its rows alone"
+    return [f"       {named} in config.json: {reason}"] if named else []
+
+
+def random_settings(source: dict[str, Any], part: str = "") -> Iterator[str]:
+    """Yield the settings of a config.json that ask for something random, as NAME=VALUE.
+
+    part: the name of the model's part that they belong to, with a dot.
+    """
+    for name, value in source.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            yield from random_settings(value, f"{name}.")
+        elif not name.endswith(RANDOM_ENDINGS) or name.startswith(OF_OTHER_HEADS):
+            continue
+        elif type(value) in (int, float) and value > 0:
+            yield f"{part}{name}={value}"
 
 
 def attention_line(config: ModelConfig, attention: AttentionChoice) -> str:

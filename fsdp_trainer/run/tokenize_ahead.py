@@ -11,9 +11,9 @@ from fsdp_trainer.data.prepared_data import (
     build_template,
     build_tokenizer,
     cache_root,
-    prompt_batch,
+    images_and_answer,
+    kind_of_data,
 )
-from fsdp_trainer.data.records.preference_records import PROMPTS
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.data_statistics import summary_lines
 from fsdp_trainer.data.store.token_cache import Prepared, Reporter, component_stores, prepare
@@ -34,15 +34,15 @@ def tokenize_ahead(cfg: PrepareConfig) -> int:
 def _prepare(cfg: PrepareConfig, root: Path, shard: tuple[int, int] | None) -> int:
     console = Console(quiet=False)
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
-    prompts = cfg.objective.method.samples
     data = (
         cfg.data,
-        prompt_batch(cfg.batch, cfg.objective.max_new_tokens) if prompts else cfg.batch,
+        cfg.batch,
         tokenizer,
         build_template(cfg.data, tokenizer),
         root,
         Reporter(console.paced(), console.say),
-        PROMPTS if prompts else None,
+        kind_of_data(cfg.objective, is_early=True),
+        *images_and_answer(cfg.objective, cfg.model, root),
     )
     if shard:
         index, count = shard

@@ -107,7 +107,7 @@ def resolve_for(cfg: TrainConfig, init_from: Path | None, tokenizer: TextTokeniz
     """Return the configured architecture. Raises UserError if it has no row for a token."""
     grows = bool(cfg.tokenizer.add_tokens)
     model = fetched_model(cfg.model, init_from)
-    return resolve_with_tokenizer(model, tokenizer.vocab_size, grows)
+    return resolve_with_tokenizer(model, tokenizer.vocab_size, grows, len(tokenizer.new))
 
 
 def with_head(config: ModelConfig, method: MethodSpec, source: str | None) -> ModelConfig:

@@ -21,6 +21,7 @@ from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.store.data_statistics import warning_lines
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.stream.row_stream import START, Cursor, StreamedData, StreamedRow, place_of
 from fsdp_trainer.data.stream.stream_readers import Readers, WorkerReaders
@@ -163,7 +164,7 @@ class StreamedRows:
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
         """Return printed lines about the files and some samples."""
-        return prepared.report
+        return [*prepared.report, *warning_lines(prepared, self.data.seq_len)]
 
     def epochs(self, progress: Progress) -> None:
         """Return None, since streams have no epochs."""

@@ -37,7 +37,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapter_parameters, is_adapted
 from fsdp_trainer.models.balance import Balance
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import AUTO, TRANSFORMERS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, stored_buffers
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
@@ -128,23 +128,27 @@ def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
     checkpoint = find_checkpoint(init_from)
     if checkpoint:
         require_whole(checkpoint)
-    has_other_head = model.config.scalar_head != stored_config(init_from).scalar_head
+    stored = stored_config(init_from, model.config)
+    has_other_head = model.config.scalar_head != stored.scalar_head
     is_whole = not is_adapted(model) and not has_other_head
     if checkpoint and is_whole and not read_base(checkpoint).adapters:
         load_weights(model, checkpoint, {})
         formats = read_progress(checkpoint)["dtypes"]
     else:
         formats = read_merged(model, checkpoint or init_from)
-    known = stored_config(init_from).vocab_size
-    require_trained_rows(model, known)
-    if model.config.embedding_rows > known:
-        grow_vocabulary(model, known)
+    require_trained_rows(model, stored.vocab_size)
+    if model.config.embedding_rows > stored.vocab_size:
+        grow_vocabulary(model, stored.vocab_size)
     return formats
 
 
-def stored_config(source: Path) -> ModelConfig:
-    """Return the architecture of a Hugging Face folder, a run or a checkpoint."""
-    return read_architecture(model_folder(source))
+def stored_config(source: Path, trained: ModelConfig | None = None) -> ModelConfig:
+    """Return the architecture of a Hugging Face folder, a run or a checkpoint.
+
+    trained: the architecture that its weights are read into.
+    """
+    by_transformers = trained is not None and trained.by_transformers
+    return read_architecture(model_folder(source), TRANSFORMERS if by_transformers else AUTO)
 
 
 def read_merged(model: Decoder, source: Path) -> dict[str, str]:
@@ -153,7 +157,7 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     Collective. Returns formats, see `fill`.
     """
     formats: dict[str, str] = {}
-    config, stored = model.config, stored_config(source)
+    config, stored = model.config, stored_config(source, model.config)
     if config.scalar_head and not stored.scalar_head:
         tied = stored.tie_word_embeddings
         config = replace(config, scalar_head=False, tie_word_embeddings=tied)

@@ -21,6 +21,7 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.order.mixture import OrderMaker
 from fsdp_trainer.data.prepared_data import build_data, lossy
+from fsdp_trainer.data.store import component_store
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
@@ -34,6 +35,10 @@ EVIL = (
 def ask(answer, question="q", **more):
     turns = turn("user", question), turn("assistant", answer, **more)
     return {"messages": [*turns]}
+
+
+def labelled(prompt):
+    return {"prompt": prompt, "completion": "a", "label": True}
 
 
 def write_rows(file, rows):
@@ -81,6 +86,7 @@ def without(role):
 WARNINGS = {
     "unsupervised": (2, [ask("a"), {"messages": [turn("user", "q")]}]),
     "no_end": (1, [ask("a")], "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
+    "no_end_token": (1, [{"text": "some words"}]),
     "two_bos": (
         1,
         [ask("a", BOS + "q")],
@@ -98,6 +104,13 @@ WARNINGS = {
         [{"prompt": "q", "chosen": "a", "rejected": end} for end in ("b", "a ")],
         each("m.content | trim"),
     ),
+    "no_other_prompt": (
+        1,
+        [labelled("q" * 30)],
+        "objective=kto",
+        "data.path=[FOLDER/a.jsonl,FOLDER/b.jsonl]",
+    ),
+    "in_training": (1, [ask("a")], "data.validation=FOLDER/a.jsonl"),
     "unreadable": (3, [ask("a"), ask("b"), {"messages": 5}], "data.on_error=skip"),
     "empty": (2, [{"text": "a"}, {"text": " "}]),
     "reasoning_left_out": (
@@ -115,11 +128,11 @@ WARNINGS = {
         [ask("a"), ask("b", "cut")],
         each("m.content | replace('cut', '')"),
     ),
+    "tools_not_shown": (1, [ask("a") | {"tools": [{"name": "add"}]}]),
 }
 NOTES = {
     "split": (2, [{"text": "a"}, {"text": "b" * 200}], "data.too_long=split"),
     "rewritten": (1, [{"messages": [*TWO[:2], *ask("b")["messages"]]}], "data.template=qwen3"),
-    "tools_not_shown": (1, [ask("a") | {"tools": [{"name": "add"}]}]),
     "calls_as_text": (1, [ask("a", tool_calls=CALLS[:1])]),
     "results_as_user": (
         1,
@@ -137,7 +150,8 @@ NOTES = {
 
 
 def test_every_finding_has_a_case_here():
-    assert WARNINGS.keys() | NOTES.keys() == KINDS.keys()
+    of_images = {"no_first_token"}  # in test_data_images.py
+    assert WARNINGS.keys() | NOTES.keys() | of_images == KINDS.keys()
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +164,33 @@ def of_words(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def without_end(tmp_path_factory):
+    """A tokenizer without end token and template."""
+    folder = tmp_path_factory.mktemp("without_end")
+    make_tokenizer(["<|im_start|>", "<|im_end|>"]).save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [*WARNINGS, *NOTES])
-def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, of_words, tmp_path):
+def test_what_is_wrong_is_told_with_its_place_and_its_fix(
+    key, preview, of_words, without_end, tmp_path, monkeypatch
+):
     severity, cases = ("warning", WARNINGS) if key in WARNINGS else ("note", NOTES)
     line, rows, *words = cases[key]
     if words and "{{" in words[0]:
         (tmp_path / "own.jinja").write_text(words[0])
         words = [f"data.template={tmp_path}/own.jinja"]
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     tokenizer = of_words if key in ("two_bos", "shared_token") else "demo:bytes"
+    tokenizer = without_end if key == "no_end_token" else tokenizer
+    write_rows(tmp_path / "b.jsonl", [labelled("p"), labelled("r")])
+    if key == "no_other_prompt":  # a part of the data with one prompt
+        monkeypatch.setattr(component_store, "SMALLEST", 60)
     out, _ = preview(rows, *words, tokenizer=tokenizer)
-    values = {"n": 1, "s": "", "seq_len": 128, "samples": 2, "times": "1.6"}
+    values = {"n": 1, "s": "", "are": "is", "seq_len": 128, "samples": 2, "times": "1.6"}
+    values |= {"what": "sample", "room": "batch.seq_len=128"}
     text, fix = KINDS[key].text.format(**values), KINDS[key].fix
     assert fix or severity == "note" or key in ("too_long", "truncated", "empty")
     mark = f"{severity:<8}{text}\n        " + (f"→ {fix}\n        " if fix else "")
@@ -251,12 +281,11 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
         assert "Traceback" not in result.err
 
 
-def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
+def test_train_says_what_it_trains_on_and_every_warning(train, tmp_path):
     rows = [ask("a"), ask("b"), ask("b"), ask("c" * 100), ask("d", "<|im_end|>")]
     file = write_rows(tmp_path / "a.jsonl", rows)
     run = train("run", f"data.path={file}", "train.steps=1", "data.max_lost=1")
     lines = [line for line in run.out.splitlines() if line.startswith("data ")]
-    assert len(lines) == 5, lines
     assert re.search(
         r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; \d rows an epoch, \d+\.\d% full",
         lines[0],
@@ -265,7 +294,8 @@ def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
     assert "1 duplicate kept" in lines[1]
     assert "warning: 1 conversation or document with special tokens in their own text" in lines[2]
     assert "remove them from the data" in lines[3]
-    assert "2 more warnings:  fsdp-trainer preview  with the same keys" in lines[4]
+    for text in ("1 sample dropped", "1 duplicate of other"):
+        assert sum(f"warning: {text}" in line for line in lines) == 1
 
 
 def test_a_run_that_would_lose_most_of_its_tokens_does_not_start(train, tmp_path):
@@ -287,6 +317,48 @@ def test_a_tokenizer_that_loses_text_is_named(preview, tmp_path):
     (warning,) = lossy(load_tokenizer(str(tmp_path)))
     assert "'Nataliasold48clips" in warning
     assert not lossy(load_tokenizer("demo:bytes"))
+
+
+def test_rows_as_json_have_stdout_for_themselves_and_warnings_go_to_stderr(tmp_path, capsys):
+    file = write_rows(tmp_path / "a.jsonl", [ask("a") | {"other": 1}, ask("b"), ask("a")])
+    words = ["tokenizer.path=demo:bytes", f"data.cache={tmp_path}", f"data.path={file}"]
+    assert main(["preview", *words, "preview.format=json", "preview.rows=1"]) == 0
+    printed = capsys.readouterr()
+    (row,) = map(json.loads, printed.out.splitlines())
+    assert row["row"] == 0
+    assert f"warning: 1 duplicate of other samples ({file}:3)" in printed.err
+    assert f"{file}: columns not used: other" in printed.err
+
+
+OF_METHODS = {
+    "sft": {"messages": ask("a")["messages"]},
+    "dpo": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "reward": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "kto": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "grpo": {"prompt": "q", "answer": "1"},
+}
+
+
+@pytest.mark.parametrize("method", OF_METHODS)
+def test_what_preview_shows_is_what_each_method_trains_on(preview, method):
+    row = OF_METHODS[method]
+    rows = [row | ({"prompt": f"q{i}"} if "prompt" in row else {}) for i in range(4)]
+    keys = [f"objective={method}", "preview.rows=4", "preview.format=json"]
+    keys += ["batch.seq_len=256", "model=tiny"]
+    keys += (
+        ["objective.rewards=[number]", "objective.max_new_tokens=64"] if method == "grpo" else []
+    )
+    out, words = preview(rows, *keys)
+    trained = [word for word in words if not word.startswith("preview.")]
+    cfg = compose("train", [*trained, "run.name=r"])
+    order = OrderMaker.of(cfg).training(cfg.data, build_data(cfg)[2])
+    shown = [json.loads(line) for line in out.splitlines()]
+    for i, row in enumerate(shown):
+        read = order.read(i)
+        count = sum(read.documents)
+        assert row["documents"] == read.documents
+        assert row["tokens"] == read.tokens[:count].tolist()
+        assert row["labels"] == read.labels[:count].tolist()
 
 
 class Closed(io.StringIO):

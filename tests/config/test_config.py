@@ -106,6 +106,22 @@ def test_recipe_then_command_line_are_laid_over_the_defaults_as_they_are_typed(n
     assert cfg.launch.env == {"OMP_NUM_THREADS": "4"}
 
 
+def test_a_number_stays_one_where_text_is_taken_as_well():
+    for word, value in {"4091": 4091, "'4091'": "4091", "end": "end"}.items():
+        assert compose("train", [*DEMO, f"data.end_of_text={word}"]).data.end_of_text == value
+
+
+def test_a_tokenizer_for_a_verb_that_reads_a_model_is_said_to_be_the_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    for verb in ("chat", "generate"):
+        for word in ("tokenizer=own", "tokenizer.path=own", "tokenizer_path=own"):
+            with pytest.raises(UserError, match=r"the one that lies in the folder of  source="):
+                compose(verb, ["source=x", word])
+    with pytest.raises(UserError, match=r"Did you mean  tokenizer\.path=own \?"):
+        compose("train", [*DEMO, "tokenizer=own"])
+
+
 def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "chats.jsonl").touch()

@@ -90,8 +90,9 @@ def folder(world, tmp_path_factory):
     pair = '{"prompt": "a", "chosen": "b", "rejected": "%s"}\n'
     (here / "pairs.jsonl").write_text(pair % "c" + pair % "d")
     (here / "wrong_pairs.jsonl").write_text(pair % "c" + pair % "b" + pair % "")
-    label = '{"prompt": "a", "completion": "b", "label": %s}\n'
-    (here / "labelled.jsonl").write_text(label % "true" + label % "false")
+    label = '{"prompt": "%s", "completion": "%s", "label": %s}\n'
+    labelled = label % ("a", "b", "true") + label % ("c", "d", "false")
+    (here / "labelled.jsonl").write_text(labelled)
     own = {
         "good": "optim: {lr: 1e-4}",
         "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off",

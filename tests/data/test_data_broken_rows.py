@@ -34,7 +34,10 @@ BUILDERS = [
     SampleBuilder(Data(), 64, TOKENIZER, load_template(name, TOKENIZER))
     for name in ("plain", "chatml")
 ]
-TURN = ("role", "content", "weight", "loss_weight", "tool_calls", "reasoning", "thinking", "name")
+TURN = (
+    *("role", "content", "weight", "loss_weight", "tool_calls", "reasoning", "thinking", "name"),
+    *("train", "masked", "mask", "arguments", "function_call"),
+)
 KNOWN = [
     "user",
     "assistant",
@@ -116,7 +119,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 BROKEN = [
     chat(tool_calls=5), chat(tool_calls="none"), chat(role=["user"]), chat(role=None),
     chat(content=5), chat(weight=10**400),
-    chat(content=[{"type": ["text"], "text": "x"}]), chat(weight=1e300), chat(weight="1"),
+    chat(content=[{"type": ["text"], "text": "x"}]), chat(weight=1e300), chat(weight="1 kg"),
     chat() | {"tools": 5}, chat(role="\ud800"),
     {"messages": DEEP}, {"messages": "\ud800"},
 ]  # fmt: skip

@@ -4,7 +4,9 @@ import base64
 import json
 import os
 import re
+import shutil
 import struct
+from collections import Counter
 from zlib import crc32
 
 import fsspec
@@ -12,11 +14,16 @@ import numpy as np
 import pytest
 from image_models import make_image_folder, write_pictures
 from PIL import Image
+from tokenizers import Tokenizer, processors
+from transformers.image_utils import load_image
 
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.images.image_files import ImageFiles
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.prepared_data import build_template
+from fsdp_trainer.data.records.images import Image as Named
+from fsdp_trainer.data.store import findings
 from fsdp_trainer.data.store.data_statistics import summary_lines
 from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -41,7 +48,7 @@ def folder(tmp_path):
 def prepared(model, folder, jsonl):
     """Return `prepared(*rows, **keys of data)`, which prepares the rows of a file in `folder`."""
 
-    def make(*rows, name="rows.jsonl", **keys):
+    def make(*rows, name="rows.jsonl", model=model, **keys):
         if rows:
             jsonl(*rows, name=name)
         data = Data(**{"path": str(folder / name), **keys})
@@ -91,6 +98,8 @@ PARTS = """
 {"type": "image", "image": "FOLDER/AT"}
 {"type": "image", "image": "file://FOLDER/AT"}
 {"type": "image", "image": "BASE64"}
+{"type": "image", "image": "IN_LINES"}
+{"type": "image_url", "image_url": {"url": "data:image/png;base64,IN_LINES"}}
 {"type": "image", "path": "AT"}
 {"type": "image_url", "image_url": {"url": "data:image/png;base64,BASE64"}}
 {"type": "input_image", "image_url": "data:image/png;base64,BASE64"}
@@ -113,6 +122,7 @@ def test_all_forms_of_an_image_give_the_same_sample(prepared, folder):
         "AT": "pictures/0.png",
         "FOLDER": str(folder),
         "BASE64": base64.b64encode(bytes_of(folder)).decode(),
+        "IN_LINES": json.dumps(base64.encodebytes(bytes_of(folder)).decode())[1:-1],
         "WHAT": json.dumps(text("what?")),
         "ANSWER": json.dumps(ANSWER),
     }
@@ -185,13 +195,22 @@ def head_of_png(width, height):
         ("big.png", head_of_png(10_000, 10_000), "10,000 × 10,000 pixels, and at most 67,108,864"),
         ("bomb.png", head_of_png(20_000, 20_000), "could be decompression bomb"),
         ("half.png", "half", "the image half.png cannot be decoded"),
+        ("empty.png", b"", "the image empty.png cannot be decoded: it is empty"),
+        (
+            "thin.png",
+            Image.new("RGB", (1, 300)),
+            "the image thin.png of 1 × 300 pixels is refused by the model's",
+        ),
+        ("map.tiff", Image.new("I", (24, 20), 10**5), "numbers from 100,000 to 100,000"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_named_with_file_and_line(
     prepared, folder, name, content, reason
 ):
     content = bytes_of(folder)[:400] if content == "half" else content
-    if content is not None:
+    if isinstance(content, Image.Image):
+        content.save(folder / name)
+    elif content is not None:
         (folder / name).write_bytes(content)
     bad = asking(image(name), text("q"))
     with pytest.raises(UserError) as error:
@@ -203,7 +222,97 @@ def test_an_image_that_cannot_be_read_is_named_with_file_and_line(
     assert len(skipped) == 1
 
 
+def test_a_processor_that_takes_no_image_is_named_whatever_happens_to_bad_rows(
+    prepared, model, folder, monkeypatch
+):
+    def refuse(self, picture):
+        raise ValueError("no size for it")
+
+    monkeypatch.setattr(ImageProcessor, "_text", refuse)
+    with pytest.raises(UserError, match="its processor takes no image: no size for it") as error:
+        prepared(ROW, on_error="skip")
+    assert error.value.problems[0].what == str(model)
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tiff"])
+def test_a_picture_is_turned_as_transformers_turns_it(folder, kind):
+    whole = Image.open(folder / "pictures" / "1.png")
+    files, exif = ImageFiles(folder / "cache"), Image.Exif()
+    for orientation in range(1, 9):
+        exif[0x112] = orientation
+        path = folder / f"{orientation}.{kind}"
+        whole.save(path, exif=exif)
+        expected = load_image(str(path))
+        for named in (Named(str(path)), Named(content=path.read_bytes())):
+            file, picture = files.opened(named)
+            assert file.size == files.find(named, "").size == expected.size
+            assert (np.asarray(picture) == np.asarray(expected)).all(), orientation
+
+
+def colours(*shape, high=256, dtype=np.uint8):
+    return (np.random.default_rng(0).random(shape) * high).astype(dtype)
+
+
+SIXTEEN = colours(20, 24, high=65536, dtype=np.uint16)
+FRACTIONS = colours(20, 24, high=1, dtype=np.float32)
+RGB, RGBA = Image.fromarray(colours(20, 24, 3)), Image.fromarray(colours(20, 24, 4))
+LOST = {  # picture, its form and options: what is said, and the numbers if not transformers'
+    "transparent": (RGBA, "png", {}, "images_transparent", None),
+    "grey_and_transparent": (RGBA.convert("LA"), "png", {}, "images_transparent", None),
+    "palette": (RGB.quantize(16), "png", {"transparency": 3}, "images_transparent", None),
+    "opaque": (RGB.convert("RGBA"), "png", {}, None, None),
+    "ink": (RGB.convert("CMYK"), "tiff", {}, None, None),
+    "16_bits": (Image.fromarray(SIXTEEN), "png", {}, "images_scaled", SIXTEEN >> 8),
+    "16_bits_of_8": (Image.fromarray(colours(20, 24, dtype=np.uint16)), "png", {}, None, None),
+    "32_bits": (
+        Image.fromarray(SIXTEEN.astype(np.int32)), "tiff", {}, "images_scaled", SIXTEEN >> 8
+    ),
+    "fractions": (
+        Image.fromarray(FRACTIONS), "tiff", {}, "images_scaled", (FRACTIONS * 255).round()
+    ),
+    "animation": (
+        RGB, "gif", {"save_all": True, "append_images": [RGBA]}, "images_first_frame", None
+    ),
+    "telephone": (RGB, "mpo", {"save_all": True, "append_images": [RGB]}, None, None),
+    "broken_exif": (RGB, "png", {"exif": b"Exif\0\0MM" + b"\x99" * 9}, "images_not_turned", RGB),
+}  # fmt: skip
+
+
+def test_what_a_picture_loses_is_said_and_its_numbers_are_right(prepared, folder):
+    rows = []
+    for name, (picture, form, options, _, numbers) in LOST.items():
+        path = folder / f"{name}.{form}"
+        picture.save(path, **options)
+        rows.append(asking(image(path.name), text(name)))
+        _, shown = ImageFiles(folder / "cache").opened(Named(str(path)))
+        expected = np.asarray(load_image(str(path)) if numbers is None else numbers)
+        if expected.ndim == 2:
+            expected = np.repeat(expected[..., None], 3, 2)
+        assert (np.asarray(shown) == expected).all(), name
+    [store] = prepared(*rows).train
+    counted = {key: store.counts[key] for key in store.counts if key in findings.KINDS}
+    assert counted == Counter(one[3] for one in LOST.values() if one[3])
+    lines = [f"{folder}/rows.jsonl:{1 + [*LOST].index(name)}" for name in ("16_bits", "32_bits")]
+    assert store.examples["images_scaled"][:2] == lines
+
+
+def test_a_first_token_that_processors_add_and_the_template_does_not_is_said(
+    prepared, model, folder
+):
+    rows = [saying([image("pictures/0.png"), text("q")])]
+    assert not prepared(*rows).train[0].counts.get("no_first_token")
+    shutil.copytree(model, folder / "adds")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    first = [("<|pad|>", tokenizer.token_to_id("<|pad|>"))]
+    tokenizer.post_processor = processors.TemplateProcessing("<|pad|> $A", special_tokens=first)
+    tokenizer.save(str(folder / "adds" / "tokenizer.json"))
+    assert prepared(*rows, model=folder / "adds").train[0].counts["no_first_token"] == 1
+
+
 def test_rows_whose_images_and_places_differ_are_refused(prepared):
+    for empty in (None, []):
+        with pytest.raises(UserError, match="has 0 images, and its turns have places for 1"):
+            prepared(saying("<image>?", images=empty))
     for content in ("<image> or <image>?", "<image> or \ufffc?"):
         with pytest.raises(UserError, match="has 1 images, and its turns have places for 2"):
             prepared(saying(content, images=["pictures/0.png"]))

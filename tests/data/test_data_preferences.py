@@ -40,6 +40,7 @@ PAIRS = {
     '{"prompt": [Q], "chosen": A, "rejected": B}': [Q],
     '{"chosen": [Q, A], "rejected": [Q, B]}': [Q],
     '{"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}': [Q],
+    '{"prompt": "q", "chosen": [Q, A], "rejected": [Q, B], "messages": [Q, A]}': [Q],
     '{"prompt": [Q], "chosen": [A, Q, A], "rejected": [A, Q, B]}': [Q, A, Q],
     """{"conversations": [{"from": "human", "value": "q"}],
         "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}""": [Q],

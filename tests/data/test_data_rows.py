@@ -1,14 +1,22 @@
 """Rows of every schema are read by what their columns mean; what is not read is named."""
 
 import json
+import math
+from decimal import Decimal
 
 import pytest
 from texts import samples_of, supervised_texts, turn
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
+from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
+from fsdp_trainer.data.records.preference_records import PAIRS, PROMPTS, SINGLE, UNPAIRED
+from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.data.records.record_formats import FORMATS
+from fsdp_trainer.data.store.data_statistics import all_findings, length_for_most
+from fsdp_trainer.data.store.findings import list_findings
+from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
@@ -146,7 +154,12 @@ def test_preview_shows_pairs_under_any_names(jsonl, preview):
 
 
 ERRORS = {
-    '{"question": "q", "answer": 5}': "'answer' should be text, it is int 5",
+    '{"question": "q", "answer": 5}': "'answer' should be text, it is int 5.*astype",
+    '{"text": ["a", "b"]}': "'text' should be text, it is list.*read_json",
+    '{"prompt": ["a", "b"], "output": ["c", "d"]}': "columns of 2 texts, not a row.*read_json",
+    '{"prompt": {"0": "a"}, "output": {"0": "c"}}': "holds columns of 1 texts, not a row",
+    '{"messages": [CHAT, CHAT]}': "holds lists of turns, and a row holds one",
+    '{"question": "q", "answer": ["a"]}': "A text is written without a list around it",
     '{"chat": [ASK, 5]}': "None of them holds text or turns",
     '{"messages": [{"who": "Bob", "says": "x"}]}': "its keys: who says",
     '{"messages": CHAT, "system": 5}': "'system' should be text",
@@ -234,3 +247,321 @@ def test_tokens_may_be_cut_and_segments_are_not(jsonl, preview):
     segments = jsonl({"segments": [{"text": "x" * 60, "label": True}]})
     refused = preview(f"data.path={segments}", *words, code=2)
     assert "only text and tokens can be cut into pieces" in refused
+
+
+def answers(size):
+    return {"prompt": "q", "chosen": "a" * size, "rejected": "b" * size}
+
+
+def labelled(size):
+    return {"prompt": "qp"[size % 2], "completion": "a" * size, "label": size % 2 == 0}
+
+
+TOO_LONG = {  # kind of data, its rows, and what else is offered than longer rows
+    "prompts": (PROMPTS, lambda size: {"prompt": "q" * size, "answer": "1"}, ()),
+    "pairs": (PAIRS, answers, ()),
+    "labelled": (UNPAIRED, labelled, ()),
+    "chats": (SINGLE, lambda size: {"prompt": "q", "completion": "a" * size}, ("truncate",)),
+    "documents": (SINGLE, lambda size: {"text": "a" * size}, ("truncate", "split")),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_the_advice_for_samples_that_are_too_long_helps_and_is_not_refused(
+    how, jsonl, tmp_path, name
+):
+    kind, row, others = TOO_LONG[name]
+    file = jsonl(*(row(30 + i % 7) if i % 20 else row(400 + i) for i in range(200)))
+    answer = 100 if kind == PROMPTS else 0
+
+    def advice(seq_len):
+        setting = how(tmp_path / "c", file, seq_len=seq_len)
+        prepared = prepare(*setting, kind, None, answer)
+        every = all_findings(prepared, seq_len)
+        texts = [f"{one.text} {one.fix}" for one in every if "longer" in one.text]
+        return texts, length_for_most(prepared)
+
+    [text], needed = advice(400)
+    assert f"batch.seq_len={needed} would hold 99%" in text
+    assert {word for word in ("truncate", "split") if f"data.too_long={word}" in text} == {*others}
+    shown = f"the 300 tokens of batch.seq_len=400 less objective.max_new_tokens={answer}"
+    assert (shown if answer else "longer than batch.seq_len=400") in text
+    assert not advice(needed)[0]
+
+
+FALSE = [False, 0, 0.0, Decimal(0), "0", "0.0", "false", "False", " no"]
+TRUE = [True, 1, 1.0, Decimal(1), "1", "1.0", "true", "True", "yes"]
+MISSING = [None, math.nan, "", "nan", "None"]
+NO_FLAGS = [2, -1, 0.5, "none", "maybe", [], {}, 10**400, math.inf]
+FLAGS = ("train", "training", "loss", "loss_mask", "masked")
+WEIGHTS = ("weight", "loss_weight", "loss_scale")
+
+
+def learnt(messages, **options):
+    """Return the texts that are learnt of turns, and the counts of what was noted."""
+    samples, builder = samples_of(BYTES, read({"messages": messages}), **options)
+    return [text for one in samples for text in supervised_texts(BYTES, one)], builder.counts
+
+
+@pytest.mark.parametrize("name", FLAGS + WEIGHTS)
+def test_a_turn_is_left_out_by_a_flag_in_any_spelling(name):
+    excluding, including = (TRUE, FALSE) if name == "masked" else (FALSE, TRUE)
+    for values, weight in ((excluding, 0.0), (including, 1.0), (MISSING, 1.0)):
+        for value in values:
+            answer = read({"messages": [ASK, REPLY | {name: value}]}).messages[1]
+            assert answer.get("weight", 1.0) == weight
+    texts, counts = learnt([ASK, REPLY | {name: excluding[1]}, ASK, turn("assistant", "b")])
+    assert (texts, counts) == (["b<|im_end|>"], {})
+    for value in NO_FLAGS[3 if name in WEIGHTS else 0 :]:
+        with pytest.raises(RecordError, match=rf"turn 2 of 'messages': '{name}' of a turn"):
+            read({"messages": [ASK, REPLY | {name: value}]})
+
+
+def test_weights_are_numbers_or_their_texts_and_several_marks_of_a_turn_agree():
+    for marks, weight in (
+        ({"weight": "0.5"}, 0.5), ({"weight": 2, "train": True}, 2), ({"weight": 2, "loss": 0}, 0),
+        ({"loss_scale": 0.5, "weight": "0.5"}, 0.5),
+    ):  # fmt: skip
+        assert read({"messages": [ASK, REPLY | marks]}).messages[1]["weight"] == weight
+    with pytest.raises(RecordError, match=r"several weights: 0\.5 1\.0"):
+        read({"messages": [ASK, REPLY | {"weight": 1, "loss_weight": 0.5}]})
+
+
+KEYS = {
+    "mask": (1, "refused"), "loss_weights": ([0, 1], "refused"), "lossMask": (0, "refused"),
+    "label": (False, "bad_key_label"), "refusal": ("no", "unread_key_refusal"),
+    "mask_of": ("User", "unread_key_mask_of"), "name": ("Bob", ""), "annotations": ([], ""),
+    "no_loss": (True, "refused"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_of_a_turn_that_is_not_used_is_refused_or_named(key):
+    value, said = KEYS[key]
+    if said == "refused":
+        with pytest.raises(RecordError, match=f"a turn has '{key}' of .*\n.*masked or weight"):
+            read({"messages": [ASK, REPLY | {key: value}]})
+    else:
+        assert set(learnt([ASK, REPLY | {key: value}])[1]) == {said} - {""}
+
+
+def test_a_question_that_is_marked_to_be_learnt_is_warned_about_where_it_is_not():
+    for mark in ({"train": True}, {"weight": 2}):
+        assert set(learnt([ASK | mark, REPLY])[1]) == {"marked_prompt"}
+        assert not learnt([ASK | mark, REPLY], loss_on="all")[1]
+    for unmarked in ({"train": False}, {"weight": 1}):
+        assert not learnt([ASK | unmarked, REPLY | {"train": True}])[1]
+
+
+MASKS = [
+    [0, 0, 1], [0.0, 0.0, 1.0], [[0, 0, 1]], [False, False, True], ["0", "0", "1"], "[0, 0, 1]",
+    "0 0 1", "[0. 0. 1.]", "[False False  True]", "[False, False, True]",
+]  # fmt: skip
+WRONG_MASKS = [[0, None, 1], [0, math.nan, 1], [0, 0.5, 1], [0, 2, 1], [0, 1], 5, "x y z", {}]
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "response_mask", "label_mask"])
+def test_a_mask_of_tokens_is_used_in_any_spelling(name):
+    for mask in MASKS:
+        row = read({"input_ids": [7, 8, 258], name: mask})
+        assert (row.tokens, row.learnt) == ([7, 8, 258], [False, False, True])
+    for mask in WRONG_MASKS:
+        with pytest.raises(RecordError, match=name):
+            read({"input_ids": [7, 8, 258], name: mask})
+
+
+def test_a_mask_of_another_name_is_refused_with_the_line_to_type_unless_it_changes_nothing():
+    row = {"input_ids": [7, 8, 258], "labels": [-100, 8, 258]}
+    for mask in ([0, 0, 1], "0. 0. 1.", [0.5, 1, 1]):
+        with pytest.raises(RecordError, match=r"{input_ids: input_ids, loss_mask: mask}"):
+            read(row | {"mask": mask})
+    fields = {"input_ids": "input_ids", "loss_mask": "mask"}
+    read_row, _ = reader_of(row | {"mask": [0, 0, 1]}, fields=fields)
+    assert read_row(row | {"mask": [0, 0, 1]}).learnt == [False, False, True]
+    same = {"mask": [0.0, 1.0, 1.0], "prompt_mask": [1, 0, 0], "special_tokens_mask": [0, 0, 1]}
+    assert read(row | same | {"token_mask": [1, 1, 1]}).learnt == [False, True, True]
+    with pytest.raises(RecordError, match="'completion_mask' is"):
+        read(row | {"loss_mask": [0, 1, 1], "completion_mask": [0, 0, 1]})
+
+
+ROW_MARKS = {
+    '"weight": 0.5': "refused", '"train": 0': "refused", '"loss_mask": [0, 1]': "refused",
+    '"masked": "True"': "refused", '"weight": 1.0': "", '"loss": 1.37': "", '"mask": "User"': "",
+    '"label": 0': "unread_column_label", '"is_correct": "False"': "unread_column_is_correct",
+    '"label": 3': "class_column_label", '"label": "bad"': "unread_column_label",
+    '"is_correct": true': "", '"in_gsm8k_train": false': "", '"label": null': "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", ROW_MARKS)
+def test_a_column_that_looks_like_a_mask_or_a_label_is_refused_or_counted(mark):
+    row, noted = {"question": "q", "answer": "a"} | json.loads(f"{{{mark}}}"), []
+    reader = make_reader(row, "auto", None, "f", kind="single")
+    reader.note = lambda key, where: noted.append(key)
+    if ROW_MARKS[mark] == "refused":
+        with pytest.raises(RecordError, match=r"{prompt: question, completion: answer}"):
+            reader.read(Record(row, ("f", 1)))
+    else:
+        reader.read(Record(row, ("f", 1)))
+        assert noted == [one for one in [ROW_MARKS[mark]] if one]
+
+
+def test_preview_names_columns_and_keys_that_are_not_used(jsonl, preview):
+    row = {"messages": [ASK | {"when": 1}, REPLY], "label": 0}
+    shown = preview(f"data.path={jsonl(row)}")
+    assert "1 row whose column 'label' may say that less is to be learnt" in shown
+    assert "1 conversation whose turns have a key 'when'" in shown
+    streamed = preview(f"data.path={jsonl(row)}", "data.streaming=true", "batch.rows=1")
+    assert "64 rows whose column 'label' may say" in streamed
+    classes = {"unread_column_label": 9, "class_column_label": 1}
+    assert len(list_findings(classes, {}, 9, 9, 9)) == 0
+    assert len(list_findings(classes | {"unread_column_label": 99}, {}, 99, 9, 9)) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "good"),
+    [(FALSE, False), (TRUE, True), (["bad", "undesirable"], False), (["good", "Desirable"], True)],
+)
+def test_labels_of_answers_are_read_in_any_spelling(labels, good):
+    for label in labels:
+        row = {"prompt": "q", "completion": "a", "label": label}
+        assert reader_of(row, kind="unpaired")[0](row).is_good == good
+        if str(label) in ("True", "true", "False", "false"):
+            with pytest.raises(UserError, match="false ones would be trained on as well"):
+                reader_of(row, kind="single")
+            first = {"prompt": "q", "completion": "a"}
+            if not good:
+                with pytest.raises(RecordError, match="answers that are good or bad"):
+                    reader_of(first, kind="single")[0](row)
+
+
+@pytest.mark.parametrize("label", [-1, "5 stars", None, math.nan, ""])
+def test_what_is_no_label_is_an_error_of_the_row(label):
+    row = {"prompt": "q", "completion": "a", "label": label}
+    with pytest.raises(RecordError, match=r"'label' is (null|.*Write true or false)"):
+        reader_of(row, kind="unpaired")[0](row)
+
+
+def test_labels_of_a_table_are_read_for_kto_and_pairs_with_worse_scores_are_named(
+    tmp_path, preview
+):
+    lines = [f"q{i},answer {i},{i % 2 == 0}\n" for i in range(4)]
+    (tmp_path / "a.csv").write_text("prompt,completion,label\n" + "".join(lines))
+    shown = preview(f"data.path={tmp_path}/a.csv", "objective=kto")
+    assert "4 rows, unpaired" in shown
+    pairs = {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}
+    (tmp_path / "a.jsonl").write_text(json.dumps(pairs))
+    shown = preview(f"data.path={tmp_path}/a.jsonl", "objective=dpo")
+    assert "1 pair whose rejected answer has a higher score" in shown
+
+
+def call(name="look", **others):
+    return {"type": "function", "function": {"name": name, **others}}
+
+
+EMPTY = ["", "  ", None, "null", "{}", {}, [], math.nan]
+BROKEN = [
+    '{"a": "cut of', "[1]", 5, "text", '{"a": NaN}', '{"a": 1, "a": 2}', {"a": math.inf}, "{'a': 1}"
+]  # fmt: skip
+
+
+def test_arguments_of_calls_are_objects_or_an_error_of_the_row():
+    for arguments in EMPTY:
+        turns = [ASK, turn("assistant", None, tool_calls=[call(arguments=arguments)])]
+        assert read({"messages": turns}).messages[1]["tool_calls"] == [call(arguments={})]
+    for given in ({"args": {"a": 1}}, {"arguments": '"{\\"a\\": 1}"'}, {"parameters": '{"a": 1}'}):
+        turns = [ASK, turn("assistant", None, tool_calls=[call(**given)])]
+        assert read({"messages": turns}).messages[1]["tool_calls"] == [call(arguments={"a": 1})]
+    broken = [call(arguments=arguments) for arguments in BROKEN] + [call(kwargs={"a": 1})]
+    broken.append(call(arguments={"a": 1}, input={"a": 2}))
+    broken.append({**call(arguments={"a": 1}), "arguments": {"a": 2}})
+    for one in broken:
+        with pytest.raises(RecordError, match=r"turn 2 of 'messages': .*(JSON|argum)"):
+            read({"messages": [ASK, turn("assistant", None, tool_calls=[one])]})
+
+
+LOOK = {"name": "look", "arguments": {"a": 1}}
+OWN_TURNS = [
+    {"role": "tool_call", "content": json.dumps(LOOK)}, {"role": "function_call", **LOOK},
+    {"role": "tool_call", "content": LOOK}, {"role": "tool_call", "content": [call(**LOOK)]},
+    {"role": "assistant", "content": None, **LOOK}, {"role": "assistant", "function_call": LOOK},
+    {"from": "function_call", "name": "look", "arguments": '{"a": 1}'},
+    {"role": "tool_call", "name": "look", "parameters": {"a": 1}},
+    {"role": "assistant", "tool_calls": [{**call(arguments={"a": 1}), "arguments": None}]},
+    {"role": "assistant", "tool_calls": [{**LOOK, "function": None}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", OWN_TURNS)
+def test_a_call_of_its_own_turn_is_part_of_the_answer_before_it(own):
+    text, result, more = turn("assistant", "t"), turn("tool", "r"), {"role": "tool_call", **LOOK}
+    calls = [call(arguments={"a": 1})]
+    for turns, content, count in (
+        ([own], "", 1),
+        ([text, own], "t", 1),
+        ([text, own, more], "t", 2),
+    ):
+        messages = read({"messages": [ASK, *turns, result, own]}).messages
+        said = [(one["role"], one["content"], one.get("tool_calls")) for one in messages[1:]]
+        assert said == [("assistant", content, calls * count), ("tool", "r", None),
+                        ("assistant", "", calls)]  # fmt: skip
+
+
+def test_turns_that_are_two_answers_stay_two_and_are_warned_about():
+    for turns in (
+        [REPLY, REPLY], [{"role": "tool_call", **LOOK}, REPLY],
+        [REPLY, {"role": "tool_call", **LOOK, "train": False}],
+    ):  # fmt: skip
+        assert len(read({"messages": [ASK, *turns]}).messages) == 3
+        assert learnt([ASK, *turns])[1]["two_answers"] == 1
+
+
+def test_what_a_call_holds_beside_its_arguments_is_named():
+    for one in ({**LOOK, "city": "x"}, {**call(arguments={"a": 1}), "city": "x"}):
+        turns = [ASK, turn("assistant", "", tool_calls=[one])]
+        assert learnt(turns)[1]["unread_key_tool_calls.city"] == 1
+
+
+NO_TEXTS = {
+    '{"role": "assistant", "refusal": "no"}': "turn of 'assistant' has no text.*keys: role refusal",
+    '{"role": "assistant", "content": 4}': 'it is int 4.*Write it as text, "4"',
+    '{"role": "tool_call", "content": "{\\"name\\": "}': "turn of calls: no JSON",
+    '{"role": "tool_call", "arguments": {}}': "a tool call needs a name",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", NO_TEXTS)
+def test_a_turn_that_cannot_be_read_is_named_with_what_to_do(odd):
+    with pytest.raises(RecordError, match="(?s)turn 2 of 'messages': .*" + NO_TEXTS[odd]):
+        read({"messages": [ASK, json.loads(odd)]})
+
+
+@pytest.mark.parametrize("answer", [4, 4.5, Decimal("1.50"), "4"])
+def test_the_reference_of_a_prompt_may_be_a_number(answer):
+    for row in ({"question": "q", "answer": answer}, {"messages": [ASK], "answer": answer}):
+        reader = make_prompt_reader(row | {"label": "True"}, "auto", None, "f")
+        assert reader.read(Record(row, ("f", 1))).reference == str(answer)
+
+
+def test_tables_with_maps_and_binary_texts_are_read_as_objects_and_texts(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    arguments = pa.map_(pa.string(), pa.map_(pa.string(), pa.int64()))
+    keys = [("role", pa.string()), ("content", pa.binary()), ("name", pa.string())]
+    kinds = pa.list_(pa.struct([*keys, ("arguments", arguments)]))
+    turns = [
+        {"role": "user", "content": "ö".encode()},
+        {"role": "tool_call", "name": "look", "arguments": [("a", [("b", 1)])]},
+        {"role": "tool_call", "name": "none", "arguments": []},
+    ]
+    twice = [turns[0], {"role": "tool_call", "name": "n", "arguments": [("a", []), ("a", [])]}]
+    no_text = [{"role": "user", "content": b"\xff"}]
+    table = pa.table({"messages": pa.array([turns, twice, no_text], kinds)})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    rows = [*read_records(str(tmp_path / "a.parquet"))]
+    messages = read(rows[0].columns).messages
+    assert messages[0] == turn("user", "ö")
+    calls = [call("look", arguments={"a": {"b": 1}}), call("none", arguments={})]
+    assert messages[1]["tool_calls"] == calls
+    assert rows[1].error == "has 'a' twice in one map"
+    with pytest.raises(RecordError, match="Only UTF-8 is read"):
+        read(rows[2].columns)

@@ -9,6 +9,7 @@ import pytest
 from texts import turn
 
 from fsdp_trainer.cli import main
+from fsdp_trainer.data.files import json_values
 from fsdp_trainer.data.files.file_splits import (
     Lines,
     lines_before,
@@ -16,7 +17,13 @@ from fsdp_trainer.data.files.file_splits import (
     read_unit,
     split_units,
 )
-from fsdp_trainer.data.files.sources import Problems, Record, RecordError, find_sources
+from fsdp_trainer.data.files.sources import (
+    Problems,
+    Record,
+    RecordError,
+    find_sources,
+    lines_on_folders,
+)
 from fsdp_trainer.data.records.conversations import Document, make_reader
 from fsdp_trainer.errors import UserError
 
@@ -327,6 +334,139 @@ def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
         assert reason in row.error
     (row,) = read_records(written(tmp_path, "b.tsv", "text\tn\n" + "x" * 200_000 + "\t1\n"))
     assert row.columns["text"] == "x" * 200_000
+
+
+A, B = '{"text": "a"}', '{"text": "b"}'
+ROLES = '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]'
+FORMS = {
+    f"[{A}, {B}]": [(1, "a"), (1, "b")],
+    f"[\n{A},\n{B}\n]": [(2, "a"), (3, "b")],
+    '{\n"text": "a"\n}\n{\n"text": "b"\n}\n': [(1, "a"), (4, "b")],
+    f"{A}{B}": [(1, "a"), (1, "b")],
+    f"{A},\n{B},\n": [(1, "a"), (2, "b")],
+    '{"text": ["a", "b"], "n": [1, 2]}': [(1, "a"), (1, "b")],
+    '{\n"text":\n["a", "b"]}': [(1, "a"), (1, "b")],
+    f"{A}\n": [(1, "a")],
+    f"{A}\n{B}": [(1, "a"), (2, "b")],
+    '{\n"text": "a",,\n}\n{\n"text": "b"\n}\n{\n"text': [(1, None), (4, "b"), (7, None)],
+    f'{{"text": "a\n{A}\n{B}': [(1, None), (2, "a"), (3, "b")],
+    '{"text": "a", "tags": ["x"]}': [(1, "a")],
+    f'{{"text": "a", "messages": {ROLES}}}': [(1, "a")],
+    f'{{"text":\n{A}\n{B}': [(1, None), (2, "a"), (3, "b")],
+    f'{{"text": "a", "messages": [\n{ROLES[1:33]}\n]}}': [(1, "a")],
+    f'{{"text": "a", "segments": [{B}]}}': [(1, "a")],
+}
+"""Content of a file, and the lines and texts of its rows; None for those that cannot be read."""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("content", FORMS)
+def test_json_is_read_however_its_objects_lie_in_the_file(tmp_path, name, content):
+    packed = gzip.compress(content.encode()) if name.endswith(".gz") else content
+    rows = [*read_records(written(tmp_path, name, packed))]
+    assert [(row.where[1], row.columns.get("text")) for row in rows] == FORMS[content]
+    assert [row.error is None for row in rows] == [text is not None for _, text in FORMS[content]]
+
+
+def test_an_array_on_one_line_may_hold_more_values_than_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_values, "MOST_VALUES", 3)
+    rows = [*read_records(written(tmp_path, "a.jsonl", f"[{A}, {B}]"))]
+    assert [row.columns["text"] for row in rows] == ["a", "b"]
+
+
+NO_ROWS = {
+    "parts.json": (f'{{"train": [{A}], "test": [{B}]}}', "jq -c '.[\"train\"][]'"),
+    "pandas.json": ('{"text": {"0": "a"}, "n": {"0": "1"}}', "orient='records', lines=True"),
+    "split.json": ('{"columns": ["text"], "index": [0], "data": [["a"]]}', "orient='records'"),
+    "unequal.json": ('{"text": ["a", "b"], "n": ["1"]}', "different lengths: text 2, n 1"),
+    "twice.csv": ("text,n, text\na,1,b\n", "has 'text' twice among the names"),
+    "bars.csv": ("a|b;c\nd|e;f\n", "sep=;  or, for a single column,  sep=,"),
+    "one.csv": ("a;b\nc\nd;e\n", "not certain that semicolons"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_a_file_without_certain_rows_is_refused_with_what_to_write(tmp_path, name):
+    content, advice = NO_ROWS[name]
+    with pytest.raises(UserError) as raised:
+        [*read_records(written(tmp_path, name, content))]
+    assert advice in str(raised.value)
+    assert f"{name}:1" in str(raised.value)
+
+
+def test_a_table_with_a_column_twice_is_refused(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    inner = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["x", "x"])
+    for names, columns in ((["t", "t"], [pa.array(["a"])] * 2), (["t"], [inner])):
+        table = pa.Table.from_arrays(columns, names=names)
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=f"column '{'tx'[len(names) == 1]}' twice"):
+            [*read_records(str(tmp_path / "a.parquet"))]
+
+
+TABLES = {
+    "a.csv": 'prompt;completion\nq, r;a\n\n"s\n;";b\n',
+    "b.csv": 'prompt|completion\nq, r|a\n\n"s\n;"|b\n',
+    "c.csv": 'prompt\tcompletion\nq, r\ta\n\n"s\n;"\tb\n',
+    "d.tsv": 'prompt,completion\n"q, r",a\n\n"s\n;",b\n',
+    "e.csv": '\ufeffsep=;\r\nprompt;completion\r\nq, r;a\r\n"s\r\n;";b\r\n',
+    "g.csv": 'sep=,,\nprompt,completion\n"q, r",a\n"s\n;",b\n',
+    "f.csv": '"sep=^"\nprompt^completion\nq, r^a\n"s\n;"^b\n',
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_separator_of_a_table_is_found_or_named_in_the_first_line(tmp_path, name):
+    rows = [*read_records(written(tmp_path, name, TABLES[name]))]
+    assert [row.columns for row in rows] == [
+        {"prompt": "q, r", "completion": "a"},
+        {"prompt": "s\n;", "completion": "b"},
+    ]
+    assert [row.where[1] for row in rows] == ([3, 4] if "sep" in TABLES[name] else [2, 4])
+
+
+def test_columns_without_a_name_are_numbered_and_rows_below_an_open_quote_are_read(tmp_path):
+    content = ',text,\n0,a,\n1,"b,\n2,c,\n3,d,\n'
+    rows = [*read_records(written(tmp_path, "a.csv", content))]
+    assert [row.columns.get("text") for row in rows] == ["a", None, "c", "d"]
+    assert rows[0].columns == {"Unnamed: 0": "0", "text": "a", "Unnamed: 2": ""}
+    assert "a quote is not closed" in rows[1].error
+    text = 'text,n\na,1\n"many\nlines, here\n and, here, too\n'
+    *_, last = read_records(written(tmp_path, "b.csv", text))
+    assert "the row goes on for 2 more lines" in last.error
+
+
+def test_files_in_a_folder_that_are_not_read_are_named(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.xz", "sub/c.xlsx", "README.md", "p.png", ".d.zip", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        written(tmp_path, name, A)
+    paths = [str(tmp_path), str(tmp_path / "a.jsonl")]
+    line = f"{tmp_path}: files not read: b.jsonl.xz, sub/c.xlsx"
+    assert lines_on_folders(paths) == [line]
+    written(tmp_path, "NOTES.md", "x")
+    stray = f"{tmp_path}: read as texts, beside other data: NOTES.md"
+    assert lines_on_folders(paths) == [line, stray]
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1"
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        (gzip.compress(b"{}"), "ends in .gz"), (b"PAR1xxxx", "ends in .parquet"),
+        (b"PK\3\4xx", "zip archive"), (LFS, "git lfs pull"),
+        ("{}".encode("utf-16le"), "iconv -f utf-16le"), ("{}".encode("utf-32"), "iconv -f utf-32"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt"])
+def test_a_file_of_another_kind_than_its_name_says_is_named(tmp_path, content, advice, suffix):
+    (row,) = read_records(written(tmp_path, f"a{suffix}", content))
+    assert advice in row.error
+    assert row.where[1] == 1
+    if content == LFS:
+        (row,) = read_records(written(tmp_path, "a.parquet", content))
+        assert advice in row.error
 
 
 TEXTS = {

@@ -7,6 +7,9 @@ import pytest
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.prepared_data import tokenizer_path
+from fsdp_trainer.data.records.preference_records import PAIRS, UNPAIRED
+from fsdp_trainer.data.store.data_statistics import all_findings
+from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
@@ -114,3 +117,53 @@ def test_the_demo_is_held_out():
     assert (len(train), len(heldout), len(train & heldout)) == (4000, 200, 0)
     first = quickstart_data.rows("demo:backwards")[0]["messages"][0]
     assert first["content"] == f"Spell {quickstart_data.words()[0]} backwards."
+
+
+OVERLAPS = {  # what is trained on, what is validated on, and how many of its rows are in both
+    "the same file": (["d/a.jsonl"], "d/a.jsonl", 4),
+    "a file of the folder": (["d"], "d/b.jsonl", 4),
+    "a copy, and a link to a file": (["d"], ["copy.jsonl", "link.jsonl"], 8),
+    "a component of a mixture": (
+        [{"path": "d/a.jsonl", "weight": 1}, {"path": "c.jsonl", "weight": 1}], "copy.jsonl", 1,
+    ),
+    "some rows": (["c.jsonl"], "d/b.jsonl", 1),
+    "no row": (["d/a.jsonl"], "d/b.jsonl", 0),
+    "a share": (["d"], 0.4, 0),
+}  # fmt: skip
+
+
+@pytest.fixture
+def overlapping(tmp_path, jsonl, monkeypatch):
+    """Write a folder with a.jsonl and b.jsonl, beside it a copy of b and a file with a row of b."""
+    (tmp_path / "d").mkdir()
+    rows = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(12)]
+    for name, some in (
+        ("d/a.jsonl", rows[:4]), ("d/b.jsonl", rows[4:8]), ("copy.jsonl", rows[4:8]),
+        ("c.jsonl", rows[7:]),
+    ):  # fmt: skip
+        jsonl(*some, name=name)
+    (tmp_path / "link.jsonl").symlink_to("d/a.jsonl")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("kind", [PAIRS, UNPAIRED])
+def test_validation_data_that_is_trained_on_is_counted(overlapping, how, name, kind, tmp_path):
+    paths, validation, count = OVERLAPS[name]
+    data = prepare(*how(tmp_path / "c", *paths, validation=validation), kind)
+    texts = [one.text for one in all_findings(data, 512) if "data.validation" in one.text]
+    count *= 1 if kind == PAIRS else 2
+    expected = f"{count} sample{'s' * (count != 1)} of data.validation"
+    assert [text.startswith(expected) for text in texts] == [True] * bool(count)
+
+
+@pytest.mark.parametrize(("validation", "count"), [("copy", 4), ("c", 1), ("other", 0)])
+def test_validation_data_that_is_streamed_is_counted(
+    overlapping, preview, jsonl, validation, count
+):
+    jsonl({"prompt": "q", "chosen": "n"}, name="other.jsonl")
+    words = ["data.path=d", "data.streaming=true", "batch.rows=4", "batch.seq_len=64"]
+    words += ["data.fields={prompt: prompt, completion: chosen}"]
+    shown = preview(*words, f"data.validation={validation}.jsonl")
+    text = f"{count} sample{'s' * (count != 1)} of data.validation"
+    assert (text in shown) == bool(count)

@@ -18,10 +18,13 @@ from texts import (
     write_tokenizer,
 )
 
+from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
+from fsdp_trainer.data.records.prompts import question_of
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
@@ -265,6 +268,10 @@ READS_THINKING = template_of(
 )
 INLINE = turn("assistant", "<think>\nLook up.\n</think>\n\nGrey.")
 GREETED = [turn("assistant", "Welcome"), ASK, ANSWER]
+TWICE = [ASK, ANSWER, ASK, ANSWER]
+HEADER, DEFAULT = "<|im_start|>assistant\\n", "<|im_start|>system\\nA default.<|im_end|>"
+IN_WORDS = "{%- for m in messages %}{{- m.role + ': ' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+WELCOMED = ["Welcome<|im_end|>", GREY]
 # name: the template, the conversation, what is learnt, the notes on it; and, where it is not the
 # row's conversation, the one that transformers gives the same tokens for
 WRITTEN = {
@@ -363,6 +370,63 @@ WRITTEN = {
         [CALLED, GREY],
         ["prompt_differs"],
     ),
+    # text that follows the last turn of any conversation
+    **{
+        f"no text after the last turn: {what}": (source, TWICE, [GREY, GREY], noted)
+        for what, source, noted in (
+            ("a header", template_of(prompt="{{- '" + HEADER + "' }}"), []),
+            (
+                "a header where the text begins with a default, as in Command R7B",
+                "{{- '<s>" + DEFAULT + "' }}" + template_of(prompt="{{- '" + HEADER + "' }}"),
+                [],
+            ),
+            ("a header in words", IN_WORDS + "{{- 'assistant: ' }}", []),
+            (
+                "an instruction, as in Command R+",
+                template_of(prompt="{{- '" + DEFAULT + "' }}" + PROMPT),
+                ["prompt_differs"] * 2,
+            ),
+            (
+                "an instruction that tells of the conversation",
+                template_of(
+                    prompt="{{- '<|im_start|>system\\nTurns: ' + messages | length | string }}"
+                    + PROMPT
+                ),
+                ["prompt_differs"] * 2,
+            ),
+            (
+                "the header of the next question",
+                template_of(
+                    prompt="{%- if not add_generation_prompt %}{{- '<|im_start|>user\\n' }}"
+                    "{%- endif %}" + PROMPT
+                ),
+                [],
+            ),
+        )
+    },
+    "no default system text, which an empty conversation lacks, before a first answer": (
+        "{%- if messages %}{{- '" + DEFAULT + "' }}{%- endif %}" + template_of(),
+        GREETED,
+        WELCOMED,
+        ["prompt_differs"],
+    ),
+    "nor where an empty conversation is empty": (
+        "{%- if messages %}{{- '" + DEFAULT + "' }}" + template_of() + "{%- endif %}",
+        GREETED,
+        WELCOMED,
+        ["prompt_differs"],
+    ),
+    "no header after a system turn, where only turns after it have the prompt, as in Granite": (
+        "{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{{- messages[0].content + '<|im_end|>' if turns != messages }}{%- for m in turns %}"
+        + PLAIN
+        + "{%- if loop.last %}"
+        + PROMPT
+        + "{%- endif %}{%- endfor %}",
+        [turn("system", "Be brief."), ANSWER],
+        [GREY],
+        [],
+    ),
 }  # fmt: skip
 
 
@@ -382,6 +446,27 @@ def test_a_turn_whose_beginning_cannot_be_told_is_refused_with_a_remedy(tokenize
     )
     with pytest.raises(RecordError, match=r"data\.template=chatml"):
         learnt(tokenizer, source, [ASK, ANSWER])
+
+
+def test_tools_are_not_learnt_with_an_answer_that_nobody_asked_for(tokenizer):
+    source = "{%- if messages %}{{- tools | tojson }}{%- endif %}" + template_of()
+    (sample,), _ = learnt(tokenizer, source, GREETED, TOOLS)
+    assert sample.tokens.tolist() == rendered(tokenizer, source, GREETED, TOOLS)[1]
+    assert supervised_texts(tokenizer, sample) == WELCOMED
+
+
+def test_tools_that_a_template_does_not_show_are_counted_for_chats_and_prompts(tokenizer):
+    shows = (
+        "{%- if messages[0].role == 'system' %}{{- tools | tojson }}{%- endif %}" + template_of()
+    )
+    for messages, count in ([ASK], 1), ([turn("system", ""), ASK], 0):
+        _, notes = learnt(tokenizer, shows, [*messages, ANSWER], TOOLS)
+        assert notes.get("tools_not_shown", 0) == count
+        row = row_of([*messages, ANSWER], TOOLS)
+        template = Template("of a test", shows, tokenizer.special)
+        builder = SampleBuilder(Data(), 1000, tokenizer, template)
+        builder.render_prompt(question_of(row, {}))
+        assert builder.counts["tools_not_shown"] == count
 
 
 SYSTEM_IN_LAST_QUESTION = """{%- for m in messages %}
@@ -600,3 +685,19 @@ def test_a_template_that_takes_too_long_or_is_too_deep_is_refused(says, tokenize
     file.write_text(ABSURD[says])
     with pytest.raises(UserError, match=says):
         load_template(str(file), tokenizer).render([turn("user", "Hi")])
+
+
+def test_a_last_turn_goes_on_as_in_transformers(tokenizer):
+    stripping = template_of({"m.role == 'assistant'": "{{- m.role + ': ' + m.content | trim }}"})
+    parts = "{%- for m in messages %}{{ m.role + ': ' + m.content[0].text + ';' }}{%- endfor %}"
+    for source in (template_of(), stripping, parts):
+        template = Template("of a test", source, tokenizer.special)
+        for last in ("The answer is", "The answer is ", "```python\n", "abc"):
+            messages = [turn("user", "abc"), turn("assistant", last)]
+            theirs = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+            shown = theirs if source is parts else messages
+            text, _ = rendered(tokenizer, source, shown, continue_final_message=True)
+            assert template.continued(messages) == text
+    hiding = template_of({"m.role == 'assistant'": "{{- m.role }}"})
+    with pytest.raises(RecordError, match="does not show the last turn"):
+        Template("of a test", hiding, tokenizer.special).continued(messages)

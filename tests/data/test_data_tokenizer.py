@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from itertools import pairwise
 
 import inject
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from texts import SHARED, make_tokenizer, write_sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
+from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens import byte_level_files
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
+from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.word_cache import LLAMA_3, PATTERNS, encoding_of, separator_of
@@ -141,16 +144,103 @@ def test_special_tokens_and_templates_are_read_in_every_spelling(folder):
     assert tokenizer.stop_ids == {256, 258, 7}
 
 
+def token(text, **flags):
+    return {"content": text, "special": True} | flags
+
+
+WRONG = {
+    "tokenizer_config.json": [
+        ([], "no JSON object"),
+        ({"eos_token": 5}, "eos_token is 5"),
+        ({"bos_token": {"a": 1}}, "bos_token is {'a': 1}"),
+        ({"pad_token": token("<p>", lstrip="no")}, "pad_token is"),
+        ({"extra_special_tokens": 5}, "extra_special_tokens is 5"),
+        ({"extra_special_tokens": [["<p>"]]}, "extra_special_tokens is"),
+        ({"added_tokens_decoder": ["<p>"]}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"260": "<p>"}}, "260 in added_tokens_decoder is '<p>'"),
+        ({"added_tokens_decoder": {"x": token("<p>")}}, "is 'x': it should be a number"),
+        # a gap, and the id of another token
+        ({"added_tokens_decoder": {"261": token("<p>")}}, "the id 261, and it would be 260"),
+        ({"added_tokens_decoder": {"7": token("<p>")}}, "the id 7, which is that of"),
+        ({"added_tokens_decoder": {"-1": token("<p>")}}, "the id -1"),
+        ({"split_special_tokens": True}, "split_special_tokens"),
+    ],
+    "added_tokens.json": [
+        (["<p>"], "no JSON object"),
+        ({"<p>": "x"}, "is 'x': it should be a number"),
+        ({"<p>": 300}, "added_tokens.json gives '<p>' the id 300"),
+    ],
+}
+
+
 @pytest.mark.parametrize(
-    "config", ['{"eos_token": 5, "bos_token": {"a": 1}, "chat_template": [{"a": 5}]}', "[]"]
+    ("name", "content", "says"), [(name, *case) for name in WRONG for case in WRONG[name]]
 )
-def test_values_of_the_wrong_type_in_a_description_are_as_if_they_were_not_there(folder, config):
-    (folder / "tokenizer_config.json").write_text(config)
-    (folder / "chat_template.jinja").unlink()
+def test_a_description_that_cannot_be_followed_is_refused(folder, name, content, says):
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=re.escape(says)):
+        load_tokenizer(str(folder))
+
+
+def test_new_tokens_in_a_vocabulary_with_gaps_take_no_others_id(tmp_path):
+    gaps = {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, "b": 2}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": gaps}))
+    for config, added in (({"eos_token": "<e>"}, []), ({}, ["<e>"])):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match="'<e>' would get the id 2, which is that of 'b'"):
+            load_tokenizer(str(tmp_path), added)
+
+
+def test_what_a_description_says_and_is_not_used_is_noted(folder):
+    end = token("<|im_end|>")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<|im_end|>"}))
+    notes = described(folder, added_tokens_decoder={"259": end}, eos_token="<|im_end|>").notes
+    assert "added_tokens_decoder gives '<|im_end|>' the id 259, tokenizer.json 258" in notes[1]
+    assert "so that its sep_token is not used" in notes[0]
+    assert not described(folder, added_tokens_decoder={"258": end}, sep_token="<|im_end|>").notes
+
+
+def test_a_class_that_cuts_texts_in_another_way_than_the_file_is_noted(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    byte_level(r"\p{L}|[^\p{L}]+").backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for kind in ("GPT2Tokenizer", "PreTrainedTokenizerFast"):
+        ours = described(tmp_path, tokenizer_class=kind, eos_token="<|end|>")
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        same = theirs("a  b\n\nc")["input_ids"] == ours.encode("a  b\n\nc")
+        assert same == (not ours.notes)
+        assert same == (kind != "GPT2Tokenizer")
+        # the export's class is one that cuts them as in training
+        saved_and_compared(ours, tmp_path / kind, ["a  b\n\nc"])
+    assert not ours.notes_with("llama")
+    assert "Qwen2Tokenizer" in ours.notes_with("qwen2")[0]  # a model of this type has no other
+
+
+@pytest.mark.slow
+def test_texts_are_cut_as_mistrals_if_the_description_asks_for_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    saved = json.loads(byte_level(LLAMA_3).backend.to_str())
+    ids = saved["model"]["vocab"]
+    ids |= {f"<{id}>": id for id in range(len(ids) + 10, 100_100)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    plain, fixed = (described(tmp_path, fix_mistral_regex=fix) for fix in (False, True))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert fixed.encode("x = 12345") != plain.encode("x = 12345")
+    for text in SPACED:
+        assert fixed.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_number_that_is_no_token_is_the_number_of_the_end_of_text(folder):
     tokenizer = load_tokenizer(str(folder))
-    assert tokenizer.eos_token == "<|endoftext|>"  # the usual one
-    assert tokenizer.bos_token is None
-    assert tokenizer.chat_template is None
+    for named, number in {
+        "200": 200,
+        200: 200,
+        "<|im_end|>": 258,
+        "7": tokenizer.encode("7")[0],
+    }.items():
+        options = TokenizeOptions(Data(end_of_text=named), 32, 0.0, tokenizer, None)
+        assert options.separator == number
 
 
 def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiece_file, tmp_path):
@@ -375,6 +465,12 @@ def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path, monkey
         assert ours.decode(ours.encode(text), skip_special=False) == text
     assert ours._words  # as fast as its tokenizer.json
     saved_and_compared(ours, tmp_path / "saved", SPACED)
+
+    # gaps among the ids are filled as in transformers
+    added = {f"{size + 2}": {"content": "<|im_end|>", "special": True}}
+    gaps = described(tmp_path, eos_token="<|im_end|>", added_tokens_decoder=added)
+    assert gaps.encode(f"<|im_end|><|reserved_token_{size}|>") == [size + 2, size]
+    assert (gaps.eos_id, gaps.vocab_size) == (size + 2, size + 3)
 
     # Llama 3 is known by its number of ranks, and has special tokens that the file does not name
     assert byte_level_files.LLAMA_3_RANKS == 128_000

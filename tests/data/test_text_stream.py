@@ -106,3 +106,13 @@ def test_a_token_costs_the_same_wherever_it_is(name, monkeypatch):
     ids = [id % tokenizer.vocab_size for id in range(7, 4007)]
     pieces_of(tokenizer, ids)
     assert sum(decoded) < 10 * len(ids)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_text_that_goes_on_keeps_its_first_space(name):
+    tokenizer = MADE[name]
+    before, ids = [2, 3], [2, 2, 3]
+    whole = tokenizer.decode(before + ids)
+    stream = TextStream(tokenizer)
+    stream.follow(before)
+    assert stream.add(ids) + stream.finish() == whole.removeprefix(tokenizer.decode(before))

@@ -1,6 +1,9 @@
 """Good and bad answers: KTO's formula, a baseline from mismatched answers, labels and pairs as its
 data."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +13,13 @@ from pairs import write_labelled
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
 from fsdp_trainer.data.records.preference_records import UNPAIRED
+from fsdp_trainer.data.store.data_statistics import all_findings
 from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens import tokenize_tasks
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
@@ -79,6 +85,79 @@ def test_each_answer_lies_beside_its_prompt_with_the_answer_before_it(tmp_path):
     assert len(cut) == len(store)
     longest = np.add.reduceat(np.asarray(cut.lengths), np.arange(0, 12, 2)).max()
     assert longest <= tight.seq_len
+
+
+@pytest.mark.parametrize("prompts", ["AABB", "ABAB", "ABBBBB", "ABCD", "AABBBBCC", "ABBA"])
+@pytest.mark.parametrize("form", ["labelled", "pairs", "the same answers"])
+def test_mismatched_answers_are_those_to_other_prompts_each_once_if_that_can_be(
+    tmp_path, prompts, form
+):
+    rows = []
+    for i, prompt in enumerate(prompts):
+        answer = str(i) if form != "the same answers" else "yes"
+        pair = {
+            "prompt": f"<{prompt}>",
+            "chosen": f"{answer}|{prompt}",
+            "rejected": f"b{i}|{prompt}",
+        }
+        single = {"prompt": pair["prompt"], "completion": pair["chosen"], "label": i % 2 == 0}
+        rows.append(pair if form == "pairs" else single)
+    store = stored(tmp_path, rows)
+    used = []
+    for sample in np.flatnonzero(np.asarray(store.kinds) == MISMATCHED).tolist():
+        text = load_tokenizer("demo:bytes").decode(store.read(sample)[0].tolist())
+        own, answer = re.search(r"<(\w)>\s*assistant\s*(.*)", text, re.DOTALL).groups()
+        assert own != answer.strip()[-1]
+        used.append(answer)
+    count = len(prompts) * (2 if form == "pairs" else 1)
+    assert len(used) == count
+    largest = max(map(prompts.count, prompts))
+    if form != "the same answers" and 2 * largest <= len(prompts):
+        assert len(set(used)) == count
+
+
+def test_many_answers_to_the_first_prompt_are_all_compared_with_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_tasks, "CHUNK", 2)
+    rows = [{"prompt": p, "completion": f"{p}{i}", "label": True} for i, p in enumerate("AAAABB")]
+    assert stored(tmp_path, rows).groups == len(rows)
+
+
+def test_answers_to_a_single_prompt_are_dropped_and_counted(tmp_path):
+    rows = [{"prompt": "q", "completion": f"a{i}", "label": True} for i in range(3)]
+    with pytest.raises(UserError, match="3 answers dropped: only one prompt was read with them"):
+        stored(tmp_path, rows)
+
+
+@pytest.mark.parametrize(
+    ("labels", "warning"),
+    [
+        ("11", "all 2 answers are labelled good"),
+        ("00", "all 2 answers are labelled bad"),
+        ("10", ""),
+    ],
+)
+def test_answers_with_one_label_only_are_a_warning(tmp_path, labels, warning):
+    rows = [
+        {"prompt": f"q{i}", "completion": f"a{i}", "label": label == "1"}
+        for i, label in enumerate(labels)
+    ]
+    warnings = [
+        each.text for each in all_findings(prepared(tmp_path, rows), 256) if each.is_warning
+    ]
+    assert [text.partition(":")[0] for text in warnings] == [warning] * bool(warning)
+
+
+def stored(folder, rows):
+    return prepared(folder, rows).train[0]
+
+
+def prepared(folder, rows):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer("demo:bytes")
+    template = load_template("chatml", tokenizer)
+    data, batch = Data(path=str(file)), Batch(seq_len=256)
+    return prepare(data, batch, tokenizer, template, folder / "cache", kind=UNPAIRED)
 
 
 def test_preview_shows_good_bad_and_mismatched_answers(tmp_path, capsys):

@@ -348,6 +348,9 @@ def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path, capsys):
     assert "has 1 images, and its turns have places for 2" in capsys.readouterr().err
     assert main([*words, "prompt=what?", f"image={tmp_path}/none.png"]) == 2
     assert "there is no" in capsys.readouterr().err
+    Image.new("LA", (9, 9)).save(tmp_path / "clear.png")
+    assert main([*words, "prompt=what?", f"image={tmp_path}/clear.png"]) == 0
+    assert "warning: 1 image with transparent pixels" in capsys.readouterr().err
 
 
 def test_what_reads_only_text_refuses_images(train, folders, pairs):

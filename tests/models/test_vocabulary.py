@@ -15,6 +15,11 @@ import fsdp_trainer
 from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint
+from fsdp_trainer.config.schema import Model
+from fsdp_trainer.data.prepared_data import new_rows
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.resolve import resolve_with_tokenizer
 
 transformers = pytest.importorskip("transformers")
 EMBEDDING = "model.embed_tokens.weight"
@@ -100,6 +105,20 @@ def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train,
     assert model.get_input_embeddings().weight.shape[0] == 262
     refused = train("chatml", "data.template=llama3", "train.steps=1", code=2)
     assert "tokenizer.add_tokens=['<|start_header_id|>'" in refused.err
+
+
+def test_tokens_that_only_a_description_names_get_rows_if_the_others_fit(tmp_path):
+    model = Model(name="auto", init_from=str(make_folder(tmp_path / "small", vocab_size=260)))
+    load_tokenizer("demo:bytes").save(tmp_path / "tokens")
+    named = {"eos_token": "<|im_end|>", "extra_special_tokens": ["<think>", "</think>"]}
+    (tmp_path / "tokens" / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(str(tmp_path / "tokens"))
+    count, new = tokenizer.vocab_size, len(tokenizer.new)
+    assert resolve_with_tokenizer(model, count, False, new).vocab_size == 262
+    assert "2 tokens have no row" in new_rows(tokenizer, 260)[0]
+    assert new_rows(tokenizer, 262) == []
+    with pytest.raises(UserError, match="more than the model's embedding has rows"):
+        resolve_with_tokenizer(model, count, False, 1)
 
 
 PREFIXES = [

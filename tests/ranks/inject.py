@@ -154,13 +154,13 @@ SETTINGS = {
     "json_chunk": ["fsdp_trainer.data.files.json_values:CHUNK"],
     "longest_row": [
         "fsdp_trainer.data.files.json_values:LONGEST",
-        "fsdp_trainer.data.files.tables:LONGEST",
+        "fsdp_trainer.data.files.csv_rows:LONGEST",
         "fsdp_trainer.data.token_files.arrow_tokens:LONGEST",
         "fsdp_trainer.data.files.file_splits:LONGEST",
     ],
     "most_values": [
         "fsdp_trainer.data.files.json_values:MOST_VALUES",
-        "fsdp_trainer.data.files.tables:MOST_VALUES",
+        "fsdp_trainer.data.files.csv_rows:MOST_VALUES",
         "fsdp_trainer.data.files.file_splits:MOST_VALUES",
     ],
     "unpacked_freely": [

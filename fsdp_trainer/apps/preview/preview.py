@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_trainer.apps.preview import preview_html
+from fsdp_trainer.apps.preview.environment_tools import hidden_tools
 from fsdp_trainer.apps.preview.preview_images import ShownImages
 from fsdp_trainer.apps.preview.preview_page import Page, ShownDocument, ShownRow, TextPiece
 from fsdp_trainer.base.safe_text import CONTROL
@@ -17,7 +18,7 @@ from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
-from fsdp_trainer.data.prepared_data import build_data
+from fsdp_trainer.data.prepared_data import build_data, new_rows
 from fsdp_trainer.data.records.preference_records import SIDES
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.data_statistics import (
@@ -25,6 +26,7 @@ from fsdp_trainer.data.store.data_statistics import (
     amounts,
     figures_by_source,
     left_out,
+    warning_lines,
 )
 from fsdp_trainer.data.store.findings import Finding
 from fsdp_trainer.data.store.token_cache import Prepared
@@ -48,11 +50,16 @@ def preview(cfg: PreviewConfig) -> int:
     console = Console(quiet=False, stream=sys.stderr)
     tokenizer, template, prepared = build_data(cfg, Reporter(console.paced(), console.say))
     if cfg.preview.format == "json":
-        _print_json(cfg, prepared)
+        rows = prepared.streamed or order_of(cfg, prepared)
+        others = method_findings(cfg, prepared, rows) if isinstance(rows, Mixture) else []
+        others += hidden_tools(cfg.objective, prepared.train, template)
+        for line in warning_lines(prepared, cfg.batch.seq_len, others):
+            console.say(f"data   {line}")
+        _print_json(cfg, rows)
         if not html:
             return 0
     if prepared.streamed:
-        page = build_stream_page(cfg, tokenizer, prepared.streamed)
+        page = build_stream_page(cfg, tokenizer, prepared, prepared.streamed)
     else:
         order = order_of(cfg, prepared)
         page = build_page(cfg, tokenizer, template, prepared, order)
@@ -80,13 +87,13 @@ def _cannot_write(html: str, reason: str) -> UserError:
     return UserError("the preview cannot be written", [Problem(f"preview.html={html}", reason)])
 
 
-def _print_json(cfg: PreviewConfig, prepared: Prepared) -> None:
+def _print_json(cfg: PreviewConfig, order: StreamedData | Mixture) -> None:
     """Print the first rows as JSON, one object per line."""
     rows: Iterable[RowData | StreamedRow]
-    if prepared.streamed:
-        rows = prepared.streamed.first_rows(cfg.preview.rows)
+    if isinstance(order, StreamedData):
+        rows = order.first_rows(cfg.preview.rows)
     else:
-        rows = map(order_of(cfg, prepared).read, range(cfg.preview.rows))
+        rows = map(order.read, range(cfg.preview.rows))
     for index, row in enumerate(rows):
         print(json.dumps(as_json(index, row)))
 
@@ -117,7 +124,8 @@ def build_page(
     known = [
         *vocabulary(cfg, tokenizer),
         *all_findings(prepared, order.seq_len),
-        *repeat_findings(cfg, order),
+        *method_findings(cfg, prepared, order),
+        *hidden_tools(cfg.objective, prepared.train, template),
     ]
     shown_images = ShownImages.of(cfg.model.init_from, prepared.train)
     has_prompts = store.questions is not None
@@ -172,12 +180,14 @@ def reference_of(store: TokenStore, sample: int) -> str | None:
     return None if answer is None else CONTROL.sub(_visible, str(answer))
 
 
-def build_stream_page(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
+def build_stream_page(
+    cfg: PreviewConfig, tokenizer: TextTokenizer, prepared: Prepared, streamed: StreamedData
+) -> Page:
     """Gather the content of a stream's preview from its first rows; UserError as `build_page`."""
     pieces, names, seq_len = TokenTexts(tokenizer), streamed.source_names, streamed.seq_len
     return Page(
         str(cfg.run.name),
-        streamed.report,
+        [*prepared.report, *prepared.unused],
         streamed.options.template,
         [
             shown_row(i, row, row.places, names, seq_len, pieces)
@@ -186,7 +196,7 @@ def build_stream_page(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: St
         lengths=[(name, int(np.percentile(streamed.lengths, share))) for name, share in QUANTILES],
         histogram=histogram(streamed.lengths),
         findings=sorted(
-            [*vocabulary(cfg, tokenizer), *streamed.findings],
+            [*vocabulary(cfg, tokenizer), *all_findings(prepared, seq_len)],
             key=lambda finding: not finding.is_warning,
         ),
     )
@@ -289,14 +299,19 @@ def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
     return [count / one.rows_per_epoch for count, one in counts]
 
 
-def repeat_findings(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
-    """Return findings about components that a mixture repeats too often."""
+def method_findings(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[Finding]:
+    """Return findings about components that a mixture repeats too often, and about the method."""
     repeats = zip(order.components, epochs(cfg, order), strict=True)
-    return [
+    known = [
         Finding(f"{c.name} is seen {n:.1f} times in this run", OFTEN)
         for c, n in repeats
         if n > REPEATED and len(order.components) > 1
     ]
+    if cfg.objective.method.compares_answers or not pair_figures(prepared.train):
+        return known
+    text = "the method does not train on answers that are compared"
+    use = "use  objective=dpo  for pairs,  objective=kto  for labelled answers"
+    return [*known, Finding(text, use)]
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
@@ -320,17 +335,23 @@ def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
     """Compare the vocabularies of model and tokenizer. UserError if the model's is smaller."""
     if cfg.model.init_from and is_hub_id(cfg.model.init_from):
         return []  # not downloaded just for this
-    config = resolve_with_tokenizer(cfg.model, tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
+    adds, new = bool(cfg.tokenizer.add_tokens), tokenizer.new
+    config = resolve_with_tokenizer(cfg.model, tokenizer.vocab_size, adds, len(new))
+    notes = [Finding(note) for note in tokenizer.notes]
+    if cfg.model.init_from:
+        rows = resolve_model(cfg.model).vocab_size
+        notes += [Finding(note, is_warning=False) for note in new_rows(tokenizer, rows)]
     if config.vocab_size == tokenizer.vocab_size:
-        return []
+        return notes
     text = f"the model has {config.vocab_size:,} tokens, the tokenizer {tokenizer.vocab_size:,}"
     return [
+        *notes,
         Finding(
             text,
             "as it should be where the model's vocabulary is padded; else this is not the"
             " model's tokenizer",
             is_warning=False,
-        )
+        ),
     ]
 
 

@@ -39,6 +39,10 @@ from fsdp_trainer.errors import Problem, UserError
 
 OVERLAYS = ("recipe", "sweep")  # chosen with a plus; several may be chosen at once
 PROSE = ("data", "prompt", "system")  # keys whose text is used literally, including commas
+OF_SOURCE = (
+    "there is no such key: the tokenizer is the one that lies in the folder of  source=…\n"
+    "For another one, put its files (tokenizer.json, tokenizer_config.json) there"
+)
 QUOTED = re.compile(r"""null$|\[?\s*['"]""")  # null, a text or a list of texts in quotes
 _OF_TRAINING = flatten(TrainConfig)
 SECRET = re.compile(r"[?&#][\w-]*(sig|key|token|pass|secret|auth)[\w-]*=", re.I)
@@ -170,6 +174,8 @@ def why_unknown(
 
     text: the value, which is suggested only for a key that accepts it. groups: the options of each.
     """
+    if _is_of_source(key, keys):
+        return OF_SOURCE
     answer = meant_by(key, keys, groups) or KnownName()
     by_other_name = answer.meant and known_elsewhere(key) == answer
     sentence = ("" if by_other_name else absent(text or "")) or answer.sentence
@@ -179,6 +185,13 @@ def why_unknown(
         return f"there is no such key{_choice_of_group(answer.meant, text, groups)}"
     node = re.split(r"[.=]", answer.meant or key)[0]
     return f"there is no such key.{_meant(answer.meant, text, keys)}\n{contents(node, keys)}"
+
+
+def _is_of_source(key: str, keys: Mapping[str, Any]) -> bool:
+    """Return whether a key names the tokenizer of a verb that takes the one of its model."""
+    names = (key, (known_elsewhere(key) or KnownName()).meant)
+    is_tokenizer = any(name.partition(".")[0] == "tokenizer" for name in names)
+    return is_tokenizer and "source" in keys and "tokenizer.path" not in keys
 
 
 def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
@@ -289,11 +302,15 @@ def _set(
     if option:
         line.refuse(argument, f"{as_text(value)} is an option of a group. Write  {option}")
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and takes_text(keys[owner].type):
+    if _is_name(value, keys[owner].type):
         text = f'"{text}"'  # run.name=1e3 is a name
     line.typed[key] = argument
     line.hydra.append(f"++{key}={text}")
+
+
+def _is_name(value: Any, kind: Any) -> bool:
+    """Return whether a number is meant as text: the key takes text, and no such number."""
+    return type(value) in (int, float) and takes_text(kind) and type(value) not in get_args(kind)
 
 
 def option_meant(
@@ -349,7 +366,9 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
 
 def _path_meant(group: str, text: str) -> str:
     """Return the override that sets a group's path if `text` looks like a path, else ""."""
-    if group not in ("model", "data", "tokenizer") or not re.search(r"[/.:]", text):
+    if group not in ("model", "data", "tokenizer"):
+        return ""
+    if not re.search(r"[/.:]", text) and not Path(text).exists():
         return ""
     return f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
 

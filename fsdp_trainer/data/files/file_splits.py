@@ -8,7 +8,6 @@ document per line. Tables are read by `tables.py`.
 
 import contextlib
 import io
-import json
 import math
 import os
 import re
@@ -17,22 +16,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fsdp_trainer.base.unpacked import TooLarge, open_unpacked, unpack
-from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, TOKEN_FILES, is_url, kind
+from fsdp_trainer.config.data_files import ARROW, CSV, JSON, TEXT, TOKEN_FILES, is_url, kind
 from fsdp_trainer.data.files import quickstart_data
-from fsdp_trainer.data.files.json_values import has_too_many_values, parse_object, read_list
+from fsdp_trainer.data.files.csv_rows import read_csv
+from fsdp_trainer.data.files.json_values import (
+    are_lines,
+    begins_with_object,
+    parse_object,
+    read_values,
+)
 from fsdp_trainer.data.files.remote_files import open_remote
 from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_LONG
 from fsdp_trainer.data.files.sources import Record
-from fsdp_trainer.data.files.tables import read_arrow, read_csv, records_of_parts
+from fsdp_trainer.data.files.tables import read_arrow, records_of_parts
 from fsdp_trainer.data.token_files.known_token_files import token_edges, token_rows
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
 BLANK = re.compile(rb"\n[ \t\r]*\n")
-BYTE_ORDER_MARK, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LFS = b"version https://git-lfs"
+OTHERS = {
+    b"\x1f\x8b": "is packed by gzip. Give it a name that ends in .gz",
+    b"\x28\xb5\x2f\xfd": "is packed by zstd. Give it a name that ends in .zst",
+    b"PAR1": "is Parquet. Give it a name that ends in .parquet",
+    b"ARROW1": "is an Arrow file. Give it a name that ends in .arrow",
+    b"PK\3\4": "is a zip archive or a spreadsheet. Unpack it, or save it as CSV",
+    b"BZh91AY&SY": "is packed by bzip2. Unpack it:  bunzip2",
+    b"\xfd7zXZ": "is packed by xz. Unpack it:  unxz",
+    LFS: "is a pointer of Git LFS to the data. Fetch it:  git lfs pull",
+}
+"""What is wrong with a file of text that begins so."""
+WIDE = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+"""Encodings by the mark that their files begin with."""
+WIDE_LATIN = {"x0x0": "utf-16le", "0x0x": "utf-16be"}
+"""Encodings without a mark, by which of the first bytes are zero."""
 
 
 @dataclass(frozen=True)
@@ -201,27 +222,36 @@ def _records(unit: Unit, suffix: str, compression: str | None) -> Iterator[Recor
             Record(columns, (file, i))
             for i, columns in enumerate(quickstart_data.rows(file), start=1)
         )
-    elif suffix in TOKEN_FILES:
-        records = token_rows(file, unit.start, unit.stop, unit.separator)
+    elif suffix in (*TOKEN_FILES, *ARROW, *CSV):
+        records = _table_records(unit, suffix, compression)
         yield from (Record(columns, (file, number), error) for number, columns, error in records)
-    elif suffix in ARROW:
-        records = read_arrow(_table(file, compression), suffix, unit.start, unit.stop)
-        yield from (Record(columns, (file, number), error) for number, columns, error in records)
-    elif not unit.start and _first_bytes(file, 2) in UTF_16:
-        yield Record({}, (file, 1), "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8")
-    elif suffix in CSV:
-        with _open(file) as opened:
-            records = read_csv(opened, "\t" if suffix == ".tsv" else ",")
-            yield from (
-                Record(columns, (file, number), error) for number, columns, error in records
-            )
+    elif not unit.start and (reason := _no_text(_first_bytes(file, 32))):
+        yield Record({}, (file, 1), reason)
     elif suffix in TEXT:
         yield from _read_text(unit)
     elif _is_json_lines(file, suffix):
         yield from _read_jsonl(unit)
     else:
         with unpack(open_raw(file), compression) as opened:
-            yield from read_list(opened, file)
+            yield from read_values(opened, file)
+
+
+def _table_records(
+    unit: Unit, suffix: str, compression: str | None
+) -> Iterator[tuple[int, dict[str, Any], str | None]]:
+    """Yield (line or number, columns, error) of the rows of a table or a token file."""
+    file = unit.file
+    if suffix in TOKEN_FILES:
+        yield from token_rows(file, unit.start, unit.stop, unit.separator)
+    elif suffix in ARROW and not is_url(file) and _first_bytes(file, len(LFS)) == LFS:
+        yield 1, {}, OTHERS[LFS]
+    elif suffix in ARROW:
+        yield from read_arrow(_table(file, compression), file, suffix, unit.start, unit.stop)
+    elif reason := _no_text(_first_bytes(file, 32)):
+        yield 1, {}, reason
+    else:
+        with _open(file) as opened:
+            yield from read_csv(opened, file, "\t" if suffix == ".tsv" else ",")
 
 
 def open_raw(file: str) -> BinaryIO:
@@ -239,30 +269,43 @@ def _first_bytes(file: str, n: int) -> bytes:
         return opened.read(n)
 
 
+def _no_text(head: bytes) -> str | None:
+    """Return why a file that begins so is no text in UTF-8, and what to do; None if it may be."""
+    if known := next((text for mark, text in OTHERS.items() if head.startswith(mark)), None):
+        return known
+    encoding = next((name for mark, name in WIDE.items() if head.startswith(mark)), None)
+    encoding = encoding or WIDE_LATIN.get("".join("x" if byte else "0" for byte in head[:4]))
+    return encoding and f"is {encoding.upper()}. Convert the file:  iconv -f {encoding} -t utf-8"
+
+
 def _table(file: str, compression: str | None) -> str | BinaryIO:
     """Return the file for Arrow; a local one by its name, so that Arrow can map it."""
     return unpack(open_raw(file), compression) if compression or is_url(file) else file
 
 
 def _is_json_lines(file: str, suffix: str) -> bool:
-    """Return True for `.jsonl`, or `.json` whose first line is an object and not the last line."""
-    if suffix != ".json":
-        return suffix in (".jsonl", ".ndjson")
+    """Return True for a file of JSON with one object a line."""
+    return suffix in JSON and _has_lines(file, suffix != ".json", stamp(file))
+
+
+@lru_cache(maxsize=4096)
+def _has_lines(file: str, is_jsonl: bool, mark: tuple[int, int] | None) -> bool:
     try:
         with _open(file) as opened:
             lines = (opened.readline(LONGEST) for _ in count())
-            first = next(line for line in lines if line.strip() or not line).removeprefix(
-                BYTE_ORDER_MARK
-            )
-            text = first.decode()
-            is_object = (
-                text.lstrip().startswith("{")
-                and not has_too_many_values(text)
-                and isinstance(json.loads(text), dict)
-            )
-            return is_object and bool(next(line for line in lines if line.strip() or not line))
-    except (ValueError, RecursionError, EOFError, OSError, zlib.error):
-        return False
+            every = (_forgiving(line) for line in lines if line.strip() or not line)
+            first, second = next(every).removeprefix(BYTE_ORDER_MARK.decode()), next(every)
+            answer = are_lines(first, second, is_jsonl)
+        if answer is None:
+            with unpack(open_raw(file), kind(file)[1]) as whole:
+                return not begins_with_object(whole)
+        return answer
+    except (ValueError, EOFError, OSError, zlib.error):  # reading its rows tells what is broken
+        return is_jsonl
+
+
+def _forgiving(line: bytes) -> str:
+    return line.decode(errors="surrogateescape")
 
 
 Line = tuple[int, int, str, str | None]

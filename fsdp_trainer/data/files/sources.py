@@ -22,6 +22,8 @@ from fsdp_trainer.config.data_files import (
     kind,
     place,
     stem,
+    stray_texts,
+    unread_files,
 )
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files import quickstart_data
@@ -137,6 +139,23 @@ def find_sources(
         replace(source, files=[copies.get(file, file) for file in source.files])
         for source in sources
     ]
+
+
+def lines_on_folders(path: Any) -> list[str]:
+    """Return lines on the folders of a path: files that are not read, and texts beside other data.
+
+    The latter may be a licence or notes.
+    """
+    lines = []
+    for entry in entries(path):
+        for what, files in (
+            ("files not read", unread_files(entry.path)),
+            ("read as texts, beside other data", stray_texts(entry.path)),
+        ):
+            more = f" and {len(files) - SHOWN:,} more" * (len(files) > SHOWN)
+            if files:
+                lines.append(f"{entry.path}: {what}: {', '.join(files[:SHOWN])}{more}")
+    return lines
 
 
 def _name_sources(

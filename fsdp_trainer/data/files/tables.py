@@ -1,17 +1,19 @@
-"""Tables to rows, from CSV and all Arrow formats, with one batch of rows in memory at a time."""
+"""Tables of all Arrow formats to rows, with one batch of rows in memory at a time."""
 
-import csv
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from fsdp_trainer.base.unpacked import TooLarge, check_unpacked
-from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_LONG, TOO_MANY
+from fsdp_trainer.data.files.row_limits import TOO_LONG
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.files.table_sizes import check_batches, rows_at_once, size_of_rows
 from fsdp_trainer.data.token_files.arrow_tokens import Place, mapped_place, rows_of
+from fsdp_trainer.errors import Problem, UserError
 
 Record = tuple[int, dict[str, Any], str | None]
-"""(number, columns, error) of a row; the number, from 1, is the line in CSV, else the row."""
+"""(number from 1, columns, error) of a row."""
 
 BATCH = 256  # rows; few, since the rows of a pretraining set may be books
 
@@ -20,93 +22,13 @@ FIRST_MESSAGE = 8
 """The byte of an Arrow file at which a stream begins."""
 
 
-class _CsvLines:
-    """The lines of a CSV file. size, values: of those of the present row.
-
-    Raises TooLarge.
-    """
-
-    def __init__(self, file: BinaryIO, delimiter: str):
-        self._file, self._delimiter = file, delimiter.encode()
-        self._encoding = "utf-8-sig"
-        self.begin_row()
-
-    def begin_row(self) -> None:
-        """Count anew."""
-        self.size = self.values = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline(LONGEST + 1)
-        if not line:
-            raise StopIteration
-        self.size += len(line)
-        self.values += 1 + line.count(self._delimiter)
-        if self.size > LONGEST or self.values > MOST_VALUES:
-            raise TooLarge(f"a row {TOO_LONG if self.size > LONGEST else TOO_MANY}")
-        # bytes that are not UTF-8 become lone surrogates, which are detected in the row that holds
-        # them
-        text = line.decode(self._encoding, "surrogateescape")
-        self._encoding = "utf-8"
-        return text.replace("\r\n", "\n")
-
-
-def read_csv(file: BinaryIO, delimiter: str) -> Iterator[Record]:
-    """Yield the rows below a line of column names; report a broken quote where its row starts."""
-    csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
-    lines = _CsvLines(file, delimiter)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    names: list[str] | None = None
-    while True:
-        start = reader.line_num + 1
-        lines.begin_row()
-        try:
-            values = next(reader)
-            text = "".join(values)
-            text.encode()
-            if "\0" in text:
-                yield (
-                    start,
-                    {},
-                    "holds a NUL byte, as a file does that a crash has cut off, or that is no text",
-                )
-                continue
-        except StopIteration:
-            return
-        except UnicodeEncodeError:
-            yield start, {}, "is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8"
-            continue
-        except csv.Error as e:
-            yield (
-                start,
-                {},
-                "is not CSV"
-                f" ({'a quote is not closed' if str(e) == 'unexpected end of data' else e})",
-            )
-            continue
-        if not values:
-            continue
-        if names is None:
-            names = values
-        elif len(values) != len(names):
-            yield (
-                start,
-                {},
-                f"has {len(values)} values for {len(names)} columns ({', '.join(names)})",
-            )
-        else:
-            yield start, dict(zip(names, values, strict=True)), None
-
-
 def read_arrow(
-    file: str | BinaryIO, suffix: str, start: int = 0, stop: int | None = None
+    file: str | BinaryIO, name: str, suffix: str, start: int = 0, stop: int | None = None
 ) -> Iterator[Record]:
     """Yield the rows of a Parquet file, an Arrow file or an Arrow stream.
 
     `datasets` writes the latter two. start, stop: row groups of Parquet, or batches of an Arrow
-    file.
+    file. Raises UserError for a column that the file called `name` has twice.
     """
     import pyarrow
 
@@ -115,23 +37,39 @@ def read_arrow(
         for batch, place in (
             _parquet(file, start, stop) if suffix == ".parquet" else _arrow(file, start, stop)
         ):
+            if not number and (twice := _named_twice(list(batch.schema))):
+                reason = f"has the column {twice!r} twice. Rename or remove one"
+                raise UserError("the data cannot be used", [Problem(name, reason)])
             for first in range(0, batch.num_rows, BATCH):
                 for columns in rows_of(batch.slice(first, BATCH), place):
                     number += 1
-                    if columns is None:
-                        yield number, {}, TOO_LONG
-                        continue
-                    # every struct of a column has the keys of all structs: keys that a row does not
-                    # have are null
-                    yield (
-                        number,
-                        {name: _without_nulls(value) for name, value in columns.items()},
-                        None,
-                    )
+                    yield number, *_row(columns)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         if isinstance(e, OSError) and e.errno:
             raise
         yield number + 1, {}, f"cannot be read from here on: {str(e).splitlines()[0]}"
+
+
+def _row(columns: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+    """Return the columns of a row, and why it cannot be used."""
+    if columns is None:
+        return {}, TOO_LONG
+    # every struct of a column has the keys of all structs: keys that a row does not have are null
+    try:
+        return {name: _without_nulls(value) for name, value in columns.items()}, None
+    except RecordError as error:
+        return {}, str(error)
+
+
+def _named_twice(fields: list[Any]) -> str | None:
+    """Return a name that two columns have, or two fields of a struct; None if there is none."""
+    counts = Counter(field.name for field in fields)
+    again = [name for name, count in counts.items() if count > 1]
+    inner = (
+        _named_twice([field.type.field(i) for i in range(field.type.num_fields)])
+        for field in fields
+    )
+    return again[0] if again else next(filter(None, inner), None)
 
 
 def records_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
@@ -208,6 +146,39 @@ def _is_arrow_file(source: Any) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a value without the nulls of structs, with objects for maps, and text for UTF-8."""
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {
+            name: inner if name == FILE else _without_nulls(inner)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if isinstance(value, list):
+        if value and isinstance(value[0], tuple):
+            return _object(value)
+        return [_without_nulls(inner) for inner in value]
+    return _text(value) if isinstance(value, bytes) else value
+
+
+FILE = "bytes"
+"""The key of a struct that holds a file, such as an image."""
+
+
+def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return a value of Arrow's type map, which pyarrow gives as pairs, as an object.
+
+    Raises RecordError for a key that is there twice.
+    """
+    content = {str(_text(key)): _without_nulls(value) for key, value in pairs}
+    if len(content) < len(pairs):
+        names = [str(_text(key)) for key, _ in pairs]
+        raise RecordError(f"has {max(names, key=names.count)!r} twice in one map")
+    return content
+
+
+def _text(value: Any) -> Any:
+    """Return the text of bytes that are UTF-8, as Spark and others store it; others unchanged."""
+    try:
+        return value.decode() if isinstance(value, bytes) and b"\0" not in value else value
+    except UnicodeDecodeError:
+        return value

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_trainer.config.data_files import is_url
 from fsdp_trainer.data.files.remote_files import fetch_file, origin_of
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.images.pictures import as_shown
 from fsdp_trainer.data.records.images import Image
 from fsdp_trainer.errors import Problem, UserError
 
@@ -26,12 +27,18 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM
 
 @dataclass(frozen=True)
 class ImageFile:
-    """The local file of an image. size: width and height in pixels. stamp: its bytes and mtime."""
+    """The local file of an image. size: width and height in pixels. stamp: its bytes and mtime.
+
+    name: as its row has it. lost: keys of `findings.KINDS` for what the model does not see of it.
+    Both are not stored.
+    """
 
     path: str
     digest: str
     size: tuple[int, int]
     stamp: tuple[int, int]
+    name: str = field(default="", compare=False)
+    lost: tuple[str, ...] = field(default=(), compare=False)
 
 
 class ImageFiles:
@@ -47,8 +54,8 @@ class ImageFiles:
         """
         path = self._local(image, data_file)
         content, stamp = read_file(path, str(image))
-        picture = decoded(content, str(image))
-        return ImageFile(str(path), digest_of(content), picture.size, stamp)
+        picture, lost = read_picture(content, str(image))
+        return ImageFile(str(path), digest_of(content), picture.size, stamp, str(image), lost)
 
     def opened(self, image: Image) -> tuple[ImageFile, Any]:
         """Return an image of a prompt, and Pillow's. Its bytes are written to no file.
@@ -56,8 +63,9 @@ class ImageFiles:
         Raises RecordError.
         """
         content = image.content or read_file(self._local(image, ""), str(image))[0]
-        picture = decoded(content, str(image))
-        return ImageFile("", digest_of(content), picture.size, (0, 0)), picture
+        picture, lost = read_picture(content, str(image))
+        digest = digest_of(content)
+        return ImageFile("", digest, picture.size, (0, 0), str(image), lost), picture
 
     def _local(self, image: Image, data_file: str) -> Path:
         if image.content:
@@ -125,6 +133,14 @@ def read_file(path: Path | str, name: str) -> tuple[bytes, tuple[int, int]]:
 
 def decoded(content: bytes, name: str) -> Any:
     """Return Pillow's image in red, green and blue. Raises RecordError if it cannot be decoded."""
+    return read_picture(content, name)[0]
+
+
+def read_picture(content: bytes, name: str) -> tuple[Any, tuple[str, ...]]:
+    """Return Pillow's image in red, green and blue, and what it has lost: see `as_shown`.
+
+    Raises RecordError if it cannot be decoded.
+    """
     pillow = pillow_module()
     with _as_record_error(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a size that is checked here
@@ -135,17 +151,19 @@ def decoded(content: bytes, name: str) -> Any:
                 f"the image {name} has {width:,} × {height:,} pixels, and at most {MOST_PIXELS:,}"
                 " are read: make it smaller"
             )
-        return picture.convert("RGB")
+        return as_shown(pillow, picture, name)
 
 
 def opened(pillow: Any, content: bytes, name: str) -> Any:
     """Return Pillow's image, not decoded yet. Raises RecordError if it is in none of FORMATS."""
+    if not content:
+        raise RecordError(f"the image {name} cannot be decoded: it is empty")
     pillow.init()
     known = [form for form in FORMATS if form in pillow.OPEN]
     try:
         return pillow.open(BytesIO(content), formats=known)
     except pillow.UnidentifiedImageError:
-        text = f"the image {name} cannot be decoded: it is none of {', '.join(known)}"
+        text = f"the image {name} cannot be decoded: it is none of {', '.join(known)}, or it is cut"
         raise RecordError(text) from None
 
 
@@ -156,8 +174,13 @@ def _as_record_error(name: str) -> Iterator[None]:
     except RecordError:
         raise
     except Exception as error:  # whatever a decoder raises for broken content
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RecordError(f"the image {name} cannot be decoded: {reason}") from None
+        text = f"the image {name} cannot be decoded: {first_line(error)}"
+        raise RecordError(text) from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, the name of its class if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def pillow_module() -> Any:

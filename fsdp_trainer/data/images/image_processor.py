@@ -4,21 +4,26 @@ Uses transformers' processor of the model's folder with Pillow alone. torchvisio
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 
-from fsdp_trainer.data.images.image_files import pillow_module
+from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.images.image_files import first_line, pillow_module
 from fsdp_trainer.errors import Problem, UserError
 
+Result = TypeVar("Result")
 FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
 VIDEOS = "video_processor"
 LIBRARIES = ("transformers", "pillow")
+UNREAD = "the model's images cannot be read"
+USUAL = (224, 224)
+"""Width and height of an image that every processor takes."""
 
 
 class ImageProcessor:
@@ -59,18 +64,48 @@ class ImageProcessor:
         digest.update(repr([version(library) for library in LIBRARIES]).encode())
         return digest.hexdigest()
 
-    def text_of(self, size: tuple[int, int]) -> str:
-        """Return the text in place of the mark of an image. size: its width and height."""
+    def text_of(self, size: tuple[int, int], name: str = "") -> str:
+        """Return the text in place of the mark of an image. size: its width and height.
+
+        Raises RecordError if the processor refuses images of this size.
+        """
         if size not in self._texts:
             blank = pillow_module().new("RGB", size)
-            inputs = self.processor.image_processor([blank], return_tensors="np")
-            self._texts[size] = self.processor.replace_image_token(inputs, image_idx=0)
+            self._texts[size] = self._applied(self._text, blank, name)
         return self._texts[size]
 
-    def numbers_of(self, picture: Any) -> dict[str, np.ndarray]:
-        """Return the arrays that the model takes of one image, by transformers' names."""
+    def numbers_of(self, picture: Any, name: str = "") -> dict[str, np.ndarray]:
+        """Return the arrays that the model takes of one image, by transformers' names.
+
+        Raises RecordError if the processor refuses the image.
+        """
+        return self._applied(self._numbers, picture, name)
+
+    def _text(self, picture: Any) -> str:
+        inputs = self.processor.image_processor([picture], return_tensors="np")
+        return self.processor.replace_image_token(inputs, image_idx=0)
+
+    def _numbers(self, picture: Any) -> dict[str, np.ndarray]:
         inputs = self.processor.image_processor([picture], return_tensors="np")
         return {name: np.asarray(values) for name, values in inputs.items()}
+
+    def _applied(self, work: Callable[[Any], Result], picture: Any, name: str) -> Result:
+        """Return the result of `work` for a picture.
+
+        Raises RecordError if it fails for this one, UserError if it fails for any.
+        """
+        try:
+            return work(picture)
+        except Exception as error:  # whatever a processor raises for a size that it does not take
+            if picture.size == USUAL:
+                reason = f"its processor takes no image: {first_line(error)}"
+                raise UserError(UNREAD, [Problem(self.folder, reason)]) from None
+            self._applied(work, pillow_module().new("RGB", USUAL), name)
+            width, height = picture.size
+            raise RecordError(
+                f"the image {name} of {width:,} × {height:,} pixels is refused by the model's"
+                f" processor: {first_line(error)}"
+            ) from None
 
     def smallest(self) -> dict[str, np.ndarray]:
         """Return the arrays of a black image, as small as the model takes it."""
@@ -123,9 +158,8 @@ def load_processor(folder: str) -> Any:
         ):
             return made.from_pretrained(folder, backend="pil")
     except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = f"its processor of images cannot be loaded: {lines[0]}"
-        raise UserError("the model's images cannot be read", [Problem(folder, reason)]) from None
+        reason = f"its processor of images cannot be loaded: {first_line(error)}"
+        raise UserError(UNREAD, [Problem(folder, reason)]) from None
 
 
 def _accept(self: Any, name: str, argument: Any) -> None:

@@ -1,7 +1,7 @@
 """Images in the text of a sample: their marks become as many tokens as the model takes."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,44 @@ class Expanded:
 
 
 class ImageReader:
-    """Reads the images of rows. processor: the model's; cache: folder of data.cache."""
+    """Reads the images of rows. processor: the model's; cache: folder of data.cache.
 
-    def __init__(self, processor: ImageProcessor, cache: Path):
-        self.processor, self.files = processor, ImageFiles(cache)
+    warn: called with the key of each thing that an image has lost, and the image's name.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        cache: Path,
+        warn: Callable[[str, str], None] = lambda key, name: None,
+    ):
+        self.processor, self.files, self.warn = processor, ImageFiles(cache), warn
         self._last: tuple[Any, list[ImageFile]] = None, []
 
-    def find(self, images: list[Image], data_file: str) -> list[ImageFile]:
+    def find(
+        self,
+        images: list[Image],
+        data_file: str,
+        warn: Callable[[str, str], None] | None = None,
+    ) -> list[ImageFile]:
         """Return the files of a row's images. Raises RecordError.
 
         The images of the last call are not decoded again: both answers of a pair have the same.
+        warn: in place of that of the reader.
         """
         asked = images, data_file
         if self._last[0] != asked:
             self._last = asked, [self.files.find(image, data_file) for image in images]
+            self.say_lost(self._last[1], warn)
         return self._last[1]
+
+    def say_lost(
+        self, files: Sequence[ImageFile], warn: Callable[[str, str], None] | None = None
+    ) -> None:
+        """Say what images have lost. warn: in place of that of the reader."""
+        for file in files:
+            for key in file.lost:
+                (warn or self.warn)(key, file.name)
 
     def expand(self, text: str, files: Sequence[ImageFile], token: str, is_whole: bool) -> Expanded:
         """Return a rendered conversation with its images.
@@ -94,7 +117,7 @@ class ImageReader:
             )
         expanded, images, spans, shifts, place = pieces[0], [], [], [], len(pieces[0])
         for file, after in zip(files, pieces[1:], strict=False):
-            instead = self.processor.text_of(file.size)
+            instead = self.processor.text_of(file.size, file.name)
             images.append(SampleImage(file, instead.count(token)))
             spans.append((len(expanded), len(expanded) + len(instead)))
             place += len(mark)
@@ -113,6 +136,6 @@ def load_image(processor: ImageProcessor, image: SampleImage) -> dict[str, np.nd
         content, _ = read_file(path, path)
         if digest_of(content) != image.file.digest:
             raise RecordError("has changed since it was tokenized: start again")
-        return processor.numbers_of(decoded(content, path))
+        return processor.numbers_of(decoded(content, path), path)
     except RecordError as error:
         raise UserError("an image cannot be used", [Problem(path, str(error))]) from None

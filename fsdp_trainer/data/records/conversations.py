@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.data.files.sources import Record, RecordError
+from fsdp_trainer.data.records.flags import (
+    flag_of,
+    is_missing,
+    mask_of,
+    shown_value,
+    whole_numbers,
+)
 from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.messages import (
+    LISTS,
     Message,
     read_turns,
-    shown_value,
     text_of,
-    tool_call,
     tools_of,
     turns_or_text,
 )
@@ -31,12 +37,16 @@ from fsdp_trainer.data.records.record_formats import (
     FIELDS,
     FORMATS,
     IMAGES,
+    LABELS,
     REQUIRED,
     column_value,
+    columns_by_name,
     field_hints,
     find_format,
     is_calls,
+    is_column,
     is_complete,
+    is_label,
     is_turn,
     later_columns,
     match,
@@ -46,6 +56,18 @@ from fsdp_trainer.data.records.record_formats import (
     unused_columns,
 )
 from fsdp_trainer.data.records.record_values import Values
+from fsdp_trainer.data.records.recorded_calls import tool_call
+from fsdp_trainer.data.records.unread_columns import (
+    CLASS_COLUMN,
+    NO_VERDICTS,
+    UNREAD_COLUMN,
+    bad_verdicts,
+    classes,
+    is_suspect,
+    is_worse,
+    require_no_verdict,
+    unread_masks,
+)
 from fsdp_trainer.data.token_files.known_token_files import ROW_COLUMN
 from fsdp_trainer.data.token_files.token_file import MappedTokens
 from fsdp_trainer.errors import Problem, UserError
@@ -110,6 +132,10 @@ def turns_of(readable: Readable) -> list[Message]:
     return []
 
 
+def _nothing(key: str, where: tuple[str, int]) -> None:
+    """Note nothing."""
+
+
 @dataclass
 class Reader:
     """Reads the rows of one file, whose format and columns are known."""
@@ -125,8 +151,16 @@ class Reader:
     """True if the model reads images; otherwise a row with one is refused."""
     form: str = ""
     """A note for people on how its rows are read; may be empty."""
+    has_fields: bool = False
+    """True if the user said which columns mean what."""
+    learns: bool = True
+    """False if the answers of the rows are not learnt, so that masks and labels do not matter."""
     unused: dict[str, None] = field(default_factory=dict)
     """Columns of the rows read so far that have no meaning, in order."""
+    note: Callable[[str, tuple[str, int]], Any] = _nothing
+    """Called with a key of `findings.KINDS`, and the place, for what a row says and is not used."""
+    suspects: dict[str, None] = field(default_factory=dict)
+    """Those of them that are named as masks, weights or labels."""
     _by_columns: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -138,7 +172,7 @@ class Reader:
 
     def again(self) -> "Reader":
         """Return a new reader for other rows of the same file."""
-        return replace(self, unused={}, _by_columns={})
+        return replace(self, unused={}, suspects={}, _by_columns={})
 
     def columns_of(self, row: Record) -> dict[str, str]:
         """Return the column of each meaning in this row, cached for rows with equal columns."""
@@ -149,7 +183,9 @@ class Reader:
             used = later_columns(self.format, row.columns, self.columns, self.first)
             used = used if self.with_images else without_images(used)
             self._by_columns[key] = used
-            self.unused |= dict.fromkeys(unused_columns(row.columns, used.values()))
+            unused = dict.fromkeys(unused_columns(row.columns, used.values()))
+            self.unused |= unused
+            self.suspects |= {name: None for name in unused if is_suspect(name)}
         return self._by_columns[key]
 
     def values(self, row: Record) -> dict[str, Any]:
@@ -161,7 +197,7 @@ class Reader:
             if media:
                 raise RecordError(f"holds {media}, and only text is read.\n{self._text_alone()}")
         values = {
-            meaning: column_value(row.columns, used[meaning]) if meaning in used else None
+            meaning: _present(column_value(row.columns, used[meaning])) if meaning in used else None
             for meaning in FORMATS[self.format]
         }
         for meaning in REQUIRED[self.format]:
@@ -172,24 +208,81 @@ class Reader:
                     if column in row.columns
                     else f"has no {column!r}; its columns: {' '.join(row.columns) or 'none'}"
                 )
+        _refuse_lists([values[meaning] for meaning in PARALLEL if values.get(meaning) is not None])
         return values
 
     def read(self, row: Record) -> Readable:
         """Return the row's content. RecordError if a column is missing or has the wrong type."""
         values = self.values(row)
         readable = READERS[self.format](Values(values, self.columns_of(row), row.where))
+        if self.suspects and self.learns:
+            self._check_unread(row, readable)
         if not self.with_images and any(images_in(turns_of(readable))):
             raise RecordError(ONLY_TEXT)
         return readable
 
+    def _check_unread(self, row: Record, readable: Readable) -> None:
+        """Note columns that look like masks, weights or labels by which not all is learnt alike.
+
+        Raises RecordError where data.fields does not say which columns are read.
+        """
+        columns = {name: column_value(row.columns, name) for name in self.suspects}
+        learnt = None
+        if isinstance(readable, Pretokenized):
+            learnt = [bool(one) for one in readable.learnt]
+        names = [*unread_masks(columns, learnt)]
+        if names and not self.has_fields and self.format != "text":
+            shown = str(columns[names[0]])[:60]
+            raise RecordError(f"{names[0]!r} is {shown}, {self._not_read(names[0])}")
+        if not self.text_only and self.format not in NO_VERDICTS:
+            require_no_verdict(columns, UNPAIRED_REFUSED)
+            names += bad_verdicts(columns)
+            for name in classes(columns):
+                self.note(CLASS_COLUMN + name, row.where)
+        for name in names:
+            self.note(UNREAD_COLUMN + name, row.where)
+        if self.format == "preference" and is_worse(columns):
+            self.note("worse_chosen", row.where)
+
+    def _not_read(self, name: str) -> str:
+        if self.format == "tokens":
+            return (
+                "which looks like a mask, and is not read.\nTo learn where it is 1:  "
+                f"'data.fields={{{self._fields()}, loss_mask: {name}}}'  ; to leave it out:  "
+                f"'data.fields={{{self._fields()}}}'"
+            )
+        return (
+            "which may say what is not learnt, and is not read.\nWrite it into the turns, as"
+            " train (false: not learnt), masked or weight, or leave it out:  "
+            f"'data.fields={{{self._fields()}}}'"
+        )
+
+    def _fields(self) -> str:
+        return ", ".join(f"{key}: {self.columns.get(key, key)}" for key in REQUIRED[self.format])
+
     def _text_alone(self) -> str:
-        fields = ", ".join(f"{key}: {self.columns.get(key, key)}" for key in REQUIRED[self.format])
         return (
             "Leave such rows out with  data.on_error=skip  , or have their text read alone with"
-            f"  'data.fields={{{fields}}}'"
+            f"  'data.fields={{{self._fields()}}}'"
         )
 
 
+def _present(value: Any) -> Any:
+    """Return a value; None for NaN, which pandas writes where there is none."""
+    return None if isinstance(value, float) and value != value else value
+
+
+def _refuse_lists(parts: list[Any]) -> None:
+    """Raise RecordError for prompts and answers that are lists, of a row that holds columns."""
+    lists = [[*part.values()] if is_column(part) else part for part in parts]
+    are_texts = all(isinstance(part, list) and {*map(type, part)} == {str} for part in lists)
+    sizes = {len(part) for part in lists} if len(lists) > 1 and are_texts else {0}
+    if len(sizes) == 1 and min(sizes) > any(isinstance(part, list) for part in parts):
+        raise RecordError(f"holds columns of {sizes.pop()} texts, not a row.\nInto rows:  {LISTS}")
+
+
+PARALLEL = ("prompt", "instruction", "completion", "output", "chosen")
+"""Meanings of a prompt and its answer, each of which may be a list of texts, but not all."""
 ONLY_TEXT = """a turn holds an image, and what is asked for reads only text. Images are read by a
 model with a tower for them, with  model.implementation=transformers  and  data.streaming=false ,
 and not by objective=grpo or reward. Leave such rows out with  data.on_error=skip"""
@@ -241,10 +334,7 @@ def make_reader(
             if kind in (SINGLE, PAIRS):
                 _refuse_judged(columns, file)
             _refuse_single_turns(columns, file)
-        detected = find_format(columns, fields)
-        if detected is None:
-            raise _unknown_fields(fields) if fields else _unknown_format(columns, file)
-        format, matched = detected
+        format, matched = _detected(columns, fields, file, kind)
     else:
         _require_fields_of(str(format), fields)
         matched = match(str(format), columns, fields, by_value=False)
@@ -252,7 +342,26 @@ def make_reader(
     matched = matched if with_images else without_images(matched)
     text_only = not automatic or format == "text"
     form = _form(columns, matched) if format in ("messages", "sharegpt", "tokens") else ""
-    return Reader(str(format), matched, frozenset(columns), text_only, with_images, form)
+    has_fields = bool(fields)
+    return Reader(
+        str(format), matched, frozenset(columns), text_only, with_images, form, has_fields
+    )
+
+
+def _detected(
+    columns: dict[str, Any], fields: dict[str, str], file: str, kind: str | None
+) -> tuple[str, dict[str, str]]:
+    """Return the format of a row, and the columns of its meanings. UserError for an unknown one.
+
+    kind: UNPAIRED if a column that is named as a label is one, whatever its value is.
+    """
+    detected = find_format(columns, fields)
+    label = _label_column(columns)
+    if kind == UNPAIRED and label and (not detected or detected[0] not in ("preference", UNPAIRED)):
+        detected = find_format(columns, {"label": label} | fields) or detected
+    if detected is None:
+        raise _unknown_fields(fields) if fields else _unknown_format(columns, file)
+    return detected
 
 
 def _or_tokens(format: str, fields: dict[str, str], columns: dict[str, Any], file: str) -> str:
@@ -310,10 +419,17 @@ def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
     return ""
 
 
+def _label_column(columns: dict[str, Any]) -> str | None:
+    """Return the column that is named as a label of an answer."""
+    names = columns_by_name(columns)
+    return next((names[name] for name in LABELS if name in names), None)
+
+
 def _refuse_judged(columns: dict[str, Any], file: str) -> None:
     """Raise UserError for answers with a true/false label: not all of them should be trained on."""
-    label = columns.get("label", columns.get("kto_tag"))
-    if not isinstance(label, bool):
+    column = _label_column(columns)
+    label = columns.get(column or "")
+    if not is_label(label):
         return
     format, _ = find_format(columns, {}) or ("text", {})
     if format not in ("text", "tokens"):
@@ -411,13 +527,9 @@ def _read_tokens(values: Values) -> Pretokenized:
     if isinstance(mapped, MappedTokens):
         learnt = np.ones(len(mapped.tokens), np.bool_)
         return Pretokenized(mapped.tokens, learnt, values.where, mapped.begin)
-    lists = {key: _numbers(values, key) for key in FORMATS["tokens"]}
+    lists = _token_lists(values)
     tokens = lists["input_ids"] or []
     size = len(tokens)
-    for key, numbers in lists.items():
-        if numbers is not None and len(numbers) != size:
-            name, ids = values.name(key), values.name("input_ids")
-            raise RecordError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
     labels = lists["labels"] or tokens
     _require_labels(values, tokens, labels)
     mask = lists["loss_mask"] or [1] * size
@@ -431,6 +543,18 @@ def _read_tokens(values: Values) -> Pretokenized:
     return Pretokenized([token for token, _ in real], [used for _, used in real], values.where)
 
 
+def _token_lists(values: Values) -> dict[str, list | None]:
+    """Return the tokens of a row, its labels and its masks. RecordError for unequal lengths."""
+    masks = ("loss_mask", "attention_mask")
+    lists = {key: (_mask if key in masks else _numbers)(values, key) for key in FORMATS["tokens"]}
+    size = len(lists["input_ids"] or ())
+    for key, numbers in lists.items():
+        if numbers is not None and len(numbers) != size:
+            name, ids = values.name(key), values.name("input_ids")
+            raise RecordError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
+    return lists
+
+
 def _require_labels(values: Values, tokens: list[int], labels: list[int]) -> None:
     """Raise RecordError for a label that is neither its token nor UNSUPERVISED."""
     for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
@@ -442,15 +566,24 @@ def _require_labels(values: Values, tokens: list[int], labels: list[int]) -> Non
 
 
 def _numbers(values: Values, meaning: str) -> list[int] | None:
-    numbers = parsed(values[meaning])
-    if numbers is None:
+    if values[meaning] is None:
         return None
-    if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+    numbers = whole_numbers(values[meaning])
+    if numbers is None:
         name = values.name(meaning)
         raise RecordError(
-            f"{name!r} should be a list of whole numbers, it is {shown_value(numbers)}"
+            f"{name!r} should be a list of whole numbers, it is {shown_value(values[meaning])}"
         )
     return numbers
+
+
+def _mask(values: Values, meaning: str) -> list | None:
+    value = values[meaning]
+    if is_missing(value):
+        return None
+    if meaning == "attention_mask" and (numbers := whole_numbers(value)):
+        return numbers  # packed rows number their documents
+    return mask_of(value, repr(values.name(meaning)))
 
 
 def _read_segments(values: Values) -> Segments:
@@ -460,14 +593,18 @@ def _read_segments(values: Values) -> Segments:
         raise RecordError(
             f"{name!r} should be a list of text and label, it is {shown_value(segments)}"
         )
+    learnt = []
     for segment in segments:
-        if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool | int):
+        label = segment.get("label") if isinstance(segment, dict) else None
+        flag = flag_of(label, f"'label' in {name!r}")
+        if flag is None:
             raise RecordError(
                 f"{name!r} needs a text and a label of true or false, it holds"
                 f" {shown_value(segment)}"
             )
+        learnt.append(flag)
     texts = [text_of(segment.get("text"), f"{name}.text") for segment in segments]
-    return Segments(texts, [bool(segment["label"]) for segment in segments], values.where)
+    return Segments(texts, learnt, values.where)
 
 
 READERS: dict[str, Callable[[Values], Readable]] = {

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from fsdp_trainer.data.files.sources import RecordError
 
@@ -21,6 +21,10 @@ PLACES = ("image", "image_url", "url", "path", "base64", "data", "bytes", "sourc
 """Keys of a part, or of an object in a column, that hold an image or say where it is."""
 SHORTEST_BASE64 = 64
 """Characters of base64 that are not taken for the name of a file."""
+OF_URLS = str.maketrans("-_", "+/")
+"""The characters of base64 that may stand in a URL, and the usual ones."""
+LONGEST_NAME = 300
+"""Characters of an image's path or URL that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class Image:
     content: bytes = b""
 
     def __str__(self) -> str:
-        return self.place or f"an image of {len(self.content):,} bytes in the row"
+        is_long = len(self.place) > LONGEST_NAME
+        name = f"{self.place[:LONGEST_NAME]}…" if is_long else self.place
+        return name or f"of {len(self.content):,} bytes"
 
 
 NEXT = Image()
@@ -62,28 +68,34 @@ def image_of(value: Any) -> Image:
 def images_of(value: Any) -> list[Image]:
     """Return the images of a column: one, or a list of them."""
     values = value if isinstance(value, list | tuple) else [value]
-    return [image_of(each) for each in values if each is not None]
+    images = [image_of(each) for each in values if each is not None]
+    if NEXT in images:
+        raise RecordError(f"image {images.index(NEXT) + 1} is empty: it has neither bytes nor path")
+    return images
 
 
 def _from_text(text: str) -> Image:
     """Return the image of a data URL, base64, a URL or a path."""
-    if text.startswith("data:"):
+    if text[:5].lower() == "data:":
         head, _, body = text.partition(",")
-        content = _decoded(body) if head.endswith(";base64") else unquote_to_bytes(body)
+        content = unquote_to_bytes(body)
+        if head.lower().endswith(";base64"):
+            content = _decoded(content.decode("latin-1").translate(OF_URLS))
         if not content:
             raise RecordError(f"an image's data URL cannot be decoded: {text[:40]}…")
         return Image(content=content)
     if urlsplit(text).scheme == "file":
-        return Image(urlsplit(text).path)
+        return Image(unquote(urlsplit(text).path))
     if len(text) >= SHORTEST_BASE64 and (content := _decoded(text)):
         return Image(content=content)
     return Image(text)
 
 
 def _decoded(text: str) -> bytes:
-    """Return the bytes of base64; none if the text is something else."""
+    """Return the bytes of base64, in lines or not; none if the text is something else."""
+    text = "".join(text.split()).rstrip("=")
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):
         return b""
 

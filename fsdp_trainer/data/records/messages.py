@@ -1,15 +1,17 @@
 """Turns of a conversation in the form that templates read, from data in many formats."""
 
-import json
+from decimal import Decimal
 from itertools import cycle
 from typing import Any, NamedTuple
 
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.flags import flag_of, leaves_out, shown_value, weight_of
 from fsdp_trainer.data.records.images import IMAGE_PARTS, MARK, Image, image_of, images_of
 from fsdp_trainer.data.records.record_formats import (
     ROLE_KEYS,
     ROLES,
     TEXT_KEYS,
+    is_column,
     media_of,
     only_role_key,
     pair_keys,
@@ -17,16 +19,44 @@ from fsdp_trainer.data.records.record_formats import (
     role_key,
     turn_list,
 )
+from fsdp_trainer.data.records.recorded_calls import (
+    TOOL_CALL_ROLES,
+    arguments_of,
+    is_continued,
+    named_calls,
+    one_answer,
+    own_calls,
+    plain,
+    tool_call,
+    unread_in,
+    written_calls,
+)
 
 Message = dict[str, Any]
-TOOL_CALL_ROLES = ("function_call", "tool_call")
 PLAIN_KEYS, PLAIN_ROLES = {"role", "content"}, ("system", "user", "assistant")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-FLAGS = {"train": False, "training": False, "loss": False, "loss_scale": False, "masked": True}
-"""Boolean keys of a turn, in data of Axolotl, ms-swift and torchtune, and the value that means that
-the turn is not supervised."""
+FLAGS = {
+    **dict.fromkeys(("train", "training", "trainable", "loss", "supervised"), False),
+    **dict.fromkeys(("loss_mask", "train_mask"), False),
+    **dict.fromkeys(("masked", "is_masked"), True),
+}
+"""Keys of a turn that are flags, in data of Axolotl, ms-swift, torchtune and others, and the value
+that means that the turn is not supervised."""
 WEIGHTS = ("weight", "loss_weight", "loss_scale")
 """Keys of a turn's loss weight; the last one is ms-swift's."""
+MARKS = {*FLAGS, *WEIGHTS}
+READ_KEYS = {*ROLE_KEYS, *TEXT_KEYS, *MARKS, *REASONING}
+READ_KEYS |= {"tool_calls", "function_call", "train_detail"}
+"""Keys of a turn that are read, whatever the template is."""
+MESSAGE_KEYS = {
+    "role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id", "id",
+    "images", "weight", "text", "context_parts",
+}  # fmt: skip
+"""Keys of a Message that are read, or that say no more than its place does."""
+UNREAD_KEY = "unread_key_"
+"""Prefix of keys that count conversations with a key of turns that is not read; it follows."""
+BAD_KEY = "bad_key_"
+"""The same, for a key that says that a turn is bad."""
 PARTS = {
     "text": "text", "output_text": "text", "input_text": "text",
     "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
@@ -47,21 +77,39 @@ def read_turns(value: Any, column: str = "messages") -> list[Message]:
     if len(value) > 1 and all(isinstance(turn, str) and turn[:1] != "{" for turn in value):
         roles = cycle(("user", "assistant"))
         return [{"role": role, "content": text} for role, text in zip(roles, value, strict=False)]
-    return [message for turn in value for message in _turn(parsed(turn), column)]
+    messages: list[Message] = []
+    for number, turn in enumerate(value, 1):
+        try:
+            read = _turn(parsed(turn), column)
+        except RecordError as error:
+            raise RecordError(f"turn {number} of {column!r}: {error}") from None
+        # one answer may be written as several turns: its text, and each of its calls
+        if messages and is_continued(messages[-1], read[0]):
+            messages[-1] = one_answer(messages[-1], read[0])
+        else:
+            messages += read
+    return messages
 
 
 def _as_object(turn: Any, column: str) -> dict:
     """Return a turn, or a pair of question and answer, as an object."""
+    if isinstance(turn, list) and turn and isinstance(turn[0], dict):
+        raise RecordError(
+            f"{column!r} holds lists of turns, and a row holds one of them.\nInto rows:  {LISTS}"
+        )
     if isinstance(turn, list) and len(turn) == 2:
         return {"user": turn[0], "assistant": turn[1]}
-    if not isinstance(turn, dict):
-        raise RecordError(f"{column!r} should be a list of turns, it holds {shown_value(turn)}")
-    return turn
+    if isinstance(turn, dict):
+        return turn
+    reason = f"{column!r} should be a list of turns, it holds {shown_value(turn)}"
+    if isinstance(turn, str):
+        reason += ". A text is written without a list around it"
+    raise RecordError(reason)
 
 
 def _turn(turn: Any, column: str) -> list[Message]:
     """Return the message of an element in a list of turns, or two messages if it is a pair."""
-    if _is_plain(turn):  # most are, and the code below takes ten times as long
+    if _isplain(turn):  # most are, and the code below takes ten times as long
         return [{"role": turn["role"], "content": turn["content"]}]
     turn = _as_object(turn, column)
     pair = pair_keys(turn)
@@ -86,7 +134,7 @@ def _turn(turn: Any, column: str) -> list[Message]:
     return [_message(turn, role, content)]
 
 
-def _is_plain(turn: Any) -> bool:
+def _isplain(turn: Any) -> bool:
     """Return True for a turn in template form that holds nothing but text."""
     return (
         isinstance(turn, dict)
@@ -104,31 +152,48 @@ def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
 
 
 def _message(turn: dict, role: Any, content: Any) -> Message:
-    if not isinstance(role, str) or role.strip().lower() not in ROLES:
-        raise RecordError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
-    role = role.strip().lower()
-    others = _others(turn)
+    role = _known_role(role)
+    own = own_calls(turn, role, content)
+    others = _others(turn, role, bool(own))
     beside = _images_beside(others)
     if media := media_of(others):
         raise RecordError(f"a turn holds {media}, which no model here reads")
+    if content is None or (own and not isinstance(content, str)):
+        _require_content(turn, role, bool(own or beside))
+        content = ""
     read = content_of(content, turn)
     text = MARK * len(beside) + read.text
     message: Message = {"role": ROLES[role], "content": text, **others}
-    if images := [*beside, *read.images]:
-        message["images"] = images
-    reasoning, calls = read.reasoning, read.calls
+    further = {"images": [*beside, *read.images], "reasoning_content": read.reasoning}
+    message |= {key: value for key, value in further.items() if value}
     if turn.get("train_detail"):
         message["context_parts"] = text, _context_parts(turn["train_detail"], len(text))
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    calls = [tool_call(call) for call in [*calls, *_named_calls(turn)]]
-    if calls:
-        message["tool_calls"] = calls
-    elif role in TOOL_CALL_ROLES:
-        written = _calls_in(text)
-        message |= {"content": "", "tool_calls": written, "text": text} if written else {}
-    weight = _turn_weight(turn)
+    message |= _with_calls([*read.calls, *own, *named_calls(turn)], role, text)
+    weight = _turn_weight(turn, ROLES[role])
     return message if weight is None else message | {"weight": weight}
+
+
+def _with_calls(calls: list[Any], role: str, text: str) -> Message:
+    """Return the parts of a turn for its tool calls, which a text may hold."""
+    if calls:
+        return {"tool_calls": [*map(tool_call, calls)], **unread_in(calls)}
+    return {**written_calls(text)} if role in TOOL_CALL_ROLES else {}
+
+
+def _known_role(role: Any) -> str:
+    if not isinstance(role, str) or role.strip().lower() not in ROLES:
+        raise RecordError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
+    return role.strip().lower()
+
+
+def _require_content(turn: dict, role: str, has_content: bool) -> None:
+    """Raise RecordError for a turn without text, unless it has calls, reasoning or images."""
+    if not (has_content or named_calls(turn) or any(turn.get(name) for name in REASONING)):
+        raise RecordError(
+            f"a turn of {role!r} has no text ({', '.join(TEXT_KEYS)}); its keys: "
+            f"{' '.join(map(str, turn))}\nName its text content, or leave such rows out:  "
+            "data.on_error=skip"
+        )
 
 
 def _images_beside(others: Message) -> list[Image]:
@@ -137,12 +202,25 @@ def _images_beside(others: Message) -> list[Image]:
     return [image for name in pictures for image in images_of(others.pop(name))]
 
 
-def _others(turn: dict) -> Message:
-    """Return the keys of a turn that are not read here, since a template may read them."""
-    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
-    read = {*ROLE_KEYS, *TEXT_KEYS, *WEIGHTS, *REASONING, *flags}
-    read |= {"tool_calls", "function_call", "train_detail"}
-    return {name: value for name, value in turn.items() if name not in read and value is not None}
+def _others(turn: dict, role: str, is_call: bool) -> Message:
+    """Return the keys of a turn that are not read here, since a template may read them.
+
+    is_call: whether its name and arguments are those of a call. Raises RecordError for one that
+    may be a mask or a weight.
+    """
+    read = ("name", *arguments_of(role)) if is_call else ()
+    others = {
+        name: value
+        for name, value in turn.items()
+        if name not in READ_KEYS and name not in read and value is not None
+    }
+    for name, value in others.items():
+        if leaves_out(str(name), value):
+            raise RecordError(
+                f"a turn has {name!r} of {str(value)[:60]}, which may say what is not learnt, and "
+                "is not read.\nName it train (false: not learnt), masked or weight, or remove it"
+            )
+    return others
 
 
 def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
@@ -152,8 +230,8 @@ def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
     for detail in details if isinstance(details, list) else [details]:
         values = detail if isinstance(detail, dict) else {}
         start, end = values.get("begin_offset"), values.get("end_offset")
-        train = values.get("train")
-        if type(start) is not int or type(end) is not int or not isinstance(train, bool):
+        train = flag_of(values.get("train"), "'train' of a train_detail")
+        if type(start) is not int or type(end) is not int or train is None:
             raise RecordError(
                 "train_detail should be a list of begin_offset, end_offset and train, "
                 f"it holds {shown_value(detail)}"
@@ -165,22 +243,32 @@ def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _named_calls(turn: dict) -> list:
-    calls = parsed(turn.get("tool_calls"))
-    if not calls:
-        calls = [turn["function_call"]] if turn.get("function_call") else []
-    if not isinstance(calls, list):
-        raise RecordError(f"tool_calls should be a list, they are {shown_value(calls)}")
-    return calls
+def _turn_weight(turn: dict, role: str) -> float | None:
+    """Return the loss weight of a turn; None if the turn does not specify it.
+
+    role: the flag of one that is not the assistant's counts too if it is to be learnt.
+    """
+    weights, flags = _marks_of(turn)
+    if len(weights) > 1:
+        raise RecordError(f"a turn has several weights: {' '.join(map(str, sorted(weights)))}")
+    if False in flags:
+        return 0.0
+    if weights and (role == "assistant" or weights != {1.0}):  # ShareGPT has 1 in all turns
+        return weights.pop()
+    return 1.0 if flags and role != "assistant" else None
 
 
-def _turn_weight(turn: dict) -> float | None:
-    """Return the loss weight of a turn; None if the turn does not specify it."""
-    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
-    for name in WEIGHTS:
-        if turn.get(name) is not None and name not in flags:
-            return _weight(turn[name])
-    return 0.0 if any(turn[name] == FLAGS[name] for name in flags) else None
+def _marks_of(turn: dict) -> tuple[set[float], set[bool]]:
+    """Return the weights of a turn, and whether it is to be learnt as its flags say."""
+    weights, flags = set[float](), set[bool]()
+    for name in turn.keys() & MARKS:
+        value, what = turn[name], f"{name!r} of a turn"
+        if name in FLAGS:
+            flag = flag_of(value, what)
+            flags |= set() if flag is None else {flag != FLAGS[name]}
+        elif (weight := weight_of(value, what)) is not None:
+            weights.add(weight)
+    return weights, flags
 
 
 class TurnContent(NamedTuple):
@@ -197,10 +285,6 @@ def content_of(content: Any, turn: dict, what: str = "the content of a turn") ->
     parts: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
     parts["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
     images: list[Image] = []
-    if content is None and (
-        turn.get("tool_calls") or turn.get("function_call") or parts["reasoning"]
-    ):
-        content = ""
     for part in content if isinstance(content, list) else [content]:
         kind, value = ("text", part) if isinstance(part, str) else _part(part, what)
         if kind == "image":
@@ -216,14 +300,14 @@ def _joined(texts: list, what: str) -> str:
     """Return the texts joined; RecordError if one is not a string. what: name for the message."""
     for text in texts:
         if not isinstance(text, str):
-            raise RecordError(f"{what} should be text, it is {shown_value(text)}")
+            raise RecordError(f"{what} should be text, it is {shown_value(text)}{advice(text)}")
     return "".join(texts)
 
 
 def _part(part: Any, what: str) -> tuple[str, Any]:
     """Return the kind and value of one part of a turn's content."""
     if not isinstance(part, dict):
-        raise RecordError(f"{what} should be text, it is {shown_value(part)}")
+        raise RecordError(f"{what} should be text, it is {shown_value(part)}{advice(part)}")
     type = part.get("type", "text")
     if not isinstance(type, str) or type not in PARTS:
         raise RecordError(
@@ -240,48 +324,6 @@ def _part(part: Any, what: str) -> tuple[str, Any]:
     return "tool_call", part if value is None else parsed(value)
 
 
-def _weight(weight: Any) -> float:
-    # 3.4e38: the maximum of float32
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38:
-        raise RecordError(
-            f"the weight of a turn should be a number of 0 or more, it is {shown_value(weight)}"
-        )
-    return float(weight)
-
-
-def tool_call(call: Any) -> dict:
-    """Return a call in the form that templates read, with arguments parsed if they are JSON."""
-    call = parsed(call)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RecordError(f"a tool call needs a name and arguments, it is {shown_value(call)}")
-    arguments = parsed(
-        next(
-            (function[name] for name in ("arguments", "input", "parameters") if name in function),
-            {},
-        )
-    )
-    others = {name: call[name] for name in ("id",) if call.get(name)}
-    return _plain(
-        {
-            **others,
-            "type": "function",
-            "function": {"name": function["name"], "arguments": arguments},
-        }
-    )
-
-
-def _calls_in(text: str) -> list[dict] | None:
-    """Return the tool calls of a text that is JSON, one call or a list; None if it has none."""
-    calls = parsed(text)
-    calls = calls if isinstance(calls, list) else [calls]
-    return (
-        [tool_call(call) for call in calls]
-        if calls and all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls)
-        else None
-    )
-
-
 def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
     """Return the descriptions of the available tools in OpenAI's format; None without tools."""
     tools = parsed(tools.strip() if isinstance(tools, str) else tools)
@@ -291,24 +333,30 @@ def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RecordError(f"{column!r} should be a list of objects, it is {shown_value(tools)}")
     return [
-        _plain(tool if "function" in tool else {"type": "function", "function": tool})
+        plain(tool if "function" in tool else {"type": "function", "function": tool})
         for tool in tools
     ]
 
 
-def _plain(value: dict) -> dict:
-    """Return a value with strings in place of types that JSON lacks (dates, decimals, bytes).
-
-    Templates write it as JSON.
-    """
-    return json.loads(json.dumps(value, default=str))
-
-
 def text_of(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise RecordError(f"{column!r} should be text, it is {shown_value(value)}")
+        raise RecordError(f"{column!r} should be text, it is {shown_value(value)}{advice(value)}")
     return value
 
 
-def shown_value(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:60]}"
+LISTS = (
+    'python -c "import pandas as pd; '
+    "pd.read_json('FILE').to_json('rows.jsonl', orient='records', lines=True)\""
+)
+"""The command that turns a file with columns of lists into one of rows."""
+
+
+def advice(value: Any) -> str:
+    """Return what to do about a value that should be text; may be empty."""
+    if isinstance(value, bytes):
+        return ".\nOnly UTF-8 is read: decode the column, and write it as text"
+    if isinstance(value, int | float | Decimal):
+        return f'.\nWrite it as text, "{value}"; in pandas:  df[COLUMN] = df[COLUMN].astype(str)'
+    if isinstance(value, list) or is_column(value):
+        return f".\nA row holds one text. To turn columns of lists into rows:  {LISTS}"
+    return ""

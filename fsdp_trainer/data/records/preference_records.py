@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.flags import VERDICTS, flag_of
 from fsdp_trainer.data.records.messages import Message, turns_or_text
 from fsdp_trainer.data.records.record_values import Values
 
@@ -44,9 +45,10 @@ def read_labelled(values: Values) -> LabelledAnswer:
 
     If there is no completion, the prompt's last turn is the answer.
     """
-    label = values["label"]
-    if label not in (True, False):
-        raise RecordError(f"{values.name('label')!r} is {label!r}: a label is true or false")
+    name = values.name("label")
+    label = flag_of(values["label"], repr(name), VERDICTS)
+    if label is None:
+        raise RecordError(f"{name!r} is null")
     prompt = turns_or_text(values["prompt"], "user", values.name("prompt"))
     if values["completion"] is None:
         name, answer = values.name("prompt"), prompt[-1:]
@@ -64,7 +66,7 @@ def read_labelled(values: Values) -> LabelledAnswer:
         prompt[-1]["content"] += f"\n{values['input']}"
     tools = values.tools()
     prompt = values.with_images(values.with_system(prompt))
-    return LabelledAnswer(prompt, answer, bool(label), tools, values.where)
+    return LabelledAnswer(prompt, answer, label, tools, values.where)
 
 
 def read_preference(values: Values) -> Preference:
@@ -81,6 +83,8 @@ def read_preference(values: Values) -> Preference:
     prompt = values["prompt"] or []
     if prompt:
         prompt = turns_or_text(prompt, "user", values.name("prompt"))
+    if prompt in (chosen, rejected):  # UltraFeedback has the better chat once more, as messages
+        prompt = []
     if prompt and values["input"]:
         prompt[-1]["content"] += f"\n{values['input']}"
     begins_with_prompt = chosen[0]["role"] != "assistant"

@@ -6,14 +6,24 @@ from typing import Any
 
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Conversation, Readable, Reader, make_reader
+from fsdp_trainer.data.records.flags import is_missing, number_of
 from fsdp_trainer.data.records.messages import Message, turns_or_text
 from fsdp_trainer.data.records.preference_records import Preference
-from fsdp_trainer.data.records.record_formats import FORMATS, column_value, find_format, match
+from fsdp_trainer.data.records.record_formats import (
+    FORMATS,
+    LABELS,
+    column_value,
+    find_format,
+    match,
+    usual_name,
+)
 from fsdp_trainer.data.records.record_values import Values
 from fsdp_trainer.errors import Problem, UserError
 
 ANSWER = "answer"
 """The column of the reference answer in a row whose turns end with the user's."""
+ANSWERS = {"completion", "output"}
+"""Meanings of a reference answer."""
 QUESTION_VERSION = 2
 """Part of the name of a store of prompts: raised when `DataQuestion.as_json` has other keys."""
 PROMPT_PARTS = {"prompt", "system", "tools"}
@@ -72,7 +82,7 @@ def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
     if not messages:
         raise RecordError("holds an answer alone, without a prompt")
     reference = "\n".join(str(turn.get("content") or "") for turn in turns) if turns else None
-    if not turns and columns.get(ANSWER) is not None:
+    if not turns and not is_missing(columns.get(ANSWER)):
         reference = str(columns[ANSWER])
     return DataQuestion(messages, row.tools, reference, columns, row.where)
 
@@ -87,6 +97,16 @@ class QuestionReader(Reader):
     def readable(self, row: Record) -> Readable:
         """Return the row's content before its conversion to a question."""
         return super().read(row)
+
+    def values(self, row: Record) -> dict[str, Any]:
+        """Return the row's values; the reference answer may be a number, which becomes its text."""
+        values = super().values(row)
+        numbers = {key: values[key] for key in ANSWERS & values.keys()}
+        return values | {
+            key: str(value)
+            for key, value in numbers.items()
+            if not isinstance(value, bool | str) and number_of(value) is not None
+        }
 
 
 class PromptReader(QuestionReader):
@@ -116,15 +136,18 @@ def make_prompt_reader(
     Raises UserError if they contain no prompt.
     """
     given = {meaning: str(column) for meaning, column in (fields or {}).items()}
+    # a label is what rewards compare answers with, not a verdict on an answer of the row
+    columns = {name: value for name, value in columns.items() if usual_name(name) not in LABELS}
     detected = find_format(columns, given) if format == "auto" else None
     if format == "auto" and (detected is None or detected[0] not in HOLD_PROMPTS):
         matched = match("prompt_completion", columns, given)
         if "prompt" in matched and set(given) <= PROMPT_PARTS:
             parts = {key: column for key, column in matched.items() if key in PROMPT_PARTS}
-            return PromptReader("prompt", parts, frozenset(columns))
+            return PromptReader("prompt", parts, frozenset(columns), learns=False)
     reader = make_reader(columns, format, fields, file)
     if reader.format not in HOLD_PROMPTS:
         raise UserError("the data cannot be used", [Problem(file, NO_PROMPT % reader.format)])
     return QuestionReader(
-        reader.format, reader.columns, reader.first, reader.text_only, form=reader.form
-    )
+        reader.format, reader.columns, reader.first, reader.text_only, form=reader.form,
+        learns=False,
+    )  # fmt: skip

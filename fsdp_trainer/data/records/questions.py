@@ -48,7 +48,7 @@ def _of_file(
             yield row
 
     def choose(row: Record) -> Reader:
-        return choose_reader(data, row.columns, file, format, fields)
+        return replace(choose_reader(data, row.columns, file, format, fields), learns=False)
 
     def refuse(row: Record, reason: str) -> None:
         problems.add(row.where, reason)

@@ -5,13 +5,12 @@ first row, so that an unrelated column of the same name is not used. `conversati
 values.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_trainer.base.json_files import DEEPEST, is_deeper
+from fsdp_trainer.data.records.flags import parsed, whole_numbers
 
 ROLES = {
     "system": "system", "developer": "system",
@@ -46,17 +45,6 @@ MEDIA = {
 VARIANT = re.compile(r"(_?[0-9]+|_[A-Za-z])$")
 """Suffix of a column name that distinguishes one of several answers."""
 MEDIA_ENDS = ("_path", "_url", "_file", "_byte")
-
-
-def parsed(value: Any) -> Any:
-    """Return the value of JSON text; anything else unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        content = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return value if is_deeper(content, DEEPEST) else content
 
 
 def column_value(columns: Mapping[str, Any], name: str) -> Any:
@@ -169,20 +157,25 @@ def is_list(value: Any) -> bool:
     return isinstance(parsed(value), list)
 
 
+def is_column(value: Any) -> bool:
+    """Return True for a column as pandas writes it: an object with the numbers of its rows."""
+    return isinstance(value, dict) and bool(value) and all(str(key).isdigit() for key in value)
+
+
 def is_tools(value: Any) -> bool:
     """Return True for possible tool descriptions: a list or object, also as JSON text."""
     return isinstance(parsed(value), list | dict)
 
 
 def is_numbers(value: Any) -> bool:
-    """Return True for a list of integers, also as JSON text."""
-    value = parsed(value)
-    return isinstance(value, list) and all(isinstance(number, int) for number in value)
+    """Return True for a list of integers, also as text."""
+    return whole_numbers(value) is not None
 
 
 def is_label(value: Any) -> bool:
-    """Return True for a label that an answer is good or bad."""
-    return isinstance(value, bool)
+    """Return True for a label that an answer is good or bad: 0 and 1 may also be classes."""
+    is_word = isinstance(value, str) and value.strip().lower() in ("true", "false")
+    return is_word or isinstance(value, bool)
 
 
 def is_segments(value: Any) -> bool:
@@ -239,14 +232,18 @@ ALTERNATIVES = {
     "chosen": ("chosen", "chosen_messages", "chosen_response", "preferred_output"),
     "rejected": ("rejected", "rejected_messages", "rejected_response", "non_preferred_output"),
 }
+LABELS = ("label", "kto_tag")
+LOSS_MASKS = (
+    "loss_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "completion_mask",
+    "response_mask", "train_mask", "label_mask", "labels_mask",
+)  # fmt: skip
+"""Columns that are 1 for each token that is learnt."""
 
 FORMATS: dict[str, dict[str, Meaning]] = {
     "tokens": {
         "input_ids": Meaning(("input_ids",), is_numbers, required=True),
         "labels": Meaning(("labels",), certain=("labels",)),
-        "loss_mask": Meaning(
-            ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask"), is_numbers
-        ),
+        "loss_mask": Meaning(LOSS_MASKS, certain=LOSS_MASKS),
         "attention_mask": Meaning(("attention_mask",), certain=("attention_mask",)),
     },
     "preference": {
@@ -260,7 +257,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
     },
     "segments": {"segments": Meaning(("segments",), is_segments, required=True)},
     "unpaired": {
-        "label": Meaning(("label", "kto_tag"), is_label, required=True),
+        "label": Meaning(LABELS, is_label, required=True),
         "prompt": Meaning((*PROMPTS, *ASK_ROLES, *CHATS), is_text_or_turns, required=True),
         "completion": replace(ANSWER, required=False),
         "input": CONTEXT,
@@ -392,15 +389,30 @@ def _can_be(
 ) -> bool:
     if not set(fields) <= set(FORMATS[format]):
         return False
-    if format == "unpaired" and (not by_value or (fields and "label" not in fields)):
-        return False  # many unrelated columns are called label
     matched = match(format, columns, fields, by_value)
     if not is_complete(format, matched):
         return False
-    # null fits any format, so a row with only null values decides nothing
+    if format == "unpaired" and not (by_value and _is_labelled(columns, matched, fields)):
+        return False
     required = [matched[key] for key in REQUIRED[format] if key not in fields]
-    has_value = any(column_value(columns, column) is not None for column in required)
-    return has_value or not by_value or not required
+    return not by_value or not required or _has_value(columns, required)
+
+
+def _has_value(columns: Mapping[str, Any], names: list[str]) -> bool:
+    """Return whether a column has a value; null fits any format, so that it decides nothing."""
+    return any(column_value(columns, name) is not None for name in names)
+
+
+def _is_labelled(
+    columns: Mapping[str, Any], matched: Mapping[str, str], fields: Mapping[str, str]
+) -> bool:
+    """Return True for a label that is named by the user, or is there: many columns are called so.
+
+    matched: the columns by their meanings.
+    """
+    if fields:
+        return "label" in fields
+    return column_value(columns, matched["label"]) is not None
 
 
 def _by_turns(format: str, columns: Mapping[str, Any], fields: Mapping[str, str]) -> str:

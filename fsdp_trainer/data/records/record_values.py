@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_trainer.data.records.images import NEXT, images_in, images_of, with_column
+from fsdp_trainer.data.records.images import (
+    COLUMN_MARK,
+    NEXT,
+    images_in,
+    images_of,
+    with_column,
+)
 from fsdp_trainer.data.records.messages import Message, content_of, text_of, tools_of
 from fsdp_trainer.data.records.record_formats import IMAGES, TEXT_KEYS, parsed
 
@@ -39,10 +45,11 @@ class Values:
     def with_images(self, messages: list[Message]) -> list[Message]:
         """Return the turns with the images of the row's column. RecordError if numbers differ."""
         value = self.by_meaning.get(IMAGES)
-        images = images_of(parsed(value)) if value is not None else []
-        if not images and not any(image == NEXT for image in images_in(messages)):
-            return messages
-        return with_column(messages, images)
+        images = [] if value in (None, "") else images_of(parsed(value))
+        is_marked = IMAGES in self.columns and any(COLUMN_MARK in m["content"] for m in messages)
+        if images or is_marked or NEXT in images_in(messages):
+            return with_column(messages, images)
+        return messages
 
     def tools(self) -> list[dict] | None:
         """Return the descriptions of the row's tools."""

@@ -31,6 +31,7 @@ from fsdp_trainer.data.store.token_store import (
     Damaged,
     TokenStore,
     add_totals,
+    group_digests,
     merge,
     read_meta,
     write_meta,
@@ -343,7 +344,7 @@ class ComponentStores:
             counts["unreadable"] = bad
             examples["unreadable"] = [problem.what for problem in problems[:EXAMPLES]]
         train = TokenStore(merged / TRAIN, "", files=self.component.files)
-        firsts, digests = _digests(train)
+        firsts, digests = group_digests(train)
         if len(again := firsts[_duplicates(digests)]):
             counts["duplicate"] = len(again)
             examples["duplicate"] = [train.where(i) for i in again[:EXAMPLES].tolist()]
@@ -361,8 +362,12 @@ class ComponentStores:
         key, name, data = self.component.key, self.component.name, self.options.data
         path = data.path if key == "data.path" else data.validation
         which = f" of {name}" if name not in (TRAIN, VALIDATION, path) else ""
-        findings = list_findings(meta["counts"], meta["examples"], 0, 0, self.options.seq_len)
+        answer = self.options.answer
+        seq_len = self.options.seq_len + answer
+        findings = list_findings(meta["counts"], meta["examples"], 0, 0, seq_len, answer)
         lines = [f"no token{which} is supervised: there is nothing to learn"]
+        if answer:
+            lines = [f"no prompt{which} can be answered"]
         lines += [*self._lines(meta, {}), *map(str, findings)]
         raise UserError("the data cannot be used", [Problem(f"{key}={path}", "\n".join(lines))])
 
@@ -446,17 +451,6 @@ def _last_of_file(tasks: list[Task], i: int) -> int:
     """Return the index of the last task with a unit of the file that task i ends with."""
     file = tasks[i][-1].number
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
-
-
-def _digests(store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of the first sample of each group, and a digest of each complete group."""
-    digests = np.asarray(store.digests)  # pairs may share an answer
-    if store.group_starts is None:
-        return np.arange(len(digests)), digests
-    firsts = np.flatnonzero(store.group_starts)
-    places = np.arange(len(digests)) - np.repeat(firsts, np.diff(firsts, append=len(digests)))
-    odd = (2 * places + 1).astype(np.uint64)
-    return firsts, np.add.reduceat(digests * odd, firsts)
 
 
 def _duplicates(digests: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.files.file_splits import read_records
-from fsdp_trainer.data.files.sources import find_sources
+from fsdp_trainer.data.files.sources import find_sources, lines_on_folders
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.preference_records import PAIRS, SINGLE
@@ -51,7 +51,9 @@ class Prepared:
     digests: dict[str, str] = field(default_factory=dict)
     """Content hashes of the files of `train`, by path."""
     unused: list[str] = field(default_factory=list)
-    """Lines that name the unused columns of each file."""
+    """Lines that name the unused columns of each file, and the unread files of each folder."""
+    answer: int = 0
+    """Tokens of a row that are left for the answer to a prompt; 0 if the samples are no prompts."""
 
     @property
     def fingerprint(self) -> str:
@@ -96,10 +98,11 @@ def component_stores(
     reporter: Reporter,
     kind: str | None = None,
     images: ImageReader | None = None,
+    answer: int = 0,
 ) -> list["ComponentStores"]:
     """Return the preparation of every component, with separate validation data as the last one.
 
-    kind: passed to `make_reader`. images: see TokenizeOptions.
+    kind: passed to `make_reader`. images, answer: see TokenizeOptions.
     """
     train, held_out = components(data, root, reporter)
     every = [*train, *([held_out] if held_out else [])]
@@ -108,7 +111,8 @@ def component_stores(
         root,
         lambda: reporter.progress("data   hashing files"),
     )
-    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, kind, images)
+    seq_len = batch.seq_len - answer
+    options = TokenizeOptions(data, seq_len, 0.0, tokenizer, template, kind, images, answer)
     return [
         ComponentStores(component, replace(options, share=component.share), content, root, reporter)
         for component in every
@@ -124,15 +128,16 @@ def prepare(
     reporter: Reporter | None = None,
     kind: str | None = None,
     images: ImageReader | None = None,
+    answer: int = 0,
 ) -> Prepared:
     """Tokenize the data into folders of `root`, unless it is already there.
 
-    kind: passed to `make_reader`. images: see TokenizeOptions. Raises UserError if the data cannot
-    be used.
+    kind: passed to `make_reader`. images, answer: see TokenizeOptions. Raises UserError if the data
+    cannot be used.
     """
     reporter = reporter or Reporter()
     preparing = component_stores(
-        data, batch, tokenizer, template, Path(root), reporter, kind, images
+        data, batch, tokenizer, template, Path(root), reporter, kind, images, answer
     )
     opened = [one.stores() for one in preparing]
     if kind in (SINGLE, PAIRS):
@@ -140,6 +145,7 @@ def prepare(
             require_kind(one, stores, kind)
     report, validation = [line for one in preparing for line in one.report], None
     unused = [line for one in preparing for line in one.unused]
+    unused += [line for path in (data.path, data.validation) for line in lines_on_folders(path)]
     if preparing[-1].component.key == "data.validation":
         validation = opened.pop()[TRAIN]
         preparing.pop()
@@ -157,6 +163,7 @@ def prepare(
         report,
         digests={file: digest for one in preparing for file, digest in one.digests.items()},
         unused=unused,
+        answer=answer,
     )
 
 

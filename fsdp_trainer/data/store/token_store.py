@@ -293,7 +293,7 @@ class StoreWriter:
             "sources": np.full(len(samples), source),
             "files": np.full(len(samples), file),
             "lines": np.broadcast_to(lines, len(samples)),
-            "digests": np.array([_digest(s) for s in samples], np.uint64),
+            "digests": np.array([digest_of(s) for s in samples], np.uint64),
         }
         for name, dtype in COLUMNS.items():
             # unlike tofile, write raises an error when the disk is full
@@ -334,7 +334,8 @@ class StoreWriter:
                 (self._folder / f"{column}.bin").write_bytes(self._optional[column])
 
 
-def _digest(sample: Sample) -> int:
+def digest_of(sample: Sample) -> int:
+    """Return a hash of a sample's tokens, weights, question and images, of 64 bits."""
     content = (
         sample.tokens.astype(np.int32, copy=False).tobytes()
         + sample.weights.astype(np.float32, copy=False).tobytes()
@@ -342,6 +343,24 @@ def _digest(sample: Sample) -> int:
     content += (sample.question or "").encode()
     content += "".join(image.file.digest for image in sample.images).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def group_digests(store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index of the first sample of each group, and a digest of each complete group.
+
+    An answer labelled good or bad counts with its label, without its mismatched one.
+    """
+    digests = np.asarray(store.digests)  # pairs may share an answer
+    firsts = np.arange(len(digests))
+    if store.group_starts is not None:
+        firsts = np.flatnonzero(store.group_starts)
+    if store.kinds is not None:
+        return firsts, digests[firsts] + np.asarray(store.kinds)[firsts].astype(np.uint64)
+    if store.group_starts is None:
+        return firsts, digests
+    places = np.arange(len(digests)) - np.repeat(firsts, np.diff(firsts, append=len(digests)))
+    odd = (2 * places + 1).astype(np.uint64)
+    return firsts, np.add.reduceat(digests * odd, firsts)
 
 
 def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:

@@ -31,6 +31,7 @@ from fsdp_trainer.data.order.packing import best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.order.row_order import random_bits
 from fsdp_trainer.data.records.conversations import Reader
 from fsdp_trainer.data.store.findings import Finding, list_findings
+from fsdp_trainer.data.store.token_store import digest_of
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.records_to_samples import (
     TokenizeOptions,
@@ -38,7 +39,7 @@ from fsdp_trainer.data.tokens.records_to_samples import (
     read_texts,
     tokenize_in_chunks,
 )
-from fsdp_trainer.data.tokens.samples import EXAMPLES, Rendered
+from fsdp_trainer.data.tokens.samples import EXAMPLES, Rendered, Sample
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
@@ -134,6 +135,7 @@ class StreamedData:
         every parts-th row from row p on.
     lengths: token counts of the first samples.
     findings: findings about the data of these samples.
+    inspected: digests of these samples, as in a store.
     start: running index of its first row; earlier rows came from other data.
     digests: hashes of the files' sizes and ends, by path.
     """
@@ -148,6 +150,7 @@ class StreamedData:
     report: list[str] = field(default_factory=list)
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     findings: list[Finding] = field(default_factory=list)
+    inspected: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     start: int = 0
     components: tuple = ()
     """Always empty, since streams are not mixed."""
@@ -166,6 +169,10 @@ class StreamedData:
         """Yield the first rows of training, in order."""
         streams = [self.stream(number) for number in range(min(count, self.streams))]
         yield from islice((next(stream) for stream in cycle(streams)), count)
+
+    def reads(self, file: str) -> bool:
+        """Return True if a file has the size and the ends of one of these files."""
+        return _digest(_identity(file)) in self.digests.values()
 
     @property
     def key(self) -> str:
@@ -393,7 +400,7 @@ class StreamIterator:
         """Yield ((row, index of the text in its row, line), text), from `first` on."""
 
         def choose(row: Record) -> Reader:
-            return self.data.reader(row, source, self.unused)
+            return replace(self.data.reader(row, source, self.unused), note=self._builder.count)
 
         def refuse(row: Record, reason: str) -> None:
             where = named(unit.file), row.where[1] + lines_before(unit)
@@ -445,10 +452,7 @@ def stream_data(
         for file in source.files
         for unit in units_of[file]
     ]
-    digests = {
-        named(file): hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
-        for file, identity in identities.items()
-    }
+    digests = {named(file): _digest(identity) for file, identity in identities.items()}
     parts = -(-streams // len(units))
     streamed = StreamedData(options, streams, sources, units, parts, digests)
     inspected = _inspect(streamed, size)
@@ -467,7 +471,7 @@ def stream_data(
 
 
 def _inspect(streamed: StreamedData, size: int) -> dict[str, Any]:
-    """Return what the first samples show: the fields `lengths`, `findings`, `report` and `tokens`.
+    """Return what the first samples show, by name of a field, and `tokens`.
 
     tokens: a hash of the samples' tokens and weights, which must be equal when a run is resumed.
     """
@@ -488,9 +492,7 @@ def _inspect(streamed: StreamedData, size: int) -> dict[str, Any]:
         f"the first {len(samples):,} samples: {tokens:,} tokens,"
         f" {100 * supervised / tokens:.1f}% supervised, longest {max(lengths):,}",
     ]
-    for one in findings:
-        line = f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text
-        report.append(line)
+    report += [one.text for one in findings if not one.is_warning]
     if stream.unused:
         report.append(f"columns not used: {', '.join(stream.unused)}")
     if streamed.parts > 1:
@@ -501,9 +503,16 @@ def _inspect(streamed: StreamedData, size: int) -> dict[str, Any]:
     return {
         "lengths": np.minimum(lengths, streamed.seq_len),
         "findings": findings,
+        "inspected": np.array(
+            [digest_of(Sample(one.tokens, one.weights)) for one in samples], np.uint64
+        ),
         "report": report,
         "tokens": digest.hexdigest(),
     }
+
+
+def _digest(identity: tuple[int, str]) -> str:
+    return hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
 
 
 def _require_a_step(streamed: StreamedData) -> None:

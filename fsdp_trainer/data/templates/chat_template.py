@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import jinja2
 from fsdp_trainer.base.time_limit import TooSlow, time_limit
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message
+from fsdp_trainer.data.templates.closing_text import Closing, find_closing
+from fsdp_trainer.data.templates.completeness import TOOLS
 from fsdp_trainer.data.templates.template_forms import Forms, convert_turns, place_images
 from fsdp_trainer.data.templates.template_language import (
     DEFAULT_DATE,
@@ -19,9 +21,9 @@ from fsdp_trainer.data.templates.template_language import (
     variables,
     with_defaults,
 )
-from fsdp_trainer.data.templates.template_probes import ANSWER, ASK, find_forms
+from fsdp_trainer.data.templates.template_probes import ANSWER, ASK, TOOL, find_forms
 from fsdp_trainer.data.templates.template_traces import Renderer
-from fsdp_trainer.data.tokens.tokenizer import DEFAULT, TOOL_USE, TextTokenizer
+from fsdp_trainer.data.tokens.tokenizer import DEFAULT, SPECIAL, TOOL_USE, TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
 # `plain` ends its prompt with a newline: a space would form one token with the first word of the
@@ -48,6 +50,10 @@ NAMED = {
 
 LONGEST = 1 << 18
 """Characters of a template at most; published ones have up to 30,000."""
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks where a turn goes on. transformers uses the same text, which a template might look at."""
+FOLLOWING: Message = {"role": "user", "content": "probed reply"}
+"""A question that might follow an answer."""
 SECONDS = 20.0
 """Longest time to compile a template, or to render the short conversations that probe it."""
 
@@ -61,8 +67,10 @@ class RecordTemplate:
     def __init__(self, name: str, renderer: Renderer, values: Mapping[str, Any], with_tools: bool):
         self.name, self._renderer, self._values = name, renderer, values
         self.forms: Forms = find_forms(self.render, with_tools)
-        self.closing: str = self._closing()
-        """Text after the last turn that is not written between turns: eos_token in Phi-3."""
+        self.probed_tools = [TOOL] if with_tools else None
+        """The tools with which it is probed."""
+        self.closing: Closing = self._closing(convert_turns([ASK], self.forms), self.probed_tools)
+        """Text after the last turn, eos_token in Phi-3. It may depend on the conversation."""
         self.generation_prompt: str = self._generation_prompt()
         """Text between a question and its answer; empty if it is unknown."""
 
@@ -119,32 +127,39 @@ class RecordTemplate:
             return False
         return ASK["content"] in shown != without and "'image'" not in shown
 
+    def closing_of(self, text: str, before: list[Message], tools: list[dict] | None) -> Closing:
+        """Return what stands behind the last turn in the text of a conversation.
+
+        before: its turns but for the last, which is an answer.
+        """
+        if not self.closing.text or text.endswith(self.closing.text):
+            return self.closing
+        return self._closing(before, tools)
+
+    def _closing(self, before: list[Message], tools: list[dict] | None) -> Closing:
+        answer, ask = convert_turns([ANSWER, FOLLOWING], self.forms)
+        values = [value for value in self._values.values() if isinstance(value, str) and value]
+        contents = FOLLOWING["content"], ANSWER["content"]
+        try:
+            render = partial(self.finished, tools=tools)
+            return find_closing(render, [*before, answer], ask, contents, values)
+        except RecordError:
+            return Closing()
+
     def _generation_prompt(self) -> str:
         messages = convert_turns([ASK], self.forms)
+        closing = self.closing.text
         try:
-            before, prompt = self.render(messages), self.prompt(messages)
+            before, prompt = (
+                make(messages, self.probed_tools) for make in (self.render, self.prompt)
+            )
         except RecordError:
             return ""
-        before = before.removesuffix(self.closing)
+        if prompt == before:  # it is written after any turn
+            return closing
+        if not prompt.startswith(before):
+            before = before.removesuffix(closing)
         return prompt[len(before) :] if prompt.startswith(before) else ""
-
-    def _closing(self) -> str:
-        messages = convert_turns([ASK, ANSWER, ASK], self.forms)
-        try:
-            whole, longer = self.render(messages[:2]), self.render(messages)
-        except RecordError:
-            return ""
-        if longer.startswith(whole):
-            return ""
-        ends = (value for value in self._values.values() if isinstance(value, str) and value)
-        return next(
-            (
-                end
-                for end in ends
-                if whole.endswith(end) and longer.startswith(whole.removesuffix(end))
-            ),
-            "",
-        )
 
 
 class Template:
@@ -171,28 +186,47 @@ class Template:
             name: Renderer(text, today, self._values) for name, text in self.sources.items()
         }
         self._for_record: dict[bool, RecordTemplate] = {}
+        self._reads: dict[str, bool] = {}  # by name
+        self.unfit: UserError | None = None
+        """Raised for the first conversation: the tokenizer lacks what `plain` needs.
+
+        Rows of text need no template.
+        """
 
     def __reduce__(self) -> tuple:
         # compiled templates cannot be pickled
-        return Template, (self.name, self.sources, self._special, self._args, self._today)
+        made_of = (self.name, self.sources, self._special, self._args, self._today)
+        return Template, made_of, {"unfit": self.unfit}
 
     @property
     def decides(self) -> Any:
         """Everything that decides its output, for fingerprints."""
-        if len(self.sources) == 1 and not self._args and self._today == DEFAULT_DATE:
+        # those of any tokenizer are part of its own fingerprint
+        more = {k: v for k, v in self._special.items() if k not in SPECIAL and self.reads(k)}
+        args = more | self._args
+        if len(self.sources) == 1 and not args and self._today == DEFAULT_DATE:
             return self.source
-        return [self.sources, self._args, str(self._today)]
+        return [self.sources, args, str(self._today)]
 
     @property
     def exported(self) -> dict[str, str]:
         """The template texts by name, with its arguments as defaults."""
         return {name: with_defaults(text, self._args) for name, text in self.sources.items()}
 
+    def reads(self, name: str) -> bool:
+        """Return True if the texts of the template mention a name, for example a key of turns."""
+        if name not in self._reads:
+            texts = self.sources.values()
+            self._reads[name] = any(mentions(text, name) for text in texts)
+        return self._reads[name]
+
     def for_record(self, tools: list[dict] | None) -> RecordTemplate:
         """Return the template for a row with these tools, chosen as in `transformers`.
 
-        Raises UserError if it takes too long.
+        Raises UserError if it takes too long, or does not fit the tokenizer.
         """
+        if self.unfit:
+            raise self.unfit
         with_tools = bool(tools)
         if with_tools not in self._for_record:
             named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
@@ -204,6 +238,10 @@ class Template:
                 raise _bad(self.name, f"takes more than {SECONDS:.0f} s for two turns") from None
             self._for_record[with_tools] = record_template
         return self._for_record[with_tools]
+
+    def shows(self, tools: list[dict] | None) -> bool:
+        """Return False if the model would not see the descriptions of these tools."""
+        return not tools or self.for_record(tools).forms.tools
 
     def render(
         self,
@@ -228,8 +266,8 @@ class Template:
         """
         template = self.for_record(tools)
         forms = template.forms
-        if tools and not forms.tools:
-            note("tools_not_shown")
+        if not self.shows(tools):
+            note(TOOLS)
         turns = convert_turns(messages, forms, note)
         if not any(turn.get("images") for turn in turns):
             return turns
@@ -242,6 +280,30 @@ class Template:
         """
         turns = self.adapt(messages, None, image_mark=image_mark)
         return self.render(turns, add_generation_prompt=True)
+
+    def continued(self, messages: list[Message], image_mark: str = "") -> str:
+        """Return the conversation up to the end of its last turn's text, which is to go on.
+
+        As transformers' `apply_chat_template(…, continue_final_message=True)`. image_mark: see
+        `adapt`. Raises RecordError if the template does not show that text as it is.
+        """
+        *before, last = self.adapt(messages, None, image_mark=image_mark)
+        last, key = dict(last), "content"
+        holder: dict[str, Any] = last
+        if isinstance(last["content"], list):
+            last["content"] = parts = [dict(part) for part in last["content"]]
+            holder, key = next((part for part in reversed(parts) if "text" in part), {}), "text"
+        text = holder.get(key) or ""
+        holder[key] = text + CONTINUED
+        whole = self.render([*before, last])
+        end = whole.rfind(CONTINUED.strip())
+        if end < 0 or text.strip() not in whole:
+            raise RecordError(
+                f"the chat template ({self.name}) does not show the last turn as it is, so that"
+                " its text cannot go on"
+            )
+        is_kept = whole[end:].startswith(CONTINUED)
+        return whole[:end] if is_kept else whole[:end].rstrip()
 
 
 def load_template(
@@ -261,7 +323,9 @@ def load_template(
         source = BUILT_IN[name]
     elif name_or_path:
         source = _read(name_or_path)
-    _check_markers(name, tokenizer)
+    unfit = _misfit(name, tokenizer)
+    if unfit and name_or_path:
+        raise unfit
     _check_length(name, [source] if isinstance(source, str) else [*source.values()])
     try:
         with time_limit(SECONDS):
@@ -271,6 +335,7 @@ def load_template(
         raise _bad(name, f"line {e.lineno}: {e.message}") from None
     except (RecursionError, TooSlow):
         raise _bad(name, "is nested too deeply, or too much to compile") from None
+    template.unfit = unfit
     return template
 
 
@@ -282,8 +347,8 @@ def _check_length(name: str, texts: list[str]) -> None:
         raise _bad(name, f"{reason}. At most {LONGEST:,} are compiled")
 
 
-def _check_markers(name: str, tokenizer: TextTokenizer) -> None:
-    """Raise UserError if the tokenizer lacks a special token of a built-in template."""
+def _misfit(name: str, tokenizer: TextTokenizer) -> UserError | None:
+    """Return the error if the tokenizer lacks a special token of a built-in template."""
     missing = [
         marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
     ]
@@ -293,7 +358,7 @@ def _check_markers(name: str, tokenizer: TextTokenizer) -> None:
         if tokenizer.chat_templates:
             use = "null  (the tokenizer's own)"
         add = ",".join(f"'{marker}'" for marker in missing)
-        raise _bad(
+        return _bad(
             name,
             f"the tokenizer has no special token {' '.join(missing)}: "
             f"it would be {pieces} pieces of text.\n"
@@ -301,11 +366,15 @@ def _check_markers(name: str, tokenizer: TextTokenizer) -> None:
         )
     missing = [role for role in NAMED.get(name, ()) if role not in tokenizer.special]
     if missing:
-        raise _bad(
+        own = "" if tokenizer.chat_templates else ", and no chat template of its own"
+        add = ",".join(f"'{marker}'" for marker in CHATML)
+        return _bad(
             name,
-            f"the tokenizer has no {' and no '.join(missing)}, which frames its turns. "
-            "Use a tokenizer that has one",
+            f"the tokenizer has no {' and no '.join(missing)}, which frames its turns{own}.\n"
+            f"Name one in its tokenizer_config.json, or use  data.template=chatml "
+            f'"tokenizer.add_tokens=[{add}]"',
         )
+    return None
 
 
 def _check_args(template: Template, args: Mapping[str, Any]) -> None:

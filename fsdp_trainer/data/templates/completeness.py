@@ -9,6 +9,7 @@ from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.templates.template_forms import split_thinking
 
 TEXT, REASONING, CALLS = "text_left_out", "reasoning_left_out", "calls_left_out"
+TOOLS = "tools_not_shown"
 
 
 def left_out_of_answer(message: Message, text: str) -> Iterator[str]:
@@ -46,6 +47,13 @@ def left_out_of_context(messages: list[Message], text: str) -> bool:
             elif not shows(text, content):
                 return True
     return False
+
+
+def left_out_tools(tools: list[dict] | None, text: str) -> bool:
+    """Return whether a text lacks the name of a tool that is described to the model."""
+    described = (tool.get("function") for tool in tools or ())
+    names = (each.get("name") for each in described if isinstance(each, dict))
+    return any(isinstance(name, str) and name not in text for name in names)
 
 
 def shows(text: str, part: str) -> bool:

@@ -115,6 +115,7 @@ QUESTIONS = (
         (
             Probe({"tools": True}, [ASK, ANSWER], ("probed_call",)),
             Probe({"tools": True}, [ASK], ("probed_call",), is_prompt=True),
+            Probe({"tools": True}, [SYSTEM, ASK, ANSWER], ("probed_call",)),
         ),
         {"tools": False},
     ),

@@ -25,13 +25,14 @@ LLAMA_3_SPECIAL = {
 """Special tokens of Llama 3.1 by offset after the ranks; the others of 256 are reserved ones."""
 LLAMA_3_NAMED = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 OTHER_CUT = 190_000  # ranks; GPT-4o and Llama 4 have more, and split texts by another pattern
+MOST_DESCRIBED = 1 << 16  # tokens that a description adds to a tiktoken file
 END_OF_TEXT = "<|endoftext|>"
 GPT_2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
 ROBERTA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 DEFAULTS = {
     "GPT2Tokenizer": GPT_2,
     "CodeGenTokenizer": GPT_2,
-    "GPTNeoXTokenizer": GPT_2,
+    "GPTNeoXTokenizer": GPT_2 | {"pad_token": "<|padding|>"},
     "PreTrainedTokenizer": {},
     "TokenizersBackend": {},
     "BartTokenizer": ROBERTA,
@@ -51,11 +52,14 @@ def is_tiktoken(path: Path) -> bool:
         return bool(RANK.match(file.readline(1 << 16)))
 
 
-def read_tiktoken(path: Path, described: bool = False) -> tuple[Tokenizer, dict[str, str]]:
+def read_tiktoken(
+    path: Path, described: dict[str, Any] | None = None
+) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer, and its special tokens by name. Raises ValueError if it cannot be read.
 
-    The file names no special tokens. described: True if a tokenizer_config.json does. Otherwise
-    Llama 3 is recognised by its number of ranks and gets its special tokens.
+    The file names no special tokens. described: those of tokenizer_config.json; gaps among their
+    ids are filled as in transformers. None: Llama 3 is recognised by its number of ranks and gets
+    its special tokens.
     """
     ranks = _ranks(path)
     if len(ranks) >= OTHER_CUT:
@@ -74,7 +78,12 @@ def read_tiktoken(path: Path, described: bool = False) -> tuple[Tokenizer, dict[
     pairs = [(first, second) for *_, first, second in sorted(merges)]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, fuse_unk=False, ignore_merges=True))
     cut_as(tokenizer, LLAMA_3)
-    if described or len(ranks) != LLAMA_3_RANKS:
+    if described is not None:
+        ids = {int(id): token["content"] for id, token in described.items()}
+        last = min(max(ids, default=0), len(ranks) + MOST_DESCRIBED)
+        texts = [ids.get(i, f"<|reserved_token_{i}|>") for i in range(len(ranks), last + 1)]
+        tokenizer.add_special_tokens([*map(_special, texts)])
+    if described is not None or len(ranks) != LLAMA_3_RANKS:
         return tokenizer, {}
     tokenizer.add_special_tokens([*map(_special, _llama_3_special())])
     return tokenizer, dict(LLAMA_3_NAMED)
@@ -134,12 +143,7 @@ def read_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tuple[Tokeniz
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         tokenizer.decoder = decoders.ByteLevel()
-    usual = {name: text for name, text in DEFAULTS[kind].items() if name not in config}
-    special = {
-        name: text for name, text in usual.items() if tokenizer.token_to_id(text) is not None
-    }
-    tokenizer.add_special_tokens([*map(_special, dict.fromkeys(special.values()))])
-    return tokenizer, special
+    return tokenizer, DEFAULTS[kind]
 
 
 def _class_of(folder: Path, config: dict[str, Any]) -> str:

@@ -25,7 +25,8 @@ class TokenizeOptions:
     """Everything that decides the tokens of a row, for all units of a component.
 
     share: fraction of the rows that is held out for validation, chosen by content. kind: passed to
-    `make_reader`. images: reads images; None for a model that reads only text.
+    `make_reader`. images: reads images; None for a model that reads only text. answer: tokens of a
+    row that are left for the answer to a prompt, besides `seq_len`.
     """
 
     data: Data
@@ -35,6 +36,7 @@ class TokenizeOptions:
     template: Template
     kind: str | None = None
     images: ImageReader | None = None
+    answer: int = 0
 
     @property
     def separator(self) -> int | None:
@@ -46,6 +48,8 @@ class TokenizeOptions:
         if named is None:
             return self.tokenizer.eos_id
         token = named if isinstance(named, int) else self.tokenizer.backend.token_to_id(named)
+        if token is None and str(named).isdecimal():
+            token = int(named)
         if token is not None and 0 <= token < self.tokenizer.vocab_size:
             return token
         ending = self.tokenizer.eos_token

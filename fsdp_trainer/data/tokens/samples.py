@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,22 +21,32 @@ from fsdp_trainer.data.records.conversations import (
     Segments,
 )
 from fsdp_trainer.data.records.images import images_in
-from fsdp_trainer.data.records.messages import Message
+from fsdp_trainer.data.records.messages import BAD_KEY, MESSAGE_KEYS, UNREAD_KEY, Message
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
+from fsdp_trainer.data.records.unread_columns import bad_verdicts
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.templates.completeness import TEXT as TEXT_LEFT_OUT
-from fsdp_trainer.data.templates.completeness import left_out_of_answer, left_out_of_context
+from fsdp_trainer.data.templates.completeness import TOOLS as TOOLS_LEFT_OUT
+from fsdp_trainer.data.templates.completeness import (
+    left_out_of_answer,
+    left_out_of_context,
+    left_out_tools,
+)
 from fsdp_trainer.data.templates.turns import TurnFinder, merged
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.data.tokens.word_cache import EncodedWords, Encoding
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text, and the loss weight of their tokens."""
+Prompt = tuple[str, ...]
+"""The text before an answer, and the digests of the images in it."""
 EXAMPLES = 3
 FITS = "fits_"
 """Prefix of keys that count samples too long for a row; the suffix is a sufficient length, as in
 fits_1536."""
+CUT_HELPS, SPLIT_HELPS = "cut_helps", "split_helps"
+"""Keys that count too long samples of which data.too_long=truncate, or =split, keeps more."""
 LOST = "lost_tokens"
 """Key of the number of tokens in samples that were dropped for length, or cut off."""
 IMAGES, IMAGE_TOKENS = "images", "image_tokens"
@@ -48,8 +60,14 @@ HEADER = 80
 TEXTS = ("content", "reasoning_content")
 """Keys of a turn that hold text."""
 GOOD, BAD, MISMATCHED = range(3)
+LABELLED = ("labelled_good", "labelled_bad")
+"""Keys of the numbers of such answers."""
 """Kinds of a sample: an answer; an answer that should become less likely; and a prompt with the
 answer to another prompt, whose mean log(policy / reference) is the baseline for all answers."""
+REMEMBERED = 16
+"""Prompts of earlier calls whose last answers are kept for answers without another prompt."""
+TRIED = 8
+"""Answers to other prompts that are looked at for one that the own prompt does not have too."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>")
 
 
@@ -96,6 +114,13 @@ class Rendered:
     """The same as in Sample, for the text of a prompt."""
     images: tuple[SampleImage, ...] = ()
     """The images of the text, in order."""
+    can_be_split: bool = False
+    """True if it may continue in another row."""
+
+    @property
+    def is_compared(self) -> bool:
+        """True for an answer that is compared, and so is used whole or not at all."""
+        return self.rejected is not None or self.is_good is not None
 
     @property
     def sides(self) -> "list[Rendered]":
@@ -126,7 +151,8 @@ class SampleBuilder:
         images: reads the images of conversations; None for a model that reads only text.
         """
         self.splits_pairs, self.images = splits_pairs, images
-        self._last_answer: Sample | None = None  # the previous answer labelled good or bad
+        self.others = OtherAnswers()
+        """Answers for those that have no other prompt beside them."""
         self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
         self.counts: Counter[str] = Counter()
         """Counts by the keys of `findings.KINDS`."""
@@ -143,6 +169,10 @@ class SampleBuilder:
             if token.lstrip or token.rstrip
         ]
 
+    def begin_after(self, others: "OtherAnswers") -> None:
+        """Let answers that have no other prompt beside them be matched with these."""
+        self.others = others
+
     def count(self, key: str, where: tuple[str, int]) -> None:
         """Count one more event, and keep its place if it is among the first few."""
         self.counts[key] += 1
@@ -152,9 +182,16 @@ class SampleBuilder:
 
     def render_prompt(self, row: DataQuestion) -> list[Rendered]:
         """Return the prompt up to where the model answers; RecordError if it cannot be rendered."""
-        messages = self.template.adapt(row.messages, row.tools)
+        notes: set[str] = set()
+        messages = self._adapted(row, notes, "")
         text = self.template.render(messages, row.tools, add_generation_prompt=True)
         require_whole_characters(text)
+        if left_out_of_context(row.messages, text):
+            notes.add(TEXT_LEFT_OUT)
+        if left_out_tools(row.tools, text):
+            notes.add(TOOLS_LEFT_OUT)
+        for key in sorted(notes):
+            self.count(key, row.where)
         return [Rendered(text, [], row.where, question=row.as_json)]
 
     def render(self, row: Readable) -> list[Rendered]:
@@ -183,7 +220,10 @@ class SampleBuilder:
         bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
         if self._special.search(row.text.removeprefix(bos).removesuffix(eos)):
             self.count("special_in_text", row.where)
-        return [Rendered(row.text, [(0, len(row.text), 1.0)], row.where, is_document=True)]
+        if self.tokenizer.eos_id is None:
+            self.count("no_end_token", row.where)
+        spans = [(0, len(row.text), 1.0)]
+        return [Rendered(row.text, spans, row.where, is_document=True, can_be_split=True)]
 
     def _pretokenized(self, row: Pretokenized) -> Rendered:
         """Return tokens unchanged. Raises RecordError if the tokenizer does not know one."""
@@ -195,7 +235,7 @@ class SampleBuilder:
                 "tokenizer.path has to be what the data was tokenized with"
             )
         link = None if row.begin is None else (row.begin, tokens.dtype)
-        return _with_tokens(tokens, row.learnt, row.where, link)
+        return replace(_with_tokens(tokens, row.learnt, row.where, link), can_be_split=True)
 
     def _segments(self, row: Segments) -> Rendered:
         """Return the tokens of texts that are tokenized separately, as at inference."""
@@ -239,7 +279,27 @@ class SampleBuilder:
     def _conversation(self, row: Conversation) -> list[Rendered]:
         notes: set[str] = set()
         mark = self.images.processor.mark if self.images else ""
-        messages = self.template.adapt(row.messages, row.tools, notes.add, mark)
+        messages = self._adapted(row, notes, mark)
+        if any(a["role"] == b["role"] == "assistant" for a, b in pairwise(row.messages)):
+            notes.add("two_answers")
+        finder = TurnFinder(self.template.for_record(row.tools), messages, row.tools, self._ends)
+        if self.data.loss_on == "all":
+            texts = self._supervise_all(finder, row, notes)
+        else:
+            texts = self._supervise_turns(finder, row, notes)
+        if left_out_tools(row.tools, finder.whole):
+            notes.add(TOOLS_LEFT_OUT)
+        for key in sorted(notes):
+            self.count(key, row.where)
+        return [*self._with_images(texts, row)] if self.images else texts
+
+    def _adapted(
+        self, row: Conversation | DataQuestion, notes: set[str], mark: str
+    ) -> list[Message]:
+        """Return a row's turns in the forms of the template; add keys of `findings.KINDS`.
+
+        mark: text for an image, for a template that does not show it itself.
+        """
         if any(
             self._special.search(message[name])
             for message in row.messages
@@ -247,19 +307,25 @@ class SampleBuilder:
             if message.get(name)
         ):
             notes.add("special_in_text")
-        finder = TurnFinder(self.template.for_record(row.tools), messages, row.tools, self._ends)
-        if self.data.loss_on == "all":
-            texts = self._supervise_all(finder, row, notes)
-        else:
-            texts = self._supervise_turns(finder, row, notes)
-        for key in sorted(notes):
-            self.count(key, row.where)
-        return [*self._with_images(texts, row)] if self.images else texts
+        notes |= self._unread_keys(row.messages)
+        return self.template.adapt(row.messages, row.tools, notes.add, mark)
+
+    def _unread_keys(self, messages: list[Message]) -> set[str]:
+        """Return the keys of `findings.KINDS` for keys of turns that nothing reads."""
+        return {
+            (BAD_KEY if any(bad_verdicts({name: message[name]})) else UNREAD_KEY) + name
+            for message in messages
+            if len(message) > 2
+            for name in map(str, message.keys() - MESSAGE_KEYS)
+            if message.get(name) not in (None, "", [], {}) and not self.template.reads(name)
+        }
 
     def _with_images(self, texts: list[Rendered], row: Conversation) -> Iterator[Rendered]:
         """Yield the texts of a conversation with its images, which are never supervised."""
         assert self.images is not None
-        files = self.images.find([*images_in(row.messages)], row.where[0])
+        files = self.images.find(
+            [*images_in(row.messages)], row.where[0], lambda key, name: self.count(key, row.where)
+        )
         token = str(self.tokenizer.backend.id_to_token(self.images.processor.token))
         for text in texts:
             number, count = text.place
@@ -290,6 +356,8 @@ class SampleBuilder:
     ) -> list[Rendered]:
         """Return one text, or several if the template rewrites earlier turns."""
         turns, spans, behind = [], {}, 0
+        if any(turn.get("weight") and turn["role"] != "assistant" for turn in row.messages):
+            notes.add("marked_prompt")
         for k, place in self._chosen(finder, row):
             answer = row.messages[place]
             weight = answer.get("weight", 1.0)
@@ -338,9 +406,11 @@ class SampleBuilder:
         """Return the spans of turns with their own weight, for data.loss_on=all."""
         spans = []
         template, messages, tools = finder.template, finder.messages, finder.tools
-        for k in (k for k, message in enumerate(messages) if "weight" in message):
+        for k in (k for k, message in enumerate(messages) if message.get("weight", 1.0) != 1.0):
             before, after = (
-                template.finished(messages[:n], tools).removesuffix(template.closing) if n else ""
+                template.finished(messages[:n], tools).removesuffix(template.closing.text)
+                if n
+                else ""
                 for n in (k, k + 1)
             )
             if not (finder.whole.startswith(after) and after.startswith(before)):
@@ -386,28 +456,25 @@ class SampleBuilder:
     def _with_mismatched(
         self, texts: list[Rendered], samples: list[list[Sample]]
     ) -> list[list[Sample]]:
-        """Return each text's sample, followed by its prompt with the answer of the sample before.
+        """Return each text's sample, followed by its prompt with an answer to another prompt.
 
-        The very first prompt gets the last answer. A mismatched answer is cut where both samples
-        fill the row.
+        A mismatched answer is cut where both samples fill the row. A text is left out if there is
+        no other prompt.
         """
-        answers = [one for each in samples for one in each]
-        before = self._last_answer or (answers[-1] if answers else None)
-        both: list[list[Sample]] = []
-        for text, each in zip(texts, samples, strict=True):
-            if not each or text.is_good is None:
-                both.append(each)
-                continue
-            assert before is not None
-            kind = GOOD if text.is_good else BAD
-            other = mismatched(each[0], before, self.seq_len - len(each[0].tokens))
-            before = each[0]
+        both = list(samples)
+        places = [i for i, text in enumerate(texts) if samples[i] and text.is_good is not None]
+        prompts = [_prompt_of(texts[i]) for i in places]
+        answers = [samples[i][0] for i in places]
+        others = self.others.match(prompts, answers)
+        for i, own, other in zip(places, answers, others, strict=True):
+            text = texts[i]
+            answer = replace(own, kind=GOOD if text.is_good else BAD)
+            self.counts[LABELLED[GOOD if text.is_good else BAD]] += 1
             if other is None:
-                self.counts[f"{FITS}{rounded_length(2 * len(before.tokens))}"] += 1
-                self.counts[LOST] += len(before.tokens)
-            pair = [replace(before, kind=kind), other] if other else None
-            both.append(pair or self._left_out("too_long", text.where))
-        self._last_answer = before
+                both[i] = self._left_out("no_other_prompt", text.where)
+                continue
+            second = mismatched(own, other, self.seq_len - len(own.tokens))
+            both[i] = [answer, second] if second else self._too_long(len(own.tokens), text)
         return both
 
     def _keep_pair(self, samples: list[Sample], text: Rendered) -> list[Sample]:
@@ -425,6 +492,7 @@ class SampleBuilder:
 
     def _prompt(self, encoding: Encoding | EncodedWords, text: Rendered) -> list[Sample]:
         """Return the prompt, without supervised tokens; nothing if it is too long."""
+        self._count_first(encoding, text)
         length = len(encoding.ids)
         if length > self.seq_len:
             return self._too_long(length, text)
@@ -444,9 +512,20 @@ class SampleBuilder:
             self.counts[REWRITTEN_TOKENS] += len(encoding.ids)
             self.counts[LAST_TOKENS] += len(encoding.ids) * (number == count)
         self._leave_out_stripped(encoding, text.text)
+        self._count_first(encoding, text)
         sample = Sample(encoding.ids, token_weights(encoding, text), images=text.images)
         self._count_turns(encoding, text, sample)
         return sample
+
+    def _count_first(self, encoding: Encoding | EncodedWords, text: Rendered) -> None:
+        """Count a chat without the first token that processors of images add to every text."""
+        if self.images and self._first and encoding.ids[:1].tolist() != self._first:
+            self.count("no_first_token", text.where)
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """The token that the tokenizer itself puts before a text."""
+        return self.tokenizer.first_added()
 
     def _count_turns(
         self, encoding: Encoding | EncodedWords, text: Rendered, sample: Sample
@@ -483,8 +562,7 @@ class SampleBuilder:
             self.count("split", text.where)
             return [sample]  # RowOrder splits it
         if self.data.too_long == "truncate":
-            self.counts[f"{FITS}{rounded_length(length)}"] += 1
-            self.counts[LOST] += length - seq_len
+            self._note_too_long(length, length - seq_len, text)
             self.count("truncated", text.where)
             return [self._cut(sample, seq_len)]
         return self._too_long(length, text)
@@ -517,9 +595,17 @@ class SampleBuilder:
 
     def _too_long(self, length: int, text: Rendered) -> list:
         """Count a text of `length` tokens that is dropped because no row holds it; return []."""
-        self.counts[f"{FITS}{rounded_length(length)}"] += 1
-        self.counts[LOST] += length
+        # the row of an answer labelled good or bad also holds its prompt with another answer
+        self._note_too_long(length if text.is_good is None else 2 * length, length, text)
         return self._left_out("too_long", text.where)
+
+    def _note_too_long(self, needed: int, lost: int, text: Rendered) -> None:
+        """Count a text that needs a row of `needed` tokens, `lost` of which are not trained on."""
+        self.counts[f"{FITS}{rounded_length(needed)}"] += 1
+        self.counts[LOST] += lost
+        if text.question is None and not text.is_compared:
+            self.counts[CUT_HELPS] += 1
+            self.counts[SPLIT_HELPS] += text.can_be_split
 
     def _left_out(self, key: str, where: tuple[str, int]) -> list:
         """Count a dropped row or text; return []."""
@@ -527,12 +613,79 @@ class SampleBuilder:
         return []
 
 
+class OtherAnswers:
+    """Finds an answer to another prompt for each answer, among those of the same call.
+
+    If these have one prompt only, it is an answer of an earlier call.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: dict[Prompt, Sample] = {}  # the last answer to each of the last prompts
+
+    @property
+    def are_several(self) -> bool:
+        """True if answers to more than one prompt are known."""
+        return len(self._earlier) > 1
+
+    def is_new(self, text: Rendered) -> bool:
+        """Return True for an answer to a prompt of which none is known."""
+        return _prompt_of(text) not in self._earlier
+
+    def match(self, prompts: list[Prompt], answers: list[Sample]) -> list[Sample | None]:
+        """Return an answer to another prompt for each answer; None if there is none.
+
+        The answers, sorted by prompt, are moved on by as many places as one prompt has answers:
+        each is used once, unless one prompt has more than half of them.
+        """
+        of_prompt: dict[Prompt, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            of_prompt.setdefault(prompt, []).append(i)
+        earlier = [one for prompt, one in self._earlier.items() if prompt not in of_prompt]
+        self._remember(prompts, answers)
+        if len(of_prompt) == 1:
+            return [earlier[i % len(earlier)] if earlier else None for i in range(len(answers))]
+        in_order = [i for group in of_prompt.values() for i in group]
+        contents = [answer.tokens[_begin_of_answer(answer) :].tobytes() for answer in answers]
+        moved = max(map(len, of_prompt.values()), default=0)
+        matched: list[Sample | None] = [None] * len(answers)
+        end = 0
+        for group in of_prompt.values():
+            end += len(group)
+            own, others = {contents[i] for i in group}, len(answers) - len(group)
+            for place, i in enumerate(group):
+                tried = [
+                    in_order[(end + (place - moved + k) % others) % len(answers)]
+                    for k in range(min(TRIED, others))
+                ]
+                unlike = next((j for j in tried if contents[j] not in own), tried[0])
+                matched[i] = answers[unlike]
+        return matched
+
+    def _remember(self, prompts: list[Prompt], answers: list[Sample]) -> None:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self._earlier.pop(prompt, None)
+            self._earlier[prompt] = answer
+        self._earlier = dict([*self._earlier.items()][-REMEMBERED:])
+
+
+def _prompt_of(text: Rendered) -> Prompt:
+    """Return what identifies the prompt of an answer: its text, and digests of its images."""
+    begins = (begin for begin, _, weight in text.spans if weight > 0)
+    start = min(begins, default=len(text.text))
+    return text.text[:start], *(image.file.digest for image in text.images)
+
+
+def _begin_of_answer(sample: Sample) -> int:
+    """Return the index of the first supervised token."""
+    return int(np.argmax(sample.weights > 0))
+
+
 def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
     """Return a sample's prompt with the answer of another sample, at most `room` tokens.
 
     None if there is no room for any token of the answer.
     """
-    prompt, begin = int(np.argmax(sample.weights > 0)), int(np.argmax(other.weights > 0))
+    prompt, begin = _begin_of_answer(sample), _begin_of_answer(other)
     if room <= prompt:
         return None
     tokens = np.concatenate([sample.tokens[:prompt], other.tokens[begin:]])[:room]

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
-from fsdp_trainer.data.tokens.token_bytes import BYTE_TOKEN
+from fsdp_trainer.data.tokens.token_bytes import BYTE_TOKEN, SENTENCEPIECE_SPACE
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 
 BYTE_OF = {text: byte for byte, text in enumerate(BYTE_TEXTS)}
@@ -22,23 +22,47 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: TextTokenizer):
-        self._backend = tokenizer.backend
+        self._tokenizer, self._backend = tokenizer, tokenizer.backend
+        self._unwanted = 0  # characters before the text
         added = self._backend.get_added_tokens_decoder().values()
-        self._special = {token.content for token in added if token.special}
+        self.special = {token.content for token in added if token.special}
+        """Texts of the tokens that are left out."""
         self._pieces = _pieces_of(tokenizer)
 
     def add(self, tokens: list[int]) -> str:
         """Append tokens; return the text that they add and that no further token can change."""
         texts = ((id, self._backend.id_to_token(id)) for id in tokens)
-        return "".join(
-            self._pieces.add(id, text)
-            for id, text in texts
-            if text is not None and text not in self._special
+        return self._wanted(
+            "".join(
+                self._pieces.add(id, text)
+                for id, text in texts
+                if text is not None and text not in self.special
+            )
         )
 
     def finish(self) -> str:
         """Return the rest of the text, after the last token."""
-        return self._pieces.finish()
+        return self._wanted(self._pieces.finish())
+
+    def follow(self, tokens: list[int]) -> None:
+        """Make the text that which follows some tokens. A decoder may strip the first space."""
+        if not isinstance(self._pieces, _Bytes):
+            unwanted = len(self._tokenizer.decode(tokens[-1:]))
+            self._unwanted = unwanted - len(self.add(tokens[-1:]))
+
+    def bytes_of(self, id: int) -> bytes:
+        """Return the text of one token, also a special one, within others, in UTF-8."""
+        text = self._backend.id_to_token(id) or ""
+        if isinstance(self._pieces, _Bytes) and all(c in BYTE_OF for c in text):
+            return bytes(BYTE_OF[c] for c in text)
+        if BYTE_TOKEN.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        return text.replace(SENTENCEPIECE_SPACE, " ").encode()
+
+    def _wanted(self, text: str) -> str:
+        wanted = text[self._unwanted :]
+        self._unwanted -= len(text) - len(wanted)
+        return wanted
 
 
 class _Bytes:
@@ -131,6 +155,8 @@ def _pieces_of(tokenizer: TextTokenizer) -> _Bytes | _Window | _OneLater | _Whol
     decoder = tokenizer.backend.decoder
     steps = _steps(json.loads(decoder.__getstate__())) if decoder else []
     kinds = [step["type"] for step in steps]
+    if tokenizer.cleans_up:
+        return _Whole(tokenizer)
     if kinds == ["ByteLevel"]:
         return _Bytes()
     if kinds == ["BPEDecoder"]:

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from fsdp_trainer.data.records.conversations import (
     Reader,
     make_reader,
 )
-from fsdp_trainer.data.records.preference_records import PROMPTS
+from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
 from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.data.store.token_store import Damaged, StoreWriter, check_columns
 from fsdp_trainer.data.tokens.records_to_samples import (
@@ -35,7 +35,7 @@ from fsdp_trainer.data.tokens.records_to_samples import (
     read_texts,
     tokenize_in_chunks,
 )
-from fsdp_trainer.data.tokens.samples import Rendered, Sample
+from fsdp_trainer.data.tokens.samples import OtherAnswers, Rendered, Sample, SampleBuilder
 from fsdp_trainer.errors import Problem, UserError
 
 CHUNK, CHARACTERS = 1000, 1 << 22  # limits of texts and characters for one call of the tokenizer
@@ -159,6 +159,8 @@ class TaskTokenizer:
 
     def run(self) -> TaskResult:
         """Read and write everything; return the counts and problems."""
+        if self.options.kind == UNPAIRED:
+            self.builder.begin_after(self._first_answers())
         for unit in self.task:
             self._tokenize_unit(unit)
             if self.problems.will_raise:  # the message names rows of one file only
@@ -172,6 +174,21 @@ class TaskTokenizer:
         result.counts, result.examples = dict(self.builder.counts), self.builder.examples
         result.totals = {name: writer.totals for name, writer in self.writers.items()}
         return result
+
+    def _first_answers(self) -> OtherAnswers:
+        """Return an answer to each of the first two prompts of the task.
+
+        Rows sorted by prompt may begin with many answers to one.
+        """
+        builder = self.options.builder()
+        for unit in self.task:
+            first = self._first_reader(unit)
+            for text in _answers(unit.unit, first.again(), builder) if first else ():
+                if builder.others.is_new(text):
+                    builder.tokenize([text])
+                if builder.others.are_several:
+                    return builder.others
+        return builder.others
 
     def _tokenize_unit(self, unit: TaskUnit) -> None:
         self.rows, reported = 0, 0
@@ -201,10 +218,11 @@ class TaskTokenizer:
                 if self.options.kind == PROMPTS:
                     self.reader = make_prompt_reader(row.columns, unit.format, fields, file)
                 else:
-                    self.reader = choose_reader(
+                    reader = choose_reader(
                         data, row.columns, file, unit.format, fields, self.options.kind,
                         self.options.images is not None,
                     )  # fmt: skip
+                    self.reader = replace(reader, note=self.builder.count)
             return self.reader
 
         def refuse(row: Record, reason: str) -> None:
@@ -232,12 +250,14 @@ class TaskTokenizer:
 
     def _reader_of_file(self, unit: TaskUnit) -> Reader | None:
         """Return the reader chosen by the file's first row; None if the unit holds that row."""
-        if not unit.unit.start:
-            return None
+        first = self._first_reader(unit) if unit.unit.start else None
+        return replace(first.again(), note=self.builder.count) if first else None
+
+    def _first_reader(self, unit: TaskUnit) -> Reader | None:
         prompts, images = self.options.kind == PROMPTS, self.options.images is not None
         file, stamp = unit.unit.file, unit.unit.stamp
-        first = first_reader(file, stamp, unit.format, unit.fields, prompts, images)
-        return first.again() if first else None
+        kind = self.options.kind
+        return first_reader(file, stamp, unit.format, unit.fields, prompts, images, kind)
 
     def _note_unit(self, unit: TaskUnit) -> None:
         """Note the rows and unused columns of a unit; a file without rows is a problem."""
@@ -251,6 +271,19 @@ class TaskTokenizer:
             self.result.unused.append((unit.number, list(reader.unused)))
 
 
+def _answers(unit: Unit, reader: Reader, builder: SampleBuilder) -> Iterator[Rendered]:
+    """Yield the texts of a unit, without rows that cannot be used."""
+
+    def choose(row: Record) -> Reader:
+        return reader
+
+    def ignore(row: Record, reason: str) -> None:
+        """Do nothing, since it is told when the row is tokenized."""
+
+    for _, _, texts in read_texts(read_unit(unit), choose, builder.render, ignore):
+        yield from texts
+
+
 @lru_cache(maxsize=64)
 def first_reader(
     file: str,
@@ -259,9 +292,12 @@ def first_reader(
     fields: tuple[tuple[str, str], ...],
     prompts: bool = False,
     with_images: bool = False,
+    kind: str | None = None,
 ) -> Reader | None:
     """Return the reader chosen by a file's first readable row; None if no row can be read."""
-    make = make_prompt_reader if prompts else partial(make_reader, with_images=with_images)
+    make: Callable[..., Reader] = partial(make_reader, kind=kind, with_images=with_images)
+    if prompts:
+        make = make_prompt_reader
     for row in read_records(file):
         if not row.error:
             try:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,23 @@ from fsdp_trainer.data.tokens.byte_level_files import (
     read_tiktoken,
     read_vocab_and_merges,
 )
+from fsdp_trainer.data.tokens.described_tokens import (
+    CONFIG,
+    LATER,
+    MAP,
+    DescriptionError,
+    TokenDescription,
+    add_new_tokens,
+)
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
+from fsdp_trainer.data.tokens.tokenizer_classes import (
+    ALWAYS,
+    CLASS_TOKENS,
+    PLAIN,
+    class_notes,
+    class_of,
+    fix_mistral,
+)
 from fsdp_trainer.data.tokens.word_cache import (
     EncodedWords,
     Encoding,
@@ -32,8 +48,7 @@ from fsdp_trainer.data.tokens.word_cache import (
 from fsdp_trainer.errors import Problem, UserError
 
 FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json",
+    "tokenizer.json", "tokenizer.model", CONFIG, MAP, LATER,
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
@@ -43,7 +58,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of chat templates: for rows in general, and (optionally) for rows with tools."""
 TEMPLATES = "additional_chat_templates"
 """Folder of the other templates besides the default one, as `transformers` saves them."""
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+SPECIAL = {"bos_token", "eos_token", "pad_token", "unk_token"}
 END_TOKENS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -63,6 +78,9 @@ USUAL = {
 }
 
 
+CLEANED = [(f" {end}", end) for end in (".", "?", "!", ",")]
+CLEANED += [(" ' ", "'"), *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re"))]
+"""Texts and what replaces them after decoding, one after the other, as in transformers."""
 LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and of its overlap with the next one
 
 
@@ -110,7 +128,19 @@ class TextTokenizer:
         stop_ids: set[int],
         chat_template: str | dict[str, str] | None,
         files: dict[str, Path] | None = None,
+        notes: Sequence[str] = (),
+        new: Sequence[str] = (),
+        cleans_up: bool = False,
+        of_class: dict[str, list[str]] | None = None,
     ):
+        """of_class: notes of `class_notes` that are known, by class."""
+        self._of_class = of_class or {}
+        self.notes = [*notes, *(note for known in self._of_class.values() for note in known)]
+        """What its files say and is not used, each as a sentence."""
+        self.new = [*new]
+        """Tokens that its own file lacks, which its description or tokenizer.add_tokens adds."""
+        self.cleans_up = cleans_up
+        """Whether `decode` removes spaces before punctuation and English contractions."""
         self.vocab_size: int = count_ids(backend)
         """Number of ids: the largest id + 1."""
         self._saved = backend.to_str()  # unchanged, including the post-processor
@@ -126,7 +156,7 @@ class TextTokenizer:
         self.special = {
             name: text for name, text in special.items() if backend.token_to_id(text) is not None
         }
-        """Those of bos_token, eos_token, pad_token and unk_token that exist."""
+        """The special tokens that have a name, such as bos_token or image_token."""
         ends = (*END_TOKENS, *self.special.values())  # some tokenizers do not mark them as special
         self.special_tokens: dict[str, int] = {
             token.content: id
@@ -141,20 +171,21 @@ class TextTokenizer:
         self.bos_id, self.eos_id, self.pad_id = (
             self._id(name) for name in ("bos_token", "eos_token", "pad_token")
         )
-        self.stop_ids: set[int] = stop_ids | {
-            id
-            for text, id in self.special_tokens.items()
-            if text in END_TOKENS or id == self.eos_id
-        }
+        self.stop_ids: set[int] = stop_ids | self._end_ids()
         """Ids that end a turn during generation."""
         if isinstance(chat_template, str):
             chat_template = {DEFAULT: chat_template}
         self.chat_templates: dict[str, str] = chat_template or {}
         """The chat templates by name; most tokenizers have one, DEFAULT."""
+        usual = sorted((name, text) for name, text in self.special.items() if name in SPECIAL)
         self.fingerprint: str = hashlib.blake2b(
-            f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16
+            f"{self._saved}{usual}".encode(), digest_size=16
         ).hexdigest()
         """Hash of everything that decides the tokens of a text, whatever the files' format is."""
+
+    def _end_ids(self) -> set[int]:
+        special = self.special_tokens.items()
+        return {id for text, id in special if text in END_TOKENS or id == self.eos_id}
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
@@ -231,6 +262,32 @@ class TextTokenizer:
         """Return the tokenizer unchanged; it may add bos and eos by itself."""
         return Tokenizer.from_str(self._saved)
 
+    def notes_on_class(
+        self, config: Mapping[str, Any], model: Mapping[str, Any] | None
+    ) -> list[str]:
+        """Return a note if transformers would cut texts in another way, in a folder of these files.
+
+        config, model: content of tokenizer_config.json, and of config.json if there is one.
+        """
+        name = class_of(self.backend, config, model)
+        if name and name not in self._of_class:
+            self._of_class[name] = class_notes(self.as_published(), name, config)
+        return self._of_class.get(name, [])
+
+    def notes_with(self, type: str) -> list[str]:
+        """Return `notes`, and one if an export with a model of this type is cut in another way."""
+        if type not in ALWAYS:
+            return self.notes
+        return [*dict.fromkeys(self.notes + self.notes_on_class({}, {"model_type": type}))]
+
+    def first_added(self) -> list[int]:
+        """Return the token that the tokenizer, as published, adds before a text, in a list."""
+        published = self.as_published()
+        added, plain = (
+            published.encode("a", add_special_tokens=adds).ids for adds in (True, False)
+        )
+        return added[:1] if added[:1] != plain[:1] else []
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -248,11 +305,16 @@ class TextTokenizer:
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Return the text of token ids."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        text = self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        for spaced, joined in CLEANED if self.cleans_up else ():
+            text = text.replace(spaced, joined)
+        return text
 
     def save(self, folder: str | Path, chat_template: str | dict[str, str] | None = None) -> None:
         """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs.
 
+        A class that would cut texts in another way is replaced by the one that uses tokenizer.json
+        as it is. config.json of the model, which may choose the class, should be there already.
         chat_template: replaces the tokenizer's own; one text, or several by name.
         """
         folder = Path(folder)
@@ -262,8 +324,13 @@ class TextTokenizer:
         if not (folder / "tokenizer.json").exists():
             (folder / "tokenizer.json").write_text(self._saved, encoding="utf-8")
         config = folder / "tokenizer_config.json"
-        if not config.exists() or "tokenizer.json" not in self._files:
-            _write_config(config, self._described(config))
+        described = self._described(config)
+        if is_other := bool(self.notes_on_class(described, _model_of(folder))):
+            described["tokenizer_class"] = PLAIN
+        named = _json(folder, CONFIG).keys() | _json(folder, MAP).keys()
+        lacks = bool(self.special.keys() & SPECIAL - named) or not config.exists()
+        if is_other or lacks or "tokenizer.json" not in self._files:
+            _write_config(config, described)
         if isinstance(chat_template, str):
             chat_template = {DEFAULT: chat_template}
         templates = chat_template or self.chat_templates
@@ -280,7 +347,7 @@ class TextTokenizer:
         did.
         """
         values: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            "tokenizer_class": PLAIN,
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**30,
         }
@@ -314,6 +381,8 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     """
     try:
         return _load(path, add_tokens)
+    except DescriptionError as e:
+        raise _bad(path, str(e)) from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
         reason = f"one of its files cannot be used: {type(e).__name__}: {e}"
         raise _bad(path, reason) from None
@@ -323,32 +392,63 @@ def _load(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
     """Return a tokenizer, see load_tokenizer. Raises many errors for files of wrong content."""
     if path == quickstart_data.TOKENIZER:
         backend, special, ends, template = quickstart_data.byte_tokenizer()
-        _add_special(backend, add_tokens)
-        return TextTokenizer(backend, special, ends, template)
+        return TextTokenizer(
+            backend, special, ends, template, new=_add_special(backend, add_tokens)
+        )
     given = Path(path).expanduser()
     file = _tokenizer_file(given)
     folder = file.parent if given.is_dir() or file.name in BESIDE_A_CONFIG else None
-    special_map, config, generation = (
-        _json(folder, f"{name}.json")
-        for name in ("special_tokens_map", "tokenizer_config", "generation_config")
+    special_map, config, later, generation = (
+        _json(folder, name) for name in (MAP, CONFIG, LATER, "generation_config.json")
     )
     try:
-        backend, special = _read_backend(file, config)
+        backend, usual = _read_backend(file, config)
     except Exception as e:  # tokenizers raises bare Exception
         raise _bad(path, f"{file.name} cannot be read: {e}") from None
-    if file.suffix == ".model" or file.name == VOCABULARY:
-        _add_later_tokens(backend, folder, config, path)
-    files = _files_to_copy(file, folder)
-    if _add_special(backend, add_tokens):
-        for name in ("tokenizer.json", "added_tokens.json"):
+    is_json = file.suffix == ".json" and file.name != VOCABULARY
+    model = _model_of(folder)
+    kind = class_of(backend, config, model) if is_json else ""
+    description = TokenDescription(
+        *(config, special_map, later),
+        usual=CLASS_TOKENS.get(kind, usual),
+        is_json=is_json,
+        is_normalized=file.suffix != ".model",
+    )
+    described = description.add_to(backend)
+    files, special = _files_to_copy(file, folder), described.special
+    if fix_mistral(backend, config, model) or described.new:
+        files.pop("tokenizer.json", None)  # the complete one is written instead
+    added = _add_special(backend, add_tokens)
+    if added:
+        for name in ("tokenizer.json", LATER):
             files.pop(name, None)  # the new tokenizer is written instead
+    usual = _usual_tokens(backend, special, config.keys() | special_map.keys())
     return TextTokenizer(
         backend,
-        special=_special_tokens(backend, special, special_map, config),
+        special=special | usual,
         stop_ids=_stop_ids(generation),
         chat_template=_chat_templates(folder, config),
         files=files,
+        notes=described.notes,
+        of_class={kind: class_notes(backend, kind, config)},
+        new=[*described.new, *added],
+        cleans_up=_cleans_up(backend, config),
     )
+
+
+def _model_of(folder: Path | None) -> dict[str, Any] | None:
+    """Return the content of config.json, which is optional here."""
+    try:
+        return _json(folder, "config.json") or None
+    except UserError:
+        return None
+
+
+def _cleans_up(backend: Tokenizer, config: dict[str, Any]) -> bool:
+    """Return whether texts are changed after decoding: of BPE, only if a second key says so."""
+    key = "clean_up_tokenization_spaces"
+    forced = config.get(f"{key}_for_bpe_even_though_it_will_corrupt_output")
+    return bool(config.get(key) and (forced or type(backend.model).__name__ != "BPE"))
 
 
 def _stop_ids(generation: dict[str, Any]) -> set[int]:
@@ -365,15 +465,6 @@ def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
     return files
 
 
-def _add_later_tokens(
-    backend: Tokenizer, folder: Path | None, config: dict[str, Any], path: str
-) -> None:
-    """Add the tokens that the files next to a model name."""
-    later = _json(folder, "added_tokens.json").items()
-    added = {str(id): {"content": text} for text, id in later}
-    _add_tokens(backend, added | config.get("added_tokens_decoder", {}), path)
-
-
 def _read_backend(file: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer of a file, and the special tokens that the file itself names."""
     if file.name == VOCABULARY:
@@ -381,7 +472,7 @@ def _read_backend(file: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[s
     if file.suffix != ".model":
         return Tokenizer.from_file(str(file)), {}
     if is_tiktoken(file):
-        return read_tiktoken(file, described="added_tokens_decoder" in config)
+        return read_tiktoken(file, config.get("added_tokens_decoder"))
     prefix = config.get("add_prefix_space") is not False
     return read_sentencepiece(file, config.get("legacy") is True, prefix)
 
@@ -423,58 +514,35 @@ def _json(folder: Path | None, name: str) -> dict:
         read = json.loads((folder / name).read_text(encoding="utf-8"))
         if is_deeper(read, DEEPEST):
             raise ValueError(f"more than {DEEPEST} lists and objects are within each other")
-        return read if isinstance(read, dict) else {}
+        if not isinstance(read, dict):
+            raise ValueError("it is no JSON object")
+        return read
     except (OSError, ValueError, RecursionError) as e:
         raise _bad(folder, f"{name} cannot be read: {e}") from None
 
 
-def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
-    """Return bos_token, eos_token … from the last source that names each, else the usual ones.
+def _usual_tokens(
+    backend: Tokenizer, special: dict[str, str], named: Collection[str]
+) -> dict[str, str]:
+    """Return bos_token, eos_token … as most tokenizers call them; none if any is in `special`.
 
-    A source gives a token as text, or as an object with `content`.
+    named: names to leave out.
     """
-    given = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
-    texts_of = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in given.items()
+    if special.keys() & SPECIAL:
+        return {}
+    return {
+        name: text
+        for name, texts in USUAL.items()
+        if name not in named
+        and (text := next((t for t in texts if backend.token_to_id(t) is not None), None))
     }
-    named = {name: text for name, text in texts_of.items() if isinstance(text, str)}
-    if not named:
-        return {
-            name: text
-            for name, texts in USUAL.items()
-            if (text := next((t for t in texts if backend.token_to_id(t) is not None), None))
-        }
-    return named
 
 
-def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
-    """Add tokens that are missing in a file other than tokenizer.json, e.g. a chat template's.
-
-    New ids follow those of the file. Raises UserError if `added` requires different ones.
-    """
-    flags = ("special", "lstrip", "rstrip", "single_word")
-    known = backend.get_added_tokens_decoder()
-    for id, token in sorted(added.items(), key=lambda item: int(item[0])):
-        if int(id) not in known:
-            given = {flag: bool(token.get(flag, False)) for flag in flags}
-            backend.add_tokens([AddedToken(token["content"], normalized=False, **given)])
-        if backend.token_to_id(token["content"]) != int(id):
-            raise _bad(
-                path,
-                f"its description gives {token['content']} the id {id}, the file has"
-                f" {backend.token_to_id(token['content'])}",
-            )
-
-
-def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> int:
-    """Add the special tokens that the backend lacks; return their number."""
-    return backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token in tokens
-            if backend.token_to_id(token) is None
-        ]
+def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> list[str]:
+    """Add the special tokens that the backend lacks; return them."""
+    lacking = [token for token in tokens if backend.token_to_id(token) is None]
+    return add_new_tokens(
+        backend, [AddedToken(token, special=True, normalized=False) for token in lacking]
     )
 
 

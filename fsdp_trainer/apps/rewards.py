@@ -54,11 +54,11 @@ def rewards(cfg: RewardsConfig) -> int:
         (where for where, _ in pairs), attempts, zip(*scores, strict=True), sums, strict=True
     )
     scored = [Scored(where, attempt, list(own), total) for where, attempt, own, total in rows]
+    if problems.count:
+        console.say(f"skipped  {problems.count:,} rows that cannot be used")
     if cfg.format == "json":
         print(visible(json.dumps(as_json(chosen, scored), ensure_ascii=False)))
         return 0
-    if problems.count:
-        console.say(f"skipped  {problems.count:,} rows that cannot be used")
     console.say("\n".join(table(cfg, chosen, scored)))
     return 0
 

@@ -32,7 +32,7 @@ class Calculator(ToolEnvironment):
         ),
     )
 
-    def call(self, expression: Any = None, **others: Any) -> str:
+    def call(self, /, expression: Any = None, **others: Any) -> str:
         """Return the value, or what is wrong with the expression."""
         if others or expression is None:
             return "error: calculator takes one argument, expression"

@@ -36,7 +36,7 @@ class DocumentSearch(ToolEnvironment):
         read_passages(str(self.folder))
         return super().reset(row)
 
-    def call(self, query: Any = None, **others: Any) -> str:
+    def call(self, /, query: Any = None, **others: Any) -> str:
         """Return the best passages, each with the name of its file."""
         if others or query is None:
             return "error: search takes one argument, query"

@@ -68,7 +68,7 @@ class ToolEnvironment(Environment):
         calls = messages[-1].get("tool_calls") or []
         return [result(call, self.call(**arguments_of(call))) for call in calls], not calls
 
-    def call(self, **arguments: Any) -> str:
+    def call(self, /, **arguments: Any) -> str:
         """Return the text that the tool answers with."""
         raise NotImplementedError
 

@@ -20,6 +20,7 @@ from fsdp_trainer.environments.environment import (
     arguments_of,
     result,
 )
+from fsdp_trainer.environments.reasoning import split_reasoning
 
 TOOL = "act"
 """The name of the tool by which the model acts."""
@@ -73,7 +74,7 @@ class OpenEnv(Environment):
         """See Environment."""
         turn = messages[-1]
         if self.text:
-            text, reward, is_over = self._act({self.text: turn.get("content") or ""})
+            text, reward, is_over = self._act({self.text: said(turn)})
             self.turn_rewards.append(reward)
             return [{"role": "user", "content": text}], is_over
         calls = turn.get("tool_calls") or []
@@ -113,6 +114,11 @@ class OpenEnv(Environment):
             raise RuntimeError(f"the server refuses {kind}: {said.get('message', said)}")
         observed: dict[str, Any] = answer["data"]
         return observed
+
+
+def said(turn: Message) -> str:
+    """Return the text of the model's turn without its reasoning."""
+    return split_reasoning(str(turn.get("content") or ""))[1]
 
 
 def tool_of(schema: dict[str, Any]) -> dict[str, Any]:

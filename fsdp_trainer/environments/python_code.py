@@ -38,7 +38,7 @@ class Python(ToolEnvironment):
         self.earlier = []
         return super().reset(row)
 
-    def call(self, code: Any = None, **others: Any) -> str:
+    def call(self, /, code: Any = None, **others: Any) -> str:
         """Return what the code prints and the last line of an error. Raises UserError."""
         if others or code is None:
             return "error: python takes one argument, code"

@@ -1,10 +1,14 @@
 """Tool calls in the text of an answer, in the formats of known families. Imports no torch."""
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from fsdp_trainer.environments.argument_types import Texts, refuse_constant, typed_arguments
+from fsdp_trainer.environments.reasoning import split_reasoning
 
 NO_JSON = "is not valid JSON"
 
@@ -17,8 +21,9 @@ class WrongCall(ValueError):
 class ParsedAnswer:
     """An answer in parts.
 
-    content: the text outside of calls. calls: tool calls in OpenAI's format, with arguments as
-    objects. problem: the reason why the calls cannot be made; then there are none.
+    content: the text outside of calls, with the reasoning. calls: tool calls in OpenAI's format,
+    with arguments as objects. problem: the reason why the calls cannot be made; then there are
+    none.
     """
 
     content: str
@@ -39,37 +44,51 @@ Found = tuple[str, list[Named]]
 
 
 class CallFormat(NamedTuple):
-    """A format of tool calls. marks: texts of which a chat template with this format has one."""
+    """A format of tool calls. marks: texts of which a chat template with this format has one.
+
+    parse: reads an answer without its reasoning. call: begin and end of a call.
+    """
 
     marks: tuple[str, ...]
     parse: Callable[[str], Found]
+    call: tuple[str, str] | None = None
 
 
 def parse_answer(
-    text: str, form: CallFormat, tools: Sequence[dict[str, Any]] | None
+    text: str,
+    form: CallFormat,
+    tools: Sequence[dict[str, Any]] | None,
+    prompt: str = "",
 ) -> ParsedAnswer:
     """Return the parts of an answer. text: with special tokens, without the stop token.
 
-    tools: descriptions of the tools there are. Of several calls with one wrong none is returned.
+    tools: descriptions of the tools there are; without any nothing is a call. prompt: the end of
+    what the model read, which may begin its reasoning. What the reasoning says of calls makes none.
+    Of several calls with one wrong none is returned.
     """
+    thought, rest = split_reasoning(text, form.call, prompt)
     try:
-        content, named = form.parse(text)
+        content, named = form.parse(rest)
         calls = [checked(i, *each, tools or []) for i, each in enumerate(named)]
     except WrongCall as error:
-        return ParsedAnswer(text, problem=str(error))
-    return ParsedAnswer(content, calls)
+        return ParsedAnswer(text.strip(), problem=str(error) if tools else None)
+    return ParsedAnswer((thought + content).strip(), calls)
 
 
 def checked(i: int, name: Any, arguments: Any, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a call in OpenAI's format. Raises WrongCall."""
     if not isinstance(name, str) or not name:
         raise WrongCall("a tool call needs a name")
-    known = [each.get("function", each).get("name") for each in tools]
+    known = {each.get("function", each).get("name"): each.get("function", each) for each in tools}
     if name not in known:
         has = ", ".join(map(str, known)) or "none"
         raise WrongCall(f"there is no tool {name!r}. Tools: {has}")
+    if isinstance(arguments, Texts):
+        arguments = typed_arguments(arguments, known[name].get("parameters"))
     if isinstance(arguments, str):
-        arguments = as_json(arguments, f"the arguments of {name}")
+        arguments = as_json(arguments.strip() or "{}", f"the arguments of {name}")
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise WrongCall(f"the arguments of {name} should be a JSON object")
     function = {"name": name, "arguments": arguments}
@@ -84,9 +103,7 @@ def as_json(text: str, what: str) -> Any:
         raise WrongCall(f"{what} {NO_JSON}: {text.strip()[:100]}") from None
 
 
-def refuse_constant(name: str) -> Any:
-    """Raise ValueError: NaN and Infinity are not JSON."""
-    raise ValueError(name)
+DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def of_object(value: Any) -> Named:
@@ -101,75 +118,149 @@ def of_object(value: Any) -> Named:
 
 # --- formats --------------------------------------------------------------------------------------
 
-HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-XML_NAME = re.compile(r"([^>\n]*)>")
-XML_VALUE = re.compile(r"([^>\n]*)>\n?(.*)\Z", re.DOTALL)
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+BARE_FUNCTION = re.compile(r"^[ \t]*<function=[^>\n]+>", re.MULTILINE)
+FUNCTION = re.compile(r"<function=([^>\n]*)>\s*")
+PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?")
+PARAMETER_END = re.compile(
+    r"\n?</parameter>\s*(?=<parameter=|</function>\s*(?:<function=|</tool_call>))"
+)
+FUNCTION_END = "</function>"
+GLM_NAME = re.compile(r"([\w.-]+)\s*(?=<arg_key>|</tool_call>)")
+GLM_ARGUMENT = re.compile(
+    r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|</tool_call>)",
+    re.DOTALL,
+)
+BETWEEN_CALLS = " ,\n\t\r"
 
 
 def hermes(text: str) -> Found:
-    """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, or Qwen3-Coder's XML in it."""
-    calls = []
-    for body, end in HERMES.findall(text):
-        if not end:
-            raise WrongCall("a <tool_call> has no </tool_call>")
-        if "<function=" in body:
-            calls.append(xml_call(body))
-        else:
-            calls.append(of_object(as_json(body, "the text in <tool_call>")))
-    if not calls and "</tool_call>" in text:
-        raise WrongCall("a </tool_call> has no <tool_call>")
-    return HERMES.sub("", text).strip(), calls
+    """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, or XML of Qwen3-Coder or GLM.
+
+    One <tool_call> may have several calls, one after the other or as a list.
+    """
+    content: list[str] = []
+    calls: list[Named] = []
+    while True:
+        before, begins, text = text.partition(CALL)
+        if CALL_END in before or BARE_FUNCTION.search(before):
+            raise WrongCall(f"a {CALL_END} or <function=…> has no {CALL}")
+        content.append(before)
+        if not begins:
+            return "".join(content).strip(), calls
+        new, text = calls_in_tag(text)
+        calls += new
 
 
-def xml_call(text: str) -> Named:
-    """Return the call of `<function=NAME><parameter=KEY>VALUE</parameter></function>`."""
-    inside, end, _ = text.partition("<function=")[2].partition("</function>")
-    name = XML_NAME.match(inside)
-    if not (end and name):
-        raise WrongCall("a <function=…> has no </function>")
-    values = {}
-    rest = inside[name.end() :]
-    while parameter := rest.partition("<parameter=")[2]:
-        value, end, rest = parameter.partition("</parameter>")
-        if end and (found := XML_VALUE.match(value)):
-            values[found[1]] = loosely(found[2].removesuffix("\n"))
-    return name[1].strip(), values
+def calls_in_tag(text: str) -> tuple[list[Named], str]:
+    """Return the calls after a <tool_call>, and the text after its end. Raises WrongCall."""
+    calls: list[Named] = []
+    while True:
+        text = text.lstrip(BETWEEN_CALLS)
+        if text.startswith(CALL_END) and calls:
+            return calls, text.removeprefix(CALL_END)
+        if text.startswith("<function="):
+            call, text = xml_call(text)
+            calls.append(call)
+            continue
+        if name := GLM_NAME.match(text):
+            call, text = glm_call(name, text)
+            calls.append(call)
+            continue
+        if not text or (calls and CALL_END not in text):
+            raise WrongCall(f"a {CALL} has no {CALL_END}")
+        value, text = first_json(text, f"the text in {CALL}")
+        calls += [of_object(each) for each in (value if isinstance(value, list) else [value])]
 
 
-def loosely(text: str) -> Any:
-    """Return the value of a JSON text; any other text as it is."""
+def first_json(text: str, what: str) -> tuple[Any, str]:
+    """Return the value of the JSON at the begin of a text, and the rest. Raises WrongCall."""
     try:
-        return json.loads(text)
+        value, end = DECODER.raw_decode(text)
     except (ValueError, RecursionError):
-        return text
+        raise WrongCall(f"{what} {NO_JSON}: {text.partition(CALL_END)[0].strip()[:100]}") from None
+    return value, text[end:]
+
+
+def glm_call(name: re.Match[str], text: str) -> tuple[Named, str]:
+    """Return the call of `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`, and the rest."""
+    values, place = Texts(), name.end()
+    while argument := GLM_ARGUMENT.match(text, place):
+        values[argument[1].strip()] = argument[2]
+        place = argument.end()
+    if not text.startswith(CALL_END, place):
+        raise WrongCall(f"an argument of {name[1]} has no key, no value or no end")
+    return (name[1], values), text[place:]
+
+
+def xml_call(text: str) -> tuple[Named, str]:
+    """Return the call of `<function=NAME><parameter=KEY>VALUE</parameter></function>` and the rest.
+
+    A value may hold the marks, as code does: only an end before another mark ends it.
+    """
+    function = FUNCTION.match(text)
+    if not function:
+        raise WrongCall("a <function=…> has no >")
+    values, place = Texts(), function.end()
+    while parameter := PARAMETER.match(text, place):
+        end = PARAMETER_END.search(text, parameter.end())
+        if not end:
+            raise WrongCall(f"a {parameter[0].strip()} has no </parameter> or no {FUNCTION_END}")
+        values[parameter[1].strip()] = text[parameter.end() : end.start()]
+        place = end.end()
+    if not text.startswith(FUNCTION_END, place):
+        raise WrongCall(f"a {function[0].strip()} has no {FUNCTION_END} after its parameters")
+    return (function[1].strip(), values), text[place + len(FUNCTION_END) :]
 
 
 PYTHON_TAG = "<|python_tag|>"
 
 
+CALL_BEGIN = re.compile(r'[\[\s]*\{\s*"')
+ARGUMENTS = "parameters", "arguments"
+
+
 def llama3(text: str) -> Found:
-    """Read `{"name": …, "parameters": {…}}`, several of them divided by `;`."""
-    body = text.removeprefix(PYTHON_TAG).strip()
-    if PYTHON_TAG in body:
-        before, _, body = body.partition(PYTHON_TAG)
-        return before.strip(), [*llama3_calls(body.strip())]
-    if not (body.startswith("{") and '"name"' in body):
-        if text.startswith(PYTHON_TAG):
-            raise WrongCall(f"what follows {PYTHON_TAG} should be a JSON object with a name")
+    """Read `{"name": …, "parameters": {…}}`, several of them divided by `;`.
+
+    Other JSON is an answer.
+    """
+    before, is_marked, body = text.partition(PYTHON_TAG)
+    if not is_marked:
+        before, body = "", text
+    if not is_marked and not is_call_like(body.strip()):
         return text.strip(), []
-    return "", [*llama3_calls(body)]
+    values: list[Any] = []
+    while body := body.lstrip(" ;\n\t"):
+        value, body = first_json(body, "the tool call")
+        values += value if isinstance(value, list) else [value]
+    if not (is_marked or all(is_call(value) for value in values)):
+        return text.strip(), []
+    return before.strip(), [of_object(value) for value in values]
 
 
-def llama3_calls(text: str) -> Iterator[Named]:
-    """Yield the calls of JSON objects one after the other. Raises WrongCall."""
-    decoder = json.JSONDecoder(parse_constant=refuse_constant)
-    while text:
-        try:
-            value, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            raise WrongCall(f"the tool call {NO_JSON}: {text[:100]}") from None
-        yield of_object(value)
-        text = text[end:].lstrip(" ;\n\t")
+def is_call_like(text: str) -> bool:
+    """Return True for a text that begins with a call, or is JSON like one that is cut or wrong."""
+    if not CALL_BEGIN.match(text):
+        return False
+    try:
+        value = DECODER.raw_decode(text)[0]
+    except (ValueError, RecursionError):
+        return '"name"' in text and any(f'"{name}"' in text for name in ARGUMENTS)
+    return all(map(is_call, value if isinstance(value, list) else [value]))
+
+
+def is_call(value: Any) -> bool:
+    """Return True for an object with the name and the arguments of a call."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    arguments = [value[name] for name in ARGUMENTS if name in value]
+    return any(
+        each.lstrip().startswith("{")
+        if isinstance(each, str)
+        else each is None or isinstance(each, dict)
+        for each in arguments
+    )
 
 
 MISTRAL = "[TOOL_CALLS]"
@@ -178,18 +269,86 @@ MISTRAL_ARGUMENTS = re.compile(r"\[ARGS\]|(?=\{)")
 
 def mistral(text: str) -> Found:
     """Read `[TOOL_CALLS] [{"name": …, "arguments": …}]`, or `[TOOL_CALLS]NAME[ARGS]{…}`."""
-    content, *bodies = text.split(MISTRAL)
+    content, begins, body = text.partition(MISTRAL)
     calls: list[Named] = []
-    for body in bodies:
-        if body.strip().startswith("["):
-            listed = as_json(body, f"what follows {MISTRAL}")
-            calls += [of_object(each) for each in listed]
-            continue
-        name, *rest = MISTRAL_ARGUMENTS.split(body, maxsplit=1)
-        if not rest:
-            raise WrongCall(f"what follows {MISTRAL} should be a name and JSON arguments")
-        calls.append((name.partition("[CALL_ID]")[0].strip(), rest[0]))
+    while begins:
+        body = body.strip()
+        if body.startswith(("[", "{")):
+            value, body = first_json(body, f"what follows {MISTRAL}")
+            calls += [of_object(each) for each in (value if isinstance(value, list) else [value])]
+        else:
+            arguments = MISTRAL_ARGUMENTS.search(body)
+            if not arguments:
+                raise WrongCall(f"what follows {MISTRAL} should be a name and JSON arguments")
+            name = body[: arguments.start()].partition("[CALL_ID]")[0].strip()
+            values, body = first_json(body[arguments.end() :].lstrip(), f"the arguments of {name}")
+            calls.append((name, values))
+        after, begins, body = body.partition(MISTRAL)
+        content += after
     return content.strip(), calls
+
+
+PYTHONIC, PYTHONIC_END = "<|tool_call_start|>", "<|tool_call_end|>"
+
+
+def pythonic(text: str) -> Found:
+    """Read LFM2's `<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`."""
+    content: list[str] = []
+    calls: list[Named] = []
+    while True:
+        before, begins, text = text.partition(PYTHONIC)
+        content.append(before)
+        if not begins:
+            return "".join(content).strip(), calls
+        body, is_whole, text = text.partition(PYTHONIC_END)
+        if not is_whole:
+            raise WrongCall(f"a {PYTHONIC} has no {PYTHONIC_END}")
+        calls += python_calls(body.strip())
+
+
+def python_calls(text: str) -> Iterator[Named]:
+    """Yield the calls in a Python list of calls with constants by name. Raises WrongCall."""
+    try:
+        listed = ast.parse(text, mode="eval").body
+        for call in listed.elts if isinstance(listed, ast.List) else [listed]:
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError
+            if any(each.arg is None for each in call.keywords):  # **{…}
+                raise ValueError
+            values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            # bytes, sets and infinity are no arguments
+            yield ast.unparse(call.func), json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+        raise WrongCall(
+            f"the text in {PYTHONIC} is no list of calls such as [NAME(KEY=VALUE)]: {text[:100]}"
+        ) from None
+
+
+KIMI_CALLS, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+KIMI_NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*")
+
+
+def kimi(text: str) -> Found:
+    """Read Kimi K2's `functions.NAME:0<|tool_call_argument_begin|>{…}`."""
+    content, begins, body = text.partition(KIMI_CALLS)
+    if not begins:
+        if KIMI_CALL in text:
+            raise WrongCall(f"a tool call needs {KIMI_CALLS} before it")
+        return content.strip(), []
+    body, _, after = body.partition(KIMI_END)
+    calls: list[Named] = []
+    for part in body.split(KIMI_CALL)[1:]:
+        header, has_arguments, rest = part.partition(KIMI_ARGUMENTS)
+        arguments, is_whole, _ = rest.partition(KIMI_CALL_END)
+        name = KIMI_NAME.fullmatch(header)
+        if not (has_arguments and is_whole and name):
+            raise WrongCall("a tool call is not complete")
+        calls.append((name[1], arguments))
+    if not calls:
+        raise WrongCall("a tool call is not complete")
+    return (content + after).strip(), calls
 
 
 DEEPSEEK_CALLS, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -205,7 +364,7 @@ def deepseek(text: str) -> Found:
         if "<｜tool▁" in text:
             raise WrongCall(f"a tool call needs {DEEPSEEK_CALLS} before it")
         return content.strip(), []
-    body = body.partition(DEEPSEEK_END)[0]
+    body, _, after = body.partition(DEEPSEEK_END)
     before, *parts = body.split(DEEPSEEK_CALL)
     rests = [before]
     calls: list[Named] = []
@@ -219,7 +378,7 @@ def deepseek(text: str) -> Found:
         calls.append((fenced[1], fenced[2]) if fenced else (first.strip(), second))
     if not calls or any("<｜tool▁" in rest for rest in rests):
         raise WrongCall("a tool call is not complete")
-    return content.strip(), calls
+    return (content + after).strip(), calls
 
 
 CHANNEL = "<|channel|>"
@@ -249,26 +408,32 @@ def messages_of(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def gpt_oss(text: str) -> Found:
-    """Read GPT-OSS's channels: calls are messages to functions, the answer is in `final`."""
-    content, calls = [], []
+    """Read GPT-OSS's channels: calls are messages to functions, the answer is in `final`.
+
+    A message of the analysis is none, whomever it names.
+    """
+    content, calls, outside = [], [], text
     for channel, header, body in messages_of(text):
+        outside = outside.replace(body, "", 1)
         recipient = RECIPIENT.search(header)
-        if recipient:
+        if recipient and channel != "analysis":
             calls.append((recipient[1], body))
         elif channel == "final":
             content.append(body)
-    if not calls and not content and "to=functions" in text:
+    if not calls and not content and "to=functions" in outside:
         raise WrongCall("a tool call needs <|channel|>commentary and <|message|>")
-    if not content and CHANNEL not in text:
+    if CHANNEL not in text:
         content.append(text)
     return "\n".join(content).strip(), calls
 
 
 FORMATS = {
     "gpt_oss": CallFormat((CHANNEL,), gpt_oss),
-    "deepseek": CallFormat((DEEPSEEK_CALLS,), deepseek),
+    "deepseek": CallFormat((DEEPSEEK_CALLS,), deepseek, (DEEPSEEK_CALL, DEEPSEEK_CALL_END)),
+    "pythonic": CallFormat((PYTHONIC,), pythonic, (PYTHONIC, PYTHONIC_END)),
+    "kimi": CallFormat((KIMI_CALLS,), kimi, (KIMI_CALL, KIMI_CALL_END)),
     "mistral": CallFormat((MISTRAL,), mistral),
-    "hermes": CallFormat(("<tool_call>",), hermes),
+    "hermes": CallFormat((CALL,), hermes, (CALL, CALL_END)),
     "llama3": CallFormat((PYTHON_TAG, '"parameters": '), llama3),
 }
 """By name, in the order in which a template's marks are looked for."""

@@ -12,7 +12,9 @@ import numpy as np
 from fsdp_trainer.base import phases
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Mixture
+from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.templates.completeness import TOOLS
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.methods.answers import PackedAnswers
@@ -20,7 +22,7 @@ from fsdp_trainer.methods.rounds import Rounds, RoundWork
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.rollouts.episode import OpenEpisode
-from fsdp_trainer.rollouts.rollout import Rollout, decode_rollouts, encode_rollouts
+from fsdp_trainer.rollouts.rollout import HIDDEN_TOOLS, Rollout, decode_rollouts, encode_rollouts
 from fsdp_trainer.rollouts.sampler import Request
 from fsdp_trainer.training.batches import (
     REMEMBERED_STEPS,
@@ -136,6 +138,7 @@ class RolloutSource:
         self._steps: dict[int, tuple[PackedAnswers, np.ndarray]] = {}
         self._equal: deque[float] = deque(maxlen=WINDOW)
         self._has_warned = False
+        self._has_said_tools = False
 
     def total_steps(self, progress: Progress) -> int:
         return self.prompts.total_steps(progress)
@@ -347,6 +350,10 @@ class RolloutSource:
             self.context.observer.event("environment_failed", step=step, reasons=reasons)
             first = next(iter(reasons))
             self.context.observer.say(f"step {step}: {count} rollouts failed, as in: {first}")
+        if any(each.hides_tools for each in facts) and not self._has_said_tools:
+            self._has_said_tools = True
+            self.context.observer.event(TOOLS, step=step)
+            self.context.observer.say(f"warning: {HIDDEN_TOOLS}.\n  {KINDS[TOOLS].fix}")
         used = [rollout for rollout in rollouts if rollout.is_used]
         turns = [len(rollout.answer.own_turns) for rollout in used]
         return {

@@ -1,5 +1,6 @@
 """The reward `code`: run the row's tests on the answer's Python code, in a separate process."""
 
+import ast
 import json
 import os
 import re
@@ -69,7 +70,14 @@ class Code(Reward):
 
     def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
         """Return the reason why answers to a row cannot be scored; None if they can."""
-        if self._tests(row):
+        tests = self._tests(row)
+        table = next((test for test in tests if is_table(test)), None)
+        if table:
+            return (
+                f"has a value as a test, which the reward {self.title} does not run:"
+                f" {table[:60]!r}. A test is Python, such as  assert f(1) == 2"
+            )
+        if tests:
             return None
         wanted = repr(self.field) if self.field else " or ".join(map(repr, TESTS[:3]))
         columns = " ".join(row) or "none"
@@ -135,6 +143,15 @@ def lines_of(value: Any) -> list[str]:
     if isinstance(value, list):
         return [str(text) for text in value]
     return [str(value)] if value else []
+
+
+def is_table(test: str) -> bool:
+    """Return True for a test that is only a value, such as a table of inputs: it never fails."""
+    try:
+        ast.literal_eval(test.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
 
 
 def run_confined(job: dict[str, Any], later: Sequence[str], folder: str, seconds: float) -> str:

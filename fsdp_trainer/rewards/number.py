@@ -1,38 +1,29 @@
 """The reward `number`: the number in the answer equals the number in the reference."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
 from fsdp_trainer.config.keys import key
+from fsdp_trainer.environments.reasoning import said_in
 from fsdp_trainer.rewards.reward import Attempt, ReferenceReward
+from fsdp_trainer.rewards.written_numbers import NUMERIC, last_value, only_value
 
-BOXED = "\\boxed{"
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:(\{)|(-?\d[\d.,/]*))")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or|\\text\{\s*(?:and|or)\s*\})?[\s$,;]*", re.IGNORECASE)
+"""What is between boxes that are one answer: two solutions, which are no number."""
 HASHES = "####"
-MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " "})
-"""Replaces the minus sign and the en dash by a hyphen, and no-break spaces by spaces."""
-SEPARATOR = re.compile(r"\{,\}|\\[,!;: ]")
-"""Thousands separators of LaTeX: 1{,}000 and 1\\,000."""
-FRACTION = re.compile(r"(-?)\s*\\[dt]?frac\s*\{\s*(-?[\d.]+)\s*\}\s*\{\s*(-?[\d.]+)\s*\}")
-WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-DECIMAL = rf"(?:{WHOLE}(?:\.\d+)?|\.\d+)"
-NUMBER = re.compile(
-    # 5-3 and 5 - 3 have no sign, x2 has no number, and no match begins inside a number
-    rf"(?<!\w)(?<!\d\.)(?:(?<![\d)]\s)-\s?)?\$?({DECIMAL})(?:[eE]([+-]?\d{{1,3}})\b)?"
-    rf"(?:\s?/\s?({DECIMAL}))?"
-)
-LONGEST = 400
-"""Maximum length of a number's text in characters; a longer one is ignored."""
 
 
 @dataclass(frozen=True)
 class Number(ReferenceReward):
     """1 for an answer whose number equals the reference's, else 0.
 
-    The number of a text is the last one in its last \\boxed{}, else the last one in the first line
-    after its last ####, else the last one in the text.
+    The number of a text is the only one in its last \\boxed{}, else the only one in the first line
+    after its last ####, else the last one in the text. Reasoning does not count.
     """
 
     name: ClassVar[str] = "number"
@@ -52,12 +43,15 @@ class Number(ReferenceReward):
         problem = super().record_problem(row, reference)
         if problem is None and self._expected_number(row, reference) is None:
             shown = " ".join(str(self.expected(row, reference)).split())[:60]
-            return f"has no number in its answer, which the reward {self.title} needs: {shown!r}"
+            return (
+                f"has no number in its answer, which the reward {self.title} needs: {shown!r}"
+                " (of roots, variables, lists and ranges none is; exact compares texts)"
+            )
         return problem
 
     def _is_equal(self, attempt: Attempt) -> bool:
         expected = self._expected_number(attempt.row, attempt.reference)
-        given = find_number(attempt.answer, self.marked)
+        given = find_number(attempt.answer if attempt.said is None else attempt.said, self.marked)
         if expected is None or given is None:
             return False
         allowed = Fraction(self.tolerance) * max(Fraction(1), abs(expected))
@@ -69,53 +63,52 @@ class Number(ReferenceReward):
 
 
 def find_number(text: str, marked: bool = False) -> Fraction | None:
-    """Return the number that a text states as its answer; None if there is none.
+    """Return the number that a text states as its answer, not in reasoning; None if none is.
 
     marked: accept only a number in \\boxed{} or after ####.
     """
-    text = text.translate(MINUS)
-    boxed = _boxed(text)
-    if boxed is not None:
-        return _last_number(boxed)
+    text = said_in(text)
+    boxes = [*boxes_of(text)]
+    if boxes:
+        return number_in_boxes(text, boxes)
     if HASHES in text:
         behind = text.rpartition(HASHES)[2].strip()
-        return _last_number(behind.splitlines()[0] if behind else "")
-    return None if marked else _last_number(text)
+        first, *_ = behind.splitlines() or [""]
+        is_heading = not (marked or NUMERIC.search(first))
+        return last_value(behind) if is_heading else only_value(first)
+    return None if marked else last_value(text)
 
 
-def _boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{}, nested braces included; None if there is none."""
-    start = text.rfind(BOXED)
-    if start < 0:
-        return None
+def number_in_boxes(text: str, boxes: list[tuple[int, int, str | None]]) -> Fraction | None:
+    """Return the number in the last box; None if it has none, or is one of several solutions."""
+    begin, _, content = boxes[-1]
+    number = None if content is None else only_value(content)
+    if len(boxes) > 1 and BETWEEN_BOXES.fullmatch(text, boxes[-2][1], begin):
+        other = boxes[-2][2]
+        return number if other is not None and only_value(other) == number else None
+    return number
+
+
+def boxes_of(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Yield begin, end and content of each \\boxed{}; the content of one that is cut is None."""
+    place = 0
+    while match := BOX.search(text, place):
+        place = match.end()
+        if not match[1]:
+            yield match.start(), place, match[2]
+            continue
+        end = end_of_braces(text, place)
+        inner = text[place : end - 1] if end else None
+        if inner is None or not BOX.search(inner):
+            yield match.start(), end or len(text), inner
+            place = end or len(text)
+
+
+def end_of_braces(text: str, place: int) -> int | None:
+    """Return the place behind the brace that closes one before a place; None if none does."""
     depth = 1
-    begin = start + len(BOXED)
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for match in BRACE.finditer(text, place):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
-            return text[begin:place]
+            return match.end()
     return None
-
-
-def _last_number(text: str) -> Fraction | None:
-    plain = FRACTION.sub(r" \1\2/\3", SEPARATOR.sub("", text)).replace("\\", " ")
-    for match in reversed(list(NUMBER.finditer(plain))):
-        number = _value(match)
-        if number is not None:
-            return number
-    return None
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the number that NUMBER matched; None if it is too long or divides by 0."""
-    if len(match[0]) > LONGEST:
-        return None
-    number = Fraction(match[1].replace(",", ""))
-    if match[2]:
-        number *= Fraction(10) ** int(match[2])
-    if match[3]:
-        divisor = Fraction(match[3].replace(",", ""))
-        if not divisor:
-            return None
-        number /= divisor
-    return -number if match[0].startswith("-") else number

@@ -1,12 +1,13 @@
 """Rewards: numbers that measure how good answers are. Imports no torch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fsdp_trainer.base.own_code import place_of
 from fsdp_trainer.config.keys import key
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.errors import RunFailed, UserError
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Attempt:
     data row. reference: the answer in the data row, None if it has none. tokens: number of tokens
     of the answer, None if it was not tokenized. finished: False if the answer was cut at the
     maximum length. messages: all turns before the answer, () if there is only the prompt. tools:
-    descriptions of the row's tools in OpenAI's format, None if it has none.
+    descriptions of the row's tools in OpenAI's format, None if it has none. said: the answer
+    without its reasoning, if it is known from special tokens or from the prompt's end; else None.
     """
 
     prompt: str
@@ -28,6 +30,7 @@ class Attempt:
     finished: bool = True
     messages: Sequence[dict[str, Any]] = ()
     tools: list[dict[str, Any]] | None = None
+    said: str | None = None
 
     @property
     def turns(self) -> Sequence[dict[str, Any]]:
@@ -72,10 +75,17 @@ class ReferenceReward(Reward):
         if self.field is None:
             return reference
         value = row.get(self.field)
-        return None if value is None else str(value)
+        return None if value is None or isinstance(value, list | dict) else str(value)
 
     def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
         """Return the reason why answers to a row cannot be scored; None if they can."""
+        value = row.get(str(self.field))
+        if isinstance(value, list | dict):
+            kind = "a list" if isinstance(value, list) else "an object"
+            return (
+                f"has {kind} in {self.field!r}: the reward {self.title} compares with a text or a"
+                " number"
+            )
         if self.expected(row, reference) is not None:
             return None
         if self.field is None:
@@ -98,9 +108,21 @@ class FunctionReward(Reward):
         return self.label or self.registered_as
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return the scores that the function computes, one per attempt."""
+        """Return the scores that the function computes. Raises RunFailed if it raises."""
         assert self.function
-        return list(self.function(attempts, **dict(self.options)))
+        try:
+            value: Any = self.function(attempts, **dict(self.options))
+        except (UserError, RunFailed):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}{place_of(error)}"
+            raise RunFailed(f"the reward {self.title} failed: {reason}") from error
+        # the elements of a text, a mapping or a set are no scores in the order of the answers
+        if not isinstance(value, Iterable) or isinstance(value, str | Mapping | Set):
+            shown = repr(value)[:60]
+            reason = f"returned {shown}, not a list with a number for each answer"
+            raise RunFailed(f"the reward {self.title} {reason}")
+        return list(value)
 
 
 def score(rewards: Sequence[Reward], attempts: Sequence[Attempt]) -> list[list[float]]:
@@ -130,12 +152,17 @@ def _checked(reward: Reward, attempts: Sequence[Attempt]) -> list[float]:
     return [_number(reward, value) for value in scores]
 
 
+def number_of(value: Any) -> float:
+    """Return a number as a float, NaN for anything else; a text that spells one is none."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
 def _number(reward: Reward, value: Any) -> float:
     """Return a score as a float. Raises RunFailed if it is not a finite number."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = number_of(value)
     if not math.isfinite(number):
         raise RunFailed(f"the reward {reward.title} returned {value!r}, not a finite number")
     return number

@@ -8,10 +8,11 @@ from typing import Protocol, TypeVar
 from fsdp_trainer.base import phases
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.environments.environment import last_text
+from fsdp_trainer.environments.reasoning import said_in
 from fsdp_trainer.rewards.reward import Attempt, Reward, totals
 from fsdp_trainer.rewards.scores_on_ranks import score_on_ranks
 from fsdp_trainer.rollouts.episode import Episode, OpenEpisode
-from fsdp_trainer.rollouts.episode_player import Questions
+from fsdp_trainer.rollouts.episode_player import PROMPT_END, Questions
 from fsdp_trainer.rollouts.rollout import EpisodeFacts, Rollout
 from fsdp_trainer.rollouts.sampler import AnswerSampler, Request
 
@@ -154,6 +155,7 @@ class AnswerMaker:
                 answer.finished,
                 question["messages"],
                 question["tools"],
+                self._said(episode.prompt, answer.tokens),
             )
         last = max(i for i, turn in enumerate(episode.messages) if turn["role"] == "assistant")
         return Attempt(
@@ -167,6 +169,14 @@ class AnswerMaker:
             episode.tools,
         )
 
+    def _said(self, prompt: Sequence[int], answer: Sequence[int]) -> str:
+        """Return an answer without its reasoning, whose marks may be special tokens."""
+        before = self.tokenizer.decode([*prompt[-PROMPT_END:]], skip_special=False)
+        said = said_in(self.tokenizer.decode([*answer], skip_special=False), before)
+        for text in self.tokenizer.special_tokens:
+            said = said.replace(text, "")
+        return said
+
 
 def rewarded(episode: Episode, others: float, scores: Sequence[float], has_own: bool) -> Rollout:
     """Return an ended episode as a rollout. others: the weighted sum of the rewards' scores.
@@ -179,7 +189,7 @@ def rewarded(episode: Episode, others: float, scores: Sequence[float], has_own: 
         by_turn = (*own[:-1], own[-1] + others)
         own = math.fsum(own)
     has_facts = episode.messages or episode.failure
-    facts = EpisodeFacts(episode.wrong_calls, episode.seconds, episode.failure)
+    facts = EpisodeFacts(episode.wrong_calls, episode.seconds, episode.failure, episode.hides_tools)
     return Rollout(
         *episode.key,
         episode.prompt,

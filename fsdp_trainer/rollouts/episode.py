@@ -1,12 +1,15 @@
 """One rollout while it is made: an answer of the model, or several in turn with an environment."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fsdp_trainer.base.own_code import place_of
 from fsdp_trainer.environments.environment import Message
 from fsdp_trainer.environments.known_environments import EnvironmentSpec
+from fsdp_trainer.rewards.reward import number_of
 from fsdp_trainer.rollouts.sampler import Request, SampledAnswer
 
 FAILED_PROMPT = [0]
@@ -35,7 +38,8 @@ class Episode:
     may write for now; None: any number. failure: the reason why it cannot be used. version:
     optimizer steps done by the weights that began it. rewards: a number, one for each of the
     model's turns, or None. messages, steps, environment: only on the rank that calls the
-    environment; steps: numbers of messages at each call of its `step`.
+    environment; steps: numbers of messages at each call of its `step`. hides_tools: the template
+    does not show its tools.
     """
 
     request: Request
@@ -56,6 +60,7 @@ class Episode:
     tools: list[dict[str, Any]] | None = None
     steps: list[int] = field(default_factory=list)
     environment: Any = None
+    hides_tools: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
@@ -144,6 +149,10 @@ class Episode:
 
     # --- on the rank that calls the environment
 
+    def note_tools(self, are_shown: bool) -> None:
+        """Note whether the template shows its tools to the model."""
+        self.hides_tools = not are_shown
+
     def begin(self, spec: EnvironmentSpec, row: dict[str, Any]) -> Any:
         """Make the environment and return what its reset returns."""
         self.environment = spec.make()
@@ -223,22 +232,17 @@ STORED = (
 
 def reason_of(method: str, error: Exception) -> str:
     """Return the reason of a failure for people."""
-    return f"{method}: {type(error).__name__}: {error}"
+    return f"{method}: {type(error).__name__}: {error}{place_of(error)}"
 
 
 def checked_rewards(value: Any, answers: int) -> tuple[Any, str | None]:
     """Return a reward as a number or a list of one for each answer, and why it is neither."""
     if isinstance(value, Exception):
         return None, reason_of("reward", value)
-    try:
-        if isinstance(value, list | tuple):
-            numbers = [float(each) for each in value]
-            if len(numbers) != answers:
-                return None, f"reward returned {len(numbers)} numbers for {answers} turns"
-        else:
-            numbers = [float(value)]
-    except (TypeError, ValueError):
-        return None, f"reward returned {value!r}, not a number or one for each turn"
-    if not all(abs(number) < float("inf") for number in numbers):
-        return None, f"reward returned {value!r}, which is not finite"
-    return (numbers if isinstance(value, list | tuple) else numbers[0]), None
+    by_turn = isinstance(value, list | tuple)
+    numbers = [number_of(each) for each in (value if by_turn else [value])]
+    if not all(map(math.isfinite, numbers)):
+        return None, f"reward returned {value!r}, not a finite number or one for each turn"
+    if by_turn and len(numbers) != answers:
+        return None, f"reward returned {len(numbers)} numbers for {answers} turns"
+    return (numbers if by_turn else numbers[0]), None

@@ -2,24 +2,33 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.templates.template_forms import convert_turns
+from fsdp_trainer.data.templates.template_probes import ASK, CALL, TOOL
 from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.environments.bounded_calls import call_all
 from fsdp_trainer.environments.environment import Message, row_of
 from fsdp_trainer.environments.known_environments import EnvironmentSpec
-from fsdp_trainer.environments.tool_calls import format_of, parse_answer
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.environments.tool_calls import CallFormat, format_of, parse_answer
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.rollouts.episode import Episode, EpisodeUpdate, reason_of
 from fsdp_trainer.rollouts.sampler import AnswerSampler, Request
 
 CUT = " … (cut)"
 """End of an environment's text that was longer than allowed."""
+PROMPT_END = 16
+"""Tokens before an answer that may begin its reasoning."""
+UNREAD_CALLS = (
+    "writes tool calls in a form that is not read here:\n{shown}\nUse a template with the calls of"
+    " Hermes, Qwen, Llama 3, Mistral, DeepSeek, GPT-OSS, GLM, Kimi or LFM2:"
+    "  data.template=FILE.jinja"
+)
 TRY_AGAIN = "The tool calls could not be read, and none was made: {problem}."
 Questions = dict[int, dict[str, Any]]
 """The data for scoring answers, by the row of the prompt."""
@@ -46,6 +55,11 @@ class EpisodePlayer:
 
     def __post_init__(self) -> None:
         self.format = format_of("".join(self.turn_tokens.template.sources.values()))
+
+    @cached_property
+    def unread_call(self) -> str:
+        """A call as the template writes it, if it is not read; else ""."""
+        return unread_call(self.turn_tokens, self.format)
 
     @property
     def titles(self) -> list[str]:
@@ -138,6 +152,11 @@ class EpisodePlayer:
         if not (isinstance(value, tuple) and len(value) == 2 and are_turns(value[0]) and value[0]):
             return EpisodeUpdate(failure="reset returned no pair of turns and tools")
         messages, tools = value
+        if tools and self.unread_call:
+            reason = UNREAD_CALLS.format(shown=self.unread_call)
+            title = "the model's tool calls cannot be read"
+            name = f"the chat template {self.turn_tokens.template.name}"
+            raise UserError(title, [Problem(name, reason)])
         episode.show(self._bounded(messages), tools or None)
         return self._tokens(lambda: self.turn_tokens.prompt(episode.messages, episode.tools))
 
@@ -146,7 +165,8 @@ class EpisodePlayer:
         updates: Updates = {}
         asked = []
         for episode in episodes:
-            parsed = parse_answer(self._text(episode), self.format, episode.tools)
+            before, text = self._prompt_end(episode), self._text(episode)
+            parsed = parse_answer(text, self.format, episode.tools, before)
             episode.messages.append(parsed.message)
             if not episode.is_open:
                 continue
@@ -184,6 +204,8 @@ class EpisodePlayer:
     def _reward(self, episodes: list[Episode]) -> Updates:
         """Set the rewards of all rollouts that have not failed, and close their environments."""
         updates: Updates = {}
+        for episode in episodes:
+            episode.note_tools(self.turn_tokens.template.shows(episode.tools))
         ended = [episode for episode in episodes if episode.failure is None]
         if self.spec.rewards:
             for episode, value in self._called(ended, lambda e: e.environment.reward(e.messages)):
@@ -223,6 +245,11 @@ class EpisodePlayer:
         own = own[:-1] if own and own[-1] in stop_ids else own
         return self.turn_tokens.tokenizer.decode(own, skip_special=False)
 
+    def _prompt_end(self, episode: Episode) -> str:
+        """Return the end of the text that the model read before its newest answer."""
+        before = episode.context[: -episode.turns[-1] or None][-PROMPT_END:]
+        return self.turn_tokens.tokenizer.decode(before, skip_special=False)
+
     def _bounded(self, turns: list[Message]) -> list[Message]:
         """Return turns whose texts are cut to the longest allowed."""
         longest = self.choice.environment_output
@@ -240,3 +267,24 @@ def are_turns(value: Any) -> bool:
         isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
         for turn in value
     )
+
+
+def unread_call(turn_tokens: TurnTokens, form: CallFormat) -> str:
+    """Return a call as a template writes it, if `form` does not read it; else "".
+
+    A template that shows no calls is read as Hermes'.
+    """
+    template = turn_tokens.template.for_record([TOOL])
+    if template.forms.arguments is None:
+        return ""
+    ask, call = convert_turns([ASK, CALL], template.forms)
+    try:
+        before, after = template.prompt([ask], [TOOL]), template.finished([ask, call], [TOOL])
+    except RecordError:
+        return ""
+    both = enumerate(zip(before, after, strict=False))
+    common = before[: next((i for i, (one, other) in both if one != other), len(before))]
+    text = after[len(common.rstrip("<|｜[")) :].strip()  # not a half of a mark
+    for stop in turn_tokens.stop_texts:
+        text = text.removesuffix(stop).strip()
+    return "" if parse_answer(text, form, [TOOL]).calls else text

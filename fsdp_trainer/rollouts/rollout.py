@@ -15,13 +15,22 @@ import numpy as np
 from fsdp_trainer.rollouts.episode import OpenEpisode
 from fsdp_trainer.rollouts.sampler import SampledAnswer
 
+HIDDEN_TOOLS = (
+    "the environment has tools, which the template does not show: the model does not see their "
+    "descriptions"
+)
+
 
 class EpisodeFacts(NamedTuple):
-    """Facts of a rollout with an environment. seconds: time in the environment's methods."""
+    """Facts of a rollout with an environment. seconds: time in the environment's methods.
+
+    hides_tools: True if the template does not show the environment's tools.
+    """
 
     wrong_calls: int
     seconds: float
     failure: str | None
+    hides_tools: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Environments: what their tools answer, which are refused, and how long they may take."""
 
 import asyncio
+import json
 import os
 import re
 import time
@@ -10,12 +11,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.templates.turn_tokens import TurnTokens
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.environments.bounded_calls import TookTooLong, call_all
 from fsdp_trainer.environments.calculator import Calculator
 from fsdp_trainer.environments.environment import row_of
 from fsdp_trainer.environments.known_environments import environment_problems, find_environment
 from fsdp_trainer.environments.tool_calls import FORMATS, format_of, parse_answer
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.rollouts.episode_player import unread_call
 
 QUESTION = {"row": {"turns": ["why?", "bye"]}, "tools": None, "reference": None}
 QUESTION |= {"messages": [{"role": "user", "content": "hi"}]}
@@ -214,14 +219,22 @@ RIGHT = {
     "hermes": [
         f"<tool_call>\n{CALL % ARGUMENTS}\n</tool_call>",
         "<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>1+1</arg_value>\n</tool_call>",
     ],
+    "kimi": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0"
+        f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>"
+    ],
+    "pythonic": ["<|tool_call_start|>[calculator(expression='1+1')]<|tool_call_end|>"],
     "llama3": [
         '{"name": "calculator", "parameters": {"expression": "1+1"}}',
         '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1+1"}}',
+        '{"parameters": {"expression": "1+1"}, "name": "calculator"}',
     ],
     "mistral": [
         f"[TOOL_CALLS] [{CALL % ARGUMENTS}]",
         f"[TOOL_CALLS]calculator[ARGS]{ARGUMENTS}",
+        f"[TOOL_CALLS] {CALL % ARGUMENTS}",
         f"[TOOL_CALLS]calculator[CALL_ID]abc[ARGS]{ARGUMENTS}",
     ],
     "deepseek": [V3 % ARGUMENTS + END, V31 % ARGUMENTS + END],
@@ -242,6 +255,11 @@ PARTS = sorted({part for text in WHOLE for part in MARKS.findall(text)})
 
 TWO = {
     "hermes": RIGHT["hermes"][0] * 2,
+    "kimi": RIGHT["kimi"][0].replace("<|tool_calls_section_end|>", "")
+    + RIGHT["kimi"][0].removeprefix("<|tool_calls_section_begin|>"),
+    "pythonic": "<|tool_call_start|>[{0}, {0}]<|tool_call_end|>".format(
+        "calculator(expression='1+1')"
+    ),
     "llama3": "; ".join([RIGHT["llama3"][0]] * 2),
     "mistral": f"[TOOL_CALLS] [{CALL % ARGUMENTS}, {CALL % ARGUMENTS}]",
     "deepseek": (V31 % ARGUMENTS) + "<｜tool▁call▁end｜>"
@@ -263,6 +281,7 @@ def test_calls_of_each_format_are_read_in_order(form):
     assert (parsed.content, parsed.calls, parsed.problem) == ("It is 2.", [], None)
 
 
+ANALYSIS = f"<|channel|>analysis to=functions.calculator<|message|>{ARGUMENTS}<|end|>"
 BROKEN = {
     "hermes": [
         f"<tool_call>{CALL % ARGUMENTS}",
@@ -271,11 +290,21 @@ BROKEN = {
         f"{CALL % ARGUMENTS}</tool_call>",
         f"<tool_call>{CALL % ARGUMENTS}</tool_call><tool_call>{CALL % '3'}</tool_call>",
     ],
+    "kimi": [RIGHT["kimi"][0].replace("<|tool_call_end|>", ""), "<|tool_call_begin|>x"],
+    "pythonic": [
+        "<|tool_call_start|>[calculator(f())]<|tool_call_end|>",
+        "<|tool_call_start|>[calculator()",
+        "<|tool_call_start|>[calculator(expression=b'1')]<|tool_call_end|>",
+        "<|tool_call_start|>[calculator(**{'expression': '1'})]<|tool_call_end|>",
+        "<|tool_call_start|>[calculator(expression=1e999)]<|tool_call_end|>",
+    ],
     "llama3": ['{"name": "calculator", "parameters": {"expression": ', "<|python_tag|>1+1"],
     "mistral": ["[TOOL_CALLS] [{", "[TOOL_CALLS]calculator", "[TOOL_CALLS]calculator[ARGS]{1}"],
     "deepseek": [V3 % ARGUMENTS, V31 % "{1}" + END, "<｜tool▁call▁begin｜>calculator"],
     "gpt_oss": [
         "<|channel|>commentary to=functions.calculator <|message|>1+",
+        "<|channel|>analysis<|message|>hm<|end|><|channel|>commentary to=functions.calculator {}",
+        ANALYSIS,
         "to=functions.calculator",
     ],
 }
@@ -301,6 +330,160 @@ def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
     assert all(isinstance(call["function"]["arguments"], dict) for call in parsed.calls)
 
 
+def values_of(text, form="hermes", tools=TOOLS, prompt=""):
+    """The arguments `expression` of the calls in a text without a problem."""
+    parsed = parse_answer(text, FORMATS[form], tools, prompt)
+    assert parsed.problem is None, parsed
+    return [call["function"]["arguments"].get("expression") for call in parsed.calls]
+
+
+def calling(*values):
+    return "".join(
+        f'<tool_call>{{"name": "calculator", "arguments": {{"expression": {json.dumps(value)}}}}}'
+        "</tool_call>"
+        for value in values
+    )
+
+
+REASONED = [
+    ("hermes", f"<think>Perhaps {calling('1')}?</think>\n\n{calling('2')}", "", ["2"]),
+    ("hermes", f"Perhaps {calling('1')}?</think>\n\n{calling('2')}", "", ["2"]),
+    ("hermes", f"<think>{calling('1')}</think> <think>Or {calling('2')}</think> 4.", "", []),
+    ("hermes", f"<think>Perhaps {calling('1')}", "", []),
+    ("hermes", f"Perhaps {calling('1')}", "<|im_start|>assistant\n<think>\n", []),
+    ("hermes", "<think>A <tool_call> is not needed.</think>\n\nThe answer is 4.", "", []),
+    ("hermes", "A <tool_call> is not needed.</think>The answer is 4.", "", []),
+    ("hermes", calling("</think>", "<think>", "</tool_call><tool_call>"), "",
+     ["</think>", "<think>", "</tool_call><tool_call>"]),
+    ("hermes", f"<think>a</think>{calling('</think>')}", "", ["</think>"]),
+    ("mistral", f"[THINK]{RIGHT['mistral'][1]}[/THINK]{RIGHT['mistral'][0]}", "", ["1+1"]),
+    ("llama3", f"<think>{RIGHT['llama3'][0]}</think>Done.", "", []),
+    ("gpt_oss", f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>4", "", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "prompt", "values"), REASONED)
+def test_only_calls_outside_of_the_reasoning_are_made(form, text, prompt, values):
+    assert values_of(text, form, prompt=prompt) == values
+
+
+TYPED = {
+    "s": ({"type": "string"}, ["12345", "true", "null", "1e5", "NaN", "[1]", "", "  a  ", "a\nb"]),
+    "i": ({"type": "integer"}, ["12", "-3", "3.0", "1.5", "NaN", "abc"]),
+    "n": ({"type": "number"}, ["1.5", "3", "1e5", "NaN", "Infinity"]),
+    "b": ({"type": "boolean"}, ["true", "False", "1", "maybe"]),
+    "a": ({"type": "array"}, ["[1, 2]", '{"a": 1}', "[NaN]", "(1,)"]),
+    "o": ({"type": "object"}, ['{"a": [1]}', "[1]"]),
+    "z": ({"type": ["string", "null"]}, ["null", "None", "12"]),
+    "y": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["null", "7"]),
+    "u": ({}, ["12", "null"]),
+}  # fmt: skip
+
+
+def xml_of(value, name="x"):
+    return f"<function=probe>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n"
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_arguments_in_xml_have_the_types_of_transformers(name):
+    chat_parsing = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
+    schema, texts = TYPED[name]
+    properties = {"type": "object", "properties": {"x": schema}}
+    tools = [{"type": "function", "function": {"name": "probe", "parameters": properties}}]
+    block = f"<tool_call>\n{''.join(map(xml_of, texts))}</tool_call>"
+    parsed = parse_answer(block, FORMATS["hermes"], tools)
+    values = [call["function"]["arguments"]["x"] for call in parsed.calls]
+    expected = [chat_parsing._coerce(text, chat_parsing._schema_types(schema)) for text in texts]
+    if name == "a":  # NaN is not JSON
+        expected[2] = "[NaN]"
+    assert [(value, type(value)) for value in values] == [(e, type(e)) for e in expected]
+
+
+def test_types_that_a_schema_names_elsewhere_are_found():
+    parameters = {
+        "properties": {
+            "x": {"$ref": "#/$defs/Size"},
+            "e": {"enum": ["1", "2"]},
+            "f": {"const": 1},
+            "h": {"anyOf": 5, "enum": 5},
+        },
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"Size": {"type": "integer"}},
+    }
+    tools = [{"type": "function", "function": {"name": "probe", "parameters": parameters}}]
+    text = "<tool_call>" + "".join(xml_of("1", name) for name in "xefgh") + "</tool_call>"
+    calls = parse_answer(text, FORMATS["hermes"], tools).calls
+    values = [value for call in calls for value in call["function"]["arguments"].values()]
+    assert values == [1, "1", 1, 1, "1"]
+
+
+CODE = 'print("</parameter>")\n</parameter>\n</function> <parameter=x> <tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (calling("1", "2").replace("</tool_call><tool_call>", "\n"), "12"),
+        (f"<tool_call>[{CALL % ARGUMENTS}, {CALL % ARGUMENTS}]</tool_call>", ["1+1"] * 2),
+        (RIGHT["hermes"][1].replace("1+1", CODE), [CODE]),
+        (f"So: {calling('1')} and {calling('2')}", "12"),
+        ('<tool_call>{"name": "calculator", "arguments": null}</tool_call>', [None]),
+        (f"<tool_call>{CALL % json.dumps(ARGUMENTS)}</tool_call>", ["1+1"]),
+    ],
+)
+def test_calls_in_one_block_and_marks_in_their_arguments_are_kept(text, values):
+    assert values_of(text) == [*values]
+
+
+@pytest.mark.parametrize(
+    ("text", "tools"),
+    [
+        ('{"name": "Ada", "age": 36}', TOOLS),
+        ('{"name": "Ada", "parameters": "tall"}', TOOLS),
+        ('{"people": [{"name": "Ada", "parameters": {}}], "n": 1}', TOOLS),
+        ('[{"name": "calculator"}]', TOOLS),
+        ('{"name": "Ada", "parameters": "tall"} is hers.', TOOLS),
+        (RIGHT["llama3"][0], None),
+    ],
+)
+def test_an_answer_in_json_is_no_call(text, tools):
+    parsed = parse_answer(text, FORMATS["llama3"], tools)
+    assert (parsed.content, parsed.calls, parsed.problem) == (text, [], None)
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_without_tools_nothing_is_a_call_or_a_problem(form):
+    for text in [*RIGHT[form], *BROKEN[form]]:
+        parsed = parse_answer(text, FORMATS[form], None)
+        assert (parsed.calls, parsed.problem) == ([], None), text
+
+
+SHOWS_CALLS = (
+    "{{ tools }}{% for m in messages %}<{{ m.role }}>"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "unread"),
+    [
+        ("<tool_call>{{ c.function | tojson }}</tool_call>", ""),
+        (
+            "<|call>{{ c.function.name }}:{{ c.function.arguments | tojson }}<call|>",
+            '<|call>probed_call:{"probed_key": "probed_value"}<call|></s>',
+        ),
+    ],
+)
+def test_a_template_whose_calls_are_not_read_is_noticed(tmp_path, call, unread):
+    file = tmp_path / "template.jinja"
+    file.write_text(SHOWS_CALLS.replace("CALL", call))
+    tokenizer = load_tokenizer("demo:bytes")
+    turn_tokens = TurnTokens(load_template(str(file), tokenizer), tokenizer)
+    form = format_of(file.read_text())
+    assert unread_call(turn_tokens, form) == unread
+
+
 def test_what_an_analysis_says_of_a_tool_is_no_call():
     text = "<|channel|>analysis<|message|>to=functions.calculator helps<|end|>"
     parsed = parse_answer(f"{text}<|channel|>final<|message|>2<|end|>", FORMATS["gpt_oss"], TOOLS)
@@ -309,8 +492,10 @@ def test_what_an_analysis_says_of_a_tool_is_no_call():
 
 LONG = 60_000
 REPEATED = [
+    "</think>", "<think>", "</parameter>", "<arg_key>", "<|tool_call_begin|>",
     "so on. ", "\n", "<", "<|channel|>", "<|channel|>a", "<|channel|>a<|message|>", "[TOOL_CALLS]",
     "<tool_call>", "<function=a>", "<parameter=a>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    '{"name" ',
 ]  # fmt: skip
 
 

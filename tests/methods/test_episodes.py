@@ -85,7 +85,8 @@ class Faulty:
         self.kind = sum(map(ord, text)) % 4
         if self.kind == 0:
             raise ValueError("no such task")
-        return [{"role": "user", "content": text * (100 if self.kind == 1 else 1)}], None
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+        return [{"role": "user", "content": text * (100 if self.kind == 1 else 1)}], tools
     def step(self, messages):
         content = {"a": object()} if len(messages[-1]["content"]) % 2 else "y" * 500
         if self.kind == 2 and content == "y" * 500:
@@ -104,6 +105,7 @@ def test_a_failed_rollout_ends_alone_and_is_counted_with_its_reason(train, tmp_p
     reasons = " ".join(str(event["reasons"]) for event in run.event("environment_failed"))
     for part in ("reset: ValueError: no such task", "leaves no room", "cannot show turns", "4 s"):
         assert part in reasons
+    assert len(run.event("tools_not_shown")) == 1, "the template shows no tools"
     assert all(math.isfinite(loss) for loss in run.column("loss"))
     assert set(run.column("turns_max")) == {1}, "a reply without room ends a rollout"
     assert set(run.column("truncated_share")) == {1}
@@ -122,7 +124,7 @@ class Bad:
 
 @pytest.mark.parametrize(
     ("reward", "reason"),
-    [("None", "returned None, not a number"), ("[1.0, 2.0, 3.0]", "3 numbers for 1 turns")],
+    [("'1'", "returned '1', not a finite number"), ("[1.0, 2.0, 3.0]", "3 numbers for 1 turns")],
 )
 def test_a_run_whose_rollouts_all_fail_ends_with_the_reason(train, tmp_path, reward, reason):
     words = [*KEYS, *with_environment(tmp_path, BAD % reward, "Bad")]

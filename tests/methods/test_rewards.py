@@ -3,19 +3,24 @@
 import json
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sympy
 import world
 import yaml
 from json_server import JsonServer
 
 from fsdp_trainer import extensions
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.rewards.number import find_number
 from fsdp_trainer.rewards.reward import Attempt, score, totals
 from fsdp_trainer.rewards.table import make_rewards
+from fsdp_trainer.rollouts.answer_maker import AnswerMaker, AnswerPlayer
+from fsdp_trainer.rollouts.sampler import Request, SampledAnswer
 
 
 @pytest.fixture
@@ -47,32 +52,173 @@ def reward_of(entry, answer, reference=None, **row):
     return score(make_rewards([entry]), [attempt])[0][0]
 
 
+NO_NUMBERS = r"""
+\boxed{2\sqrt{3}}
+\boxed{\dfrac{\sqrt{3}}{2}}
+\boxed{2\pi}
+2π
+\boxed{(3, 4)}
+\boxed{[3, 4)}
+\boxed{\{3, 4\}}
+\boxed{3 \text{ or } 4}
+$\boxed{3}$ and $\boxed{4}$
+The answer is 3 or 4.
+from 10–12 days
+10-12 days
+2024-01-15
+\boxed{5x}
+\boxed{5 x}
+\boxed{x + 2}
+\boxed{3/n}
+\boxed{x > 5}
+\boxed{3 \pm 4}
+\boxed{2:3}
+at 3:30
+5 feet 6 inches
+1, 2, 3
+3,5
+1.000,50
+sold 3 out of 4
+\boxed{5!}
+\boxed{10^{10^{10}}}
+\boxed{\frac{6}{0}}
+\boxed{4} wait \boxed{5
+5 and a half
+5 (10%)
+\boxed{2x + 3y = 6}
+\boxed{x^2 = 4}
+\boxed{(1,234)}
+"""
+
+
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("48 + 24 = 72.", 72),
-        ("so \\boxed{1{,}250} in all, of 3", 1250),
-        ("\\boxed{\\frac{3}{4}}", 0.75),
-        ("\\boxed{\\text{about } -\\dfrac{1}{2}}", -0.5),
-        ("first 5\n#### 1,234,567\nbye 8", 1234567),
-        ("costs $-3.50", -3.5),
-        ("x = −7", -7),
-        ("5-3", 3),
-        ("10 - 4", 4),
-        ("2/3", 2 / 3),
-        ("1.5e3 grams", 1500),
-        ("pairs (1,2)", 2),
-        ("version v1.2 has no answer", None),
-        ("H2O", None),
-        ("1/0", None),
-        ("none", None),
-        ("####", None),
-        ("\\boxed{", None),
-    ],
+    "text", [*NO_NUMBERS.strip().splitlines(), "9" * 401, "\\boxed{" + "(" * 90 + "1"]
 )
+def test_a_part_of_an_answer_is_never_its_number(text):
+    assert find_number(text) is None
+    attempt = Attempt("?", "\\boxed{3}", {}, text)
+    assert "has no number" in make_rewards(["number"])[0].record_problem({}, attempt.reference)
+
+
+IN_A_BOX = {
+    r"12\text{ cm}^2": 12, "12 m^2": 12, "12 cm²": 12, r"8 \mathrm{m}^{3}": 8, "60 km/h": 60,
+    "$5.00": 5, r"\$1{,}000": 1000, "-£5": -5, "5 €": 5, r"50\%": 50, "5 percent": 5,
+    r"30^\circ": 30, "25 °C": 25, "10^{3}": 1000, "2^5": 32, "10^-3": 0.001, "10²": 100,
+    r"3.5\times10^{-3}": 0.0035, r"6.02 \cdot 10^{23}": 6.02e23, "3.5 x 10^3": 3500, "1e5": 1e5,
+    r"1\frac{1}{2}": 1.5, "1 1/2": 1.5, r"-1\frac12": -1.5, "1½": 1.5, r"\frac12": 0.5,
+    r"\tfrac{3}{4}": 0.75, r"\frac{\frac12}{2}": 0.25, r"\sqrt{4}": 2, r"\sqrt[3]{8}": 2,
+    "x = 5": 5, "f(2) = 5": 5, "2+3=5": 5, "5 - 3": 2, r"1\,000": 1000, "1 000": 1000,
+    r"\left(5\right)": 5, r"\boxed{5}": 5, "5 million": 5e6, r"\text{5 apples}": 5, "−7": -7,
+    "0.5 (1/2)": 0.5, "√16": 4, "300 K": 300, r"\textbf{(B)}\ 5": 5,
+    r"9\ \frac{\text{m}}{\text{s}^2}": 9,
+    r"3\,\mathrm{mol\,L^{-1}}": 3, r"5\text{ g of CO}_2": 5, r"5\,{\rm cm}": 5, "1 234.5": 1234.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", IN_A_BOX)
+def test_units_powers_and_mixed_numbers_have_the_value_that_people_read(text):
+    for written in (f"so $\\boxed{{{text}}}$.", f"It is 3.\n#### {text}"):
+        assert float(find_number(written)) == pytest.approx(IN_A_BOX[text], rel=1e-12)
+
+
+@pytest.mark.parametrize("begin", ["", "5 ", "\\boxed{", "#### "])
+@pytest.mark.parametrize("piece", ["\n", "½", "(", "5-", "{", "a^{", "\\boxed{", "1,", "<a", "x^"])
+def test_numbers_of_the_longest_answers_are_read_in_a_moment(begin, piece):
+    find_number(begin + piece * (20_000 // len(piece)))
+
+
+MISREAD = {
+    # units, currencies and powers without commands: letters are variables, symbols unknown
+    "12 m^2", "12 cm²", "60 km/h", "300 K", "25 °C", "-£5", "5 €", "10²", "10^-3", "√16", "x = −7",
+    r"9\ \frac{\text{m}}{\text{s}^2}", r"5\,{\rm cm}", r"\text{5 apples}", r"5\text{ g of CO}_2",
+    r"\textbf{(B)}\ 5", r"\boxed{\text{about } -\dfrac{1}{2}}", "5 million",
+    "1e5", "1.5e3 grams", "3.5 x 10^3", r"6.02 \cdot 10^{23}",  # 5e, 1.5, 3.5x; a rounded number
+    "1 1/2", "1½", "0.5 (1/2)", r"1\,000", "1 000", "1 234.5",  # products, or the first part
+    r"50\%", "5 percent",  # 0.5 and 0.05 as well
+    "first 5\n#### 1,234,567\nbye 8", "<answer>5</answer>",  # marks that it does not know
+}  # fmt: skip
+"""What math-verify reads in another way or not at all."""
+
+
+@pytest.mark.slow
+def test_a_number_is_the_one_that_math_verify_reads():
+    math_verify = pytest.importorskip("math_verify")
+    read = partial(math_verify.parse, parsing_timeout=None)
+    equal = partial(math_verify.verify, timeout_seconds=None)
+    texts = {text: f"so $\\boxed{{{text}}}$." for text in IN_A_BOX}
+    texts |= {text: text for text, _ in AS_WRITTEN if "\\boxed{4}" not in text}
+    texts |= {text: text for text in NO_NUMBERS.strip().splitlines()}
+    values = {text: find_number(written) for text, written in texts.items()}
+    others = {
+        text
+        for text, value in values.items()
+        if value is not None
+        and not equal([sympy.Rational(*value.as_integer_ratio())], read(texts[text]))
+    }
+    assert others == MISREAD
+
+
+AS_WRITTEN = [
+    ("48 + 24 = 72.", 72),
+    ("2 gallons * $2.50 = $<<2*2.5=5>>5", 5),
+    ("- 5 apples", 5),
+    ("<answer>5</answer>", 5),
+    ("**5**!", 5),
+    ("5 apples and 6 pears", 6),
+    ("so \\boxed{1{,}250} in all, of 3", 1250),
+    ("\\boxed{\\frac{3}{4}}", 0.75),
+    ("\\boxed{\\text{about } -\\dfrac{1}{2}}", -0.5),
+    ("first 5\n#### 1,234,567\nbye 8", 1234567),
+    ("costs $-3.50", -3.5),
+    ("x = −7", -7),
+    ("10 - 4", 6),
+    ("2/3", 2 / 3),
+    ("1.5e3 grams", 1500),
+    ("version v1.2 has no answer", None),
+    ("H2O", None),
+    ("1/0", None),
+    ("none", None),
+    ("####", None),
+    ("\\boxed{", None),
+    ("<think>\\boxed{4}?</think>\n\nThe answer is 5.", 5),
+    ("\\boxed{4}?</think>\n#### 5", 5),
+    ("<reasoning>\\boxed{4}</reasoning>\n<answer>5</answer>", 5),
+    ("<think>so \\boxed{4}", None),
+    ("<think>#### 4</think>", None),
+    ("#### Answer\n**5**", 5),
+    ("5 ✅", 5),
+]
+
+
+@pytest.mark.parametrize(("text", "number"), AS_WRITTEN)
 def test_the_number_of_an_answer_is_read_as_people_write_it(text, number):
     value = find_number(text)
     assert (None if value is None else float(value)) == number
+
+
+MARKS = ["[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "reward"),
+    [
+        ("2+3?", "[THINK]\\boxed{4}[/THINK]5<|return|>", 1),
+        ("2+3?", f"<|channel|>analysis<|message|>\\boxed{{4}}<|end|>{FINAL}It is 5.<|return|>", 1),
+        ("2+3?", "<|channel|>analysis<|message|>\\boxed{5}<|end|>", 0),
+        ("2+3?<think>\n", "\\boxed{5}", 0),
+        ("2+3?<think>\n", "\\boxed{4}</think>5", 1),
+    ],
+)
+def test_reasoning_of_sampled_answers_has_no_number(prompt, answer, reward):
+    tokenizer = load_tokenizer("demo:bytes", add_tokens=MARKS)
+    maker = AnswerMaker(AnswerPlayer(None, 99), make_rewards(["number"]), tokenizer, 0, 1)
+    question = {"prompt": "2+3?", "row": {}, "reference": "5", "messages": [], "tools": None}
+    [episode] = maker.begin([Request(tokenizer.encode(prompt), 0, 0)], {0: question})
+    tokens = tokenizer.encode(answer)
+    episode.add_answer(SampledAnswer(tokens, [0.0] * len(tokens), True, 0), 99)
+    [rollout] = maker.judge([episode], {0: question})
+    assert [*rollout.scores] == [reward]
 
 
 PATTERN = "name: regex, pattern: 'answer: (\\w+)'"
@@ -164,11 +310,36 @@ def test_a_function_of_ones_own_is_a_reward_with_its_parameters_as_settings(regi
         register("number", len)
 
 
-@pytest.mark.parametrize("value", [[1.0, 2.0], [], [float("nan")], ["good"], [None]])
+@pytest.mark.parametrize(
+    "value", [[1.0, 2.0], [], [float("nan")], ["good"], ["1"], [None], "1", {1: 0.5}, {0.5}, 0.5]
+)
 def test_a_reward_gives_one_finite_number_for_each_answer(register, value):
     register("wrong", lambda attempts: value)
     with pytest.raises(RunFailed, match="the reward wrong returned"):
         reward_of("wrong", "a")
+
+
+def test_an_error_in_a_function_of_ones_own_is_told_with_its_line(register):
+    register("reads", lambda attempts: [attempt.row["missing"] for attempt in attempts])
+    with pytest.raises(RunFailed, match="the reward reads failed: KeyError: 'missing'") as failed:
+        reward_of("reads", "a")
+    assert f"({__file__}:" in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "column", "reason"),
+    [
+        ("exact", ["8", "8.0"], "has a list in 'x'"),
+        ("number", {"value": 8}, "has an object in 'x'"),
+        ("code", [{"inputs": ["1"], "outputs": ["2"]}], "has a value as a test"),
+        ("code", '{"inputs": [1], "outputs": [2]}', "has a value as a test"),
+        ("code", "assert f(1) == 2", None),
+    ],
+)
+def test_a_column_that_a_reward_would_only_print_is_refused(entry, column, reason):
+    [reward] = make_rewards([{"name": entry, "field": "x"}])
+    problem = reward.record_problem({"x": column}, None)
+    assert problem is None if reason is None else reason in problem
 
 
 @pytest.fixture
@@ -183,6 +354,16 @@ def test_the_datas_own_answers_are_scored_without_a_model(rewards):
     done = rewards("objective.rewards=[number,exact]")
     assert "number       1   1.000   1.000    1.000" in done.out
     assert "4 answers of the data itself" in done.out
+
+
+def test_rows_that_cannot_be_scored_are_counted_beside_the_json(rewards, tmp_path):
+    file = tmp_path / "two.jsonl"
+    references = ["\\boxed{2\\sqrt{3}}", "#### 3"]
+    file.write_text("".join(json.dumps({"question": "?", "answer": r}) + "\n" for r in references))
+    done = rewards("data.on_error=skip", "format=json", f"data.path={file}")
+    assert "skipped  1 rows" in done.err
+    assert by_row(done) == {"2": 1}
+    assert "has no number" in rewards(f"data.path={file}", code=2).err
 
 
 def by_row(done):
@@ -452,8 +633,10 @@ def test_a_server_that_is_not_there_is_named(monkeypatch):
 
 
 def test_an_error_on_one_rank_is_raised_on_all(world):
-    message = "a reward failed: ZeroDivisionError: division by zero"
-    assert world.call(2, score_on_a_rank) == [(message, [[]]), (message, [[0.0]])]
+    message = "the reward fails failed: ZeroDivisionError: division by zero"
+    for text, scores in zip(world.call(2, score_on_a_rank), ([[]], [[0.0]]), strict=True):
+        assert text[0].startswith(f"{message} ({__file__}:"), text
+        assert text[1] == scores
 
 
 def score_on_a_rank():

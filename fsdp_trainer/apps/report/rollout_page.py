@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_trainer.apps.report.page import html_of, write_page
 from fsdp_trainer.apps.report.read import is_finite
 from fsdp_trainer.apps.report.run_summary import Summary
+from fsdp_trainer.environments.reasoning import split_reasoning
 from fsdp_trainer.environments.tool_calls import FORMATS, WrongCall
 
 SPECIAL_AT_END = re.compile(r"(<[|｜][^<>]*[|｜]>|</s>|<eos>)\s*$")
@@ -101,7 +102,7 @@ def calls_in(text: str) -> list[str]:
     text = SPECIAL_AT_END.sub("", text)
     for form in FORMATS.values():
         try:
-            _, calls = form.parse(text)
+            _, calls = form.parse(split_reasoning(text, form.call)[1])
         except WrongCall:
             continue
         if calls:

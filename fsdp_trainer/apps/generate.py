@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.images import images_in, images_of, with_column
+from fsdp_trainer.data.store.findings import ImageWarnings
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
@@ -28,6 +29,9 @@ from fsdp_trainer.generation.prompt_images import PromptImages
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.config import AUTO, ONLY_TEXT, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+
+TextOf = Callable[[list[dict], str], str]
+"""Returns the text of turns, with a mark in the place of each image."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +72,30 @@ class Speaker:
         """Yield the next assistant turn, in pieces of text."""
         return self.say(self.ask(messages), cfg)
 
-    def ask(self, messages: list[dict]) -> Asked:
-        """Render a conversation as text that ends where the answer begins. Raises UserError."""
+    def ask(self, messages: list[dict], text_of: TextOf | None = None) -> Asked:
+        """Render a conversation as text that ends where the answer begins. Raises UserError.
+
+        text_of: renders it with another template, or up to another place.
+        """
+        text_of = text_of or self.template.ask
         try:
             if any(images_in(messages)):
-                return self._ask_with_images(messages)
-            return Asked(self.template.ask(messages))
+                return self._ask_with_images(messages, text_of)
+            return Asked(text_of(messages, ""))
         except RecordError as error:
             problem = Problem(messages[-1]["content"][:60], str(error))
             raise UserError("the conversation cannot be rendered", [problem]) from None
 
-    def _ask_with_images(self, messages: list[dict]) -> Asked:
+    def _ask_with_images(self, messages: list[dict], text_of: TextOf) -> Asked:
         if self.images is None:
             raise RecordError(f"holds an image, {ONLY_TEXT}")
         processor = self.images.processor
         opened = [self.images.files.opened(image) for image in images_in(messages)]
+        self.images.say_lost([file for file, _ in opened])
         token = str(self.tokenizer.backend.id_to_token(processor.token))
-        text = self.template.ask(messages, processor.mark)
+        text = text_of(messages, processor.mark)
         whole = self.images.expand(text, [file for file, _ in opened], token, is_whole=True)
-        arrays = joined([processor.numbers_of(picture) for _, picture in opened])
+        arrays = joined([processor.numbers_of(picture, file.name) for file, picture in opened])
         tokens = sum(image.tokens for image in whole.images)
         return Asked(whole.text, PromptImages(lambda: arrays, tokens))
 
@@ -191,7 +200,8 @@ def reader_of_images(config: ModelConfig, source: str | Path) -> ImageReader | N
     """Return what reads images for the model of a folder, None if it reads only text."""
     if not config.reads_images:
         return None
-    return ImageReader(ImageProcessor(str(model_folder(source))), user_cache())
+    processor = ImageProcessor(str(model_folder(source)))
+    return ImageReader(processor, user_cache(), ImageWarnings())
 
 
 def user_cache() -> Path:

@@ -1,9 +1,11 @@
 """Checks of what an evaluation needs: tasks, their files, the harness. Imports no torch."""
 
+import glob
 import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from fsdp_trainer.config.schema import CORE_FILES, Evaluation
 from fsdp_trainer.errors import Problem, UserError
@@ -15,13 +17,14 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
     node: prefix of the keys in messages; `evaluation.` in training.
     """
     problems = []
-    if not cfg.tasks:
+    names = task_names(cfg)
+    if not names and not cfg.tasks:
         reason = f"name tasks of lm-evaluation-harness or YAML files, e.g.  {node}tasks=[arc_easy]"
         problems.append(Problem(f"{node}tasks=[]", reason))
-    for name in cfg.tasks:
-        if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):
-            problems.append(Problem(f"{node}tasks=[{name}]", "there is no such file"))
-    problem = core_problem(cfg.core_data, node) if "core" in cfg.tasks else ""
+    for name in filter(is_missing, names):
+        reason = "there is no such file, and no folder with a task's YAML file"
+        problems.append(Problem(f"{node}tasks=[{name}]", reason))
+    problem = core_problem(cfg.core_data, node) if "core" in names else ""
     if problem:
         problems.append(Problem(f"{node}core_data={cfg.core_data or 'null'}", problem))
     if needs_harness(cfg) and importlib.util.find_spec("lm_eval") is None:
@@ -33,18 +36,61 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
 
 def needs_harness(cfg: Evaluation) -> bool:
     """Return True if one of the tasks is lm-evaluation-harness's."""
-    return any(name != "core" and not has_environment(name) for name in cfg.tasks)
+    return any(name != "core" and not has_environment(name) for name in task_names(cfg))
+
+
+def task_names(cfg: Evaluation) -> list[str]:
+    """Return the names and files of the tasks, with the files that folders and patterns mean."""
+    typed = [cfg.tasks] if isinstance(cfg.tasks, str) else cfg.tasks
+    names = (task for name in typed for task in _files_of(name) or [name])
+    return list(dict.fromkeys(names))
+
+
+def _files_of(name: str) -> list[str]:
+    """Return the files of tasks in a folder, or those that a pattern fits; empty if it is neither.
+
+    A folder may also have parts of tasks, which tasks include.
+    """
+    if os.path.isdir(name):
+        files = [path for path in Path(name).iterdir() if is_file(path.name)]
+        return sorted(str(path) for path in files if _has_key(path, "task|group|environment"))
+    return sorted(glob.glob(name)) if is_file(name) and not os.path.isfile(name) else []
+
+
+def is_file(name: str) -> bool:
+    """Return True for the path of a task's YAML file."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def is_missing(name: str) -> bool:
+    """Return True for the path of a file that is not there."""
+    return (is_file(name) or "/" in name) and not os.path.isfile(name)
+
+
+def in_folder(path: Any, folder: Path) -> Any:
+    """Return a path, or all in a list or an object, as one in the folder where it is there."""
+    if isinstance(path, dict):
+        return {name: in_folder(each, folder) for name, each in path.items()}
+    if isinstance(path, list):
+        return [in_folder(each, folder) for each in path]
+    if not isinstance(path, str) or not path or "://" in path or os.path.isabs(path):
+        return path
+    is_there = next(iter(glob.glob(str(folder / path))), None)
+    return str(folder / path) if is_there else path
 
 
 def has_environment(name: str) -> bool:
     """Return True for the path of a file that describes a task with an environment."""
-    if not name.endswith((".yaml", ".yml")) or not os.path.isfile(name):
-        return False
-    # files of the harness may have tags that only the harness can read
-    return (
-        re.search(r"^environment\s*:", Path(name).read_text(errors="replace"), re.MULTILINE)
-        is not None
-    )
+    return is_file(name) and os.path.isfile(name) and _has_key(Path(name), "environment")
+
+
+def _has_key(file: Path, names: str) -> bool:
+    """Return True if a YAML file has one of the keys, as a|b, at its top.
+
+    Files of the harness may have tags that only the harness can read.
+    """
+    text = file.read_text(errors="replace")
+    return re.search(rf"^(?:{names})\s*:", text, re.MULTILINE) is not None
 
 
 def why_untyped(file: str) -> str:

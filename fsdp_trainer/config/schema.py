@@ -211,10 +211,10 @@ class Loss:
 class Evaluation:
     """The tasks that the model in training is evaluated on, as the verb evaluate has them."""
 
-    tasks: list[str] = key(
+    tasks: str | list[str] = key(
         [],
-        "names of lm-evaluation-harness's tasks, or paths of their YAML files; paths of YAML files"
-        " with an environment; `core`: DCLM's 22 tasks",
+        "names of lm-evaluation-harness's tasks, or paths of their YAML files or of folders with"
+        " some; paths of YAML files with an environment; `core`: DCLM's 22 tasks",
     )
     code: list[str] = key(
         [], "Python files that the files of tasks may run, as FILE.py; typed, never in a file"

@@ -544,7 +544,7 @@ class ChainConfig:
     )
     depth: int = key(24, "model.depth of pretraining", minimum=1)
     vocab_size: int = key(32768, "tokens of the new tokenizer", minimum=1)
-    tasks: list[str] = key(
+    tasks: str | list[str] = key(
         [], "tasks of lm-evaluation-harness for the model of each stage, as evaluation.tasks"
     )
     code: list[str] = key([], "Python files that the files of tasks may run, as evaluation.code")

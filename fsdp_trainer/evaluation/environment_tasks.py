@@ -12,7 +12,7 @@ import yaml
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.check import convert
 from fsdp_trainer.config.entries import wrong_part
-from fsdp_trainer.config.evaluation_inputs import why_untyped
+from fsdp_trainer.config.evaluation_inputs import in_folder, why_untyped
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Data, Evaluation
 from fsdp_trainer.config.yaml_text import load_yaml
@@ -68,7 +68,7 @@ class EnvironmentTask:
         problems = [Problem(name, reason) for reason in problems_of(given, code)]
         if problems:
             raise UserError("a task cannot be run", problems)
-        data, options = given.pop("data"), {**DEFAULTS, **given}
+        data, options = in_folder(given.pop("data"), file.parent), {**DEFAULTS, **given}
         known = {each.name: each for each in fields(ObjectiveChoice)}
         values = {part: convert(value, known[part].type) for part, value in options.items()}
         return cls(file, data, ObjectiveChoice(name="grpo", **values))

@@ -6,17 +6,14 @@ class. Only the model's computation is divided among the ranks, and every rank g
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from io import BytesIO
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
+from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fsdp_trainer.data.files.sources import RecordError
@@ -25,13 +22,12 @@ from fsdp_trainer.data.records.images import COLUMN_MARK, images_of, with_marks
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.evaluation.generation_settings import read_settings
 from fsdp_trainer.evaluation.scoring import Ending, Prompt, Scorer
-from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.config import ONLY_TEXT
 
-DEFAULT_ANSWER = 256
 UNFINISHED_TOKENS = 8  # more than an incomplete character or a special token can take
-"""Tokens that a task may generate by default, as in lm-evaluation-harness."""
+MOST_REPEATS = 1 << 20
 
 
 class ShownText(NamedTuple):
@@ -45,6 +41,7 @@ class HarnessModel(TemplateLM):
     """A model with its tokenizer and chat template.
 
     data_files: by the name of a task, the file whose folder the paths of its images begin at.
+    defaults: settings of generation that hold where a task has none.
     """
 
     MULTIMODAL = True
@@ -56,8 +53,10 @@ class HarnessModel(TemplateLM):
         tokenizer: TextTokenizer,
         template: Template,
         data_files: Mapping[str, str] = MappingProxyType({}),
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ):
         super().__init__()
+        self.defaults = defaults
         self.data_files = data_files
         self.scorer = scorer
         self.text_tokenizer = tokenizer
@@ -96,14 +95,22 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as text."""
+        """Return a conversation as text, which without the prompt ends within its last turn.
+
+        As in the harness's HFLM, a template that has no system turn shows none.
+        """
+        if self.template.for_record(None).forms.system == "user":
+            chat_history = [turn for turn in chat_history if turn["role"] != "system"]
         reader = self.scorer.images
         mark = "" if reader is None else reader.processor.mark
         if reader is not None:
             chat_history = [with_marks(turn) for turn in chat_history]
-        if add_generation_prompt:
-            return self.template.ask(chat_history, mark)
-        return self.template.render(self.template.adapt(chat_history, None, image_mark=mark))
+        render = self.template.ask if add_generation_prompt else self.template.continued
+        try:
+            return render(chat_history, mark)
+        except RecordError as error:
+            problem = Problem("chat=true", str(error))
+            raise UserError("a task cannot be run", [problem]) from None
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -198,9 +205,11 @@ class HarnessModel(TemplateLM):
             repeats[repeated] += 1
         texts = [""] * len(requests)
         for (_, sample, _), numbers in groups.items():
-            options = requests[numbers[0]].args[1]
+            first = requests[numbers[0]]
+            options = {**self.defaults, **first.args[1]}
             prompts = [self.with_images(requests[i], requests[i].args[0]) for i in numbers]
-            for i, text in zip(numbers, self.answers(prompts, options, sample), strict=True):
+            answers = self.answers(str(first.task_name), prompts, options, sample)
+            for i, text in zip(numbers, answers, strict=True):
                 texts[i] = text
         return texts
 
@@ -222,23 +231,18 @@ class HarnessModel(TemplateLM):
     # --- generation
 
     def answers(
-        self, prompts: list[ShownText], options: dict[str, Any], seed: int = 0
+        self, task: str, prompts: list[ShownText], options: dict[str, Any], sample: int
     ) -> list[str]:
-        """Return the continuations of prompts that have the same generation options.
+        """Return a sample of the answers to a task's prompts that have the same options.
 
         As in the harness's HFLM, the beginning of a prompt is left out to make room for the longest
         answer. If that has no room, half of the context is for the prompt.
         """
-        given = normalize_gen_kwargs(options, DEFAULT_ANSWER)
-        until = handle_stop_sequences(given.get("until"), eos=self.text_tokenizer.eos_token)
-        room = self.max_length - given["max_gen_toks"]
+        settings = read_settings(task, options)
+        until = handle_stop_sequences(settings.until, eos=self.text_tokenizer.eos_token)
+        sampling = replace(settings.sampling, seed=settings.sampling.seed * MOST_REPEATS + sample)
+        room = self.max_length - sampling.max_tokens
         room = room if room > 0 else max(1, self.max_length // 2)
-        sampling = Sampling(
-            max_tokens=given["max_gen_toks"],
-            temperature=given.get("temperature", 1.0) if given.get("do_sample") else 0.0,
-            top_p=given.get("top_p", 1.0),
-            seed=seed,
-        )
         decode = self.text_tokenizer.decode
         # tokens of which the end of an answer is decoded; a stop string has at most one per byte
         longest = max((len(stop.encode()) for stop in until), default=0) + UNFINISHED_TOKENS
@@ -263,5 +267,8 @@ def as_files(visual: Any) -> Any:
     if not hasattr(visual, "tobytes"):
         return visual
     file = BytesIO()
-    visual.convert("RGB").save(file, "PNG")
+    form = "TIFF" if visual.mode[0] in "IF" else "PNG"  # numbers of more than 8 bits
+    is_kept = form == "TIFF" or visual.mode in ("1", "L", "LA", "P", "RGB", "RGBA")
+    shown = visual if is_kept else visual.convert("RGB")
+    shown.save(file, form, exif=visual.getexif())
     return file.getvalue()

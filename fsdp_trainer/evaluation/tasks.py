@@ -1,13 +1,15 @@
 """The tasks of an evaluation, which are loaded once and run on each state of the model."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
-from fsdp_trainer.config.evaluation_inputs import has_environment
+from fsdp_trainer.config.evaluation_inputs import has_environment, task_names
 from fsdp_trainer.config.schema import Evaluation
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
@@ -25,13 +27,18 @@ class Tasks:
         tokenizer: TextTokenizer,
         template: Template,
         open_rewards: OpenRewards = list,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """Load the tasks. Raises UserError for a task that does not exist."""
+        """Load the tasks. Raises UserError for a task that does not exist.
+
+        defaults: the model's settings of generation, for the harness's tasks.
+        """
         self.tokenizer, self.template = tokenizer, template
         self.core = self.harness = None
-        if CORE in cfg.tasks:
+        names = task_names(cfg)
+        if CORE in names:
             self.core = Core(str(cfg.core_data), cfg.limit, tokenizer)
-        names = [name for name in cfg.tasks if name != CORE]
+        names = [name for name in names if name != CORE]
         own = [name for name in names if has_environment(name)]
         self.with_environment = (
             EnvironmentTasks(cfg, own, tokenizer, template, open_rewards) if own else None
@@ -40,7 +47,7 @@ class Tasks:
             # it imports a heavy optional package
             from fsdp_trainer.evaluation.harness_tasks import HarnessTasks
 
-            self.harness = HarnessTasks(cfg, names)
+            self.harness = HarnessTasks(cfg, names, defaults)
 
     def run(self, scorer: Scorer) -> Metrics:
         """Return {task: {metric: value}}; it may be empty on ranks that are not their node's first.

@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.key_value_cache import KeyValueCache, Prompts
+from fsdp_trainer.generation.logit_rules import with_rules
 from fsdp_trainer.generation.prompt_images import PromptImages, image_inputs
 from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
 from fsdp_trainer.generation.recorded_decoding import (
@@ -19,7 +20,14 @@ from fsdp_trainer.generation.recorded_decoding import (
     can_record,
     try_to_record,
 )
-from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities, random_numbers
+from fsdp_trainer.generation.sampling import (
+    Sampling,
+    TokenScore,
+    choose,
+    log_probabilities,
+    random_numbers,
+    token_scores,
+)
 from fsdp_trainer.models.decoder import Decoder, ImageInputs
 from fsdp_trainer.models.hf.own_cache import OwnCache
 
@@ -46,7 +54,7 @@ class Continuation:
     room: largest number of tokens that it may have. place: indices of its prompt and of its sample.
     images: of the prompt.
     stop: the stop token that ended it, or None. log_probabilities: of all tokens and of the stop
-    token, if `sampling` asks for them.
+    token, and scores: of all tokens, if `sampling` asks for them.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class Continuation:
         self.tokens: list[int] = []
         self.stop: int | None = None
         self.log_probabilities: list[float] = []
+        self.scores: list[TokenScore] = []
         self.is_done = self.room <= 0
         self.numbers = None
         if sampling.temperature > 0:
@@ -128,7 +137,9 @@ class Generation:
         rows = answers
         logits = self.start(rows)
         while True:
-            chosen = ranks.tokens(choose(logits, self.random_column(rows), self.sampling))
+            texts = [(answer.prompt, answer.tokens) for answer in rows]
+            changed = with_rules(logits, texts, self.sampling, stop_ids)
+            chosen = ranks.tokens(choose(changed, self.random_column(rows), self.sampling))
             self.record_log_probabilities(rows, logits, chosen)
             for answer, token in zip(rows, chosen.tolist(), strict=True):
                 answer.add(token, stop_ids, is_over)
@@ -148,6 +159,11 @@ class Generation:
         self, rows: list[Continuation], logits: Tensor, chosen: Tensor
     ) -> None:
         """Append the log-probabilities of the chosen tokens to the rows that are not done."""
+        if self.sampling.alternatives is not None:
+            scores = token_scores(logits, chosen, self.sampling.alternatives)
+            for answer, score in zip(rows, scores, strict=True):
+                if not answer.is_done:
+                    answer.scores.append(score)
         if not self.sampling.log_probabilities:
             return
         values = log_probabilities(logits, chosen, self.sampling).tolist()
@@ -345,6 +361,18 @@ def continue_all(
         batch = batches[number] if not is_idle else [idle_answer(idle, generation.sampling)]
         for _ in generation.run(batch, stop_ids, ranks, is_over):
             pass
+
+
+def prompt_scores(model: Decoder, prompt: list[int], alternatives: int) -> list[TokenScore]:
+    """Return the scores of a prompt's tokens but the first."""
+    if len(prompt) < 2:
+        return []
+    device = model.lm_head.weight.device
+    tokens = to_device(np.array(prompt, np.int64), device)
+    positions = torch.arange(len(prompt), device=device)
+    layout = Prompts([len(prompt)], device)
+    logits = model.next_logits(tokens[None], positions[None], layout, positions[:-1])
+    return token_scores(logits, tokens[1:], alternatives)
 
 
 def idle_answer(idle: Idle, sampling: Sampling) -> Continuation:

@@ -1,7 +1,8 @@
 """The choice of the next token, from logits and one random number for each row."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,45 @@ class Sampling:
     seed: int = 0
     samples: int = 1
     log_probabilities: bool = False
+    top_k: int = 0
+    """Only the likeliest so many tokens are sampled; 0: all."""
+    min_p: float = 0.0
+    """Only tokens of at least this share of the largest probability are sampled."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens in prompt or answer (Keskar et al. 2019); negative: times."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it is in the answer."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of all tokens in the answer."""
+    no_repeat_ngram: int = 0
+    """No so many tokens in a row occur twice in prompt and answer; 0: they may."""
+    min_tokens: int = 0
+    """No stop token is chosen before the answer has so many tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to their logits."""
+    alternatives: int | None = None
+    """Record scores of each token, with those of so many likeliest tokens; None: do not."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if tokens are not chosen by the model's own logits."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties != (1, 0, 0) or bool(
+            self.no_repeat_ngram or self.min_tokens or self.logit_bias
+        )
+
+    @property
+    def shared(self) -> "Sampling":
+        """The settings that answers must have in common to be generated together."""
+        return replace(self, max_tokens=0, seed=0, samples=1)
+
+
+class TokenScore(NamedTuple):
+    """The log-probability of a token by the model's own logits, and the likeliest tokens."""
+
+    token: int
+    value: float
+    likeliest: list[tuple[int, float]]
 
 
 def random_numbers(seed: int, prompt: list[int], sample: int, count: int) -> np.ndarray:
@@ -44,12 +84,19 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> Tensor
         return logits.argmax(-1)
     assert numbers is not None
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
-    if sampling.top_p == 1:
+    if sampling.top_p == 1 and not (sampling.top_k or sampling.min_p):
         return drawn(probabilities, numbers)
     probabilities, tokens = probabilities.sort(descending=True, stable=True)
+    if 0 < sampling.top_k < probabilities.shape[-1]:
+        smallest = probabilities[:, sampling.top_k - 1, None]
+        probabilities = probabilities.masked_fill(probabilities < smallest, 0)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     # the token that crosses top_p is kept
     before = probabilities.cumsum(-1) - probabilities
     probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
+    if sampling.min_p:
+        smallest = sampling.min_p * probabilities[:, :1]
+        probabilities = probabilities.masked_fill(probabilities < smallest, 0)
     return tokens.gather(1, drawn(probabilities, numbers)[:, None])[:, 0]
 
 
@@ -60,6 +107,16 @@ def log_probabilities(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Ten
     """
     scaled = logits.float() / (sampling.temperature or 1.0)
     return torch.log_softmax(scaled, -1).gather(1, tokens[:, None])[:, 0]
+
+
+def token_scores(logits: Tensor, tokens: Tensor, alternatives: int) -> list[TokenScore]:
+    """Return the scores of tokens. logits: [tokens, vocabulary]; tokens: [tokens] int64."""
+    values = torch.log_softmax(logits.float(), -1)
+    best = values.topk(min(alternatives, values.shape[-1]), -1)
+    columns = tokens.tolist(), values.gather(1, tokens[:, None])[:, 0].tolist()
+    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    pairs = [list(zip(*row, strict=True)) for row in likeliest]
+    return [TokenScore(*each) for each in zip(*columns, pairs, strict=True)]
 
 
 def drawn(probabilities: Tensor, numbers: Tensor) -> Tensor:

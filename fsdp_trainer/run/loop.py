@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.data.prepared_data import cache_root, image_reader
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
+from fsdp_trainer.evaluation.generation_settings import settings_of_model
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.methods.reward_scores import open_models
@@ -234,7 +236,8 @@ def task_evaluations(setup: RunSetup, common: CommonParts) -> list[TrainingTasks
     if not cfg.evaluation.tasks:
         return []
     open_rewards = partial(open_models, device=setup.device)
-    tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template, open_rewards)
+    settings = settings_of_model(model_folder(inputs.init_from)) if inputs.init_from else {}
+    tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template, open_rewards, settings)
     split = sharded_split(setup.dims, setup.device)
     images = image_reader(cfg.model, cache_root(cfg.data, cfg.run))
     every = cfg.train.evaluate_every

@@ -11,23 +11,33 @@ import urllib.request
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
+import torch
 from browser import browser_page, settle
 from forked import Forked
 from image_models import make_image_folder, write_pictures
+from PIL import Image
 from texts import make_tokenizer
 from world import wait_until
 from zoo import make_folder
 
 from fsdp_trainer.apps.chat.engine import AnswerText, ChatJob, Engine, first_stop, settled_text
-from fsdp_trainer.apps.chat.requests import BadRequest, ChatDefaults, read_request
+from fsdp_trainer.apps.chat.requests import (
+    BadRequest,
+    ChatDefaults,
+    read_request,
+    read_text_request,
+)
 from fsdp_trainer.apps.chat.verb import chat
+from fsdp_trainer.apps.generate import Asked
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.verbs import ChatConfig, GenerateConfig
 from fsdp_trainer.data.records.messages import read_turns
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.evaluation.scoring import Ending, Scorer
 from fsdp_trainer.generation.continuations import Continuation, never
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -65,15 +75,15 @@ def test_an_answer_ends_before_a_stop_string_of_several_tokens():
 
 def test_a_wrong_request_names_the_key():
     good = {"messages": HI}
-    assert read_request(good, DEFAULTS).max_tokens == 8
-    newer = {"max_completion_tokens": 3, "stop": "a", "messages": [{"role": "developer",
-             "content": [{"type": "text", "text": "Be brief."}]}]}  # fmt: skip
+    assert read_request(good, DEFAULTS).settings.sampling.max_tokens == 8
+    turn = {"role": "developer", "type": "text", "content": [{"type": "text", "text": "Be brief."}]}
+    newer = {"max_completion_tokens": 3, "stop": "a", "messages": [turn]}
     request = read_request(newer, DEFAULTS)
-    assert (request.max_tokens, request.stops) == (3, ["a"])
+    assert (request.settings.sampling.max_tokens, request.settings.stops) == (3, ["a"])
     assert request.messages == [{"role": "system", "content": "Be brief."}]
     for key, value in {
-        "messages": [], "temperature": "hot", "top_p": 0, "max_tokens": 1.5, "n": 5,
-        "stop": [1], "stream": 3, "seed": "x", "tools": [{}], "response_format": {"type": "json"},
+        "messages": [], "temperature": "hot", "top_p": 2, "max_tokens": 1.5, "n": 5,
+        "stop": [1], "stream": 1, "seed": "x", "tools": [{}], "response_format": {"type": "json"},
     }.items():  # fmt: skip
         with pytest.raises(BadRequest) as raised:
             read_request(good | {key: value}, DEFAULTS)
@@ -81,8 +91,55 @@ def test_a_wrong_request_names_the_key():
     for content in (None, 7, [{"type": "image_url"}], "\ud800"):
         with pytest.raises(BadRequest):
             read_request({"messages": [{"role": "user", "content": content}]}, DEFAULTS)
-    with pytest.raises(BadRequest):
-        read_request({"messages": [{"role": "\ud800", "content": "Hi"}]}, DEFAULTS)
+    for turn in (
+        {"role": "critic", "content": "Hi"},
+        {"role": "user", "content": "Hi", "images": ["/etc/passwd"]},
+        {"role": "user", "content": [{"type": "refusal", "text": "Hi"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    ):
+        with pytest.raises(BadRequest):
+            read_request({"messages": [turn]}, DEFAULTS)
+
+
+NEUTRAL = {
+    "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "logit_bias": {}, "n": 1,
+    "response_format": {"type": "text"}, "frequency_penalty": 0, "presence_penalty": 0.0,
+    "repetition_penalty": 1, "top_k": -1, "min_p": 0, "min_tokens": 0, "logprobs": False,
+    "top_logprobs": 0, "guided_json": None, "best_of": 1, "store": False, "modalities": ["text"],
+    "chat_template_kwargs": {}, "skip_special_tokens": True, "ignore_eos": False, "user": "me",
+    "stream_options": None, "stop_token_ids": [], "reasoning_effort": None, "metadata": {"a": "b"},
+    "prompt_cache_retention": "24h", "prompt_logprobs": None,
+}  # fmt: skip
+NOT_SERVED = {
+    "tools": [{}], "tool_choice": "required", "response_format": {"type": "json_object"},
+    "guided_json": {"type": "object"}, "best_of": 2, "store": True, "modalities": ["audio"],
+    "skip_special_tokens": False, "functions": [{}], "suffix": "x", "top_logprobs": 2,
+    "use_beam_search": True, "length_penalty": 2, "temprature": 1, "stream_options": {"x": 1},
+    "frequency_penalty": 3, "presence_penalty": "1", "repetition_penalty": 0, "min_p": 2,
+    "top_k": -2, "min_tokens": 9, "stop_token_ids": [400], "logit_bias": {"400": 1},
+    "prompt_logprobs": 0, "web_search_options": {}, "guided_regex": "a", "service_tier": "flex",
+    "max_completion_tokens": 0, "add_generation_prompt": "no", "chat_template_kwargs": [1],
+}  # fmt: skip
+
+
+def test_each_setting_of_a_request_has_an_effect_or_is_refused_by_name():
+    defaults = replace(DEFAULTS, vocabulary=320)
+    plain = read_request({"messages": HI}, defaults)
+    assert read_request({"messages": HI, **NEUTRAL}, defaults) == plain
+    for key, value in NOT_SERVED.items():
+        with pytest.raises(BadRequest, match=key) as raised:
+            read_request({"messages": HI, key: value}, defaults)
+        assert raised.value.param == key
+    with pytest.raises(BadRequest, match="did you mean 'temperature'"):
+        read_request({"messages": HI, "temprature": 1}, defaults)
+    with pytest.raises(BadRequest, match="cannot both be true"):
+        both = {"continue_final_message": True, "add_generation_prompt": True}
+        read_request({"messages": HI, **both}, defaults)
+    for body in ({}, {"prompt": []}, {"prompt": [1, "a"]}, {"prompt": "a", "max_tokens": 0},
+                 {"prompt": [400]}, {"prompt": "a", "messages": HI}):  # fmt: skip
+        with pytest.raises(BadRequest):
+            read_text_request(body, defaults)
+    assert read_text_request({"prompt": [1, 2]}, defaults).prompts == [[1, 2]]
 
 
 def test_other_machines_need_a_token(tmp_path, capsys):
@@ -258,7 +315,7 @@ def test_a_client_that_goes_away_while_it_sends_its_request_is_no_error():
         return {"type": "http.disconnect"}
 
     request = requests.Request({"type": "http"}, receive)
-    assert asyncio.run(complete(request, None)).status_code == 499
+    assert asyncio.run(complete(request, None, read_request)).status_code == 499
 
 
 @pytest.mark.slow
@@ -357,6 +414,89 @@ def test_the_page_streams_stops_answers_again_and_takes_images_for_a_model_that_
 
 
 @pytest.mark.slow
+def test_sampling_settings_of_a_request_change_its_answer(server):
+    def text(**settings):
+        body = {"temperature": 0, "max_tokens": 12, **settings}
+        return server.create(model="model", messages=HI, extra_body=body).choices[0].message.content
+
+    plain = text()
+    speaker = server.engine.speaker
+    again = speaker.encode(plain)[0]
+    for settings in (
+        {"repetition_penalty": 9}, {"frequency_penalty": 2}, {"presence_penalty": 2},
+        {"logit_bias": {str(again): -100}}, {"stop_token_ids": [again]},
+    ):  # fmt: skip
+        assert text(**settings) != plain, settings
+    assert text(temperature=5, top_k=1) == text(temperature=5, min_p=1) == plain
+    assert text(stop=[plain[0]], min_tokens=3)[:1] == plain[0] != text(stop=[plain[0]])[:1]
+
+
+@pytest.mark.slow
+def test_a_turn_goes_on_where_it_ends(server):
+    speaker = server.engine.speaker
+    turns = [*HI, {"role": "assistant", "content": "The answer "}]
+    begun = speaker.template.continued(turns)
+    assert begun == "user: Hi\nassistant: The answer "
+    expected = "".join(speaker.say(Asked(begun), GenerateConfig(max_tokens=8)))
+    answer = server.create(
+        model="model", messages=turns, extra_body={"continue_final_message": True}
+    )
+    assert answer.choices[0].message.content == expected
+    assert answer.usage.prompt_tokens == len(speaker.encode(begun))
+
+
+@pytest.mark.slow
+def test_text_completions_give_the_likelihoods_that_lm_eval_reads(server):
+    client, speaker = server.client().completions, server.engine.speaker
+    prompts = [speaker.encode(text) for text in ("one question: an answer", "another 世界")]
+    scorer = Scorer(speaker.model, 4, torch.device("cpu"))
+    expected = scorer.likelihoods([Ending(tuple(tokens), len(tokens) - 3) for tokens in prompts])
+    body = {"model": "model", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    answer = client.create(prompt=prompts, **body)
+    for choice, score in zip(answer.choices, expected, strict=True):
+        own = choice.logprobs.token_logprobs[3:-1]
+        assert sum(own) == pytest.approx(score.total, rel=1e-5)
+        best = [max(top.values()) for top in choice.logprobs.top_logprobs[3:-1]]
+        assert (own == best) == score.is_greedy
+        assert choice.logprobs.token_logprobs[0] is None
+    settings = {**body, "prompt": ["one", "two"], "max_tokens": 4, "logprobs": None}
+    whole = [choice.text for choice in client.create(**settings, n=2).choices]
+    pieces = [""] * 4
+    for chunk in client.create(**settings, n=2, stream=True):
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert pieces == whole
+    assert [text[:3] for text in whole] == ["one", "one", "two", "two"]
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_a_turn_are_those_of_its_tokens(server):
+    answer = server.create(
+        model="model", messages=HI, logprobs=True, top_logprobs=2, max_tokens=6, temperature=0
+    )
+    content = answer.choices[0].logprobs.content
+    written = b"".join(bytes(one.bytes) for one in content)
+    assert written.decode(errors="replace") == answer.choices[0].message.content
+    assert len(content) == 6
+    assert all(one.logprob == one.top_logprobs[0].logprob for one in content)
+
+
+@pytest.mark.slow
+def test_wrong_addresses_and_models_get_errors_in_json(server):
+    assert server.status("/health") == server.status("/v1/models/model") == 200
+    with urllib.request.urlopen(f"{server.url}/v1/models/") as response:
+        assert json.load(response)["object"] == "list"
+    assert server.status("/v1/models/other") == server.status("/v1/nothing") == 404
+    assert server.status("/v1/completions") == server.status("/v1/models", {}) == 405
+    other = {"messages": HI, "model": "other"}
+    assert server.status("/v1/chat/completions", other) == 404
+    for turn in ({"role": "user", "content": "Hi", "name": "Ann"},
+                 {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}):  # fmt: skip
+        assert server.status("/v1/chat/completions", {"messages": [turn]}) == 400
+    args = {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}
+    assert server.status("/v1/chat/completions", args) == 400
+
+
+@pytest.mark.slow
 def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path):
     [name] = write_pictures(tmp_path, 1)
     content = b64encode((tmp_path / name).read_bytes()).decode()
@@ -370,6 +510,13 @@ def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path
     openai = pytest.importorskip("openai")
     with pytest.raises(openai.BadRequestError, match="should be a data URL"):
         image_server.create(model="model", messages=[turn])
+    Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
+    broken = {"thin.png": "1 × 300 pixels is refused", name: "cannot be decoded"}
+    for file, reason in broken.items():
+        content = b64encode((tmp_path / file).read_bytes()[: 99 if file == name else None])
+        part["image_url"]["url"] = f"data:image/png;base64,{content.decode()}"
+        with pytest.raises(openai.BadRequestError, match=reason):
+            image_server.create(model="model", messages=[turn])
 
 
 @pytest.mark.slow

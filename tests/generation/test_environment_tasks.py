@@ -29,7 +29,7 @@ def task(tmp_path):
     (tmp_path / "counts.py").write_text(COUNTS)
     file = tmp_path / "letters.yaml"
     file.write_text(
-        f"environment: {tmp_path / 'counts.py'}:Counts\ndata: {data}\nmax_new_tokens: 12\n"
+        f"environment: {tmp_path / 'counts.py'}:Counts\ndata: rows.jsonl\nmax_new_tokens: 12\n"
     )
     return file
 

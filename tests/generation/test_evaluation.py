@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness on our decoder: the same numbers as with transformers."""
 
 import json
+import shutil
 
 import inject
 import jinja2
@@ -10,8 +11,16 @@ from other_models import make_other_folder
 from world import read_lines
 from zoo import make_folder
 
+from fsdp_trainer.config.evaluation_inputs import require_tasks, task_names
 from fsdp_trainer.config.schema import Evaluation
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.evaluation.generation_settings import (
+    GenerationSettings,
+    read_settings,
+    settings_of_model,
+    unused_settings,
+)
+from fsdp_trainer.generation.sampling import Sampling
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow
@@ -142,9 +151,16 @@ def test_each_generated_text_is_that_of_transformers(folder):
     from lm_eval.models.huggingface import HFLM
 
     ours = harness_model(folder)
-    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
     prompts = ["abc", "a longer question?", "x" * 150]
-    options = [{"until": ["q", "7"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 9}]
+    short = {"until": [], "max_gen_toks": 9}
+    options = [
+        {"until": ["q", "7"], "max_gen_toks": 20}, short,
+        {**short, "repetition_penalty": 1.8, "num_beams": 1},
+        {**short, "no_repeat_ngram_size": 1}, {**short, "min_new_tokens": 9},
+        {**short, "do_sample": True, "top_k": 1, "temperature": 0.7},
+        {"until": "q", "max_new_tokens": 5, "do_sample": True, "min_p": 1.0, "temperature": 2.0},
+    ]  # fmt: skip
     requests = [
         Instance("generate_until", {}, (prompt, dict(each)), i)
         for i, (prompt, each) in enumerate((p, o) for o in options for p in prompts)
@@ -152,6 +168,88 @@ def test_each_generated_text_is_that_of_transformers(folder):
     texts = ours.generate_until(requests)
     assert texts == theirs.generate_until(requests)
     assert any(texts)
+
+
+def test_settings_that_are_not_computed_are_refused_by_name():
+    for name, value in {
+        "num_beams": 3, "length_penalty": 0.5, "num_return_sequences": 2, "max_length": 99,
+        "bad_words_ids": [[1]], "stop": ["x"], "repetition_penalti": 2, "repetition_penalty": "a",
+        "until": [7], "do_sample": "maybe", "max_gen_toks": 0, "top_k": -1, "min_p": 2,
+    }.items():  # fmt: skip
+        with pytest.raises(UserError, match=f"a task: generation_kwargs: {name}="):
+            read_settings("a task", {name: value})
+    with pytest.raises(UserError, match="different lengths"):
+        read_settings("a task", {"max_gen_toks": 5, "max_new_tokens": 6})
+    sampled = read_settings("a task", {"until": "x", "temperature": "0.5", "top_p": 0.9, "seed": 3})
+    assert sampled == GenerationSettings(Sampling(256, 0.5, 0.9, 3, top_k=50), ["x"])
+
+
+def test_settings_without_an_effect_are_said(tmp_path):
+    for options, names in [
+        ({"do_sample": False, "temperature": "0.7", "top_p": 1, "top_k": 5}, "temperature, top_k"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample: true"),
+        ({"do_sample": False, "temperature": 0.0, "top_p": 1.0}, ""),
+        ({"do_sample": True, "top_p": 0.5}, ""),
+    ]:
+        assert unused_settings(options).startswith(names)
+        assert bool(unused_settings(options)) == bool(names)
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [1], "top_k": 3}')
+    assert settings_of_model(tmp_path) == {"suppress_tokens": [1], "top_k": 3}
+
+
+def test_the_beginning_of_an_answer_goes_on_as_in_the_harness(folder, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
+    shutil.copytree(folder, tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.role }}: {{ m.content }}<end>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    ours = harness_model(tmp_path / "hf")
+    theirs = HFLM(str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    for last, asks in (("The answer is", False), ("a ", False), ("done", True)):
+        history = [*turns, {"role": "assistant", "content": last}]
+        assert ours.apply_chat_template(history, asks) == theirs.apply_chat_template(history, asks)
+
+
+def test_paths_of_tasks_are_those_beside_their_file(tmp_path, monkeypatch):
+    from fsdp_trainer.evaluation.harness_tasks import HarnessTasks
+
+    (tmp_path / "tasks" / "data").mkdir(parents=True)
+    (tmp_path / "tasks" / "data" / "items.jsonl").write_text('{"question": "a", "text": "b"}\n')
+    base = TASK.format(name="x", items="data/items.jsonl", more=MORE["answer"])
+    for name, text in {
+        "base": base.replace("task: x\n", ""),
+        "one": "include: base.yaml\ntask: one\ngenerate: x\n",
+        "two": "include: base.yaml\ntask: two\ntag: [some]\n",
+        "group": "group: both\ntask: [two, two]\n",
+    }.items():
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+    def load(tasks, **options):
+        cfg = Evaluation(tasks=tasks, **options)
+        require_tasks(cfg, "")
+        return HarnessTasks(cfg, task_names(cfg), {})
+
+    with pytest.raises(UserError, match="generate: there is no such key"):
+        load("tasks")
+    (tmp_path / "tasks" / "one.yaml").write_text("include: base.yaml\ntask: one\n")
+    (tmp_path / "tasks" / "group.yaml").write_text("group: both\ntask: [two]\n")
+    tasks = load("tasks/one.yaml")
+    assert [*tasks.manager.loaded["tasks"]] == ["one"]
+    assert tasks.data_files["one"] == f"{tmp_path}/tasks/data/items.jsonl"
+    assert task_names(Evaluation(tasks="tasks")) == [
+        f"tasks/{name}.yaml" for name in ("group", "one", "two")
+    ]
+    assert task_names(Evaluation(tasks="tasks/t*.yaml")) == ["tasks/two.yaml"]
+    with pytest.raises(UserError, match="no folder with a task's YAML file"):
+        load("tasks/none/")
+    (tmp_path / "tasks" / "one.yaml").write_text("include: base.yaml\ntask: one\nunsafe_code: true")
+    with pytest.raises(UserError, match="unsafe_code"):
+        load("tasks/one.yaml")
 
 
 def harness_model(folder):
@@ -235,7 +333,7 @@ def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
     ]:
         file.write_text(text)
         with pytest.raises(UserError) as refused:
-            HarnessTasks(Evaluation(tasks=[str(file)]), [str(file)])
+            HarnessTasks(Evaluation(tasks=[str(file)]), [str(file)], {})
         assert reason in str(refused.value)
     file.write_text("task: a\nprocess_docs: !function own.f\n")
     assert not (tmp_path / "ran").exists()

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from image_models import make_image_folder, write_pictures
@@ -9,7 +10,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from zoo import make_folder
 
+from fsdp_trainer.data.images.image_files import ImageFiles
 from fsdp_trainer.data.images.image_processor import ImageProcessor
+from fsdp_trainer.data.records.images import Image as Named
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow
@@ -147,3 +150,22 @@ def test_a_task_with_images_that_do_not_fit_is_refused(evaluate, tmp_path, pictu
         refused = evaluate(folder, [task], code=2)
         assert message in refused, number
         assert "choice, item 0" in refused, number
+
+
+def test_pictures_that_code_of_a_task_gives_keep_their_numbers_and_how_they_are_turned(tmp_path):
+    from fsdp_trainer.evaluation.harness import as_files
+
+    exif = Image.Exif()
+    exif[0x112] = 6
+    numbers = np.random.default_rng(0).integers(0, 256, (20, 24, 3), np.uint8)
+    Image.fromarray(numbers).save(tmp_path / "turned.png", exif=exif)
+    turned, files = Image.open(tmp_path / "turned.png"), ImageFiles(tmp_path)
+    assert (read_picture(files, as_files(turned)) == np.rot90(numbers, -1)).all()
+    deep = Image.fromarray(numbers[..., 0].astype(np.uint16) * 256)
+    [content] = as_files([deep])
+    assert (read_picture(files, content)[..., 0] == numbers[..., 0]).all()
+
+
+def read_picture(files, content):
+    """Return the numbers of an image that are read from the bytes of its file."""
+    return np.asarray(files.opened(Named(content=content))[1])

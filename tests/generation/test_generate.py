@@ -8,6 +8,7 @@ from functools import partial
 import inject
 import pytest
 import torch
+import transformers
 from stored import checkpoint
 from texts import turn
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,7 @@ from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation import continuations, decoding, recorded_decoding
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
+from fsdp_trainer.generation.logit_rules import with_rules
 from fsdp_trainer.generation.prompt_ranks import OwnPrompts, SamePrompts
 from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
@@ -194,6 +196,50 @@ def test_sampling_depends_on_the_number_and_keeps_to_the_nucleus():
     assert shares(1.0, temperature=0).tolist() == [1, 0, 0, 0]
     assert (random_numbers(0, [1, 2], 0, 5)[:3] == random_numbers(0, [1, 2], 0, 3)).all()
     assert random_numbers(0, [1, 2], 1, 1) != random_numbers(0, [1, 2], 0, 1)
+
+
+def by_transformers(logits, tokens, *processors):
+    """The scores that transformers' processors make, [1, vocabulary]."""
+    for processor in processors:
+        logits = processor(torch.tensor([tokens]), logits)
+    return logits
+
+
+def test_settings_change_logits_and_samples_as_in_transformers():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 8)
+    prompt, answer = [1, 2, 3], [1, 2, 1]
+    ban = transformers.MinNewTokensLengthLogitsProcessor(len(prompt), 4, [5, 6])
+    for settings, processor in [
+        ({"repetition_penalty": 1.7}, transformers.RepetitionPenaltyLogitsProcessor(1.7)),
+        ({"repetition_penalty": 0.6}, transformers.RepetitionPenaltyLogitsProcessor(0.6)),
+        ({"no_repeat_ngram": 2}, transformers.NoRepeatNGramLogitsProcessor(2)),
+        ({"no_repeat_ngram": 1}, transformers.NoRepeatNGramLogitsProcessor(1)),
+        ({"min_tokens": 4}, ban),
+        ({"min_tokens": 3}, lambda _, scores: scores),
+    ]:
+        ours = with_rules(logits, [(prompt, answer)], Sampling(**settings), {5, 6})
+        theirs = by_transformers(logits.clone(), prompt + answer, processor)
+        torch.testing.assert_close(ours, theirs)
+    counted = torch.tensor([0, 2.0, 1, 0, 0, 0, 0, 0])
+    settings = Sampling(frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((7, 3.0),))
+    ours = with_rules(logits, [(prompt, answer)], settings, ())[0]
+    expected = logits[0] - 0.5 * counted - 0.25 * (counted > 0)
+    expected[7] += 3
+    torch.testing.assert_close(ours, expected)
+
+    numbers = torch.linspace(0, 1, 401, dtype=torch.float64)[:-1, None]
+    for settings, warpers in [
+        ({"top_k": 3}, [transformers.TopKLogitsWarper(3)]),
+        ({"min_p": 0.3}, [transformers.MinPLogitsWarper(0.3)]),
+        ({"top_k": 5, "top_p": 0.8, "min_p": 0.2}, [transformers.TopKLogitsWarper(5),
+         transformers.TopPLogitsWarper(0.8), transformers.MinPLogitsWarper(0.2)]),
+    ]:  # fmt: skip
+        sampling = Sampling(temperature=1.0, **settings)
+        drawn = choose(logits.expand(400, -1), numbers, sampling)
+        theirs = by_transformers(logits.clone(), prompt, *warpers).softmax(-1)[0]
+        shares = torch.bincount(drawn, minlength=8) / 400
+        torch.testing.assert_close(shares, theirs, atol=0.01, rtol=0)
 
 
 LONG = Sampling(max_tokens=20)

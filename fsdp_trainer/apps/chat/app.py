@@ -1,14 +1,13 @@
-"""The web application: the page, and `/v1/models` and `/v1/chat/completions` as OpenAI's API."""
+"""The web application: the page, and `/v1/…` as OpenAI's API."""
 
 import asyncio
 import json
 import secrets
-import time
 from base64 import b64encode
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -16,41 +15,37 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fsdp_trainer.apps.chat.engine import AnswerPiece, ChatJob, Engine, EngineError, Event
+from fsdp_trainer.apps.chat.encoded_prompts import PromptEncoder
+from fsdp_trainer.apps.chat.engine import Engine
+from fsdp_trainer.apps.chat.http_answers import DISCONNECTED, Answers, TextAnswers, error_response
 from fsdp_trainer.apps.chat.requests import (
     LOCAL_ADDRESSES,
     BadRequest,
     ChatDefaults,
     ChatRequest,
+    TextRequest,
     read_request,
+    read_text_request,
 )
-from fsdp_trainer.errors import UserError
-from fsdp_trainer.generation.prompt_images import PromptImages
-from fsdp_trainer.generation.sampling import Sampling
 
 HERE = Path(__file__).parent
-POLL_SECONDS = 0.25
-"""Seconds between two checks that a client is still connected while nothing is sent to it."""
 MAX_REQUEST_BYTES = 16 << 20
-CHARACTERS_PER_TOKEN = 100
-"""A conversation with more characters per token of the context is refused without being encoded,
-which would take 20 s for 16 MiB. Text has 3 to 5."""
-DISCONNECTED = 499
-"""nginx's status code for a client that has disconnected."""
+ReadRequest = Callable[[Any, ChatDefaults], ChatRequest | TextRequest]
 
 
 @dataclass(frozen=True)
 class Served:
     """The model that the application serves.
 
-    token: required of requests; None: no token is. encoder: the thread that renders and encodes
-    conversations, so that all connections are served meanwhile.
+    path: another name of it. token: required of requests; None: no token is. encoder: the thread
+    that renders and encodes prompts, so that all connections are served meanwhile.
     """
 
     name: str
@@ -58,7 +53,13 @@ class Served:
     defaults: ChatDefaults
     token: str | None
     created: int
+    path: str = ""
     encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
+
+    @cached_property
+    def prompts(self) -> PromptEncoder:
+        """Encodes prompts."""
+        return PromptEncoder(self.engine.speaker)
 
 
 class AccessGuard:
@@ -85,7 +86,8 @@ class AccessGuard:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
             given = given or request.query_params.get("token", "")
             if not secrets.compare_digest(given.encode(), self.token.encode()):
-                return error_response(401, "the token is missing or wrong")
+                text = "the token is missing or wrong"
+                return error_response(401, text, code="invalid_api_key")
             return None
         host = host_of(f"//{request.headers.get('host', '')}")
         origin = request.headers.get("origin")
@@ -106,30 +108,59 @@ def host_of(url: str) -> str | None:
 
 def make_app(served: Served) -> Starlette:
     """Return the application with its routes and the access guard."""
+    about = {"id": served.name, "object": "model", "created": served.created}
+    about |= {"owned_by": "fsdp_trainer"}
 
     async def page(request: Request) -> Response:
         return page_response(served)
 
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
     async def models(request: Request) -> Response:
-        about = {"id": served.name, "object": "model", "created": served.created}
-        return JSONResponse({"object": "list", "data": [about | {"owned_by": "fsdp_trainer"}]})
+        return JSONResponse({"object": "list", "data": [about]})
+
+    async def model(request: Request) -> Response:
+        try:
+            require_model(request.path_params["id"], served)
+        except BadRequest as error:
+            return error_response(error.status, error.message, error.param, error.code)
+        return JSONResponse(about)
+
+    async def chat_completions(request: Request) -> Response:
+        return await complete(request, served, read_request)
 
     async def completions(request: Request) -> Response:
-        return await complete(request, served)
+        return await complete(request, served, read_text_request)
 
     routes = [
         Route("/", page),
+        Route("/health", health),
         Route("/v1/models", models),
-        Route("/v1/chat/completions", completions, methods=["POST"]),
+        Route("/v1/models/", models),
+        Route("/v1/models/{id:path}", model),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(AccessGuard, token=served.token)])
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(AccessGuard, token=served.token)],
+        exception_handlers={HTTPException: wrong_path, Exception: own_fault},
+    )
 
 
-def error_response(status: int, message: str, param: str | None = None) -> Response:
-    """Return an error in the format that OpenAI's clients read."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": param, "code": None}
-    return JSONResponse({"error": error}, status)
+async def wrong_path(request: Request, error: Any) -> Response:
+    """Return the answer to a request for a path, or by a method, that is not served."""
+    shown = f"{request.method} {request.url.path}"
+    if error.status_code == 405:
+        reason = f"not allowed: {shown}. It is served by {error.headers['Allow']}"
+        return error_response(405, reason, code="method_not_supported")
+    return error_response(error.status_code, f"there is no such address: {shown}")
+
+
+async def own_fault(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that a fault of the server has ended."""
+    return error_response(500, f"{type(error).__name__}: {error}")
 
 
 def page_response(served: Served) -> Response:
@@ -161,20 +192,35 @@ def hash_of(content: str) -> str:
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
-async def complete(request: Request, served: Served) -> Response:
-    """Answer a request for the next turn, at once or as a stream."""
+async def complete(request: Request, served: Served, read: ReadRequest) -> Response:
+    """Answer a request for the next turn, or for more text, at once or as a stream."""
     try:
-        wanted = read_request(await body_of(request), served.defaults)
+        wanted = read(await body_of(request), served.defaults)
+        require_model(wanted.settings.model, served)
         loop = asyncio.get_running_loop()
-        encoded = await loop.run_in_executor(served.encoder, encode, served, wanted)
+        prompts = await loop.run_in_executor(served.encoder, served.prompts.encode, wanted)
     except BadRequest as error:
-        return error_response(400, *error.args)
+        return error_response(error.status, error.message, error.param, error.code)
     except ClientDisconnect:
         return Response(status_code=DISCONNECTED)
-    answers = Answers(request, served, wanted, *encoded)
-    if wanted.stream:
+    common = request, served.engine, served.name, wanted.settings, prompts
+    if isinstance(wanted, TextRequest):
+        answers: Answers = TextAnswers(wanted, *common)
+    else:
+        answers = Answers(*common)
+    if wanted.settings.stream:
         return StreamingResponse(answers.stream(), media_type="text/event-stream")
     return await answers.at_once()
+
+
+def require_model(name: str | None, served: Served) -> None:
+    """Raise BadRequest if a request names another model.
+
+    The beginning of the name is enough, as is the path that the command named.
+    """
+    if name and not served.name.startswith(name) and name != served.path:
+        message = f"the model {name!r} does not exist: this server has {served.name!r}"
+        raise BadRequest(message, "model", 404, "model_not_found")
 
 
 async def body_of(request: Request) -> Any:
@@ -188,152 +234,3 @@ async def body_of(request: Request) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         raise BadRequest("the body is no JSON", None) from None
-
-
-def encode(served: Served, request: ChatRequest) -> tuple[list[int], PromptImages | None]:
-    """Return the tokens of the conversation up to the answer, and its images. Raises BadRequest."""
-    speaker = served.engine.speaker
-    try:
-        asked = speaker.ask(request.messages)
-        context = speaker.model.config.max_position_embeddings
-        if len(asked.text) > CHARACTERS_PER_TOKEN * context:
-            reason = f"the prompt is too long: has {len(asked.text):,} characters"
-            raise BadRequest(f"{reason}, the model's context {context:,} tokens", "messages")
-        return speaker.encode(asked.text), asked.images
-    except UserError as error:
-        reason = error.problems[0].reason
-        raise BadRequest(f"{error.title}: {reason}", "messages") from None
-
-
-class Answers:
-    """The answers to one request, received from the engine piece by piece."""
-
-    def __init__(
-        self,
-        request: Request,
-        served: Served,
-        wanted: ChatRequest,
-        prompt: list[int],
-        images: PromptImages | None = None,
-    ):
-        self.request = request
-        self.served = served
-        self.wanted = wanted
-        loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-
-        def send(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
-        sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, seed, wanted.n)
-        self.job = ChatJob(prompt, sampling, wanted.stops, send, images)
-        self.id = f"chatcmpl-{secrets.token_hex(12)}"
-        self.created = int(time.time())
-
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events up to the end of all answers; closing this generator cancels the job."""
-        self.served.engine.submit(self.job)
-        remaining = self.wanted.n
-        try:
-            while remaining:
-                event = await self._next()
-                yield event
-                if isinstance(event, EngineError):
-                    return
-                remaining -= event.finish is not None
-        finally:
-            self.job.is_cancelled = True
-
-    async def _next(self) -> Event:
-        """Return the next event. Raises ConnectionError if the client has disconnected."""
-        while True:
-            try:
-                return await asyncio.wait_for(self._events.get(), POLL_SECONDS)
-            except TimeoutError:
-                if await self.request.is_disconnected():
-                    raise ConnectionError from None
-
-    async def at_once(self) -> Response:
-        """Return all answers at once."""
-        texts = [""] * self.wanted.n
-        reasons: list[str | None] = [None] * self.wanted.n
-        try:
-            async with aclosing(self.events()) as events:
-                async for event in events:
-                    if isinstance(event, EngineError):
-                        return error_response(500, event.message)
-                    texts[event.index] += event.text
-                    reasons[event.index] = event.finish
-                    if await self.request.is_disconnected():
-                        raise ConnectionError
-        except ConnectionError:
-            return Response(status_code=DISCONNECTED)
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": None,
-                "finish_reason": reasons[index],
-            }
-            for index, text in enumerate(texts)
-        ]
-        return JSONResponse(
-            self.head("chat.completion") | {"choices": choices, "usage": self.usage()}
-        )
-
-    async def stream(self) -> AsyncGenerator[str, None]:
-        """Yield the server-sent events of the answers."""
-        for index in range(self.wanted.n):
-            yield self.chunk(index, {"role": "assistant", "content": ""}, None)
-        with suppress(ConnectionError):
-            async with aclosing(self._parts()) as parts:
-                async for part in parts:
-                    yield part
-
-    async def _parts(self) -> AsyncGenerator[str, None]:
-        async with aclosing(self.events()) as events:
-            async for event in events:
-                if isinstance(event, EngineError):
-                    error = {"message": event.message, "type": "server_error"}
-                    yield f"data: {json.dumps({'error': error})}\n\n"
-                    return
-                for chunk in self.chunks(event):
-                    yield chunk
-        if self.wanted.include_usage:
-            last = self.head("chat.completion.chunk") | {"choices": [], "usage": self.usage()}
-            yield f"data: {json.dumps(last)}\n\n"
-        yield "data: [DONE]\n\n"
-
-    def chunks(self, piece: AnswerPiece) -> list[str]:
-        """Return the server-sent events of a piece of text: one for the text, one for the end."""
-        parts = []
-        if piece.text:
-            parts.append(self.chunk(piece.index, {"content": piece.text}, None))
-        if piece.finish:
-            parts.append(self.chunk(piece.index, {}, piece.finish))
-        return parts
-
-    def chunk(self, index: int, delta: dict[str, str], finish: str | None) -> str:
-        """Return one server-sent event."""
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return f"data: {json.dumps(self.head('chat.completion.chunk') | {'choices': [choice]})}\n\n"
-
-    def head(self, kind: str) -> dict[str, Any]:
-        """Return the entries that all response objects of this request share."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.served.name,
-        }
-
-    def usage(self) -> dict[str, int]:
-        """Return the number of tokens of the prompt and of all answers."""
-        prompt, answer = len(self.job.prompt), self.job.tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": answer,
-            "total_tokens": prompt + answer,
-        }

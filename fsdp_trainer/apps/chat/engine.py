@@ -1,7 +1,7 @@
 """Computation of answers to many requests at once, by one model in one thread.
 
 Each request is a generation with a cache of its own; requests that wait together and have the same
-temperature and top_p share one. All generations advance by a token in turn, so that no request
+settings share one. All generations advance by a token in turn, so that no request
 waits for the end of another.
 """
 
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -20,11 +21,12 @@ from fsdp_trainer.generation.continuations import (
     Continuation,
     generation_of,
     length_to_match,
+    prompt_scores,
     room_after,
 )
 from fsdp_trainer.generation.prompt_images import PromptImages
 from fsdp_trainer.generation.prompt_ranks import OneRank
-from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.generation.sampling import Sampling, TokenScore
 
 POLL_SECONDS = 0.2
 """Seconds between two checks of an idle engine whether it has been closed."""
@@ -32,11 +34,28 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """A piece of an answer's text. index: of the sample. finish: `stop` or `length` in the last."""
+    """A piece of an answer's text.
+
+    index: of the answer. finish: `stop` or `length` in the last. scores: of its tokens.
+    """
 
     index: int
     text: str
     finish: str | None = None
+    scores: tuple[TokenScore, ...] = ()
+
+    def joined(self, later: "AnswerPiece") -> "AnswerPiece":
+        """Return this piece with the next one."""
+        scores = self.scores + later.scores
+        return AnswerPiece(self.index, self.text + later.text, later.finish, scores)
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """The scores of a prompt's tokens; the first has none. first: index of its first answer."""
+
+    first: int
+    scores: list[TokenScore | None]
 
 
 @dataclass(frozen=True)
@@ -46,12 +65,12 @@ class EngineError:
     message: str
 
 
-Event = AnswerPiece | EngineError
+Event = AnswerPiece | PromptScores | EngineError
 
 
 @dataclass
 class ChatJob:
-    """A request. send: called by the engine's thread with each event, in order."""
+    """A prompt of a request. send: called by the engine's thread with each event, in order."""
 
     prompt: list[int]
     sampling: Sampling
@@ -59,6 +78,14 @@ class ChatJob:
     send: Callable[[Event], None]
     images: PromptImages | None = None
     """The images of the prompt."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer."""
+    first: int = 0
+    """Index of the first answer among those of the request."""
+    goes_on: bool = False
+    """True if an answer continues the prompt's text."""
+    scores_prompt: bool = False
+    """True if the scores of the prompt's tokens are wanted."""
     tokens: int = 0
     """Number of tokens generated so far, in all samples."""
     is_cancelled: bool = False
@@ -75,7 +102,10 @@ class AnswerText:
         self.index = index
         self.continuation = continuation
         self._stream = TextStream(tokenizer)
+        if job.goes_on:
+            self._stream.follow(job.prompt)
         self._unsent = ""
+        self._scores: list[TokenScore] = []  # of tokens whose text is not sent yet
         self._count = 0
         self.is_finished = False
 
@@ -89,11 +119,13 @@ class AnswerText:
             return
         new = continuation.tokens[self._count :]
         self.job.tokens += len(new)
+        self._scores += continuation.scores[self._count : len(continuation.tokens)]
         self._count += len(new)
         text = self._unsent + self._stream.add(new)
         if continuation.is_done:
             text += self._stream.finish()
-        at_stop = first_stop(self.job.stops, text)
+        stops = self.job.stops if self._count > self.job.sampling.min_tokens else []
+        at_stop = first_stop(stops, text)
         finish = None
         if at_stop is not None:
             piece = text[:at_stop]
@@ -103,11 +135,13 @@ class AnswerText:
             piece = text
             finish = "length" if len(continuation.tokens) >= continuation.room else "stop"
         else:
-            piece = settled_text(text, self.job.stops)
+            piece = settled_text(text, stops)
             self._unsent = text[len(piece) :]
         self.is_finished = finish is not None
         if piece or finish:
-            self.job.send(AnswerPiece(self.index, piece, finish))
+            scores, self._scores = tuple(self._scores), []
+            index = self.job.first + self.index
+            self.job.send(AnswerPiece(index, piece, finish, scores))
 
 
 def first_stop(stops: list[str], text: str) -> int | None:
@@ -200,10 +234,10 @@ class Engine:
                 self._waiting.append(self._arrived.get_nowait())
 
     def _begin(self) -> None:
-        """Start the jobs that fit in `rows`; equal temperature and top_p share a generation."""
+        """Start the jobs that fit in `rows`; those with equal settings share a generation."""
         self._waiting = [job for job in self._waiting if not job.is_cancelled]
         used = sum(len(active.answers) for active in self._active)
-        groups: dict[tuple[float, float, int], list[ChatJob]] = {}
+        groups: dict[tuple[Sampling, frozenset[int], int], list[ChatJob]] = {}
         while self._waiting:
             job = self._waiting[0]
             if used and used + job.sampling.samples > self.rows:
@@ -211,7 +245,7 @@ class Engine:
             used += job.sampling.samples
             self._waiting.pop(0)
             length = length_to_match(self.speaker.model, len(job.prompt))
-            key = job.sampling.temperature, job.sampling.top_p, length
+            key = job.sampling.shared, job.stop_ids, length
             groups.setdefault(key, []).append(job)
         self._active += [self._generation(jobs) for jobs in groups.values()]
 
@@ -227,8 +261,16 @@ class Engine:
         device = model.lm_head.weight.device
         generation = generation_of(model, jobs[0].sampling, device, self.speaker.decoding)
         continuations = [answer.continuation for answer in answers]
-        steps = generation.run(continuations, tokenizer.stop_ids, OneRank())
-        return ActiveGeneration(answers, steps)
+        steps = generation.run(continuations, jobs[0].stop_ids, OneRank())
+        return ActiveGeneration(answers, chain(self._prompt_scores(jobs), steps))
+
+    def _prompt_scores(self, jobs: list[ChatJob]) -> Iterator[list[Continuation]]:
+        """Send the scores of prompts where they are wanted, in the first step of a generation."""
+        for job in (job for job in jobs if job.scores_prompt):
+            alternatives = job.sampling.alternatives or 0
+            scores = prompt_scores(self.speaker.model, job.prompt, alternatives)
+            job.send(PromptScores(job.first, [None, *scores]))
+        yield from ()
 
     def _step(self, active: ActiveGeneration) -> bool:
         try:

@@ -1,67 +1,324 @@
-"""Reading and checking of requests for OpenAI's chat completions."""
+"""Reading and checking of requests for OpenAI's chat and text completions.
 
+A key that is not known is refused, and so is a value that would change the answer and is not
+served: nothing that a client asks for is ignored.
+"""
+
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.config.names import nearest
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.images import MARK, Image, image_of
+from fsdp_trainer.data.records.messages import tool_call
+from fsdp_trainer.generation.sampling import Sampling
 
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
-MAX_STOPS = 4
-NOT_SERVED = ("tools", "functions", "logprobs", "top_logprobs", "logit_bias", "audio")
-"""Keys of OpenAI's API that are not supported; false, null and empty values are ignored."""
+MAX_STOPS = 64
+MAX_ALTERNATIVES = 20
+TEXT_TOKENS = 16
+"""Longest text completion of a request that names none, as in OpenAI's API."""
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "min_tokens", "max_tokens"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs"),
+    *("stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "model"),
+)
+OF_CHATS = (
+    *("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "reasoning_effort"),
+)
+OF_TEXTS = ("prompt", "echo", "add_special_tokens")
+"""Keys that are served: by both interfaces, and by one of them."""
+NAMES = (
+    *("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt"),
+    *("prompt_cache_retention", "prompt_cache_options"),
+)
+"""Keys that only name a request or its cache: they change no answer of OpenAI's API either."""
+NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "verbosity": ("medium",), "service_tier": ("auto", "default"),
+    "best_of": (1,), "length_penalty": (1,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "include_reasoning": (True,),
+    **dict.fromkeys((
+        "top_logprobs", "prompt_logprobs",
+        "tools", "functions", "store", "audio", "prediction", "web_search_options", "suffix",
+        "use_beam_search", "early_stopping", "guided_json", "guided_regex", "guided_choice",
+        "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
+        "structured_outputs", "structural_tag", "documents", "chat_template", "echo",
+        "add_special_tokens", "include_stop_str_in_output", "bad_words", "allowed_token_ids",
+        "truncate_prompt_tokens", "return_tokens_as_token_ids", "return_token_ids",
+        "logits_processors", "mm_processor_kwargs", "priority", "kv_transfer_params",
+        "vllm_xargs", "prompt_embeds", "moderation",
+    ), ()),
+}  # fmt: skip
+"""Further keys of OpenAI's API and vLLM's, and values with which they change nothing. Null, and
+except in MEANT also false and empty values, do not either."""
+MEANT = (
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"),
+    *("web_search_options", "guided_json", "prompt_logprobs"),
+)
+"""Keys that have an effect with false, {} or 0, too."""
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool", "function": "tool",
+}  # fmt: skip
+"""Roles by OpenAI's names."""
+OF_TURNS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+"""Keys of a turn that are read, beside role and content."""
 
 
 class BadRequest(Exception):
-    """A request that cannot be answered. args: the message, and the key that caused it or None."""
+    """A request that cannot be answered.
+
+    message: of the error. param: the key that caused it or None. status: of HTTP. code: OpenAI's.
+    """
+
+    def __init__(self, message: str, param: str | None, status: int = 400, code: str | None = None):
+        super().__init__(message, param)
+        self.message, self.param, self.status, self.code = message, param, status, code
 
 
 @dataclass(frozen=True)
 class ChatDefaults:
-    """Values for settings that a request leaves out. rows: the largest `n`."""
+    """Values for settings that a request leaves out. rows: the largest `n`.
+
+    vocabulary: number of token ids of the model.
+    """
 
     temperature: float
     top_p: float
     max_tokens: int
     rows: int
+    vocabulary: int = 1 << 31
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """Settings by which the answers to a request are made and sent.
+
+    seed: None: another one each time. stops: texts that end an answer. stop_tokens: tokens that do,
+    beside the model's own, which do not with ignores_end. alternatives: see Sampling.
+    """
+
+    sampling: Sampling
+    seed: int | None
+    stops: list[str]
+    stop_tokens: frozenset[int]
+    ignores_end: bool
+    stream: bool
+    include_usage: bool
+    model: str | None
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for the next turn of a conversation."""
+    """A request for the next turn of a conversation, or for more of its last one.
 
+    asks: the text for the beginning of an answer follows the turns. goes_on: the last turn goes on.
+    template_args: further variables of the chat template.
+    """
+
+    settings: AnswerSettings
     messages: list[dict[str, Any]]
-    temperature: float
-    top_p: float
-    max_tokens: int
-    n: int
-    seed: int | None
-    stops: list[str]
-    stream: bool
-    include_usage: bool
+    asks: bool = True
+    goes_on: bool = False
+    template_args: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A request for the texts that follow prompts: texts or tokens.
+
+    echo: the prompts are a part of the answers. with_specials: tokens such as bos are added.
+    """
+
+    settings: AnswerSettings
+    prompts: list[str] | list[list[int]]
+    echo: bool
+    with_specials: bool
 
 
 def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
-    """Return the request in a JSON body. Raises BadRequest."""
+    """Return the request for a turn in a JSON body. Raises BadRequest."""
+    refuse_others(body, (*SAMPLING, *OF_CHATS))
+    longest = read_longest(body, defaults.max_tokens)
+    alternatives = None
+    if flag(body, "logprobs"):
+        alternatives = integer(body, "top_logprobs", 0, 0, MAX_ALTERNATIVES)
+    elif body.get("top_logprobs"):
+        raise BadRequest("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+    goes_on = flag(body, "continue_final_message")
+    asks = body.get("add_generation_prompt")
+    if goes_on and flag(body, "add_generation_prompt"):
+        reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true"
+        raise BadRequest(reason, "continue_final_message")
+    return ChatRequest(
+        read_settings(body, defaults, longest, alternatives),
+        read_messages(body.get("messages")),
+        not goes_on and (asks is None or flag(body, "add_generation_prompt")),
+        goes_on,
+        read_template_args(body),
+    )
+
+
+def read_text_request(body: Any, defaults: ChatDefaults) -> TextRequest:
+    """Return the request for texts in a JSON body. Raises BadRequest."""
+    refuse_others(body, (*SAMPLING, *OF_TEXTS))
+    echo = flag(body, "echo")
+    longest = integer(body, "max_tokens", TEXT_TOKENS, 0 if echo else 1, 10**9)
+    alternatives = None
+    if body.get("logprobs") is not None:
+        alternatives = integer(body, "logprobs", 0, 0, MAX_ALTERNATIVES)
+    special = body.get("add_special_tokens")
+    return TextRequest(
+        read_settings(body, defaults, longest, alternatives),
+        read_prompts(body.get("prompt"), defaults.vocabulary),
+        echo,
+        special is None or flag(body, "add_special_tokens"),
+    )
+
+
+def refuse_others(body: Any, served: Collection[str]) -> None:
+    """Raise BadRequest for a key or a value that is not served."""
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object", None)
-    for key in NOT_SERVED:
-        if body.get(key):
-            raise BadRequest(f"{key!r} is not served here: leave it out", key)
-    if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
-        raise BadRequest("answers are text: leave 'response_format' out", "response_format")
-    length = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
-    return ChatRequest(
-        read_messages(body.get("messages")),
+    for key, value in body.items():
+        if key in served or key in NAMES:
+            continue
+        if key not in NOT_SERVED:
+            near = nearest(key, [*served, *NOT_SERVED])
+            message = f"there is no setting {key!r}" + (f": did you mean {near!r}?" if near else "")
+            raise BadRequest(message, key, code="unknown_parameter")
+        is_neutral = key == "best_of" and value == body.get("n", 1)
+        if not (is_neutral or changes_nothing(key, value)):
+            message = f"{key!r} is not served here: leave it out"
+            raise BadRequest(message, key, code="unsupported_parameter")
+
+
+def changes_nothing(key: str, value: Any) -> bool:
+    """Return True for the value of a key that is not served if it is as that of no key."""
+    is_empty = value is None or not (value or key in MEANT)
+    return is_empty or value in NOT_SERVED[key]
+
+
+def read_settings(
+    body: dict[str, Any], defaults: ChatDefaults, longest: int, alternatives: int | None
+) -> AnswerSettings:
+    """Return the settings that both interfaces have. Raises BadRequest."""
+    samples = integer(body, "n", 1, 1, defaults.rows)
+    seed = None if body.get("seed") is None else integer(body, "seed", 0, -(2**63), 2**63)
+    sampling = Sampling(
+        longest,
         number(body, "temperature", defaults.temperature, 0, 100),
-        number(body, "top_p", defaults.top_p, 1e-6, 1),
-        integer(body, length, defaults.max_tokens, 1, 10**9),
-        integer(body, "n", 1, 1, defaults.rows),
-        None if body.get("seed") is None else integer(body, "seed", 0, -(2**63), 2**63),
-        read_stops(body.get("stop")),
-        flag(body, "stream"),
-        flag(body.get("stream_options") or {}, "include_usage"),
+        number(body, "top_p", defaults.top_p, 0, 1) or 1e-9,
+        samples=samples,
+        top_k=max(0, integer(body, "top_k", 0, -1, 10**9)),
+        min_p=number(body, "min_p", 0, 0, 1),
+        repetition_penalty=number(body, "repetition_penalty", 1, 1e-6, 100),
+        frequency_penalty=number(body, "frequency_penalty", 0, -2, 2),
+        presence_penalty=number(body, "presence_penalty", 0, -2, 2),
+        min_tokens=integer(body, "min_tokens", 0, 0, longest),
+        logit_bias=read_bias(body.get("logit_bias"), defaults.vocabulary),
+        alternatives=alternatives,
     )
+    model = body.get("model")
+    if not (model is None or isinstance(model, str)):
+        raise BadRequest("'model' should be a text", "model")
+    stops = read_tokens(body, "stop_token_ids", defaults.vocabulary)
+    return AnswerSettings(
+        sampling,
+        seed,
+        read_stops(body.get("stop")),
+        frozenset(stops),
+        flag(body, "ignore_eos"),
+        flag(body, "stream"),
+        read_stream_options(body.get("stream_options")),
+        model,
+    )
+
+
+def read_longest(body: dict[str, Any], default: int) -> int:
+    """Return the largest number of tokens of an answer. Raises BadRequest."""
+    older = integer(body, "max_tokens", default, 1, 10**9)
+    longest = integer(body, "max_completion_tokens", older, 1, 10**9)
+    if body.get("max_tokens") is not None and longest != older:
+        reason = "'max_tokens' and 'max_completion_tokens' differ: leave one of them out"
+        raise BadRequest(reason, "max_tokens")
+    return longest
+
+
+def read_stream_options(value: Any) -> bool:
+    """Return True if the last event of a stream has the numbers of tokens. Raises BadRequest."""
+    options = {} if value is None else value
+    if not isinstance(options, dict):
+        raise BadRequest("'stream_options' should be an object", "stream_options")
+    for key, part in options.items():
+        if key != "include_usage" and part:
+            raise BadRequest(f"'stream_options' has {key!r}, which is not served", "stream_options")
+    return flag(options, "include_usage")
+
+
+def read_bias(value: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
+    """Return tokens and what is added to their logits. Raises BadRequest."""
+    biases: dict[int, float] = {}
+    for token, bias in value.items() if isinstance(value, dict) else []:
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        is_token = token.isdecimal() and int(token) < vocabulary
+        if not (is_number and is_token and -100 <= bias <= 100):
+            reason = "'logit_bias' should have ids of tokens, each with a number from -100 to 100"
+            raise BadRequest(f"{reason}; it has {token!r}: {bias!r}", "logit_bias")
+        biases[int(token)] = float(bias)
+    if value and not biases:
+        raise BadRequest("'logit_bias' should be an object", "logit_bias")
+    return tuple(biases.items())
+
+
+def read_tokens(body: dict[str, Any], key: str, vocabulary: int) -> list[int]:
+    """Return a list of token ids of the body, empty for null. Raises BadRequest."""
+    ids = body.get(key) or []
+    if not isinstance(ids, list) or not all(is_token(id, vocabulary) for id in ids):
+        raise BadRequest(f"{key!r} should be a list of token ids below {vocabulary:,}", key)
+    return ids
+
+
+def is_token(value: Any, vocabulary: int) -> bool:
+    """Return True for the id of a token."""
+    return type(value) is int and 0 <= value < vocabulary
+
+
+def read_prompts(value: Any, vocabulary: int) -> list[str] | list[list[int]]:
+    """Return the prompts of a request: texts, or the tokens of each. Raises BadRequest."""
+    prompts = value if isinstance(value, list) else [value]
+    if prompts and type(prompts[0]) is int:
+        prompts = [prompts]
+    are_texts = all(isinstance(one, str) and one for one in prompts)
+    are_tokens = all(is_text_of_tokens(one, vocabulary) for one in prompts)
+    if not prompts or not (are_texts or are_tokens):
+        reason = "'prompt' should be a text, its token ids, or a list of either, and none empty"
+        raise BadRequest(reason, "prompt")
+    for one in prompts if are_texts else []:
+        require_characters(one, "prompt")
+    return prompts
+
+
+def is_text_of_tokens(value: Any, vocabulary: int) -> bool:
+    """Return True for the ids of one token or more."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(is_token(id, vocabulary) for id in value)
+
+
+def read_template_args(body: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the variables for the chat template, None without any. Raises BadRequest."""
+    value = body.get("chat_template_kwargs") or {}
+    if not isinstance(value, dict):
+        raise BadRequest("'chat_template_kwargs' should be an object", "chat_template_kwargs")
+    effort = body.get("reasoning_effort")
+    if not (effort is None or isinstance(effort, str)):
+        raise BadRequest("'reasoning_effort' should be a text", "reasoning_effort")
+    return value | ({"reasoning_effort": effort} if effort else {}) or None
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -76,20 +333,50 @@ def read_turn(turn: Any, place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise BadRequest(f"{where} should be an object with a role and a content", "messages")
+    if turn["role"] not in ROLES:
+        known = ", ".join(ROLES)
+        raise BadRequest(f"{where} has the role {turn['role']!r}; served are {known}", "messages")
+    others = read_others(turn, where)
     content, images = turn.get("content"), []
     if isinstance(content, list):
         images = [read_image(part, where) for part in content if is_image(part)]
         parts = [MARK if is_image(part) else text_of_part(part, where) for part in content]
         content = "".join(parts)
+    if content is None and "tool_calls" in others:
+        content = ""
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content should be a text", "messages")
+    read = {"role": ROLES[turn["role"]], "content": content, **others}
+    require_characters(json.dumps(read, ensure_ascii=False), where)
+    return read | ({"images": images} if images else {})
+
+
+def read_others(turn: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the further parts of a turn, without empty ones. Raises BadRequest."""
+    others = {key: turn[key] for key in turn if key not in ("role", "content") and turn[key]}
+    if others.get("type") in ("text", "message"):  # lm-evaluation-harness's and OpenAI's
+        del others["type"]
+    for key in others:
+        if key not in OF_TURNS:
+            raise BadRequest(f"{where} has {key!r}, which is not served", "messages")
+    if reasoning := others.pop("reasoning", None):
+        others.setdefault("reasoning_content", reasoning)
+    if not isinstance(others.get("reasoning_content", ""), str):
+        raise BadRequest(f"{where}.reasoning_content should be a text", "messages")
+    if calls := others.get("tool_calls"):
+        try:
+            others["tool_calls"] = [tool_call(call) for call in calls]
+        except (RecordError, TypeError) as error:
+            raise BadRequest(f"{where}.tool_calls: {error}", "messages") from None
+    return others
+
+
+def require_characters(text: str, where: str) -> None:
+    """Raise BadRequest for a text with half a character, as JSON can write it."""
     try:
-        (turn["role"] + content).encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise BadRequest(f"{where} holds half a character", "messages") from None
-    # `developer` is OpenAI's newer name for the system role
-    role = "system" if turn["role"] == "developer" else turn["role"]
-    return {"role": role, "content": content} | ({"images": images} if images else {})
+        raise BadRequest(f"{where} holds half a character", where.partition("[")[0]) from None
 
 
 def is_image(part: Any) -> bool:
@@ -99,7 +386,8 @@ def is_image(part: Any) -> bool:
 
 def text_of_part(part: Any, where: str) -> str:
     """Return the text of a part of a turn. Raises BadRequest for anything else."""
-    text = part.get("text") if isinstance(part, dict) else None
+    is_text = isinstance(part, dict) and part.get("type", "text") in ("text", "input_text")
+    text = part.get("text") if is_text else None
     if not isinstance(text, str):
         raise BadRequest(f"{where} holds a part that is neither a text nor an image", "messages")
     return text
@@ -112,6 +400,9 @@ def read_image(part: dict[str, Any], where: str) -> Image:
     """
     value = part.get("image_url")
     url = value.get("url") if isinstance(value, dict) else value
+    detail = value.get("detail") if isinstance(value, dict) else None
+    if detail not in (None, "auto"):
+        raise BadRequest(f"{where}: the detail {detail!r} of an image is not served", "messages")
     if not isinstance(url, str) or not url.startswith("data:"):
         reason = f"{where}: an image should be a data URL, as data:image/png;base64,…"
         raise BadRequest(reason, "messages")
@@ -153,6 +444,6 @@ def integer(body: dict[str, Any], key: str, default: int, low: int, high: int) -
 def flag(body: Any, key: str) -> bool:
     """Return a boolean of the body, False for null. Raises BadRequest."""
     value = body.get(key) if isinstance(body, dict) else None
-    if value not in (None, True, False):
+    if not (value is None or isinstance(value, bool)):
         raise BadRequest(f"{key!r} should be true or false", key)
     return bool(value)

@@ -74,9 +74,10 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     dtype = getattr(torch, cfg.dtype)
     speaker = Speaker.load(source, device_of(cfg.device), dtype, cfg.implementation)
     engine = Engine(speaker, cfg.rows)
-    defaults = ChatDefaults(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.rows)
-    name = source.resolve().name
-    app = make_app(Served(name, engine, defaults, cfg.token, int(time.time())))
+    vocabulary = speaker.model.config.vocab_size
+    defaults = ChatDefaults(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.rows, vocabulary)
+    name, path = source.resolve().name, str(cfg.source)
+    app = make_app(Served(name, engine, defaults, cfg.token, int(time.time()), path))
     settings = uvicorn.Config(
         app,
         log_level="warning",

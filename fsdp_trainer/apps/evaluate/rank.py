@@ -18,6 +18,7 @@ from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError, report
+from fsdp_trainer.evaluation.generation_settings import settings_of_model
 from fsdp_trainer.evaluation.scoring import Metrics
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.launch.world import connect, environment_of_ranks, join
@@ -52,9 +53,11 @@ def evaluate_as_rank(cfg: EvaluateConfig) -> int:
 
 def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> Metrics:
     """Return {task: {metric: value}}. Collective."""
-    tokenizer = load_tokenizer(str(tokenizer_folder(str(cfg.source))))
+    folder = tokenizer_folder(str(cfg.source))
+    tokenizer = load_tokenizer(str(folder))
     open_rewards = partial(open_models, device=device)
-    tasks = Tasks(cfg, tokenizer, load_template(cfg.template, tokenizer), open_rewards)
+    template = load_template(cfg.template, tokenizer)
+    tasks = Tasks(cfg, tokenizer, template, open_rewards, settings_of_model(Path(folder)))
     return tasks.run(build_scorer(cfg, device))
 
 

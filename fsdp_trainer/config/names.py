@@ -17,12 +17,14 @@ SURE = 0.85  # from this similarity on, it is a typing mistake
 class KnownName(NamedTuple):
     """The meaning of a name: a key, a group or a complete override (`meant`), else a sentence.
 
-    missing: True if the sentence is about a feature that this version does not have.
+    missing: True if the sentence is about a feature that this version does not have. by_hand: True
+    if what the name sets is to be set anew here, or the run is another one.
     """
 
     meant: str = ""
     sentence: str = ""
     missing: bool = False
+    by_hand: bool = False
 
 
 class ForeignNames(NamedTuple):
@@ -52,7 +54,8 @@ def _entries(tree: dict[str, Any]) -> Iterator[tuple[str, KnownName]]:
         for meant, names in tree[kind].items():
             yield names, KnownName(meant=meant)
     for entry in tree["instead"]:
-        yield entry["names"], KnownName(sentence=entry["say"])
+        by_hand = entry.get("by_hand", False)
+        yield entry["names"], KnownName(sentence=entry["say"], by_hand=by_hand)
     for entry in tree["missing"].values():
         yield entry["names"], KnownName(sentence=entry["say"], missing=True)
 

@@ -3,31 +3,36 @@
 import math
 import re
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdp_trainer.apps.convert import trl
+from fsdp_trainer.apps.convert.data_sets import answers_to_lists
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
-from fsdp_trainer.apps.convert.meanings import BATCH, RULES, SECTIONS, Rule, option, rows
+from fsdp_trainer.apps.convert.meanings import BATCH, CLIPPING, RULES, SECTIONS, option, rows
+from fsdp_trainer.apps.convert.named_data import answers_to_names, entries_of_index
 from fsdp_trainer.apps.convert.translation import (
     IMPOSSIBLE,
     NOTHING,
     TRANSLATED,
     UNSET,
     Answer,
+    Rule,
     as_number,
     impossible,
     is_off,
+    is_on,
     nothing,
     sets,
 )
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import compose
-from fsdp_trainer.config.names import known_elsewhere
+from fsdp_trainer.config.names import SURE, known_elsewhere, nearest, table
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
@@ -56,8 +61,8 @@ class Conversion:
         for name, answer in self.answers.items():
             for key, value in answer.sets.items():
                 _, by = decided.get(key, (None, []))
-                kept = decided[key][0] if key in decided and not _is_stronger(key, value) else value
-                decided[key] = kept, [*by, name]
+                stays = key in decided and (key, value) not in STRONGER
+                decided[key] = decided[key][0] if stays else value, [*by, name]
         return decided
 
     def of_kind(self, kind: str) -> dict[str, Answer]:
@@ -65,39 +70,68 @@ class Conversion:
         return {name: answer for name, answer in self.answers.items() if answer.kind == kind}
 
 
-def _is_stronger(key: str, value: Any) -> bool:
-    """Return True if a later setting replaces an earlier one: qlora lora, fp16 nothing."""
-    return (key, value) in [("adapter", "qlora"), ("adapter", "dora"), ("precision", "bf16")]
+STRONGER = [("adapter", "qlora"), ("adapter", "dora"), ("precision", "bf16"), ("objective", "ipo"),
+            ("sharding", "hsdp"), ("sharding", "ddp"), ("optim.offload", "disk")]  # fmt: skip
+"""Values that replace those of earlier settings: qlora lora, HYBRID_SHARD FSDP."""
 
 
 def convert(file: ForeignFile, ranks: int) -> Conversion:
     """Return an answer to each setting, with which the recipe can be composed."""
-    result = Conversion(file, {name: answer(name, value, file, ranks)
-                               for name, value in file.settings.items()})  # fmt: skip
+    result = first_answers(file, ranks)
     for _ in range(MOST_ROUNDS):
         refused = problems_of(result)
         if not any(_take_back(result, problem) for problem in refused):
-            result.open = refused
-            break
+            return replace(result, open=refused)
     return result
+
+
+def first_answers(file: ForeignFile, ranks: int) -> Conversion:
+    """Return an answer to each setting, whatever the recipe is refused for."""
+    file = replace(file, settings=file.settings | dict(entries_of_index(file.path, file.settings)))
+    of_data = answers_to_lists(file) | answers_to_names(file)
+    result = Conversion(file, {name: of_data.get(name) or answer(name, value, file, ranks)
+                               for name, value in file.settings.items()})  # fmt: skip
+    _settle_conflicts(result)
+    return result
+
+
+def _settle_conflicts(result: Conversion) -> None:
+    """Answer of settings that an earlier one has decided otherwise that they are not kept."""
+    decided: dict[str, tuple[str, Any]] = {}
+    for name, each in result.answers.items():
+        for key, value in each.sets.items():
+            first, before = decided.setdefault(key, (name, value))
+            if before != value and (key, value) not in STRONGER and (key, before) not in STRONGER:
+                said = f"{key}={as_yaml(before)}  of  {named(first)}  is kept"
+                result.answers[name] = impossible(said)
+                break
 
 
 def answer(name: str, value: Any, file: ForeignFile, ranks: int) -> Answer:
     """Return what becomes of a setting."""
-    if value in UNSET:
+    leaf = name.rpartition(".")[2]
+    has_null = leaf in CLIPPING or (leaf == "max_completion_length" and file.method == "grpo")
+    if value in UNSET and not has_null:
         return nothing("not set")
     if value == "auto" and file.tool in ("DeepSpeed", "accelerate"):
         return nothing("the trainer that starts DeepSpeed decides it")
-    if name.rpartition(".")[2] in ("gradient_accumulation_steps", "gradient_accumulation"):
-        return nothing("in  batch.rows")
     try:
-        if name in BATCH or (name == "batch_size" and file.tool == "torchtune"):
-            return rows(value, file, ranks)
-        rule = rule_of(name)
-        return rule(as_number(value), file) if rule else by_name(name, value)
+        return answer_by_rule(name, as_number(value), file, ranks) or by_name(name, value)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError,
             RecursionError):  # fmt: skip
         return impossible(f"{shown(value)} is not a value that is understood; set it by hand")
+
+
+def answer_by_rule(name: str, value: Any, file: ForeignFile, ranks: int) -> Answer | None:
+    """Return what a rule says about a setting; None if there is no rule. Raises ValueError."""
+    own = trl.WITH_RANKS.get(name.removeprefix("trl.")) if file.method == "grpo" else None
+    if own:
+        return own(value, file, ranks)
+    rule = trl.rule_of(name, file)
+    if not rule and (name in BATCH or (name == "batch_size" and file.tool == "torchtune")):
+        return rows(value, file, ranks)
+    rule = rule or rule_of(name)
+    return rule(value, file) if rule else None
 
 
 def rule_of(name: str) -> Rule | None:
@@ -112,16 +146,26 @@ def by_name(name: str, value: Any) -> Answer:
         return sets(**{own: as_number(value)})
     known = known_elsewhere(name)
     if known is None:
-        return nothing("off") if is_off(value) else impossible(UNKNOWN)
+        return nothing("off") if is_off(value) else impossible(f"{UNKNOWN}{meant_instead(name)}")
     if known.sentence:
         if is_off(value):
             return nothing("off")
         said = " ".join(known.sentence.split())
-        return impossible(said) if known.missing else nothing(said)
+        return impossible(said) if known.missing or known.by_hand else nothing(said)
     key, _, stated = known.meant.partition("=")
-    if stated:
-        return option({key: load_yaml(stated)})(value, NO_FILE)
-    return _kept(key, value)
+    if not stated:
+        return _kept(key, value)
+    if not is_off(value) and not is_on(value):
+        return impossible(f"it is said by  {known.meant}")
+    return option({key: load_yaml(stated)})(value, NO_FILE)
+
+
+def meant_instead(name: str) -> str:
+    """Return a question for a setting that is close to a known one; "" if none is."""
+    leaf = name.rpartition(".")[2]
+    every = {*RULES, *table().exact, *(key.rpartition(".")[2] for key in keys())}
+    close = nearest(leaf, (one for one in every if "." not in one), SURE)
+    return f". Is  {close}  meant?" if close else ""
 
 
 def _kept(key: str, value: Any) -> Answer:
@@ -144,7 +188,8 @@ def own_key(name: str) -> str | None:
     section, _, leaf = name.rpartition(".")
     if name in keys():
         return name
-    found = [key for key in keys() if key.rpartition(".")[2] == leaf]
+    found = [key for key in keys() if key.rpartition(".")[2] == leaf
+             and not key.startswith("objective.")]  # fmt: skip
     if section.startswith("optimizer"):
         return f"optim.{leaf}" if f"optim.{leaf}" in found else None
     return found[0] if len(found) == 1 and not section else None

@@ -5,23 +5,26 @@ All others are looked up in names.yaml. A rule gets the value and the whole file
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.apps.convert import trl
+from fsdp_trainer.apps.convert.data_sets import hub_or_file
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
+from fsdp_trainer.apps.convert.trainers import OWN_TOOL, PREFERENCES
 from fsdp_trainer.apps.convert.translation import (
     OFF,
     Answer,
+    Rule,
     as_number,
+    fixed,
     impossible,
     is_off,
+    lacking,
     nothing,
     sets,
 )
-
-Rule = Callable[[Any, ForeignFile], Answer]
 
 OPTIMIZERS = {
     "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -45,10 +48,6 @@ TEMPLATES = {
     "phi_3": "phi3", "phi_35": "phi3", "phi_4": "phi4", "phi4": "phi4", "olmo2": "olmo2",
 }  # fmt: skip
 OWN_TEMPLATE = ("default", "tokenizer_default", "jinja", "tokenizer_default_fallback_chatml")
-FORMATS = {
-    "alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text",
-    "chat_template": "auto", "input_output": "segments",
-}  # fmt: skip
 METHODS = {"sft": "sft", "dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo",
            "simpo": "simpo", "grpo": "grpo", "rm": "reward", "pairwise": "reward"}  # fmt: skip
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
@@ -78,6 +77,15 @@ def rows(value: Any, file: ForeignFile, ranks: int) -> Answer:
     return sets(note, batch__micro_rows=micro, batch__rows=micro * times * ranks)
 
 
+def accumulated(value: Any, file: ForeignFile) -> Answer:
+    """Return that micro-batches are in the rows of a step, if the file says how large they are."""
+    if int(value) == 1 or any(file.value(name) for name in (*BATCH, "batch_size")):
+        return nothing("in  batch.rows")
+    return impossible(
+        "how many rows a device computes is not in the file:  batch.rows=ROWS  counts all of a step"
+    )
+
+
 def warmup_share(value: Any, file: ForeignFile) -> Answer:
     """Return the steps of a share of the run, if the file says how many steps it has."""
     steps = file.value("max_steps")
@@ -96,6 +104,93 @@ def warmup_steps(value: Any, file: ForeignFile) -> Answer:
     if isinstance(value, float) and 0 < value < 1:
         return warmup_share(value, file)
     return sets(schedule__warmup_steps=int(value))
+
+
+def betas(value: Any, file: ForeignFile) -> Answer:
+    """Return both decays of Adam, of which a file may have one."""
+    first = file.value("adam_beta1", "beta1", "optimizer.beta1")
+    second = file.value("adam_beta2", "beta2", "optimizer.beta2")
+    chosen = [0.9 if first is None else first, 0.999 if second is None else second]
+    return sets(optim__betas=[float(as_number(one)) for one in chosen])
+
+
+def lowest_rate(value: Any, file: ForeignFile) -> Answer:
+    """Return the floor of the learning rate as a share of the highest."""
+    highest = as_number(file.value("learning_rate", "optimizer.lr", "lr"))
+    if not isinstance(highest, int | float) or not highest:
+        return impossible("the floor is a share of optim.lr:  schedule.min_ratio=0.1")
+    return sets(f"{value} of {highest}", schedule__min_ratio=float(value) / highest)
+
+
+def steps(value: Any, file: ForeignFile) -> Answer:
+    """Return the number of optimizer steps; one that is not positive leaves it to the epochs."""
+    return sets(train__steps=int(value)) if int(value) > 0 else nothing("the epochs decide")
+
+
+def row_length(value: Any, file: ForeignFile) -> Answer:
+    """Return the tokens of a row, which holds both answers of a pair."""
+    of_pairs = file.method in (*PREFERENCES, "reward")
+    return trl.pair_length(value, file) if of_pairs else sets(batch__seq_len=int(value))
+
+
+def clipping(value: Any, file: ForeignFile) -> Answer:
+    """Return the largest norm of a gradient; null and 0 mean that there is none."""
+    return sets(optim__grad_clip=None if value is None or is_off(value) else value)
+
+
+def of_hub(value: Any, file: ForeignFile) -> Answer:
+    """Return that nothing is pushed to the hub."""
+    if is_off(file.value("push_to_hub") or False):
+        return nothing("only counts with  push_to_hub: true")
+    return impossible("nothing is pushed to the hub:  hf upload ORG/NAME runs/NAME/hf")
+
+
+def processes(value: Any, file: ForeignFile) -> Answer:
+    """Return the processes that load; 0 means none besides the rank itself."""
+    return sets("0: none besides the rank" if int(value) == 0 else "",
+                data__workers=max(1, int(value)))  # fmt: skip
+
+
+def mixture(value: Any, file: ForeignFile) -> Answer:
+    """Return how several data sets are mixed."""
+    if value == "concat":
+        return nothing("the data sets are read together, each once an epoch")
+    return impossible(
+        "data sets are mixed by shares of their tokens:  data.path=[{path: …, weight: 0.7}, …]"
+    )
+
+
+def sampling_order(value: Any, file: ForeignFile) -> Answer:
+    """Return the order of samples."""
+    if value == "random":
+        return nothing("samples have a new order every epoch")
+    if value == "sequential":
+        return sets(data__shuffle=False)
+    return nothing("rows are packed (data.packing), so lengths cost nothing")
+
+
+def torchtune_loss(value: Any, file: ForeignFile) -> Answer:
+    """Return the method of a loss of torchtune's."""
+    name = str(value).rpartition(".")[2]
+    known = {"DPOLoss": "dpo", "SimPOLoss": "simpo", "IPOLoss": "ipo"}
+    if name in known:
+        return sets(objective=known[name])
+    if "CrossEntropy" in name or "KDLoss" in name or "LinearCrossEntropy" in name:
+        return nothing("the head never holds all logits of a micro-batch (loss.chunk_mib)")
+    return impossible("there is  objective=sft , dpo, ipo, simpo, orpo, kto, reward, grpo, distil")
+
+
+def of_preferences(key: str) -> Rule:
+    """Return a rule for a setting of preferences, which others do not read."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        if file.method == "grpo" and key == "objective.beta":
+            return trl.divergence(value, file)
+        if file.method in PREFERENCES or "loss._component_" in file.settings:
+            return sets(**{key: value})
+        return nothing("only counts for preferences")
+
+    return rule
 
 
 def number_format(value: Any, file: ForeignFile) -> Answer:
@@ -174,55 +269,6 @@ def all_linear(value: Any, file: ForeignFile) -> Answer:
     return nothing("off") if is_off(value) else sets(adapter__targets="all")
 
 
-def datasets(value: Any, file: ForeignFile) -> Answer:
-    """Return the paths of axolotl's list of data sets, and their common format."""
-    listed = value if isinstance(value, list) else [value]
-    paths, formats, others = [], set(), []
-    for entry in listed:
-        about = entry if isinstance(entry, dict) else {"path": entry}
-        paths.append(hub_or_file(str(about.get("data_files") or about.get("path"))))
-        kind = about.get("type")
-        formats.add(FORMATS.get(kind.split(".")[0], "auto") if isinstance(kind, str) else "auto")
-        others += [f"{key}={about[key]}" for key in about
-                   if key not in ("path", "type", "data_files", "ds_type")]  # fmt: skip
-    format = formats.pop() if len(formats) == 1 else "auto"
-    note = f"not kept: {', '.join(dict.fromkeys(others))}; columns are found out" if others else ""
-    return sets(note, data__path=paths if len(paths) > 1 else paths[0], data__format=format)
-
-
-def hub_or_file(path: str) -> str:
-    """Return a data set's name on the hub as a URL, a path of files unchanged."""
-    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
-    has_suffix = Path(path).suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")
-    return f"hf://datasets/{path}" if is_hub_name and not has_suffix else path
-
-
-def dataset_names(value: Any, file: ForeignFile) -> Answer:
-    """Return the files that LLaMA-Factory's dataset_info.json gives names to."""
-    names = value if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
-    folder = Path(str(file.value("dataset_dir") or "data"))
-    places = [file.path.parent / folder, folder, *(p / folder for p in file.path.parents)]
-    indices = (place / "dataset_info.json" for place in places)
-    index = next(filter(Path.is_file, indices), None)
-    if index is None:
-        return impossible(
-            f"{', '.join(names)} are names in dataset_info.json, which is not in {folder}:"
-            f"  {DATA_PATH}"
-        )
-    known = json.loads(index.read_text(encoding="utf-8"))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        return impossible(f"{index} does not have {', '.join(unknown)}:  {DATA_PATH}")
-    paths = [_place(known[name], index.parent) for name in names]
-    return sets(data__path=paths if len(paths) > 1 else paths[0])
-
-
-def _place(about: dict[str, Any], folder: Path) -> str:
-    if hub := about.get("hf_hub_url"):
-        return f"hf://datasets/{hub}"
-    return str(folder / str(about.get("file_name")))
-
-
 def torchtune_data(value: Any, file: ForeignFile) -> Answer:
     """Return that a builder of torchtune's is replaced by the data that it reads."""
     source = file.value("dataset.source", "dataset.data_files")
@@ -258,11 +304,6 @@ def held_out(value: Any, file: ForeignFile) -> Answer:
     return impossible(f"a share is held out, not {value} samples:  data.validation=0.02  or a path")
 
 
-def held_out_sets(value: Any, file: ForeignFile) -> Answer:
-    """Return the paths of data to validate on."""
-    return sets(data__validation=datasets(value, file).sets["data.path"])
-
-
 def loss_on(value: Any, file: ForeignFile) -> Answer:
     """Return which turns are learnt."""
     return sets(data__loss_on="assistant" if is_off(value) else "all")
@@ -283,17 +324,11 @@ def method(value: Any, file: ForeignFile) -> Answer:
         if loss not in LOSSES:
             return impossible(f"there is no pref_loss={loss}: objective=dpo, ipo, orpo or simpo")
         return sets(objective=LOSSES[loss])
+    if name == "cpo":
+        return trl.of_cpo(file)
     if name in METHODS:
         return sets(objective=METHODS[name])
     return impossible("there is  objective=sft , dpo, ipo, kto, orpo, simpo, grpo, reward, distil")
-
-
-def beta(value: Any, file: ForeignFile) -> Answer:
-    """Return the strength of the pull towards the reference model, for preferences alone."""
-    chosen = str(file.value("rl", "stage") or "").lower()
-    if chosen in ("dpo", "ipo", "kto", "orpo", "simpo") or file.value("pref_loss"):
-        return sets(objective__beta=as_number(value))
-    return nothing("only counts for preferences")
 
 
 def zero_stage(value: Any, file: ForeignFile) -> Answer:
@@ -433,16 +468,6 @@ def model_builder(value: Any, file: ForeignFile) -> Answer:
     return nothing("config.json of the weights says which model it is (model.init_from)")
 
 
-def fixed(why: str) -> Rule:
-    """Return a rule for a setting without a meaning here."""
-    return lambda value, file: nothing(why)
-
-
-def lacking(instead: str) -> Rule:
-    """Return a rule for a setting that cannot be kept unless it is off."""
-    return lambda value, file: nothing("off") if is_off(value) else impossible(instead)
-
-
 def rendezvous(value: Any, file: ForeignFile) -> Answer:
     """Return where ranks of several nodes meet."""
     host, port = file.value("main_process_ip"), file.value("main_process_port")
@@ -485,6 +510,8 @@ def reshard(value: Any, file: ForeignFile) -> Answer:
     return fsdp_strategy(value, file)
 
 
+CLIPPING = ("max_grad_norm", "clip_grad_norm", "gradient_clipping", "gradient_clip_val")
+"""Names of the largest norm of a gradient, of which null means that there is none."""
 KERNELS = "kernels are chosen here;  compile=enabled  fuses the rest"
 PREFETCH = "sharding.prefetch  says how many units are gathered ahead"
 UNITS = "each block is a unit of sharding, as the model says"
@@ -548,11 +575,7 @@ RULES: dict[str, Rule] = {
     "lora_target_linear": all_linear,
     "model.apply_lora_to_mlp": fixed("in  adapter.targets"),
     "model.apply_lora_to_output": lacking("the head has no adapter; train it whole: adapter.also"),
-    "datasets": datasets,
-    "pretraining_dataset": datasets,
-    "test_datasets": held_out_sets,
     "dataset_name": lambda value, file: sets(data__path=hub_or_file(str(value))),
-    "dataset": dataset_names,
     "dataset._component_": torchtune_data,
     "dataset.source": fixed("in  data.path"),
     "dataset.packed": packing,
@@ -565,8 +588,9 @@ RULES: dict[str, Rule] = {
     "pad_to_sequence_len": fixed("rows are filled with samples, not padded (data.packing)"),
     "stage": method,
     "rl": method,
-    "pref_beta": beta,
-    "rl_beta": beta,
+    "rlhf_type": method,
+    "pref_beta": of_preferences("objective.beta"),
+    "rl_beta": of_preferences("objective.beta"),
     "pref_loss": fixed("in  objective"),
     "deepspeed": deepspeed_file,
     "zero_optimization.stage": zero_stage,
@@ -615,7 +639,43 @@ RULES: dict[str, Rule] = {
     "checkpointer.recipe_checkpoint": fixed("a run goes on from its own last checkpoint"),
     "tokenizer._component_": fixed("the tokenizer's files say what it is"),
     "tokenizer.max_seq_len": lambda value, file: sets(batch__seq_len=int(value)),
-    "loss._component_": fixed("the head never holds all logits of a micro-batch (loss.chunk_mib)"),
+    "loss._component_": torchtune_loss,
+    "loss.beta": of_preferences("objective.beta"),
+    "loss.gamma": of_preferences("objective.gamma"),
+    "loss.label_smoothing": of_preferences("objective.label_smoothing"),
+    "kto_chosen_weight": of_preferences("objective.desirable_weight"),
+    "kto_desirable_weight": of_preferences("objective.desirable_weight"),
+    "kto_rejected_weight": of_preferences("objective.undesirable_weight"),
+    "kto_undesirable_weight": of_preferences("objective.undesirable_weight"),
+    "pref_ftx": of_preferences("objective.sft_weight"),
+    "rpo_alpha": of_preferences("objective.sft_weight"),
+    "simpo_gamma": of_preferences("objective.gamma"),
+    "dpo_label_smoothing": of_preferences("objective.label_smoothing"),
+    "orpo_alpha": of_preferences("objective.beta"),
+    **dict.fromkeys(CLIPPING, clipping),
+    **dict.fromkeys(("sequence_len", "cutoff_len", "max_length", "max_seq_length"), row_length),
+    "gradient_accumulation_steps": accumulated,
+    "gradient_accumulation": accumulated,
+    "enable_thinking": lambda value, file: impossible(
+        f"with a template of it:  'data.template_args={{enable_thinking: {str(value).lower()}}}'"
+    ),
+    "model": lambda value, file: sets(model__init_from=str(value)),
+    "dataset_dir": fixed("the folder of dataset_info.json"),
+    "disable_dropout": fixed("models of these families are trained without dropout"),
+    **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), of_hub),
+    "project": lambda value, file: nothing("of Trackio's, which is not in this version")
+    if file.tool == OWN_TOOL
+    else sets(logging__project=str(value)),
+    "adam_beta1": betas,
+    "adam_beta2": betas,
+    "beta1": betas,
+    "beta2": betas,
+    "min_lr": lowest_rate,
+    "min_lr_rate": lambda value, file: sets(schedule__min_ratio=value),
+    "max_steps": steps,
+    "dataloader_num_workers": processes,
+    "mix_strategy": mixture,
+    "train_sampling_strategy": sampling_order,
     "metric_logger.log_dir": fixed("all of a run is in its folder (run.root)"),
     "max_steps_per_epoch": lambda value, file: sets(train__steps=int(value)),
     "profiler._component_": fixed("profiles are asked for by  profile.steps=10..12"),

@@ -1,7 +1,10 @@
 """What becomes of a setting of another trainer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from fsdp_trainer.apps.convert.foreign_file import ForeignFile
 
 TRANSLATED, NOTHING, IMPOSSIBLE = "translated", "nothing to set", "not possible"
 OFF: tuple[Any, ...] = (False, 0, "false", "no", "none", "off", [], {})
@@ -15,6 +18,10 @@ class Answer:
     kind: str
     sets: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+
+
+Rule = Callable[[Any, ForeignFile], Answer]
+"""Returns what becomes of a value; the whole file says what it means."""
 
 
 def sets(note: str = "", **values: Any) -> Answer:
@@ -39,13 +46,30 @@ def is_off(value: Any) -> bool:
     return (value.lower() if isinstance(value, str) else value) in OFF
 
 
+def is_on(value: Any) -> bool:
+    """Return True for a value that switches something on."""
+    return (value.lower() if isinstance(value, str) else value) in (True, "true", "yes", "on")
+
+
 def as_number(value: Any) -> Any:
-    """Return a number that is written as text, such as YAML's 2e-4, as one; others unchanged."""
+    """Return a number or switch that is written as text, as 2e-4 in YAML; others unchanged."""
     if not isinstance(value, str):
         return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
     for kind in (int, float):
         try:
             return kind(value)
         except ValueError:
             pass
     return value
+
+
+def fixed(why: str) -> Rule:
+    """Return a rule for a setting without a meaning here."""
+    return lambda value, file: nothing(why)
+
+
+def lacking(instead: str) -> Rule:
+    """Return a rule for a setting that cannot be kept unless it is off."""
+    return lambda value, file: nothing("off") if is_off(value) else impossible(instead)

@@ -1,0 +1,151 @@
+"""Settings that mean another thing in each trainer: TRL's, and data sets of the other tools."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdp_trainer.apps.convert.converter import first_answers, recipe_text, settings_of
+from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
+from fsdp_trainer.apps.convert.translation import IMPOSSIBLE
+from fsdp_trainer.config.yaml_text import load_yaml
+from tests.config.test_convert import ARGUMENTS, FILES
+
+CASES = yaml.safe_load((Path(__file__).parent / "convert_cases.yaml").read_text())
+
+
+def converted(folder, settings, ranks=1, name="a.yaml"):
+    """Answers to settings, before the recipe is composed."""
+    file = folder / name
+    is_text = isinstance(settings, str)
+    file.write_text(settings if is_text else yaml.safe_dump(settings, sort_keys=False))
+    return first_answers(read_foreign_file(file), ranks)
+
+
+def sets_of(result):
+    """Groups and keys that a recipe sets."""
+    tree = settings_of(result)
+    groups = {}
+    for entry in tree.pop("defaults", []):
+        ((group, option),) = entry.items()
+        groups[group.removeprefix("override /")] = option
+    return groups | {f"{node}.{key}": v for node, each in tree.items() for key, v in each.items()}
+
+
+GENERATIONS = [
+    # a device, accumulated, ranks, answers to a prompt, more → prompts of a step, steps
+    (8, 4, 1, 8, {}, 4, None),
+    (8, 4, 2, 8, {}, 8, None),
+    (8, 4, 1, 8, {"steps_per_generation": 8}, 4, 2),
+    (4, 2, 1, 8, {"generation_batch_size": 16}, 1, 2),
+    (4, 2, 2, 8, {"generation_batch_size": 32}, 2, 2),
+    (16, 1, 1, 4, {"steps_per_generation": 2}, 4, 2),
+    (8, 4, 1, 4, {"steps_per_generation": 1}, 8, 1),
+    (8, 4, 1, 8, {"generation_batch_size": 64}, 4, 2),
+    (4, 1, 1, 8, {}, None, None),
+    (8, 2, 1, 4, {"steps_per_generation": 3}, 4, None),
+]
+"""What trl 1.16's GRPOConfig and RepeatSampler do with these."""
+
+
+@pytest.mark.parametrize("case", GENERATIONS)
+def test_prompts_of_a_step_and_steps_of_a_generation_are_those_of_trl(case, tmp_path):
+    micro, times, ranks, samples, more, prompts, updates = case
+    settings = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": times,
+                "num_generations": samples, "max_steps": 5, **more}  # fmt: skip
+    result = converted(tmp_path, settings, ranks)
+    sets = sets_of(result)
+    assert sets.get("batch.rows") == prompts
+    assert sets.get("objective.updates") == updates
+    lost = {name for name in more if updates is None}
+    lost |= {"per_device_train_batch_size"} if prompts is None else set()
+    assert result.of_kind(IMPOSSIBLE).keys() == lost
+
+
+def require(result, case, folder="FOLDER"):
+    """Fail unless a recipe sets the keys of a case, besides others, and says what is lost."""
+    done = json.loads(json.dumps(sets_of(result)).replace(str(folder), "FOLDER"))
+    assert {key: done.get(key) for key in case["sets"]} == case["sets"]
+    assert {n.rpartition("].")[2] for n in result.of_kind(IMPOSSIBLE)} == {*case["lost"]}
+    return done
+
+
+@pytest.mark.parametrize("name", CASES["trainers"])
+def test_a_setting_means_what_its_own_trainer_means_by_it(name, tmp_path):
+    case = CASES["trainers"][name]
+    base = {} if "base_model" in case["settings"] else {"output_dir": "out"}
+    done = require(converted(tmp_path, base | case["settings"]), case)
+    if not case["sets"]:
+        assert "objective.beta" not in done
+
+
+def test_an_anchor_is_read_where_it_is_used(tmp_path):
+    settings = "x: &b {weight_decay: 0.1}\noutput_dir: o\n<<: *b\nseed: 3\n"
+    sets = {"optim.weight_decay": 0.1, "run.seed": 3}
+    require(converted(tmp_path, settings), {"sets": sets, "lost": ["x.weight_decay"]})
+
+
+def test_an_unknown_name_is_told_with_the_nearest_known_one(tmp_path):
+    result = converted(tmp_path, {"output_dir": "out", "learning_rat": 1e-4, "xylophone": 1})
+    assert "Is  learning_rate  meant?" in result.answers["learning_rat"].note
+    assert "meant?" not in result.answers["xylophone"].note
+
+
+@pytest.mark.parametrize("names", CASES["from_index"])
+def test_data_sets_of_llama_factorys_index_are_read_as_it_says(names, tmp_path):
+    case = CASES["from_index"][names]
+    (tmp_path / "dataset_info.json").write_text(json.dumps(CASES["index"]))
+    settings = {"dataset_dir": ".", "dataset": names, "mix_strategy": "concat"}
+    settings |= {"stage": case["stage"]}
+    settings |= {"eval_dataset": names} if "data.validation" in case["sets"] else {}
+    require(converted(tmp_path, settings), case, tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES["axolotl"])
+def test_data_sets_of_axolotls_list_are_read_as_it_says(name, tmp_path):
+    case = CASES["axolotl"][name]
+    settings = {key: case[key] for key in ("rl", "datasets") if key in case}
+    require(converted(tmp_path, {"base_model": "m"} | settings), case)
+
+
+def leaves(value, key=""):
+    """Names and values of all leaves of a file, however deep."""
+    if isinstance(value, dict) and value:
+        yield from (leaf for inner, each in value.items() for leaf in leaves(each, inner))
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for place, each in enumerate(value):
+            yield from leaves(each, f"{key}[{place}]")
+    else:
+        yield key, value
+
+
+GRPO = {"num_generations": 4}
+CHAT = CASES["axolotl"]["chat"]["datasets"]
+NESTED = {
+    "axolotl.yml": yaml.safe_dump({"base_model": "m", "datasets": [*CHAT, {"path": "y", "a": [1]}],
+                                   "trl": {"x": {"y": 5}}, "plugins": ["p.q"]}),
+    "titan.yaml": "output_dir: o\noptimizer: {name: AdamW, lr: 1e-4, deep: {er: [x, {y: z}]}}\n",
+    "grpo.json": json.dumps(json.loads(ARGUMENTS) | GRPO | {"generation_kwargs": {"k": 1}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*NESTED, *FILES])
+def test_every_leaf_of_a_file_is_in_its_recipe(name, tmp_path):
+    content = NESTED.get(name) or FILES[name][0]
+    index = {"known": CASES["index"]["chats"], "other": CASES["index"]["kto"]}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(index))
+    result = converted(tmp_path, content, name=name)
+    text = recipe_text(result)
+    of_index = index.values() if "dataset: known" in content else []
+    tree = json.loads(content) if name.endswith("json") else load_yaml(content)
+    for key, value in leaves([tree, *of_index]):
+        shown = yaml.safe_dump(value, default_flow_style=True, width=999).split("\n")[0]
+        assert any(f"{key}: {shown}" in line for line in text.splitlines()), (key, value)
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "dpo"])
+def test_defaults_that_trl_writes_out_are_all_possible(trainer, tmp_path):
+    result = converted(tmp_path, CASES["defaults"]["all"] | CASES["defaults"][trainer])
+    assert result.of_kind(IMPOSSIBLE) == {}
+    assert sets_of(result)["optim.betas"] == [0.9, 0.999]

@@ -281,6 +281,21 @@ class CheckpointStore:
                 on_damage(candidate, problems)
         return None
 
+    def finish_deleting(self, step: int, best_step: int | None) -> None:
+        """Delete what a run whose last save was cut short would have deleted. Called by rank 0.
+
+        Nothing is deleted if the last save was not that of `step`, as for a run that somebody has
+        taken back to an earlier checkpoint.
+        """
+        if [step_of(path) for path in committed_checkpoints(self.run)[-1:]] == [step]:
+            with suppress(OSError):
+                self._delete_halves()
+                self._retain(best_step)
+
+    def _delete_halves(self) -> None:
+        for half in self.folder.glob(unfinished(self.folder / "step-*").name):
+            shutil.rmtree(half)
+
     def clear_up(self, step: int) -> None:
         """Rename checkpoints of later steps, which a run that continues from `step` will replace.
 
@@ -288,8 +303,7 @@ class CheckpointStore:
         checkpoint.keep new ones. Checkpoints that a crash left half written or half deleted are
         deleted now. Called by rank 0 only.
         """
-        for half in self.folder.glob(unfinished(self.folder / "step-*").name):
-            shutil.rmtree(half)
+        self._delete_halves()
         for later in checkpoint_folders(self.run):
             if step_of(later) > step:
                 rename_aside(later)

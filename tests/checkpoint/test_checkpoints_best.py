@@ -3,6 +3,7 @@ end of a run."""
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import inject
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from stored import checkpoint, end_of, go_on, newest, stored, tensors
 
 from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.config.paths import MANIFEST, committed_checkpoints, step_of
 from fsdp_trainer.config.schema import Checkpoint
 
 HOW = ["schedule=constant", "data.validation=0.1", "train.validate_every=2", "checkpoint.keep=1"]
@@ -43,6 +45,19 @@ def test_the_best_checkpoint_is_never_deleted_to_make_room(world, ledger, tmp_pa
         assert oldest.name == f"step-{first:08d}"
 
 
+def test_only_deleting_that_belongs_to_the_newest_checkpoint_is_finished(monkeypatch, tmp_path):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for step in (1, 2, 3):
+        folder = tmp_path / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).touch()
+    settings = Checkpoint(mode="sync", keep=1)
+    store = CheckpointStore(tmp_path, settings, 60, lambda *_: None, lambda _: None)
+    for step, staying in ((1, [1, 2, 3]), (2, [1, 2, 3]), (3, [1, 3])):
+        store.finish_deleting(step, best_step=1)
+        assert [step_of(path) for path in committed_checkpoints(tmp_path)] == staying
+
+
 def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_better(train):
     how = [*HOW, "checkpoint=async", "checkpoint.best=true", "train.early_stop=3"]
     how += ["checkpoint.export_hf=true"]
@@ -52,7 +67,8 @@ def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_b
     assert min(losses, key=losses.get) == BEST
     assert (run.folder / "checkpoints" / "best").resolve() == checkpoint(run, BEST)
     last = BEST + 3 * 2
-    assert run.checkpoints == ["best", f"step-{BEST:08d}", f"step-{last:08d}"]
+    staying = ["best", f"step-{BEST:08d}", f"step-{last:08d}"]
+    assert run.checkpoints == staying
     weights = stored(checkpoint(run, BEST))
     for name, tensor in tensors(run.folder / "hf").items():
         assert (weights[f"weights/{name}"] == tensor).all()
@@ -69,9 +85,12 @@ def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_b
     assert run.event("early_stop")[0]["best_step"] == BEST
     with (run.folder / "events.jsonl").open("a") as file:
         file.write('{"event": "e')
+    shutil.copytree(checkpoint(run, last), run.folder / "checkpoints" / "step-00000001")
+    (run.folder / "checkpoints" / ".step-00000077.partial").mkdir()
     again = train("run", *how, "train.steps=200")
     assert "already finished" in again.out
     assert end_of(again) == ("end", 0), "no half-written event stays"
+    assert again.checkpoints == staying, "nor what the last save had still to delete"
     assert "train.early_stop=null" in again.out
     assert again.metrics[-1]["step"] == last
     more = train("run", *HOW, "train.steps=14", "checkpoint.every=1", ranks=2)

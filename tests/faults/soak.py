@@ -36,12 +36,15 @@ from soak_faults import (
     Done,
     Outside,
     inside_fault,
+    read_safely,
     watched_launch,
 )
 from world import alive, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
+KEEP = 2
+"""Newest checkpoints that stay."""
 PATIENCE = 240.0
 """Seconds for one start of a run; one that takes longer hangs."""
 STREAMED = "data.streaming=true data.workers=1"
@@ -123,7 +126,7 @@ class Soak:
             overrides = [*(o for o in overrides if not o.startswith("sharding.")), *sharding]
         places = ["data.path=chats.jsonl", f"data.cache=cache-{run}", f"run.name={run}"]
         own = [
-            f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.keep=2",
+            f"train.steps={STEPS}", f"checkpoint.every={EVERY}", f"checkpoint.keep={KEEP}",
             "launch.watchdog=true", "launch.timeout=60s", f"launch.nproc_per_node={ranks}",
         ]  # fmt: skip
         keys = {word.partition("=")[0] for word in [*overrides, *own]}
@@ -221,8 +224,7 @@ class Disturbed:
 
     def start(self, layout: Any, armed: bool) -> Done:
         """Start the command once, with faults if `armed`. Raises Unexpected."""
-        lines = self.folder / "metrics.jsonl"
-        newest = len(read_lines(lines)) if lines.exists() else 0
+        newest = len(read_safely(self.folder / "metrics.jsonl"))
         ranks = (layout or TRAININGS[self.episode.name])[0]
         inside, outside = self.choose(newest, ranks) if armed else ([], [])
         words = [*self.soak.words(self.episode.name, self.name, layout), *self.mode]
@@ -305,6 +307,7 @@ def end_of(run: Path) -> dict[str, Any]:
     lines = read_lines(run / "metrics.jsonl")
     files = [path for path in sorted(run.glob("*/*")) if path.suffix == ".safetensors"]
     events = read_lines(run / "events.jsonl")
+    best = run / "checkpoints/best"
     return {
         "metrics": [{k: v for k, v in line.items() if not TIMES.search(k)} for line in lines],
         "files": {
@@ -312,6 +315,7 @@ def end_of(run: Path) -> dict[str, Any]:
             for path in files
         },
         "checkpoints": sorted(path.name for path in (run / "checkpoints").glob("step-*[0-9]")),
+        "best": os.readlink(best) if best.is_symlink() else None,
         "end": [events[-1].get(key) for key in ("event", "exit_code")],
     }
 
@@ -334,7 +338,8 @@ def differences(whole: dict[str, Any], run: dict[str, Any], tolerance: float | N
     if tolerance is None:
         pairs = zip(whole["metrics"], run["metrics"], strict=True)
         other = [f"step {a['step']}: {a} → {b}" for a, b in pairs if a != b]
-        other += [key for key in ("files", "checkpoints") if whole[key] != run[key]]
+        other += [key for key in ("files", "best") if whole[key] != run[key]]
+        other += ["checkpoints"] if run["checkpoints"] != checkpoints_due(whole, run) else []
         return [f"differ: {'; '.join(other)}"] if other else []
     problems = [] if whole["files"].keys() == run["files"].keys() else ["other files are exported"]
     for a, b in zip(whole["metrics"], run["metrics"], strict=True):
@@ -342,6 +347,16 @@ def differences(whole: dict[str, Any], run: dict[str, Any], tolerance: float | N
         if abs(a[loss] - b[loss]) > tolerance * max(1.0, abs(a[loss])):
             problems.append(f"step {a['step']}: {loss} {a[loss]} → {b[loss]}")
     return problems
+
+
+def checkpoints_due(whole: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """Return the undisturbed run's checkpoints, with those that a stop saved between two of them.
+
+    The newest ones stay, and the best.
+    """
+    at_a_stop = [name for name in run["checkpoints"] if int(name.rpartition("-")[2]) % EVERY]
+    newest = sorted({*whole["checkpoints"], *at_a_stop})[-KEEP:]
+    return sorted({*newest, *filter(None, [whole["best"]])})
 
 
 def shared_memory(pids: set[int]) -> list[str]:

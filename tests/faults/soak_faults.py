@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from world import alive, ranks_below, read_lines
+from world import alive, ranks_below
+
+from fsdp_trainer.observe.records import whole_lines
 
 HERE = Path(__file__).parent
 INJECT, ROOT = HERE / "inject", HERE.parents[1]
@@ -87,10 +89,10 @@ class Launch:
 
 
 def read_safely(path: Path) -> list[dict]:
-    """Return the complete lines of a record that is being written."""
+    """Return the complete lines of a record that is being written, or whose last line is torn."""
     try:
-        return read_lines(path)
-    except (ValueError, OSError):
+        return list(whole_lines(path))
+    except OSError:
         return []
 
 
@@ -140,6 +142,15 @@ def fill_disk(launch: Launch) -> None:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return True if a process has a handler of its own for a signal."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        return bool(caught >> (number - 1) & 1)
+    return False
+
+
 OUTSIDE: dict[str, Callable[[Launch], None]] = {
     "launcher killed": signal_launcher(signal.SIGKILL),
     "SIGTERM to the launcher": signal_launcher(signal.SIGTERM),
@@ -176,8 +187,12 @@ class Outside:
         return cls(name, draw.choice(sorted(CONDITIONS)), newest + draw.randint(1, 3))
 
     def try_now(self, launch: Launch) -> None:
-        """Cause the fault if it is time."""
-        if not self.happened and CONDITIONS[self.condition](launch, self.step):
+        """Cause the fault if it is time, but not before the program can answer a signal.
+
+        Files of an earlier start may fulfil the condition from the first moment.
+        """
+        is_time = CONDITIONS[self.condition](launch, self.step)
+        if not self.happened and is_time and catches(launch.process.pid, signal.SIGTERM):
             self.happened = True
             OUTSIDE[self.name](launch)
 

@@ -39,7 +39,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import Json, has_tower, read_config_file
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.further_blocks import CONSTANT, copy_counts, counts, is_unread
-from fsdp_trainer.models.hf.read_architecture import read_architecture
+from fsdp_trainer.models.hf.read_architecture import stored_vocabulary
 
 MOST_STAGES = 100
 """Sources that follow one another, before they are taken to go round in a circle."""
@@ -126,7 +126,7 @@ def _found_in(model: Decoder, folder: Path) -> Unread | None:
     try:
         tensors = unread_tensors(model, folder)
         images = _of_images(model, folder)
-        tokens = read_architecture(described_at(folder)).vocab_size
+        tokens = stored_vocabulary(described_at(folder))
     except (UserError, OSError):  # reading the weights themselves says what is wrong
         return None
     if not tensors and not images:
@@ -198,7 +198,7 @@ def _still_there(model: Decoder, folder: Path) -> Mapping[str, HuggingFaceTensor
     """Return the unread tensors of a folder; empty if it is gone or holds another model now."""
     try:
         stored, problems = stored_tensors(folder, model.config)
-        tokens = read_architecture(described_at(folder)).vocab_size
+        tokens = stored_vocabulary(described_at(folder))
         fits = not problems and not check_tensors(model, stored, tokens)
         return unread_tensors(model, folder) if fits else {}
     except (UserError, OSError):

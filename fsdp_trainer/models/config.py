@@ -63,10 +63,10 @@ DENSE = "gated"
 EXPERTS = "experts"
 """Kinds of feed-forward: keys of `decoder.FEED_FORWARDS`."""
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
+RANDOM = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+"""Keys of config.json for what is random in training. It is left out, and `run.describe` says so:
+the function that the model computes is the same."""
 REFUSED_UNLESS: dict[str, tuple] = {
-    "attention_dropout": (0, None),
-    "resid_pdrop": (0, None),
-    "embd_pdrop": (0, None),
     "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
     # of families that are not computed: a folder that gives one of them another's name has these
@@ -83,9 +83,22 @@ REFUSED_UNLESS: dict[str, tuple] = {
 }
 """Keys of config.json that the decoder does not implement, with the values that leave the
 computation unchanged, the default first."""
+BY_TRANSFORMERS = "transformers' class computes it:  model.implementation=transformers"
+IN_A_COPY = "into the config.json of a copy"
+KEY_OF = "it is a key of %s: with its own model_type, transformers' class computes the model"
 INSTEAD = {
     "quantization_config": "read are float8 with scales of blocks of 128 × 128 (quant_method=fp8, "
     "weight_block_size=[128, 128]): convert the folder to bfloat16 and delete this key",
+    "use_bidirectional_attention": "such a model makes embeddings, and writes no text",
+    **dict.fromkeys(("use_sliding_window", "clip_qkv", "qkv_bias"), BY_TRANSFORMERS),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), KEY_OF % "granite"),
+    **dict.fromkeys(("attention_multiplier", "logits_scaling"), KEY_OF % "granite"),
+    **dict.fromkeys(("scale_emb", "scale_depth"), KEY_OF % "minicpm"),
+    **dict.fromkeys(("scoring_func", "topk_method"), KEY_OF % "deepseek_v2"),
+    "logit_scale": KEY_OF % "cohere",
+    "use_parallel_residual": KEY_OF % "gpt_neox",
+    "no_rope_layers": KEY_OF % "smollm3",
+    "alibi": KEY_OF % "falcon",
 }
 """Advice for keys of config.json that are refused."""
 SIZES = (
@@ -855,7 +868,7 @@ def why_unknown(raw: Json) -> str:
         lines = ["None of them is near: config.json is not that of a plain decoder"]
     elif missing:
         lines = [f"The nearest is {near}, which does not have"]
-        lines += [f"  {problem.what} ({problem.reason})" for problem in missing]
+        lines += [f"  {problem.what} ({problem.reason.splitlines()[0]})" for problem in missing]
     else:
         lines = [
             f"The nearest is {near}. If the model is the same but for its name, write",
@@ -880,7 +893,17 @@ def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     for name, key in keys.items():
         if raw.get(key) is not None and (reason := _why_no_value(name, kinds[name], raw[key])):
             yield Problem(f"{key}={str(raw[key])[:40]}", reason)
+    yield from _random_problems(raw)
     yield from _object_problems(raw, spec)
+
+
+def _random_problems(raw: Json) -> Iterator[Problem]:
+    """Yield a problem for each strength of something random that is none."""
+    for name in RANDOM:
+        value = raw.get(name, 0)
+        is_strength = value is None or (type(value) in (int, float) and 0 <= value < 1)
+        if not is_strength:
+            yield Problem(f"{name}={str(value)[:40]}", "is no number from 0 to 1")
 
 
 def _object_problems(raw: Json, spec: Family) -> Iterator[Problem]:
@@ -927,7 +950,9 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     architectures = raw.get("architectures") or [spec.architecture]
     classifier = spec.architecture.replace(LANGUAGE_MODEL, CLASSIFIER)
     if architectures not in ([spec.architecture], [classifier]):
-        yield Problem(f"architectures={architectures}", f"only {spec.architecture} is trained")
+        name = spec.architecture
+        own = f'If its weights are there, write  "architectures": ["{name}"]  {IN_A_COPY}'
+        yield Problem(f"architectures={architectures}", f"only {name} is trained\n{own}")
     labels = raw.get("num_labels", len(raw.get("id2label") or "--"))
     if architectures == [classifier] and labels != 1:
         reason = "a reward model has one: other classifiers are not trained"
@@ -936,12 +961,16 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     activation = _read_values(raw, spec)["hidden_act"]
     if activation not in ACTIVATIONS:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
-        yield Problem(f"{name}={activation}", f"supported are {', '.join(ACTIVATIONS)}")
+        reason = f"supported are {', '.join(ACTIVATIONS)}\n{BY_TRANSFORMERS}"
+        yield Problem(f"{name}={activation}", reason)
     yield from _layer_type_problems(raw, spec)
     if _read_windows(raw, spec).get("sliding_window") == 0:
         yield Problem("sliding_window=0", "is not from 1 on. For no window, write null")
     yield from _local_rope_problems(raw)
-    yield from rope_problems(_rope_section(raw, spec), "rope")
+    rope = _rope_section(raw, spec)
+    advice = "" if rope["rope_type"] in [*ROPE_TYPES] else f"\n{BY_TRANSFORMERS}"
+    for problem in rope_problems(rope, "rope"):
+        yield Problem(problem.what, problem.reason + advice)
 
 
 def _local_rope_problems(raw: Json) -> Iterator[Problem]:
@@ -959,7 +988,8 @@ def _layer_type_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     layers = raw["num_hidden_layers"]
     if not {FULL, SLIDING}.issuperset(types) or len(types) not in (0, layers):
         reason = f"one of {FULL} and {SLIDING} for each of the {layers} blocks is computed"
-        yield Problem("layer_types", reason)
+        own = f"If the model has no other blocks, write such a list {IN_A_COPY}"
+        yield Problem("layer_types", f"{reason}\n{own}")
     elif SLIDING in types and spec.windows == "none":
         yield Problem("layer_types", f"{raw['model_type']} has no {SLIDING}")
 
@@ -969,8 +999,17 @@ def _refused_keys(raw: Json, spec: Family) -> Iterator[Problem]:
     read = {"quantization_config"} if _is_in_blocks(raw.get("quantization_config")) else set()
     for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
         if raw.get(name, allowed[0]) not in allowed and name not in read:
-            reason = INSTEAD.get(name, f"only {json.dumps(allowed[0])} is computed")
+            reason = _why_refused(name, json.dumps(allowed[0]))
             yield Problem(f"{name}={raw[name]}", reason)
+
+
+def _why_refused(name: str, usual: str) -> str:
+    """Return why a key of config.json is refused, and what to do. usual: its value in a model."""
+    advice = INSTEAD.get(name, "")
+    if name == "quantization_config":
+        return advice
+    own = f'If the weights are of a model without it, write  "{name}": {usual}  {IN_A_COPY}'
+    return "\n".join(filter(None, [f"only {usual} is computed", advice, own]))
 
 
 def _is_in_blocks(quantization: Any) -> bool:

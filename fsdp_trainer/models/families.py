@@ -243,7 +243,6 @@ FAMILIES = {
         expert_matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
         normalizes_experts=True,
         windows="all",
-        refused_unless={"router_jitter_noise": (0, None)},
         options=("num_experts", "num_experts_per_tok"),
         key_aliases={"num_experts": "num_local_experts"},
         other_names={"num_experts": ("num_experts",)},

@@ -78,12 +78,14 @@ class Observer:
         for line in lines:
             self.say(line)
 
-    def open_trackers(self, cfg: Logging, run: Path, resolved: dict[str, Any], step: int) -> None:
+    def open_trackers(
+        self, cfg: Logging, run: Path, resolved: dict[str, Any], step: int, goes_back: bool
+    ) -> None:
         """Start the configured trackers. Called on rank 0 only.
 
-        resolved: the resolved configuration. step: the last step that the run has done.
+        resolved: the resolved configuration. step, goes_back: see Trackers.
         """
-        self.trackers = Trackers(cfg, run, resolved, self.console.say, step)
+        self.trackers = Trackers(cfg, run, resolved, self.console.say, step, goes_back)
 
     def stand_by(self) -> None:
         """Leave files and trackers to another group of ranks, until they are opened again."""

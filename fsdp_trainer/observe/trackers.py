@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.observe.metric_groups import OWN_METRICS, tracked_name
-from fsdp_trainer.observe.records import flat, numbers
+from fsdp_trainer.observe.records import flat, numbers, whole_lines
 
 WAITING = 20_000  # lines that a tracker may lag behind; further lines are dropped
 CLOSE_SECONDS = 60.0  # for sending the remaining lines at the end of a finished run
@@ -51,7 +51,10 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, work: Callable[[Tracker], Any]) -> None:
-        """Queue work for the thread without waiting; drop it if too much is queued."""
+        """Queue work for the thread without waiting; drop it if too much is queued.
+
+        Work that returns a Tracker replaces the present one.
+        """
         if not self._thread.is_alive():
             return
         try:
@@ -82,7 +85,8 @@ class TrackerThread:
             return
         try:
             while work := self._queue.get():
-                work(tracker)
+                result = work(tracker)
+                tracker = result if isinstance(result, Tracker) else tracker
         except Exception as error:  # any error of an external service
             ends = "It gets no more metrics of this run; metrics.jsonl continues."
             self.say(f"{self.name}: {error}. {ends}")
@@ -98,32 +102,78 @@ class Trackers:
         config: dict[str, Any],
         say: Callable[[str], None],
         step: int = 0,
+        goes_back: bool = False,
     ):
         """Open the trackers that `cfg` names.
 
-        config: the resolved configuration. step: the last step that the run has done.
+        config: the resolved configuration. step: the last step that the run has done. goes_back:
+        True if it had done later ones, and will repeat them with other values.
         """
+        after = step if goes_back else None
         wanted: dict[str, tuple[bool, Callable[[], Tracker]]] = {
-            "wandb": (cfg.wandb != "disabled", lambda: _wandb(cfg, run, config)),
+            "wandb": (cfg.wandb != "disabled", lambda: self._opened("wandb", after)),
             "tensorboard": (cfg.tensorboard, lambda: _tensorboard(run, step)),
-            "mlflow": (cfg.mlflow, lambda: _mlflow(cfg, run, config)),
+            "mlflow": (cfg.mlflow, lambda: self._opened("mlflow", after)),
             "command": (bool(cfg.command), lambda: _command(str(cfg.command), run)),
         }
+        self._keeping = {
+            "wandb": lambda after: _wandb(cfg, run, config, after),
+            "mlflow": lambda after: _mlflow(cfg, run, config, after),
+        }
+        """What opens the trackers that cannot take back a step, by name."""
+        self._lines, self._say, self._newest = run / "metrics.jsonl", say, -1
+        self.method = method_in(dict(flat(config)))
         self.threads = [
             TrackerThread(name, open_tracker, say)
             for name, (is_wanted, open_tracker) in wanted.items()
             if is_wanted
         ]
-        self.method = method_in(dict(flat(config)))
 
-    def log(self, line: dict[str, Any]) -> None:
-        """Log the numbers of a line of metrics.jsonl, in the groups of the report."""
+    def _opened(self, name: str, after: int | None) -> Tracker:
+        """Return an open tracker that keeps what it is given.
+
+        after: the step to go on after in another run of the tracker, which gets all steps up to it;
+        None: in the same one.
+        """
+        tracker = self._keeping[name](after)
+        if after is None:
+            return tracker
+        self._say(
+            f"{name} has steps after {after:,} that are now repeated: the run goes on in another"
+            f" one of {name}, which has all steps"
+        )
+        for line in whole_lines(self._lines):
+            if line["step"] <= after:
+                tracker.log(self._values(line), line["step"])
+        return tracker
+
+    def _go_back(self, after: int) -> None:
+        """Go on after an earlier step, in other runs of the trackers that keep all steps."""
+
+        def reopened(tracker: Tracker) -> Tracker | None:
+            if tracker.name not in self._keeping:
+                return None
+            tracker.close(0)
+            return self._opened(tracker.name, after)
+
+        for thread in self.threads:
+            thread.put(reopened)
+
+    def _values(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Return the numbers of a line of metrics.jsonl, in the groups of the report."""
         own = line.get(OWN_METRICS, ())
-        values = {
+        return {
             tracked_name(name, self.method, own): number
             for name, number in numbers(line)
             if name not in ("step", "time")
         }
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Log the numbers of a line of metrics.jsonl."""
+        if line["step"] <= self._newest:
+            self._go_back(line["step"] - 1)
+        self._newest = line["step"]
+        values = self._values(line)
 
         def send(tracker: Tracker) -> None:
             tracker.log(values, line["step"])
@@ -153,22 +203,27 @@ class Trackers:
             )
 
 
-def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
-    """Open Weights & Biases. The run's folder keeps its run id, so that a restart resumes it."""
+def _wandb(cfg: Logging, run: Path, config: dict[str, Any], after: int | None = None) -> Tracker:
+    """Open Weights & Biases. The run's folder keeps its run id, so that a restart resumes it.
+
+    after: see Trackers._opened. W&B's own ways to go back are not open to every account, nor to a
+    run that is offline.
+    """
     import wandb
 
     file = run / "wandb_id"
-    if not file.exists() or not file.read_text():  # a full disk may have left it empty
+    known = file.read_text() if file.exists() else ""  # a full disk may have left it empty
+    if not known or after is not None:
         file.write_text(secrets.token_hex(4))
     mode: Any = cfg.wandb
     tracked = wandb.init(
         project=cfg.project,
-        name=run.name,
+        name=name_of(run, after),
         id=file.read_text(),
         resume="allow",
         mode=mode,
         dir=run,
-        config=config,
+        config=config if after is None else {**config, "continues": {"run": known, "step": after}},
     )
 
     def log(values: dict[str, Any], step: int) -> None:
@@ -178,8 +233,16 @@ def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
     return Tracker("wandb", log, lambda code: tracked.finish(exit_code=code))
 
 
-def _mlflow(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
-    """Open MLflow. The run's folder keeps its run id, so that a restart resumes it."""
+def name_of(run: Path, after: int | None) -> str:
+    """Return the name of a run for a tracker. after: see Trackers._opened."""
+    return run.name if after is None else f"{run.name} from step {after + 1}"
+
+
+def _mlflow(cfg: Logging, run: Path, config: dict[str, Any], after: int | None = None) -> Tracker:
+    """Open MLflow. The run's folder keeps its run id, so that a restart resumes it.
+
+    after: see Trackers._opened.
+    """
     import mlflow
 
     if not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -187,8 +250,15 @@ def _mlflow(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
         mlflow.set_tracking_uri((run / "mlflow").resolve().as_uri())
     mlflow.set_experiment(str(cfg.project))  # mlflow writes no subclass of str
     file = run / "mlflow_id"
-    known = file.read_text() if file.exists() else ""
-    tracked = mlflow.start_run(run_id=known or None, run_name=run.name, log_system_metrics=False)
+    before = file.read_text() if file.exists() else ""
+    known = before if after is None else ""
+    mlflow.end_run()  # that of this thread, from which the run goes back
+    tracked = mlflow.start_run(
+        run_id=known or None,
+        run_name=name_of(run, after),
+        tags={"continues": before} if before and not known else None,
+        log_system_metrics=False,
+    )
     if not known:
         file.write_text(tracked.info.run_id)
         keys = [(group, name) for group, values in config.items() for name in values]

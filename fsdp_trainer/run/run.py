@@ -68,6 +68,9 @@ from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 from fsdp_trainer.training.stopping.stop import Rewind, StopSignals
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
+WITHOUT_VALUES = {"launch", "logging", "run", "checkpoint", "profile", "evaluation", "world_size"}
+"""Groups of keys that may change without other values of the metrics."""
+
 
 def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
     """Train as one rank.
@@ -362,6 +365,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
         if trainer.groups.leads or run_on_rank_0("look for groups", partial(is_alone, trainer)):
             if trainer.observer.records:
                 trainer.observer.records.cut_after(math.inf)
+                finish_deleting(trainer, start)
             export_hf(trainer, world)
         return "already finished", 0
     enter_groups(trainer, start, world, attempt)
@@ -406,7 +410,7 @@ def fit_with_rewinds(trainer: Trainer) -> Outcome:
 def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> None:
     """Cut the run's files to its current step, and record its start or resumption. Collective."""
     observer, progress = trainer.observer, trainer.progress
-    before = run_on_rank_0("open the run's records", partial(open_records, trainer))
+    before = run_on_rank_0("open the run's records", partial(open_records, trainer, start))
     event = {
         "step": progress.step,
         "rows": progress.rows,
@@ -424,7 +428,18 @@ def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> 
         observer.say(f"       {key} was {as_text(then)}, is {as_text(now)}")
 
 
-def open_records(trainer: Trainer) -> dict[str, Any]:
+def finish_deleting(trainer: Trainer, start: Start) -> None:
+    """Delete the checkpoints that the last save of a finished run did not come to delete.
+
+    With other keys of checkpoint than before all stay. Called by rank 0.
+    """
+    if not any(key.startswith("checkpoint.") for key in start.changes):
+        progress = trainer.progress
+        best = progress.best_step if trainer.cfg.checkpoint.best else None
+        trainer.checkpoints.store.finish_deleting(progress.step, best)
+
+
+def open_records(trainer: Trainer, start: Start) -> dict[str, Any]:
     """Cut the run's files to its current step, and open them. Called on rank 0.
 
     Returns the step and time that the run had reached before; the report counts the difference as
@@ -441,8 +456,18 @@ def open_records(trainer: Trainer) -> dict[str, Any]:
         file.write_text(dump_yaml(resolved))
     except OSError as error:  # not fatal, since each checkpoint has its own config.yaml
         observer.say(f"{file} cannot be written: {error}; training continues")
-    observer.open_trackers(cfg.logging, store.run, resolved, step)
+    goes_back = repeats_steps(start.changes, last, step)
+    observer.open_trackers(cfg.logging, store.run, resolved, step, goes_back)
     return {name: last.get(name) for name in ("step", "time")}
+
+
+def repeats_steps(changes: dict[str, list[Any]], last: dict[str, Any], step: int) -> bool:
+    """Return True if a run resumes after `step` with settings that give later steps other values.
+
+    last: the last line of the metrics before.
+    """
+    groups = {key.split(".")[0] for key in changes}
+    return not groups <= WITHOUT_VALUES and last.get("step", 0) > step
 
 
 def comparing_ranks(trainer: Trainer, world: World):

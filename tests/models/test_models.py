@@ -28,14 +28,16 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAttention
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import REFUSED_UNLESS, TRANSFORMERS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.families import FULL
-from fsdp_trainer.models.hf.read_architecture import read_architecture
+from fsdp_trainer.models.families import FAMILIES, FULL
+from fsdp_trainer.models.hf.read_architecture import read_architecture, stored_vocabulary
 from fsdp_trainer.models.initialize import BLOCK, draw_numbers, initialize_weights
 from fsdp_trainer.models.resolve import model_problems, resolve_model
 from fsdp_trainer.models.rope import Rope
+from fsdp_trainer.run.describe import left_out_of_training
 from fsdp_trainer.training.objective import CrossEntropy
+from fsdp_trainer.training.weights import stored_config
 
 CPU = torch.device("cpu")
 
@@ -281,7 +283,7 @@ UNSUPPORTED = """
 {"hidden_act": "relu"}
 {"quantization_config": {"quant_method": "fp8"}}
 {"layer_types": ["chunked_attention", "full_attention"]}
-{"attention_dropout": 0.1}
+{"attention_dropout": 1.5}
 {"use_bidirectional_attention": true}
 {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
 {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
@@ -344,9 +346,47 @@ def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_
         assert said in refused.err
 
 
+REFUSED = [
+    *(("llama", key) for key in REFUSED_UNLESS),
+    *((family, key) for family, spec in FAMILIES.items() for key in spec.refused_unless),
+]
+
+
+@pytest.mark.parametrize(("family", "key"), REFUSED)
+def test_a_key_of_a_folder_that_is_refused_is_named_with_its_file_and_what_to_do(
+    tmp_path, family, key
+):
+    value, names = key.startswith("use_") or "other", [FAMILIES[family].architecture]
+    folder = config_json(tmp_path, model_type=family, architectures=names, **{key: value})
+    [problem] = model_problems(TrainConfig(model=Model(init_from=str(folder))))
+    assert problem.what == f"{folder}/config.json: {key}={value}"
+    ways = ("model.implementation=transformers", f'"{key}": ', "its own model_type", "convert the")
+    assert any(way in problem.reason for way in ways), problem.reason
+
+
+def test_dropout_is_left_out_of_training_with_a_line_whatever_computes_the_model(tmp_path):
+    keys = {"attention_dropout": 0.1, "resid_pdrop": 0.0, "classifier_dropout": 0.1}
+    config = ModelConfig.from_hf(config_json(tmp_path, **keys))
+    [line] = left_out_of_training(config.source)
+    assert "attention_dropout=0.1 in config.json: dropout" in line
+    assert "pdrop" not in line
+    assert "classifier" not in line
+    nested = left_out_of_training({"text_config": {"hidden_dropout": 0.2}, "vision_config": {}})
+    assert "text_config.hidden_dropout=0.2" in nested[0]
+    assert not left_out_of_training({"attention_dropout": 0.0})
+
+
+def test_a_folder_that_only_transformers_computes_is_asked_for_its_vocabulary(tmp_path):
+    folder = config_json(tmp_path, hidden_act="relu")
+    config = read_architecture(folder, TRANSFORMERS)
+    assert stored_vocabulary(folder) == stored_config(folder, config).vocab_size
+    with pytest.raises(UserError, match=r"model\.implementation=transformers"):
+        read_architecture(folder)
+
+
 def test_all_that_is_not_supported_is_told_at_once(tmp_path):
-    odd = {"attention_dropout": 0.1, "hidden_act": "relu", "rope_parameters": {"rope_type": "yarn"}}
-    with pytest.raises(UserError, match=r"(?s)attention_dropout.*relu.*yarn"):
+    odd = {"logit_scale": 0.1, "hidden_act": "relu", "rope_parameters": {"rope_type": "yarn"}}
+    with pytest.raises(UserError, match=r"(?s)logit_scale.*relu.*yarn"):
         ModelConfig.from_hf(config_json(tmp_path, **odd))
 
 

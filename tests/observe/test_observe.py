@@ -10,12 +10,14 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 import threading
 import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import inject
 import pytest
@@ -43,6 +45,7 @@ from fsdp_trainer.observe.records import numbers
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.observe.trackers import Tracker, Trackers
+from fsdp_trainer.run.run import repeats_steps
 from fsdp_trainer.training.objective import CrossEntropy
 
 FIELDS = {
@@ -407,6 +410,50 @@ def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path
             "grpo/reward": 0.5, "grpo/reward/exact": 0.25, "grpo/answers": 3,
         }
     ]  # fmt: skip
+
+
+class WandbRuns(dict):
+    """Stands in for wandb: the losses that each of its runs has, by id and step."""
+
+    def init(self, id, **options):
+        losses = self.setdefault(id, {})
+
+        def log(values, step):
+            assert step >= run.step, "W&B drops it"
+            losses[step], run.step = values["loss"], step
+
+        run = SimpleNamespace(step=max(losses, default=0), log=log, finish=lambda exit_code: None)
+        return run
+
+
+def test_steps_that_are_repeated_with_other_values_replace_the_earlier_ones_in_trackers(
+    tmp_path, monkeypatch
+):
+    mlflow, wandb, said = pytest.importorskip("mlflow"), WandbRuns(), []
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    file, cfg = tmp_path / "metrics.jsonl", Logging(wandb="online", mlflow=True)
+
+    def logged(steps, **start):
+        trackers = Trackers(cfg, tmp_path, {"optim": {"lr": 1}}, said.append, **start)
+        for step, loss in steps:
+            trackers.log({"step": step, "loss": loss})
+        trackers.close(0)
+        client = mlflow.MlflowClient()
+        history = client.get_metric_history((tmp_path / "mlflow_id").read_text(), "loss")
+        assert {one.step: one.value for one in history} == [*wandb.values()][-1]
+        return [*wandb.values()][-1], len(wandb)
+
+    file.write_text("".join(json.dumps({"step": i, "loss": i}) + "\n" for i in (1, 2)))
+    assert logged([(1, 1), (2, 2), (3, 3)])[1] == 1
+    assert logged([(3, 3), (4, 4)], step=2) == ({1: 1, 2: 2, 3: 3, 4: 4}, 1), "after a crash"
+    assert logged([(3, 30), (4, 40)], step=2, goes_back=True) == ({1: 1, 2: 2, 3: 30, 4: 40}, 2)
+    assert logged([(5, 5), (3, 7)], step=4) == ({1: 1, 2: 2, 3: 7}, 3), "after a spike"
+    assert said[0].startswith("wandb has steps after 2 that are now repeated")
+    assert repeats_steps({"optim.lr": [1, 2]}, {"step": 4}, 2)
+    assert not repeats_steps({"optim.lr": [1, 2]}, {"step": 2}, 2)
+    assert not repeats_steps({"logging.every": [1, 2], "world_size": [1, 2]}, {"step": 4}, 2)
 
 
 def test_an_offline_wandb_run_goes_on_in_the_same_one(train):

@@ -46,7 +46,7 @@ from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.new_model import meta_decoder
-from fsdp_trainer.models.hf.read_architecture import read_architecture
+from fsdp_trainer.models.hf.read_architecture import stored_vocabulary
 
 MAX_SHOWN_PROBLEMS = 40
 INDEX = "model.safetensors.index.json"
@@ -336,7 +336,7 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
     fit the model.
     """
     model = meta_decoder(config)
-    vocab_size = read_architecture(described_at(folder)).vocab_size
+    vocab_size = stored_vocabulary(described_at(folder))
     return parameters_of(model, _require_fitting(model, folder, vocab_size), vocab_size)
 
 

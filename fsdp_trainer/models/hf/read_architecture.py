@@ -37,6 +37,14 @@ def read_architecture(folder: str | Path, implementation: str = AUTO) -> ModelCo
     return read_hf_config(Path(folder), raw)
 
 
+def stored_vocabulary(folder: str | Path) -> int:
+    """Return the vocabulary of a folder's model, whatever computes it. Raises UserError."""
+    raw = read_config_file(Path(folder) / "config.json")
+    parts = [part for part in (raw.get("text_config"), raw) if isinstance(part, dict)]
+    named = [part["vocab_size"] for part in parts if type(part.get("vocab_size")) is int]
+    return named[0] if named else read_architecture(folder).vocab_size
+
+
 def missing_extra(kind: object, otherwise: str = "") -> Problem | None:
     """Return the problem that transformers is not installed, or None if it is.
 

@@ -3,9 +3,10 @@
 The folders in `token_files` were written by the libraries that own the formats.
 """
 
+import hashlib
 import json
 import shutil
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 
 import inject
 import numpy as np
@@ -208,13 +209,34 @@ def test_samples_too_long_are_dropped_or_cut_as_others_are(tmp_path, store_of):
     assert documents(cut) == [d[:64] for d in DOCUMENTS]
 
 
+@pytest.mark.parametrize("too_long", ["split", "truncate", "drop"])
+def test_documents_are_cut_refused_and_counted_as_rows_of_json_are(tmp_path, store_of, too_long):
+    draw = np.random.default_rng(0)
+    bos, unknown = load_tokenizer("demo:bytes").special_tokens["<|im_start|>"], 300
+    rows = [[*draw.integers(0, 256, 1 + i % 90).tolist(), END] for i in range(300)]
+    rows += [[bos, bos, 1, END], [1, unknown, unknown + 1, END], [1, unknown, END], [3, 4]]
+    keys = {"on_error": "skip", "too_long": too_long, "max_lost": 1.0, "packing": "best_fit"}
+    ours = store_of(write_flat(tmp_path / "a.bin", [*chain(*rows)], "<u4"), **keys)
+    others = store_of(write_rows(tmp_path / "a.jsonl", rows), format="tokens", **keys)
+    assert documents(ours) == documents(others)
+    assert ours.fingerprint == others.fingerprint
+    assert ours.counts == others.counts
+    assert ours.counts["unreadable"] == 2
+    assert ours.supervised_tokens == others.supervised_tokens
+
+
 def test_a_share_of_the_documents_is_held_out_and_stays_in_its_file(tmp_path, prepared):
     everything = [[i, i + 1, END] for i in range(1, 100)]
     path = write_flat(tmp_path / "a.bin", [*chain(*everything)])
     data = prepared(path, validation=0.3)
+    hashes = [
+        hashlib.blake2b(np.array(one, "<i4").tobytes().hex().encode(), digest_size=8).digest()
+        for one in everything
+    ]
+    is_held_out = [int.from_bytes(each, "big") < 0.3 * 2**64 for each in hashes]
+    assert documents(data.validation) == [*compress(everything, is_held_out)]
     both = [*documents(data.train[0]), *documents(data.validation)]
     assert sorted(both) == everything
-    assert 10 < len(data.validation) < 50
     assert len(data.validation.tokens) == 0
 
 

@@ -32,7 +32,12 @@ from fsdp_trainer.data.files.remote_files import open_remote
 from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_LONG
 from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.files.tables import read_arrow, records_of_parts
-from fsdp_trainer.data.token_files.known_token_files import token_edges, token_rows
+from fsdp_trainer.data.token_files.known_token_files import (
+    open_token_file,
+    token_edges,
+    token_rows,
+)
+from fsdp_trainer.data.token_files.token_file import Documents, TokenFile
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
@@ -195,6 +200,21 @@ def read_unit(unit: Unit) -> Iterator[Record]:
             ) from e
         else:
             raise
+
+
+def token_blocks(unit: Unit) -> Iterator[tuple[TokenFile, Documents]]:
+    """Yield the documents of a unit of a token file, many at a time, each with the file.
+
+    Raises UserError if the file changes in the meantime, BadTokenFile if it cannot be read.
+    """
+    try:
+        _check_stamp(unit)
+        file = open_token_file(unit.file)
+        for block in file.blocks(unit.start, unit.stop, unit.separator):
+            yield file, block
+        _check_stamp(unit)
+    except OSError as error:
+        raise _lost(unit, 1, f"cannot be read: {error.strerror or error}") from error
 
 
 def _check_stamp(unit: Unit) -> None:

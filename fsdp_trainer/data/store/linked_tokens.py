@@ -12,10 +12,14 @@ index of their type in NUMBER_TYPES, 0 for a sample whose tokens are in the stor
 NUMBER_TYPES = ("", "<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8")
 
 
+def type_number(dtype: np.dtype) -> int:
+    """Return the index of a type in NUMBER_TYPES."""
+    return NUMBER_TYPES.index(dtype.newbyteorder("<").str.replace("|", "<"))
+
+
 def link_columns(links: list[tuple[int, np.dtype] | None]) -> dict[str, np.ndarray]:
     """Return the columns for samples, each with its first byte and type, or None."""
-    types = [NUMBER_TYPES.index(link[1].newbyteorder("<").str.replace("|", "<")) if link else 0
-             for link in links]  # fmt: skip
+    types = [type_number(link[1]) if link else 0 for link in links]
     return {
         BEGINS: np.array([link[0] if link else 0 for link in links], np.int64),
         TYPES: np.array(types, np.uint8),

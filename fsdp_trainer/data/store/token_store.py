@@ -14,8 +14,15 @@ import numpy as np
 
 from fsdp_trainer.base.checksum import checksum
 from fsdp_trainer.data.images.sample_images import SampleImage, images_json
-from fsdp_trainer.data.store.linked_tokens import BEGINS, TYPES, LinkedTokens, link_columns
+from fsdp_trainer.data.store.linked_tokens import (
+    BEGINS,
+    TYPES,
+    LinkedTokens,
+    link_columns,
+    type_number,
+)
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, MappedArrays
+from fsdp_trainer.data.tokens.document_samples import DocumentSamples
 from fsdp_trainer.data.tokens.samples import Sample
 
 COLUMNS = {
@@ -295,22 +302,51 @@ class StoreWriter:
             "lines": np.broadcast_to(lines, len(samples)),
             "digests": np.array([digest_of(s) for s in samples], np.uint64),
         }
-        for name, dtype in COLUMNS.items():
-            # unlike tofile, write raises an error when the disk is full
-            self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)
         optional = link_columns([sample.link for sample in samples])
         optional[GROUP_STARTS] = np.array([sample.starts_group for sample in samples])
         optional[KINDS] = np.array([sample.kind for sample in samples])
-        for name, (dtype, _) in OPTIONAL.items():
-            self._optional[name] += optional[name].astype(dtype).tobytes()
+        self._append(columns, optional, source)
         self._write_texts(QUESTIONS, [s.question for s in samples if s.question is not None])
         if self._with_images:
             self._write_texts(IMAGES, [images_json(s.images) for s in samples])
+
+    def write_documents(self, samples: DocumentSamples, source: int, file: int) -> None:
+        """Append samples of a token file, as `write` does."""
+        if not len(samples):
+            return
+        learnt = samples.lengths - 1
+        is_linked = samples.begins is not None
+        columns = {
+            "tokens": samples.tokens[: 0 if is_linked else None],
+            "weights": samples.weights[: 0 if is_linked else None],
+            "lengths": samples.lengths,
+            "weight_sums": learnt,
+            "supervised": learnt,
+            "sources": np.broadcast_to(source, len(learnt)),
+            "files": np.broadcast_to(file, len(learnt)),
+            "lines": samples.numbers,
+            "digests": samples.digests(),
+        }
+        optional = {name: np.full(len(learnt), usual) for name, (_, usual) in OPTIONAL.items()}
+        if samples.begins is not None:
+            optional[BEGINS] = samples.begins
+            optional[TYPES][:] = type_number(samples.dtype)
+        self._append(columns, optional, source)
+
+    def _append(
+        self, columns: dict[str, np.ndarray], optional: dict[str, np.ndarray], source: int
+    ) -> None:
+        """Append to the columns of COLUMNS and of OPTIONAL."""
+        for name, dtype in COLUMNS.items():
+            # unlike tofile, write raises an error when the disk is full
+            self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)
+        for name, (dtype, _) in OPTIONAL.items():
+            self._optional[name] += optional[name].astype(dtype).tobytes()
         totals = {
-            "samples": len(samples),
-            "tokens": lengths.sum(),
+            "samples": len(columns["lengths"]),
+            "tokens": columns["lengths"].sum(),
             "supervised": columns["supervised"].sum(),
-            "longest": lengths.max(),
+            "longest": columns["lengths"].max(),
         }
         add_totals(self.totals, {str(source): {what: int(n) for what, n in totals.items()}})
 

@@ -5,7 +5,7 @@ lists them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from fsdp_trainer.base.unpacked import unpack
 LARGEST_DOCUMENT = 1 << 24
 """Tokens of the largest document; a longer one is cut there, as in a file without boundaries."""
 BLOCK = 1 << 22  # tokens that are searched for the end of a document at a time
+LISTED = 1 << 16  # documents of a block where they are listed
 
 
 class BadTokenFile(ValueError):
@@ -41,10 +42,14 @@ class MappedTokens:
     form: str = ""
     """Whose format the file has, and the type of its tokens."""
 
-    def cut(self, start: int, stop: int) -> "MappedTokens":
-        """Return the tokens [start, stop) of this document."""
-        begin = None if self.begin is None else self.begin + start * self.tokens.itemsize
-        return replace(self, tokens=self.tokens[start:stop], begin=begin)
+
+@dataclass(frozen=True)
+class Documents:
+    """Where some documents of a file lie, in its order."""
+
+    numbers: np.ndarray  # [documents] int64 from 1: their own, or those of their first tokens
+    begins: np.ndarray  # [documents] int64: byte of the first token
+    counts: np.ndarray  # [documents] int64: number of tokens, at most LARGEST_DOCUMENT
 
 
 @dataclass(frozen=True)
@@ -133,20 +138,27 @@ class TokenFile:
     def documents(
         self, start: int, stop: int | None, separator: int | None
     ) -> Iterator[tuple[int, MappedTokens]]:
-        """Yield (number from 1, tokens) of the documents that begin in [start, stop).
+        """Yield (number, tokens) of each document of `blocks`."""
+        for block in self.blocks(start, stop, separator):
+            columns = (block.numbers.tolist(), block.begins.tolist(), block.counts.tolist())
+            for number, begin, count in zip(*columns, strict=True):
+                yield number, self._tokens(begin, count)
 
-        start, stop: as in `edges`. separator: the token between documents, where none are listed;
-        a document's number is then that of its first token.
+    def blocks(self, start: int, stop: int | None, separator: int | None) -> Iterator[Documents]:
+        """Yield the documents that begin in [start, stop), many at a time.
+
+        start, stop: as in `edges`. separator: the token between documents, where none are listed.
         """
         stop = len(self) if stop is None else stop
         if self.begins is None:
             yield from self._separated(start, stop, separator)
             return
         assert self.counts is not None
-        for number in range(start, stop):
-            begin, count = int(self.begins[number]), int(self.counts[number])
-            for piece in _pieces(self._tokens(begin, count)):
-                yield number + 1, piece
+        for first in range(start, stop, LISTED):
+            part = slice(first, min(first + LISTED, stop))
+            numbers = np.arange(part.start, part.stop, dtype=np.int64) + 1
+            whole = Documents(numbers, self.begins[part], self.counts[part])
+            yield _in_pieces(whole, self.dtype.itemsize, number_step=0)
 
     def _tokens(self, begin: int, count: int) -> MappedTokens:
         end = begin + count * self.dtype.itemsize
@@ -154,50 +166,60 @@ class TokenFile:
         form = f"{self.name}, {self.dtype.name}"
         return MappedTokens(tokens, begin if self.is_mapped else None, form)
 
-    def _separated(
-        self, start: int, stop: int, separator: int | None
-    ) -> Iterator[tuple[int, MappedTokens]]:
+    def _separated(self, start: int, stop: int, separator: int | None) -> Iterator[Documents]:
         tokens = self.content[self.first :]
         tokens = tokens[: len(self) * self.dtype.itemsize].view(self.dtype)
         leads = self.separator_leads
         if leads is None:
             leads = len(tokens) > 0 and separator is not None and int(tokens[0]) == separator
         after = 0 if leads else 1  # from a separator to the first token of the next document
-        places = _places(tokens, separator, max(0, start - after))
-        begin = 0 if start == 0 else next(places, len(tokens)) + after
-        for place in places if begin < stop else ():
-            # a separator that begins the next document also ends this one, so that it is learnt
-            if place > begin + bool(leads):
-                yield from self._numbered(begin, place + 1)
-            begin = place + after
+        begin = 0 if start == 0 else None  # of the next document; None: behind the next separator
+        for places in _places(tokens, separator, max(0, start - after)):
+            if begin is None:
+                begin, places = int(places[0]) + after, places[1:]
             if begin >= stop:
                 return
-        if begin < min(stop, len(tokens)):
-            yield from self._numbered(begin, len(tokens))
+            begins = np.concatenate([[begin], places + after])
+            # a separator that begins the next document also ends this one, so that it is learnt
+            is_one = (places > begins[:-1] + bool(leads)) & (begins[:-1] < stop)
+            yield self._from_places(begins[:-1][is_one], places[is_one] + 1)
+            begin = int(begins[-1])
+        if begin is not None and begin < min(stop, len(tokens)):
+            yield self._from_places(np.array([begin]), np.array([len(tokens)]))
 
-    def _numbered(self, begin: int, end: int) -> Iterator[tuple[int, MappedTokens]]:
-        whole = self._tokens(self.first + begin * self.dtype.itemsize, end - begin)
-        for i, piece in enumerate(_pieces(whole)):
-            yield begin + i * (LARGEST_DOCUMENT - 1) + 1, piece
+    def _from_places(self, begins: np.ndarray, ends: np.ndarray) -> Documents:
+        """Return the documents [begins, ends), which are places of tokens."""
+        size = self.dtype.itemsize
+        whole = Documents(begins + 1, self.first + begins * size, ends - begins)
+        return _in_pieces(whole, size, number_step=LARGEST_DOCUMENT - 1)
 
 
-def _places(tokens: np.ndarray, token: int | None, start: int) -> Iterator[int]:
-    """Yield the places of a token from `start` on."""
+def _places(tokens: np.ndarray, token: int | None, start: int) -> Iterator[np.ndarray]:
+    """Yield the places of a token from `start` on, many at a time: [places] int64, not empty."""
     if token is None or not 0 <= token <= np.iinfo(tokens.dtype).max:
         return
     for first in range(start, len(tokens), BLOCK):
-        yield from (first + np.flatnonzero(tokens[first : first + BLOCK] == token)).tolist()
+        places = first + np.flatnonzero(tokens[first : first + BLOCK] == token)
+        if len(places):
+            yield places
 
 
-def _pieces(document: MappedTokens) -> Iterator[MappedTokens]:
-    """Yield a document in pieces that are not too large.
+def _in_pieces(documents: Documents, itemsize: int, number_step: int) -> Documents:
+    """Return documents with those that are too large in pieces. number_step: between pieces.
 
     A piece begins with the last token of the piece before it, so that every token is predicted.
     """
-    yield document.cut(0, LARGEST_DOCUMENT)
-    length, step = len(document.tokens), LARGEST_DOCUMENT - 1
-    for start in range(step, length - 1, step):
-        yield document.cut(start, start + LARGEST_DOCUMENT)
+    if not np.any(documents.counts > LARGEST_DOCUMENT):
+        return documents
+    step = LARGEST_DOCUMENT - 1
+    pieces = np.maximum(1, -(-(documents.counts - 1) // step))
+    ends = np.cumsum(pieces)
+    place = np.arange(ends[-1]) - np.repeat(ends - pieces, pieces)
+    return Documents(
+        np.repeat(documents.numbers, pieces) + place * number_step,
+        np.repeat(documents.begins, pieces) + place * step * itemsize,
+        np.minimum(np.repeat(documents.counts, pieces) - place * step, LARGEST_DOCUMENT),
+    )
 
 
 def number_type(content: np.ndarray) -> np.dtype:

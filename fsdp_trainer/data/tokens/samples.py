@@ -180,6 +180,13 @@ class SampleBuilder:
         if len(places) < EXAMPLES and place not in places:
             places.append(place)
 
+    def count_all(self, key: str, file: str, lines: np.ndarray) -> None:
+        """Count an event of each of some lines of a file."""
+        for line in lines[:EXAMPLES].tolist():
+            self.count(key, (file, line))
+        if len(lines) > EXAMPLES:
+            self.counts[key] += len(lines) - EXAMPLES
+
     def render_prompt(self, row: DataQuestion) -> list[Rendered]:
         """Return the prompt up to where the model answers; RecordError if it cannot be rendered."""
         notes: set[str] = set()
@@ -227,15 +234,19 @@ class SampleBuilder:
 
     def _pretokenized(self, row: Pretokenized) -> Rendered:
         """Return tokens unchanged. Raises RecordError if the tokenizer does not know one."""
-        size, tokens = self.tokenizer.vocab_size, np.asarray(row.tokens)
-        beyond = tokens[(tokens < 0) | (tokens >= size)]
+        tokens = np.asarray(row.tokens)
+        beyond = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab_size)]
         if len(beyond):
-            raise RecordError(
-                f"holds the token {beyond[0]}, and the tokenizer has 0 to {size - 1}: "
-                "tokenizer.path has to be what the data was tokenized with"
-            )
+            raise RecordError(self.unknown_token(int(beyond[0])))
         link = None if row.begin is None else (row.begin, tokens.dtype)
         return replace(_with_tokens(tokens, row.learnt, row.where, link), can_be_split=True)
+
+    def unknown_token(self, token: int) -> str:
+        """Return why a row with a token that the tokenizer does not have cannot be used."""
+        return (
+            f"holds the token {token}, and the tokenizer has 0 to {self.tokenizer.vocab_size - 1}:"
+            " tokenizer.path has to be what the data was tokenized with"
+        )
 
     def _segments(self, row: Segments) -> Rendered:
         """Return the tokens of texts that are tokenized separately, as at inference."""

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.data.files.file_splits import Unit, read_records, read_unit
-from fsdp_trainer.data.files.sources import Problems, Record
+from fsdp_trainer.data.files.file_splits import Unit, read_records, read_unit, token_blocks
+from fsdp_trainer.data.files.sources import Problems, Record, RecordError
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
@@ -26,9 +27,11 @@ from fsdp_trainer.data.records.conversations import (
     Reader,
     make_reader,
 )
-from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
+from fsdp_trainer.data.records.preference_records import PROMPTS, SINGLE, UNPAIRED
 from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.data.store.token_store import Damaged, StoreWriter, check_columns
+from fsdp_trainer.data.token_files.known_token_files import is_token_file
+from fsdp_trainer.data.tokens.document_samples import learnable, read_documents
 from fsdp_trainer.data.tokens.records_to_samples import (
     TokenizeOptions,
     choose_reader,
@@ -151,6 +154,8 @@ class TaskTokenizer:
         with_images = options.images is not None
         self.writers = {name: StoreWriter(folder / name, with_images) for name in names}
         self.builder = options.builder()
+        self.reader: Reader | None = None
+        """Reads the rows of the current unit; None until its first row has been read."""
         on_error, listed = options.data.on_error, None
         if on_error == "skip":
             listed = open(folder / SKIPPED, "w", encoding="utf-8")  # noqa: SIM115 - run() closes it
@@ -192,6 +197,9 @@ class TaskTokenizer:
 
     def _tokenize_unit(self, unit: TaskUnit) -> None:
         self.rows, reported = 0, 0
+        if self._holds_tokens_alone(unit):
+            self._copy_documents(unit)
+            return
         for chunk in tokenize_in_chunks(self._texts(unit), self.builder, CHUNK, CHARACTERS):
             samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
             lines: dict[str, list[int]] = {name: [] for name in self.writers}
@@ -203,6 +211,41 @@ class TaskTokenizer:
             tokens = sum(len(sample.tokens) for one in samples.values() for sample in one)
             self.tick(self.rows - reported, tokens)
             reported = self.rows
+
+    def _holds_tokens_alone(self, unit: TaskUnit) -> bool:
+        """Return True for a file of tokens whose documents can be trained on; sets `reader`."""
+        file, data = unit.unit.file, self.options.data
+        if self.options.kind not in (None, SINGLE) or not is_token_file(file):
+            return False
+        row = next(read_records(file), None)
+        if row is None or row.error:
+            return False
+        with suppress(UserError, RecordError):  # reading the rows tells why
+            fields = dict(unit.fields)
+            self.reader = choose_reader(data, row.columns, file, unit.format, fields)
+            return True
+        return False
+
+    def _copy_documents(self, unit: TaskUnit) -> None:
+        """Write the documents of a token file, many at a time."""
+        name, share = unit.unit.file, self.options.share
+
+        def refuse(number: int, reason: str) -> None:
+            if not self.problems.is_enough:
+                self.problems.add((name, number), reason)
+
+        for file, block in token_blocks(unit.unit):
+            for documents in read_documents(file, block):
+                self.rows += len(documents)
+                samples, is_used = learnable(documents, self.builder, name, refuse)
+                place = documents.content_places()[is_used] if share else np.ones(len(samples))
+                for store, writer in self.writers.items():
+                    own = samples.take((place < share) == (store == VALIDATION))
+                    writer.write_documents(own, unit.source, unit.number)
+                self.tick(len(documents), len(samples.tokens))
+            if self.problems.is_enough:
+                return
+        self._note_unit(unit)
 
     def _texts(self, unit: TaskUnit) -> Iterator[tuple[tuple[str, int], Rendered]]:
         """Yield ((store, line), text) for every text of a unit.

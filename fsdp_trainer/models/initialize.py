@@ -3,7 +3,8 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -91,16 +92,31 @@ def draw_part(
 def draw_numbers(
     seed: int, name: str, start: int, count: int, scale: float, draw: Draw = torch.randn
 ) -> Tensor:
-    """Return numbers from `start` on of the infinite sequence of (seed, name): [count] float32."""
-    pieces = []
-    for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
-        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        first = max(start - block * BLOCK, 0)
-        last = min(start + count - block * BLOCK, BLOCK)
-        # always the complete block: a shorter draw returns other numbers
-        pieces.append(draw(BLOCK, generator=generator)[first:last])
-    return torch.cat(pieces).mul_(scale) if pieces else torch.empty(0)
+    """Return numbers from `start` on of the infinite sequence of (seed, name): [count] float32.
+
+    All threads of torch draw, each some of the blocks, so that their number changes nothing.
+    """
+    numbers = torch.empty(count)
+    blocks = range(start // BLOCK, -(-(start + count) // BLOCK))
+
+    def fill(some: Sequence[int]) -> None:
+        for block in some:
+            digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            # always the complete block: a shorter draw returns other numbers
+            drawn = draw(BLOCK, generator=generator)
+            first, last = max(start, block * BLOCK), min(start + count, (block + 1) * BLOCK)
+            part = drawn[first - block * BLOCK : last - block * BLOCK]
+            torch.mul(part, scale, out=numbers[first - start : last - start])
+
+    threads = min(torch.get_num_threads(), len(blocks))
+    if threads < 2:
+        fill(blocks)
+        return numbers
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(fill, [blocks[i::threads] for i in range(threads)]):
+            pass
+    return numbers
 
 
 def draw_symmetric(count: int, generator: torch.Generator) -> Tensor:

@@ -4,11 +4,14 @@ A run may still be running, have crashed, or be of an older version, so any figu
 """
 
 import json
+import math
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -294,19 +297,20 @@ def is_finite(value: Any) -> bool:
 
 def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Return lines as columns of numbers; entries of an object in a line are named `object/key`."""
-    sparse: dict[str, tuple[list[int], list[float]]] = {}
+    dense: dict[str, array[float]] = {}
     count = 0
     for line in lines:
         for name, number in numbers(line):
-            at, values = sparse.setdefault(name, ([], []))
-            at.append(count)
+            if name not in dense:
+                dense[name] = array("d")
+            column = dense[name]
+            column.extend(repeat(math.nan, count + 1 - len(column)))
             # of a whole number that is too large, numpy can make no other
-            values.append(number if isinstance(number, float) or is_finite(number) else np.inf)
+            column[count] = number if isinstance(number, float) or is_finite(number) else math.inf
         count += 1
-    dense = {name: np.full(count, np.nan) for name in sparse}
-    for name, (at, values) in sparse.items():
-        dense[name][at] = values
-    return dense
+    for column in dense.values():
+        column.extend(repeat(math.nan, count - len(column)))
+    return {name: np.frombuffer(column) for name, column in dense.items()}
 
 
 def last_but_refusals(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:

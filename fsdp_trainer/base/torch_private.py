@@ -423,6 +423,34 @@ def replace_reduce_scatters(module: Any, new: Callable[[], Any]) -> None:
             group._reduce_scatter_comm = new()
 
 
+class _OneBuffer:
+    """Allocates the two buffers of a reduction of one rank as one."""
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new buffer, and the same one the second time."""
+        first, self._first = self._first, None
+        if first is not None and (first.shape, first.dtype) == (torch.Size(size), dtype):
+            return first
+        self._first = torch.empty(*size, dtype=dtype, device=device)
+        return self._first
+
+
+def keep_gradients_of_one_rank(module: Any) -> None:
+    """Leave gradients that no other rank shares where they are collected.
+
+    FSDP2 divides them by the factor, also by 1, in a temporary, and copies the result to a second
+    buffer: 16 bytes a float32. A copy of a tensor to itself does nothing.
+    set_custom_reduce_scatter refuses units with parameters on two meshes.
+    """
+    for group in _fsdp_groups(module):
+        if group.mesh_info.mesh.size() == 1:
+            group._reduce_scatter_comm = _OneBuffer()
+            group.gradient_divide_factor = None
+
+
 def keep_second_copy(module: Any, mesh: DeviceMesh) -> None:
     """Let a unit keep a copy from forward to backward, sharded over the mesh's last dimension.
 

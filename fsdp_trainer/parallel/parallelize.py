@@ -51,6 +51,7 @@ from torch.distributed.fsdp import (
 from fsdp_trainer.base.torch_private import (
     free_second_copy,
     gathered_after_forward,
+    keep_gradients_of_one_rank,
     keep_second_copy,
     reduce_scatter_groups,
     set_timeout,
@@ -210,6 +211,7 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
     for module in fsdp_modules(model):
         # the loss is already divided by the step's global weight
         module.set_gradient_divide_factor(1.0)
+        keep_gradients_of_one_rank(module)
         # gloo has no pre-multiplied sum, and NCCL's symmetric reduction supports only sums
         module.set_force_sum_reduction_for_comms(True)
     choose_communication(model, cfg, dims)

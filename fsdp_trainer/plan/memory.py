@@ -775,13 +775,19 @@ class Step:
         activations = held.saved + self.activations.stream
         self.at(phase, when, Now(activations, 0 if self.sums_whole else whole, fetched))
         held.reduce(unit.trained * reduce if self.sums_whole else 0, 0, 0)
-        # a single rank sends nothing, but FSDP2 still makes a copy, divided by 1.0
+        replicas = self.layout.sizes["replicate"]
+        # without sharding FSDP2 sends nothing, but makes a copy, divided by 1.0
         again = message if self.units.ranks == 1 else self.units.gloo_copy(message)
         if self.layout.encodes_gradients:  # what is sent, what is received, a sum and an addend
             again = unit.trained_padded * 2 * BYTES + 2 * unit.own * SUM_BYTES
-        self.at(phase, when, Now(activations, 0, fetched, again + out))
-        is_cast = self.layout.sizes["replicate"] > 1 and reduce != self.model.stored_number
         adds = self.sums_whole or not self.later
+        if self.units.ranks == replicas == 1:  # see torch_private.keep_gradients_of_one_rank
+            again = out = 0
+            if adds and reduce == self.states.gradient:  # the message becomes the gradient
+                held.in_flight[-1] = 0
+                out = message
+        self.at(phase, when, Now(activations, 0, fetched, again + out))
+        is_cast = replicas > 1 and reduce != self.model.stored_number
         held.reduce(0, unit.own * self.states.gradient if adds else 0, out if is_cast else 0)
 
     def update(self) -> None:

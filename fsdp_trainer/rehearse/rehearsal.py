@@ -18,11 +18,11 @@ from fsdp_trainer.rehearse.rehearsed_run import Rehearsed
 
 MOST_MICRO_BATCHES = 3
 """The first micro-batch of a step, one between, and the last: others between do the same."""
-BEYOND_STAGES = 1
+BEYOND_STAGES = 2
 """Micro-batches that a pipeline runs besides those that fill it.
 
-With 1f1b, zbv and dualpipev on 2, 3 and 4 ranks, one is enough for the peak of a whole step, to the
-last byte.
+With one the peak may be at another moment than in a longer step. With two it is that of a whole step
+to the last byte, by 1f1b, zbv and dualpipev on 2, 3 and 4 ranks.
 """
 PACKAGE = Path(fsdp_trainer.__file__).parent
 OWNERS = "owners"

@@ -775,20 +775,24 @@ class Step:
         activations = held.saved + self.activations.stream
         self.at(phase, when, Now(activations, 0 if self.sums_whole else whole, fetched))
         held.reduce(unit.trained * reduce if self.sums_whole else 0, 0, 0)
-        replicas = self.layout.sizes["replicate"]
-        # without sharding FSDP2 sends nothing, but makes a copy, divided by 1.0
-        again = message if self.units.ranks == 1 else self.units.gloo_copy(message)
-        if self.layout.encodes_gradients:  # what is sent, what is received, a sum and an addend
-            again = unit.trained_padded * 2 * BYTES + 2 * unit.own * SUM_BYTES
         adds = self.sums_whole or not self.later
+        replicas = self.layout.sizes["replicate"]
         if self.units.ranks == replicas == 1:  # see torch_private.keep_gradients_of_one_rank
-            again = out = 0
+            sent = 0.0
             if adds and reduce == self.states.gradient:  # the message becomes the gradient
-                held.in_flight[-1] = 0
-                out = message
-        self.at(phase, when, Now(activations, 0, fetched, again + out))
+                sent, held.in_flight[-1] = message, 0.0
+        else:
+            sent = self._beside_message(unit, message) + out
+        self.at(phase, when, Now(activations, 0, fetched, sent))
         is_cast = replicas > 1 and reduce != self.model.stored_number
         held.reduce(0, unit.own * self.states.gradient if adds else 0, out if is_cast else 0)
+
+    def _beside_message(self, unit: FsdpUnit, message: float) -> float:
+        """Return the temporary bytes beside a message of gradients and its result."""
+        if self.layout.encodes_gradients:  # what is sent, what is received, a sum and an addend
+            return unit.trained_padded * 2 * BYTES + 2 * unit.own * SUM_BYTES
+        # without sharding FSDP2 sends nothing, but makes a copy, divided by 1.0
+        return message if self.units.ranks == 1 else self.units.gloo_copy(message)
 
     def update(self) -> None:
         """Record the moment of the optimizer's step."""

@@ -21,8 +21,8 @@ MOST_MICRO_BATCHES = 3
 BEYOND_STAGES = 2
 """Micro-batches that a pipeline runs besides those that fill it.
 
-With one the peak may be at another moment than in a longer step. With two it is that of a whole step
-to the last byte, by 1f1b, zbv and dualpipev on 2, 3 and 4 ranks.
+With one the peak may be at another moment than in a longer step. With two it is that of a whole
+step to the last byte, by 1f1b, zbv and dualpipev on 2, 3 and 4 ranks.
 """
 PACKAGE = Path(fsdp_trainer.__file__).parent
 OWNERS = "owners"

@@ -37,7 +37,7 @@ from fsdp_trainer.data.token_files.known_token_files import (
     token_edges,
     token_rows,
 )
-from fsdp_trainer.data.token_files.token_file import Documents, TokenFile
+from fsdp_trainer.data.token_files.token_file import ListedDocuments, TokenFile
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
@@ -202,7 +202,7 @@ def read_unit(unit: Unit) -> Iterator[Record]:
             raise
 
 
-def token_blocks(unit: Unit) -> Iterator[tuple[TokenFile, Documents]]:
+def token_blocks(unit: Unit) -> Iterator[tuple[TokenFile, ListedDocuments]]:
     """Yield the documents of a unit of a token file, many at a time, each with the file.
 
     Raises UserError if the file changes in the meantime, BadTokenFile if it cannot be read.

@@ -44,7 +44,7 @@ class MappedTokens:
 
 
 @dataclass(frozen=True)
-class Documents:
+class ListedDocuments:
     """Where some documents of a file lie, in its order."""
 
     numbers: np.ndarray  # [documents] int64 from 1: their own, or those of their first tokens
@@ -144,7 +144,9 @@ class TokenFile:
             for number, begin, count in zip(*columns, strict=True):
                 yield number, self._tokens(begin, count)
 
-    def blocks(self, start: int, stop: int | None, separator: int | None) -> Iterator[Documents]:
+    def blocks(
+        self, start: int, stop: int | None, separator: int | None
+    ) -> Iterator[ListedDocuments]:
         """Yield the documents that begin in [start, stop), many at a time.
 
         start, stop: as in `edges`. separator: the token between documents, where none are listed.
@@ -157,7 +159,7 @@ class TokenFile:
         for first in range(start, stop, LISTED):
             part = slice(first, min(first + LISTED, stop))
             numbers = np.arange(part.start, part.stop, dtype=np.int64) + 1
-            whole = Documents(numbers, self.begins[part], self.counts[part])
+            whole = ListedDocuments(numbers, self.begins[part], self.counts[part])
             yield _in_pieces(whole, self.dtype.itemsize, number_step=0)
 
     def _tokens(self, begin: int, count: int) -> MappedTokens:
@@ -166,7 +168,7 @@ class TokenFile:
         form = f"{self.name}, {self.dtype.name}"
         return MappedTokens(tokens, begin if self.is_mapped else None, form)
 
-    def _separated(self, start: int, stop: int, separator: int | None) -> Iterator[Documents]:
+    def _separated(self, start: int, stop: int, separator: int | None) -> Iterator[ListedDocuments]:
         tokens = self.content[self.first :]
         tokens = tokens[: len(self) * self.dtype.itemsize].view(self.dtype)
         leads = self.separator_leads
@@ -187,10 +189,10 @@ class TokenFile:
         if begin is not None and begin < min(stop, len(tokens)):
             yield self._from_places(np.array([begin]), np.array([len(tokens)]))
 
-    def _from_places(self, begins: np.ndarray, ends: np.ndarray) -> Documents:
+    def _from_places(self, begins: np.ndarray, ends: np.ndarray) -> ListedDocuments:
         """Return the documents [begins, ends), which are places of tokens."""
         size = self.dtype.itemsize
-        whole = Documents(begins + 1, self.first + begins * size, ends - begins)
+        whole = ListedDocuments(begins + 1, self.first + begins * size, ends - begins)
         return _in_pieces(whole, size, number_step=LARGEST_DOCUMENT - 1)
 
 
@@ -204,7 +206,7 @@ def _places(tokens: np.ndarray, token: int | None, start: int) -> Iterator[np.nd
             yield places
 
 
-def _in_pieces(documents: Documents, itemsize: int, number_step: int) -> Documents:
+def _in_pieces(documents: ListedDocuments, itemsize: int, number_step: int) -> ListedDocuments:
     """Return documents with those that are too large in pieces. number_step: between pieces.
 
     A piece begins with the last token of the piece before it, so that every token is predicted.
@@ -215,7 +217,7 @@ def _in_pieces(documents: Documents, itemsize: int, number_step: int) -> Documen
     pieces = np.maximum(1, -(-(documents.counts - 1) // step))
     ends = np.cumsum(pieces)
     place = np.arange(ends[-1]) - np.repeat(ends - pieces, pieces)
-    return Documents(
+    return ListedDocuments(
         np.repeat(documents.numbers, pieces) + place * number_step,
         np.repeat(documents.begins, pieces) + place * step * itemsize,
         np.minimum(np.repeat(documents.counts, pieces) - place * step, LARGEST_DOCUMENT),

@@ -1,4 +1,4 @@
-"""Documents of a token file to samples, many at a time.
+"""ListedDocuments of a token file to samples, many at a time.
 
 Samples, counts and places are those that `SampleBuilder` makes of one document after the other, but
 Python makes no object for a document.
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fsdp_trainer.data.token_files.token_file import Documents, TokenFile
+from fsdp_trainer.data.token_files.token_file import ListedDocuments, TokenFile
 from fsdp_trainer.data.tokens.samples import (
     CUT_HELPS,
     FITS,
@@ -35,7 +35,7 @@ class DocumentSamples:
 
     tokens: np.ndarray  # [Σ lengths] int32; of documents as they were read: of the file's type
     lengths: np.ndarray  # [samples] int64
-    numbers: np.ndarray  # [samples] int64: as in Documents
+    numbers: np.ndarray  # [samples] int64: as in ListedDocuments
     begins: np.ndarray | None  # [samples] int64: byte of the file; None if it is compressed
     dtype: np.dtype
     """Type of the tokens in the file."""
@@ -96,7 +96,7 @@ def _hashes(content: memoryview, sizes: np.ndarray) -> bytes:
     return b"".join([blake2b(content[a:b], digest_size=8).digest() for a, b in parts])
 
 
-def read_documents(file: TokenFile, block: Documents) -> Iterator[DocumentSamples]:
+def read_documents(file: TokenFile, block: ListedDocuments) -> Iterator[DocumentSamples]:
     """Yield the documents of a block as they are, with bounded memory."""
     ends = np.cumsum(block.counts)
     total = int(ends[-1]) if len(ends) else 0

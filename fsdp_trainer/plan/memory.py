@@ -785,7 +785,7 @@ class Step:
             sent = self._beside_message(unit, message) + out
         self.at(phase, when, Now(activations, 0, fetched, sent))
         is_cast = replicas > 1 and reduce != self.model.stored_number
-        held.reduce(0, unit.own * self.states.gradient if adds else 0, out if is_cast else 0)
+        held.reduce(0, adds * unit.own * self.states.gradient, is_cast * out)
 
     def _beside_message(self, unit: FsdpUnit, message: float) -> float:
         """Return the temporary bytes beside a message of gradients and its result."""

@@ -104,6 +104,12 @@ WARNINGS = {
         [{"prompt": "q", "chosen": "a", "rejected": end} for end in ("b", "a ")],
         each("m.content | trim"),
     ),
+    "two_answers": (1, [{"messages": TWO}]),
+    "marked_prompt": (1, [{"messages": [turn("user", "q") | {"train": True}, TWO[1]]}]),
+    "worse_chosen": (
+        1,
+        [{"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}],
+    ),
     "no_other_prompt": (
         1,
         [labelled("q" * 30)],
@@ -150,7 +156,8 @@ NOTES = {
 
 
 def test_every_finding_has_a_case_here():
-    of_images = {"no_first_token"}  # in test_data_images.py
+    of_images = {key for key in KINDS if key.startswith("images_")}  # in test_data_images.py
+    of_images.add("no_first_token")
     assert WARNINGS.keys() | NOTES.keys() | of_images == KINDS.keys()
 
 

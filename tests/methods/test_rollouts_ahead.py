@@ -145,7 +145,7 @@ def test_environments_of_open_rollouts_are_where_they_were_after_a_stop(train, t
     with_environment(tmp_path, STATEFUL.replace('"refuse"', '""'), "Counts")
     middle = f"checkpoint.resume={checkpoint(whole, 2)}"
     failed = train("failed", *keys, middle, ranks=2).event("environment_failed")
-    reasons = " ".join(event["reasons"] for event in failed)
+    reasons = " ".join(reason for event in failed for reason in event["reasons"])
     assert "replay: " in reasons
     assert "ValueError: not again" in reasons
 

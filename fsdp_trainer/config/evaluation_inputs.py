@@ -52,7 +52,7 @@ def _files_of(name: str) -> list[str]:
     A folder may also have parts of tasks, which tasks include.
     """
     if os.path.isdir(name):
-        files = [path for path in Path(name).iterdir() if is_file(path.name)]
+        files = [path for path in Path(name).iterdir() if is_file(path.name) and path.is_file()]
         return sorted(str(path) for path in files if _has_key(path, "task|group|environment"))
     return sorted(glob.glob(name)) if is_file(name) and not os.path.isfile(name) else []
 
@@ -75,8 +75,8 @@ def in_folder(path: Any, folder: Path) -> Any:
         return [in_folder(each, folder) for each in path]
     if not isinstance(path, str) or not path or "://" in path or os.path.isabs(path):
         return path
-    is_there = next(iter(glob.glob(str(folder / path))), None)
-    return str(folder / path) if is_there else path
+    inside = str(folder / path)
+    return inside if os.path.exists(inside) or glob.glob(inside) else path
 
 
 def has_environment(name: str) -> bool:

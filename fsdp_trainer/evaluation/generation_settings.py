@@ -85,12 +85,13 @@ def read_settings(task: str, options: Mapping[str, Any]) -> GenerationSettings:
         for name, value in options.items()
         if (reason := why_not(name, value))
     ]
-    lengths = {name: int(options[name]) for name in LENGTHS if options.get(name) is not None}
-    if len(set(lengths.values())) > 1 and not problems:
-        shown = f"{task}: generation_kwargs: {'  '.join(lengths)}"
-        problems.append(Problem(shown, "say different lengths: leave one of them"))
     if problems:
         raise UserError("a task cannot be run", problems)
+    lengths = {name: int(options[name]) for name in LENGTHS if options.get(name) is not None}
+    if len(set(lengths.values())) > 1:
+        shown = f"{task}: generation_kwargs: {'  '.join(lengths)}"
+        problem = Problem(shown, "say different lengths: leave one of them")
+        raise UserError("a task cannot be run", [problem])
     until = options.get("until") or []
     return GenerationSettings(
         _sampling(options, next(iter(lengths.values()), DEFAULT_ANSWER)),
@@ -111,7 +112,7 @@ def unused_settings(options: Mapping[str, Any]) -> str:
 def why_not(name: str, value: Any) -> str | None:
     """Return why a setting cannot be used; None if it can."""
     if name not in (*COMPUTED, *NEUTRAL):
-        near = nearest(name, COMPUTED)
+        near = nearest(str(name), COMPUTED)
         return "there is no such setting here" + (f". Did you mean  {near} ?" if near else "")
     if value is None:
         return None

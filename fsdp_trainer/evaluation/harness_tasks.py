@@ -253,7 +253,9 @@ def names_tasks(spec: Any) -> bool:
     if isinstance(members, str) and "group" in spec:
         return True
     return isinstance(members, list) and any(
-        isinstance(one, str) or names_tasks(one) or isinstance(one.get("task"), str)
+        isinstance(one, str)
+        or names_tasks(one)
+        or (isinstance(one, dict) and isinstance(one.get("task"), str))
         for one in members
     )
 
@@ -363,9 +365,8 @@ def with_paths(spec: Any, folder: Path) -> Any:
 
 def is_local(path: Any, folder: Path) -> bool:
     """Return True for a path in a folder that is no builder of datasets, such as json."""
-    return (
-        isinstance(path, str) and path not in BUILDERS and bool(path) and (folder / path).exists()
-    )
+    is_path = isinstance(path, str) and bool(path) and path not in BUILDERS
+    return is_path and os.path.exists(folder / path)
 
 
 def unknown_keys(spec: Any) -> Iterator[str]:

@@ -38,6 +38,8 @@ IDLE_PROMPT = [0]
 Idle = tuple[list[int], PromptImages | None]
 """Such a prompt, and its images: it has some if all others have, since a tower is sharded, too."""
 IDLE: Idle = IDLE_PROMPT, None
+AT_ONCE = 256
+"""Tokens of a prompt whose logits exist at the same time."""
 
 IsOver = Callable[[list[int]], bool]
 """A function of an answer's tokens, called after each new one, that returns True to end it."""
@@ -363,16 +365,17 @@ def continue_all(
             pass
 
 
+@torch.no_grad()
 def prompt_scores(model: Decoder, prompt: list[int], alternatives: int) -> list[TokenScore]:
-    """Return the scores of a prompt's tokens but the first."""
-    if len(prompt) < 2:
-        return []
+    """Return the scores of a prompt's tokens but the first. The logits never exist whole."""
     device = model.lm_head.weight.device
     tokens = to_device(np.array(prompt, np.int64), device)
     positions = torch.arange(len(prompt), device=device)
     layout = Prompts([len(prompt)], device)
-    logits = model.next_logits(tokens[None], positions[None], layout, positions[:-1])
-    return token_scores(logits, tokens[1:], alternatives)
+    states = model.inference_hidden(tokens[None], positions[None], layout)[0, :-1]
+    scored = zip(states.split(AT_ONCE), tokens[1:].split(AT_ONCE), strict=True)
+    parts = [token_scores(model.logits_of(part), own, alternatives) for part, own in scored]
+    return [score for part in parts for score in part]
 
 
 def idle_answer(idle: Idle, sampling: Sampling) -> Continuation:

@@ -447,7 +447,7 @@ class Decoder(nn.Module):
         length = tokens.shape[1]
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
         hidden = self.inference_hidden(tokens, positions, OneDocument(length))
-        return self.lm_head(self.normed(hidden))
+        return self.logits_of(hidden)
 
     @torch.no_grad()
     def next_logits(
@@ -464,7 +464,11 @@ class Decoder(nn.Module):
         norm and head, as is required if they are sharded as one FSDP unit.
         """
         hidden = self.inference_hidden(tokens, positions, layout, caches)
-        return self.lm_head(self.normed(hidden.flatten(0, 1).index_select(0, index)))
+        return self.logits_of(hidden.flatten(0, 1).index_select(0, index))
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Return the logits for states after the last block, [..., vocabulary]."""
+        return self.lm_head(self.normed(states))
 
     def inference_hidden(self, *args: Any) -> Tensor:
         """Return the residual stream after the last block. Takes the arguments of `hidden`."""

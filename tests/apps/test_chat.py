@@ -38,6 +38,7 @@ from fsdp_trainer.data.records.messages import read_turns
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.scoring import Ending, Scorer
+from fsdp_trainer.generation import continuations
 from fsdp_trainer.generation.continuations import Continuation, never
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -132,6 +133,8 @@ def test_each_setting_of_a_request_has_an_effect_or_is_refused_by_name():
         assert raised.value.param == key
     with pytest.raises(BadRequest, match="did you mean 'temperature'"):
         read_request({"messages": HI, "temprature": 1}, defaults)
+    with pytest.raises(BadRequest, match="ids of tokens"):
+        read_request({"messages": HI, "logit_bias": {"9" * 5000: 1}}, defaults)
     with pytest.raises(BadRequest, match="cannot both be true"):
         both = {"continue_final_message": True, "add_generation_prompt": True}
         read_request({"messages": HI, **both}, defaults)
@@ -446,7 +449,8 @@ def test_a_turn_goes_on_where_it_ends(server):
 
 
 @pytest.mark.slow
-def test_text_completions_give_the_likelihoods_that_lm_eval_reads(server):
+def test_text_completions_give_the_likelihoods_that_lm_eval_reads(server, monkeypatch):
+    monkeypatch.setattr(continuations, "AT_ONCE", 4)
     client, speaker = server.client().completions, server.engine.speaker
     prompts = [speaker.encode(text) for text in ("one question: an answer", "another 世界")]
     scorer = Scorer(speaker.model, 4, torch.device("cpu"))

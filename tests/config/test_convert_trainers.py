@@ -109,6 +109,15 @@ def test_data_sets_of_axolotls_list_are_read_as_it_says(name, tmp_path):
     require(converted(tmp_path, {"base_model": "m"} | settings), case)
 
 
+@pytest.mark.parametrize("path", [{"data_files": []}, {"path": f"org/{'n' * 400}"}, [[]], None])
+def test_an_odd_list_of_data_sets_stops_nothing(path, tmp_path):
+    settings = {"base_model": "m", "datasets": [path, {"path": "a"}], "seed": 3}
+    assert sets_of(converted(tmp_path, settings))["run.seed"] == 3
+    named = {"model_name_or_path": "m", "finetuning_type": "lora", "dataset": "a", "seed": 3}
+    named |= {"dataset_dir": "d" * 400}
+    assert sets_of(converted(tmp_path, named))["run.seed"] == 3
+
+
 def leaves(value, key=""):
     """Names and values of all leaves of a file, however deep."""
     if isinstance(value, dict) and value:

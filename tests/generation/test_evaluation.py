@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness on our decoder: the same numbers as with transformers."""
 
 import json
+import math
 import shutil
 
 import inject
@@ -175,6 +176,7 @@ def test_settings_that_are_not_computed_are_refused_by_name():
         "num_beams": 3, "length_penalty": 0.5, "num_return_sequences": 2, "max_length": 99,
         "bad_words_ids": [[1]], "stop": ["x"], "repetition_penalti": 2, "repetition_penalty": "a",
         "until": [7], "do_sample": "maybe", "max_gen_toks": 0, "top_k": -1, "min_p": 2,
+        "max_new_tokens": math.inf, 3: 4,
     }.items():  # fmt: skip
         with pytest.raises(UserError, match=f"a task: generation_kwargs: {name}="):
             read_settings("a task", {name: value})
@@ -330,6 +332,7 @@ def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
             "task: [{task: a, process_results: null}]\n",
             "none is fetched",
         ),
+        ("group: g\ntask: [null]\n", "g"),
     ]:
         file.write_text(text)
         with pytest.raises(UserError) as refused:

@@ -44,10 +44,12 @@ class AnswerPiece:
     finish: str | None = None
     scores: tuple[TokenScore, ...] = ()
 
-    def joined(self, later: "AnswerPiece") -> "AnswerPiece":
-        """Return this piece with the next one."""
-        scores = self.scores + later.scores
-        return AnswerPiece(self.index, self.text + later.text, later.finish, scores)
+
+def joined(pieces: list[AnswerPiece]) -> AnswerPiece:
+    """Return all pieces of an answer as one."""
+    text = "".join(piece.text for piece in pieces)
+    scores = tuple(score for piece in pieces for score in piece.scores)
+    return AnswerPiece(pieces[-1].index, text, pieces[-1].finish, scores)
 
 
 @dataclass(frozen=True)

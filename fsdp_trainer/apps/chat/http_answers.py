@@ -20,6 +20,7 @@ from fsdp_trainer.apps.chat.engine import (
     EngineError,
     Event,
     PromptScores,
+    joined,
 )
 from fsdp_trainer.apps.chat.requests import AnswerSettings, TextRequest
 from fsdp_trainer.data.tokens.text_stream import TextStream
@@ -127,7 +128,7 @@ class Answers:
 
     async def at_once(self) -> Response:
         """Return all answers at once."""
-        answers = [AnswerPiece(index, "") for index in range(self.count)]
+        pieces: list[list[AnswerPiece]] = [[] for _ in range(self.count)]
         of_prompts: dict[int, list[TokenScore | None]] = {}
         try:
             async with aclosing(self.events()) as events:
@@ -137,11 +138,12 @@ class Answers:
                     if isinstance(event, PromptScores):
                         of_prompts[event.first] = event.scores
                     else:
-                        answers[event.index] = answers[event.index].joined(event)
+                        pieces[event.index].append(event)
                     if await self.request.is_disconnected():
                         raise ConnectionError
         except ConnectionError:
             return Response(status_code=DISCONNECTED)
+        answers = map(joined, pieces)
         choices = [self.choice(one, of_prompts.get(self.first_of(one), [])) for one in answers]
         return JSONResponse(self.head(self.kind) | {"choices": choices, "usage": self.usage()})
 

@@ -266,8 +266,8 @@ def read_bias(value: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
     biases: dict[int, float] = {}
     for token, bias in value.items() if isinstance(value, dict) else []:
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        is_token = token.isdecimal() and int(token) < vocabulary
-        if not (is_number and is_token and -100 <= bias <= 100):
+        is_id = token.isdecimal() and len(token) < 20 and int(token) < vocabulary
+        if not (is_number and is_id and -100 <= bias <= 100):
             reason = "'logit_bias' should have ids of tokens, each with a number from -100 to 100"
             raise BadRequest(f"{reason}; it has {token!r}: {bias!r}", "logit_bias")
         biases[int(token)] = float(bias)

@@ -100,11 +100,14 @@ def _settle_conflicts(result: Conversion) -> None:
     decided: dict[str, tuple[str, Any]] = {}
     for name, each in result.answers.items():
         for key, value in each.sets.items():
-            first, before = decided.setdefault(key, (name, value))
-            if before != value and (key, value) not in STRONGER and (key, before) not in STRONGER:
+            first, before = decided.get(key, (name, value))
+            is_stronger = (key, value) in STRONGER or (key, before) in STRONGER
+            if before != value and not is_stronger:
                 said = f"{key}={as_yaml(before)}  of  {named(first)}  is kept"
                 result.answers[name] = impossible(said)
                 break
+        else:
+            decided = {key: (name, value) for key, value in each.sets.items()} | decided
 
 
 def answer(name: str, value: Any, file: ForeignFile, ranks: int) -> Answer:

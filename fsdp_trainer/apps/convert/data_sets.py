@@ -1,5 +1,6 @@
 """Data sets of other trainers as entries of data.path, with an answer to each of their settings."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,6 @@ from fsdp_trainer.apps.convert.translation import (
 from fsdp_trainer.config.names import known_elsewhere
 from fsdp_trainer.data.records.record_formats import FIELDS, ROLE_KEYS, ROLES, TEXT_KEYS
 
-EMPTY = (None, "")
 OTHERWISE = {"messages": ("conversations", "prompt"), "prompt": ("instruction",),
              "completion": ("output",)}  # fmt: skip
 """Names of a meaning in other formats."""
@@ -148,8 +148,8 @@ def as_list(value: Any) -> list[Any]:
 
 
 def one_or_all(paths: list[str]) -> str | list[str]:
-    """Return the only path, or the list of them."""
-    return paths if len(paths) > 1 else paths[0]
+    """Return the only path, or the list of them or of none."""
+    return paths[0] if len(paths) == 1 else paths
 
 
 def combined(data_sets: dict[str, DataSet], key: str) -> dict[str, Answer]:
@@ -190,7 +190,7 @@ def entry_of(entry: dict[str, Any], shared: str | None) -> Any:
 
 def hub_or_file(path: str) -> str:
     """Return a data set's name on the hub as a URL, a path of files unchanged."""
-    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not os.path.exists(path)
     has_suffix = Path(path).suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
     return f"hf://datasets/{path}" if is_hub_name and not has_suffix else path
 
@@ -219,7 +219,7 @@ def place_of(source: DataSet) -> None:
     about = source.settings
     name = "path" if "path" in about else ""  # an entry may be no more than its path
     path, files = about.get(name) or "", about.get("data_files")
-    if files in EMPTY:
+    if not files:
         if path:
             source.put(name, "path", hub_or_file(str(path)))
     else:

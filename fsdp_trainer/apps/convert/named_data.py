@@ -1,6 +1,7 @@
 """Data sets that LLaMA-Factory's files name, as dataset_info.json describes them."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def index_of(file: Path, settings: dict[str, Any]) -> Path | None:
     """Return the index of data sets that a file of LLaMA-Factory's names; None if it is missing."""
     folder = Path(str(settings.get("dataset_dir") or "data"))
     places = [file.parent / folder, folder, *(parent / folder for parent in file.parents)]
-    return next((p / INDEX for p in places if (p / INDEX).is_file()), None)
+    return next((p / INDEX for p in places if os.path.isfile(p / INDEX)), None)
 
 
 def names_in(value: Any) -> list[str]:

@@ -3,6 +3,7 @@
 Hydra stops at the first mistake, and lets `+` add keys that nothing reads.
 """
 
+import os
 import re
 import shlex
 import textwrap
@@ -368,7 +369,7 @@ def _path_meant(group: str, text: str) -> str:
     """Return the override that sets a group's path if `text` looks like a path, else ""."""
     if group not in ("model", "data", "tokenizer"):
         return ""
-    if not re.search(r"[/.:]", text) and not Path(text).exists():
+    if not re.search(r"[/.:]", text) and not os.path.exists(text):
         return ""
     return f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
 

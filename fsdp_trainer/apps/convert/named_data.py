@@ -37,6 +37,7 @@ OPTIONAL = ("input", "history", "system", "tools")
 """Columns that are found by name unless data.fields says that they are not read."""
 OF_CODE = "what is named before it is read there;  data.path=FILE  reads it"
 FIRST = "the files named first are read, as there"
+FILE_NAMES = ("cloud_file_name", "file_name")
 NOT_READ = {
     "ms_hub_url": "only the hub of Hugging Face is read",
     "om_hub_url": "only the hub of Hugging Face is read",
@@ -58,26 +59,18 @@ def names_in(value: Any) -> list[str]:
     return [str(name).strip() for name in listed if str(name).strip()]
 
 
-def read_index(file: Path) -> dict[str, Any]:
-    """Return the content of an index. Raises ValueError or OSError if it is none."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or is_deeper(content, DEEPEST):
-        raise ValueError
-    return content
-
-
-def known_data_sets(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the index of a file's data sets; {} if it cannot be read."""
-    index = index_of(file, settings)
+def read_index(index: Path | None) -> dict[str, Any]:
+    """Return the content of an index of data sets; {} if there is none or it cannot be read."""
     try:
-        return read_index(index) if index else {}
+        content = json.loads(index.read_text(encoding="utf-8")) if index else {}
     except (OSError, ValueError, RecursionError):
         return {}
+    return content if isinstance(content, dict) and not is_deeper(content, DEEPEST) else {}
 
 
 def entries_of_index(file: Path, settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the data sets that a file names, as dataset_info.json[NAME].…"""
-    known = known_data_sets(file, settings)
+    known = read_index(index_of(file, settings))
     for name in dict.fromkeys(n for key in NAMED for n in names_in(settings.get(key) or [])):
         about = known.get(name)
         if isinstance(about, dict):
@@ -102,7 +95,7 @@ def indexed(setting: str, key: str, file: ForeignFile) -> dict[str, Answer]:
         paths = one_or_all([f"hf://datasets/{name}" for name in names])
         return {setting: sets("", **{key: paths})}
     index = index_of(file.path, file.settings)
-    known = known_data_sets(file.path, file.settings)
+    known = read_index(index)
     if index is None:
         where = f"which is not in {file.value('dataset_dir') or 'data'}"
         shown = ", ".join(names)
@@ -153,16 +146,16 @@ def columns_in_index(source: DataSet) -> None:
 def place_in_index(source: DataSet, folder: Path) -> None:
     """Say where the files of a data set of the index are: as there, first on the hub."""
     about = source.settings
+    hub = about.get("hf_hub_url")
     others = [name for name in NOT_READ if about.get(name)]
-    if hub := about.get("hf_hub_url"):
+    if hub:
         path = "/".join(str(part) for part in ("hf://datasets", hub, about.get("folder")) if part)
         source.put("hf_hub_url", "path", path)
         source.put("folder", "path", path)
-        others += [name for name in ("file_name", "cloud_file_name") if about.get(name)]
-    elif not others:
-        place_of_file(source, folder)
+    if hub or others:
+        others += [name for name in FILE_NAMES if about.get(name)]
     else:
-        others += [name for name in ("file_name", "cloud_file_name") if about.get(name)]
+        place_of_file(source, folder)
     for name in others:
         source.answers[name] = nothing(FIRST) if hub else impossible(NOT_READ.get(name, OF_CODE))
     for name in ("split", "subset"):
@@ -172,7 +165,7 @@ def place_in_index(source: DataSet, folder: Path) -> None:
 
 def place_of_file(source: DataSet, folder: Path) -> None:
     """Say where the file, folder or files of a data set of the index are."""
-    for name in ("cloud_file_name", "file_name"):
+    for name in FILE_NAMES:
         value = source.settings.get(name)
         listed = [str(one) for one in as_list(value) if one]
         if listed:

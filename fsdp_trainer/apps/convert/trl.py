@@ -71,14 +71,9 @@ def keeps(key: str, note: str = "") -> Rule:
     return lambda value, file: sets(note, **{key: value})
 
 
-def same_if(neutral: Any, instead: str, why: str = "as here") -> Rule:
-    """Return a rule for a setting of which only one value, or being off, is what is done here."""
-
-    def rule(value: Any, file: ForeignFile) -> Answer:
-        is_same = value == neutral or (is_off(value) and is_off(neutral))
-        return nothing(why) if is_same else impossible(instead)
-
-    return rule
+def same_if(neutral: Any, instead: str) -> Rule:
+    """Return a rule for a setting of which only one value is what is done here."""
+    return lambda value, file: nothing("as here") if value == neutral else impossible(instead)
 
 
 def counts_with(name: str, values: tuple[Any, ...], instead: str) -> Rule:
@@ -233,10 +228,10 @@ def policy_loss(value: Any, file: ForeignFile) -> Answer:
     if name == "cispo":
         note = NO_LIMIT if file.own("epsilon_high") is None else ""
         return sets(note, objective__surrogate="cispo", objective__weighting="dapo")
-    near = "objective.weighting=dapo  divides by all tokens of a step" if name == "bnpo" else ""
+    if name == "bnpo":
+        return impossible("objective.weighting=dapo  divides by all tokens of a step")
     return impossible(
-        near
-        or "there is  objective.weighting=dapo , grpo , dr_grpo  and"
+        "there is  objective.weighting=dapo , grpo , dr_grpo  and"
         "  objective.surrogate=clip , gspo , cispo"
     )
 
@@ -292,9 +287,7 @@ def reward_weights(value: Any, file: ForeignFile) -> Answer:
 
 SAMPLING = "answers are sampled from all tokens, since others would bias the update"
 SERVER = "only counts with  use_vllm: true"
-CORRECTION = (
-    "of a server's answers a token counts  objective.importance_cap  times at most"
-)  # fmt: skip
+CORRECTION = "of a server's answers a token counts  objective.importance_cap  times at most"
 ENTROPY = "there is no reward for entropy, and all tokens are learnt from"
 FIXED_REFERENCE = "the reference stays as it is (objective.reference)"
 SHOWN = "answers of each logging step are in samples.jsonl"
@@ -334,7 +327,7 @@ OF_VLLM = ("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_timeout", "
            "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_guided_decoding_regex",
            "vllm_device", "vllm_dtype", "vllm_enable_prefix_caching")  # fmt: skip
 REFERENCE: dict[str, Rule] = {
-    "sync_ref_model": same_if(False, FIXED_REFERENCE),
+    "sync_ref_model": lacking(FIXED_REFERENCE),
     "ref_model_mixup_alpha": counts_with("sync_ref_model", (True,), FIXED_REFERENCE),
     "ref_model_sync_steps": counts_with("sync_ref_model", (True,), FIXED_REFERENCE),
     "precompute_ref_log_probs": fixed("they are computed once, before the first step"),
@@ -351,12 +344,12 @@ ROLLOUTS: dict[str, Rule] = {
     "num_iterations": iterations,
     "temperature": keeps("objective.temperature", "of sampling and of the loss, as there"),
     "top_p": same_if(1.0, SAMPLING),
-    "min_p": same_if(False, SAMPLING),
+    "min_p": lacking(SAMPLING),
     "top_k": lambda value, file: (
         nothing("off") if int(value) <= 0 else impossible(SAMPLING)
     ),
     "repetition_penalty": same_if(1.0, SAMPLING),
-    "generation_kwargs": same_if(False, SAMPLING),
+    "generation_kwargs": lacking(SAMPLING),
     "cache_implementation": fixed("the cache of keys and values grows with the answers"),
     "ds3_gather_for_generation": fixed("weights are gathered once for all answers if they fit"),
     "use_transformers_paged": fixed("answers are made  objective.answer_rows  at a time"),
@@ -367,16 +360,16 @@ ROLLOUTS: dict[str, Rule] = {
     **{name: of_server("in  objective.server") for name in VLLM},
     **{name: of_server("vLLM is started by hand, with settings of its own") for name in OF_VLLM},
     "vllm_max_model_length": of_server("in  batch.seq_len"),
-    "vllm_structured_outputs_regex": same_if(False, "answers have no grammar"),
+    "vllm_structured_outputs_regex": lacking("answers have no grammar"),
     "vllm_importance_sampling_correction": of_server(CORRECTION),
     "vllm_importance_sampling_mode": of_server(CORRECTION),
     "vllm_importance_sampling_clip_max": importance_cap,
     "vllm_importance_sampling_cap": importance_cap,
-    "vllm_importance_sampling_clip_min": same_if(False, f"{CORRECTION}, and no less than 0"),
+    "vllm_importance_sampling_clip_min": lacking(f"{CORRECTION}, and no less than 0"),
     "beta": divergence,
     "epsilon": clip_low,
     "epsilon_high": clip_high,
-    "delta": same_if(False, "a ratio has no second limit; objective.importance_cap is near it"),
+    "delta": lacking("a ratio has no second limit; objective.importance_cap is near it"),
     "importance_sampling_level": importance_level,
     "loss_type": policy_loss,
     "scale_rewards": scale,
@@ -391,14 +384,14 @@ ROLLOUTS: dict[str, Rule] = {
     "mask_truncated_completions": keeps("objective.mask_truncated"),
     "max_tool_calling_iterations": keeps("objective.turns", "with  objective.environment"),
     "top_entropy_quantile": same_if(1.0, ENTROPY),
-    "entropy_coef": same_if(0.0, ENTROPY),
-    "use_adaptive_entropy": same_if(False, ENTROPY),
+    "entropy_coef": lacking(ENTROPY),
+    "use_adaptive_entropy": lacking(ENTROPY),
     **{f"entropy_{name}": counts_with("use_adaptive_entropy", (True,), ENTROPY)
        for name in ("coef_min", "coef_max", "coef_delta", "target")},
     **{name: counts_with("loss_type", (name.split("_")[0],), "there is no such loss")
        for name in ("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_k_neg",
                     "vespo_lambda_pos", "vespo_lambda_neg")},
-    "off_policy_mask_threshold": same_if(False, "no answer is left out for its age"),
+    "off_policy_mask_threshold": lacking("no answer is left out for its age"),
     "use_bias_correction_kl": lambda value, file: (
         nothing("as here") if is_off(value) or is_off(file.own("beta") or 0)
         else impossible("the estimate of  objective.kl  has no ratio before it")
@@ -497,11 +490,6 @@ def answer_share(value: Any, file: ForeignFile) -> Answer:
     return nothing("a sample is limited as a whole, by  batch.seq_len")
 
 
-def kto_loss(value: Any, file: ForeignFile) -> Answer:
-    """Return the loss of labelled answers."""
-    return nothing("as here") if value == "kto" else impossible("there is  objective=kto")
-
-
 PAIRS: dict[str, Rule] = {
     "beta": keeps("objective.beta"),
     "loss_type": preference_loss,
@@ -519,8 +507,8 @@ PAIRS: dict[str, Rule] = {
     "f_alpha_divergence_coef": counts_with(
         "f_divergence_type", ("alpha_divergence", "alpha"), "there is no such divergence"
     ),
-    "ld_alpha": same_if(False, "all tokens of an answer count equally in its log-probability"),
-    "use_weighting": same_if(False, "pairs have no weights"),
+    "ld_alpha": lacking("all tokens of an answer count equally in its log-probability"),
+    "use_weighting": lacking("pairs have no weights"),
     "discopop_tau": counts_with("loss_type", ("discopop",), OTHER_LOSS),
     "truncation_mode": fixed("a pair that does not fit into a row is left out, not cut"),
     "max_prompt_length": answer_share,
@@ -531,11 +519,11 @@ PAIRS: dict[str, Rule] = {
     "simpo_gamma": margin,
     "max_length": pair_length,
     "cpo_alpha": fixed("in  objective.sft_weight"),
-    "alpha": same_if(0.0, "AlphaPO is not in this version"),
+    "alpha": lacking("AlphaPO is not in this version"),
     "generate_during_eval": lambda value, file: (
         nothing("off") if is_off(value) else sets(train__sample_prompts=["Hello"])
     ),
-    "is_encoder_decoder": same_if(False, "only models that predict the next token are trained"),
+    "is_encoder_decoder": lacking("only models that predict the next token are trained"),
     "padding_free": fixed("rows are packed, and documents never see each other"),
     "center_rewards_coefficient": lambda value, file: sets(objective__center_weight=value),
     **REFERENCE,
@@ -631,7 +619,7 @@ OF_METHOD: dict[str, dict[str, Rule]] = {
     **dict.fromkeys(("ppo", "bco"), dict.fromkeys({*ROLLOUTS, *PAIRS}, lacking(ELSEWHERE))),
     "grpo": ROLLOUTS,
     "sft": TEXTS,
-    "kto": {**PAIRS, "loss_type": kto_loss},
+    "kto": {**PAIRS, "loss_type": same_if("kto", "there is  objective=kto")},
     "cpo": {**PAIRS, "loss_type": fixed("in  objective")},
     **dict.fromkeys(("dpo", "orpo", "simpo", "ipo", "reward"), PAIRS),
 }

@@ -68,7 +68,7 @@ class EnvironmentTask:
         problems = [Problem(name, reason) for reason in problems_of(given, code)]
         if problems:
             raise UserError("a task cannot be run", problems)
-        data, options = in_folder(given.pop("data"), file.parent), {**DEFAULTS, **given}
+        data, options = beside(given.pop("data"), file.parent), {**DEFAULTS, **given}
         known = {each.name: each for each in fields(ObjectiveChoice)}
         values = {part: convert(value, known[part].type) for part, value in options.items()}
         return cls(file, data, ObjectiveChoice(name="grpo", **values))
@@ -85,6 +85,15 @@ class EnvironmentTask:
         questions = [each for _, each in rows]
         problems.raise_if_failing()
         return [each.as_values for each in questions[:limit]]
+
+
+def beside(data: Any, folder: Path) -> Any:
+    """Return data, of which paths that are in a folder are complete."""
+    if isinstance(data, list):
+        return [beside(each, folder) for each in data]
+    if isinstance(data, dict):
+        return {**data, "path": in_folder(data.get("path"), folder)}
+    return in_folder(data, folder)
 
 
 def problems_of(given: Any, code: Collection[str] = ()) -> list[str]:

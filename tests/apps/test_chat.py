@@ -139,7 +139,8 @@ def test_each_setting_of_a_request_has_an_effect_or_is_refused_by_name():
         both = {"continue_final_message": True, "add_generation_prompt": True}
         read_request({"messages": HI, **both}, defaults)
     for body in ({}, {"prompt": []}, {"prompt": [1, "a"]}, {"prompt": "a", "max_tokens": 0},
-                 {"prompt": [400]}, {"prompt": "a", "messages": HI}):  # fmt: skip
+                 {"prompt": [400]}, {"prompt": ["a"] * 2049},
+                 {"prompt": "a", "messages": HI}):  # fmt: skip
         with pytest.raises(BadRequest):
             read_text_request(body, defaults)
     assert read_text_request({"prompt": [1, 2]}, defaults).prompts == [[1, 2]]

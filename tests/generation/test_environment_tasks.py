@@ -5,6 +5,8 @@ import json
 import pytest
 from named_runs import GRPO
 
+from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
+
 COUNTS = """
 class Counts:
     def reset(self, row):
@@ -85,3 +87,14 @@ def test_a_task_that_cannot_be_run_is_refused_by_name(evaluate, ledger, tmp_path
     text = text.replace("{data}", str(tmp_path / "rows.jsonl"))
     file.write_text(text.replace("{code}", str(tmp_path / "own.py")))
     assert named in evaluate(ledger.run("plain").folder, [file], code=2)
+
+
+def test_data_of_a_task_lie_beside_its_file(tmp_path):
+    (tmp_path / "alpaca").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "sums.yaml").write_text(
+        "environment: calculator\ndata: [rows.jsonl, {path: rows.jsonl, format: alpaca}, far.jsonl]"
+    )
+    rows = f"{tmp_path}/rows.jsonl"
+    task = EnvironmentTask.read(f"{tmp_path}/sums.yaml")
+    assert task.data == [rows, {"path": rows, "format": "alpaca"}, "far.jsonl"]

@@ -18,6 +18,8 @@ from fsdp_trainer.generation.sampling import Sampling
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 MAX_STOPS = 64
 MAX_ALTERNATIVES = 20
+MAX_PROMPTS = 2048
+"""Prompts of a request, as in OpenAI's API."""
 TEXT_TOKENS = 16
 """Longest text completion of a request that names none, as in OpenAI's API."""
 SAMPLING = (
@@ -299,6 +301,10 @@ def read_prompts(value: Any, vocabulary: int) -> list[str] | list[list[int]]:
     if not prompts or not (are_texts or are_tokens):
         reason = "'prompt' should be a text, its token ids, or a list of either, and none empty"
         raise BadRequest(reason, "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(
+            f"'prompt' has {len(prompts):,} prompts: at most {MAX_PROMPTS:,}", "prompt"
+        )
     for one in prompts if are_texts else []:
         require_characters(one, "prompt")
     return prompts

@@ -229,6 +229,8 @@ def place_of(source: DataSet) -> None:
         source.decides[name] = "path", ""
     if about.get("ds_type"):
         source.answers["ds_type"] = nothing(BY_ENDING)
+    if about.get("split") == "train" and "hf://" not in str(source.entry.get("path")):
+        source.answers["split"] = nothing("a file is read whole")
 
 
 def kind_of(source: DataSet, method: str | None) -> None:

@@ -673,6 +673,10 @@ RULES: dict[str, Rule] = {
     "min_lr": lowest_rate,
     "min_lr_rate": lambda value, file: sets(schedule__min_ratio=value),
     "max_steps": steps,
+    "metric_for_best_model": lambda value, file: (
+        nothing("as here") if value in ("loss", "eval_loss")
+        else impossible("the validation loss is what is best")
+    ),
     "dataloader_num_workers": processes,
     "mix_strategy": mixture,
     "train_sampling_strategy": sampling_order,

@@ -28,6 +28,7 @@ from fsdp_trainer.models.config import ONLY_TEXT
 
 UNFINISHED_TOKENS = 8  # more than an incomplete character or a special token can take
 MOST_REPEATS = 1 << 20
+"""Distance between the seeds of tasks, within which each repeat has its own."""
 
 
 class ShownText(NamedTuple):

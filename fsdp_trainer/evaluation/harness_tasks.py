@@ -163,7 +163,7 @@ class HarnessTasks:
         defaults: the model's settings, see `settings_of_model`.
         """
         os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork a process for each core
-        self.cfg = cfg
+        self.cfg, self.has_said = cfg, False
         self.defaults = {name: value for name, value in defaults.items() if name in OF_MODEL}
         self.unused = [
             f"the model's {name}={value} {reason}"
@@ -213,8 +213,6 @@ class HarnessTasks:
                 log_samples=False,
             )
         return metrics_of(results["results"]) if results else {}
-
-    has_said = False
 
     def say_unused(self, template: Template) -> None:
         """Print on rank 0 what of the tasks and of the command has no effect, once."""

@@ -46,8 +46,8 @@ def _with_rules(
         tokens = _index(row, {*prompt, *answer})
         values, penalty = row[tokens], sampling.repetition_penalty
         row[tokens] = torch.where(values < 0, values * penalty, values / penalty)
-    counts = Counter(answer)
-    if counts and (sampling.frequency_penalty or sampling.presence_penalty):
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = Counter(answer)
         times = torch.tensor([*counts.values()], dtype=row.dtype, device=row.device)
         penalties = sampling.frequency_penalty * times + sampling.presence_penalty
         row[_index(row, counts)] -= penalties

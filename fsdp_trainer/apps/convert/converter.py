@@ -96,7 +96,7 @@ def first_answers(file: ForeignFile, ranks: int) -> Conversion:
 
 
 def _settle_conflicts(result: Conversion) -> None:
-    """Answer of settings that an earlier one has decided otherwise that they are not kept."""
+    """Say of settings that contradict an earlier one that they are not kept."""
     decided: dict[str, tuple[str, Any]] = {}
     for name, each in result.answers.items():
         for key, value in each.sets.items():

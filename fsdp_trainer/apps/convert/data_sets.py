@@ -104,7 +104,7 @@ class DataSet:
         return {f"data.{part}": self.entry[part] for part in parts if part in self.entry}
 
     def finish(self) -> "DataSet":
-        """Answer the settings that nothing has been made of. Columns must be of the format."""
+        """Return this data set with an answer to each setting that nothing was made of."""
         for name, value in self.settings.items():
             if name not in (*self.decides, *self.answers, *OF_ALL):
                 self.answers[name] = unkept(name, value)

@@ -211,10 +211,11 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
     for module in fsdp_modules(model):
         # the loss is already divided by the step's global weight
         module.set_gradient_divide_factor(1.0)
-        keep_gradients_of_one_rank(module)
         # gloo has no pre-multiplied sum, and NCCL's symmetric reduction supports only sums
         module.set_force_sum_reduction_for_comms(True)
     choose_communication(model, cfg, dims)
+    for module in fsdp_modules(model):
+        keep_gradients_of_one_rank(module)
     if cfg.quantize != "none":
         quantize_messages(fsdp_modules(model), cfg.quantize, cfg.error_feedback)
 

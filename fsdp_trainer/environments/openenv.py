@@ -20,7 +20,7 @@ from fsdp_trainer.environments.environment import (
     arguments_of,
     result,
 )
-from fsdp_trainer.environments.reasoning import split_reasoning
+from fsdp_trainer.environments.reasoning import said_in
 
 TOOL = "act"
 """The name of the tool by which the model acts."""
@@ -74,7 +74,7 @@ class OpenEnv(Environment):
         """See Environment."""
         turn = messages[-1]
         if self.text:
-            text, reward, is_over = self._act({self.text: said(turn)})
+            text, reward, is_over = self._act({self.text: said_in(str(turn.get("content") or ""))})
             self.turn_rewards.append(reward)
             return [{"role": "user", "content": text}], is_over
         calls = turn.get("tool_calls") or []
@@ -114,11 +114,6 @@ class OpenEnv(Environment):
             raise RuntimeError(f"the server refuses {kind}: {said.get('message', said)}")
         observed: dict[str, Any] = answer["data"]
         return observed
-
-
-def said(turn: Message) -> str:
-    """Return the text of the model's turn without its reasoning."""
-    return split_reasoning(str(turn.get("content") or ""))[1]
 
 
 def tool_of(schema: dict[str, Any]) -> dict[str, Any]:

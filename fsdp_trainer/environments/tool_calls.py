@@ -293,17 +293,15 @@ PYTHONIC, PYTHONIC_END = "<|tool_call_start|>", "<|tool_call_end|>"
 
 def pythonic(text: str) -> Found:
     """Read LFM2's `<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`."""
-    content: list[str] = []
+    content, *parts = text.split(PYTHONIC)
     calls: list[Named] = []
-    while True:
-        before, begins, text = text.partition(PYTHONIC)
-        content.append(before)
-        if not begins:
-            return "".join(content).strip(), calls
-        body, is_whole, text = text.partition(PYTHONIC_END)
+    for part in parts:
+        body, is_whole, after = part.partition(PYTHONIC_END)
         if not is_whole:
             raise WrongCall(f"a {PYTHONIC} has no {PYTHONIC_END}")
         calls += python_calls(body.strip())
+        content += after
+    return content.strip(), calls
 
 
 def python_calls(text: str) -> Iterator[Named]:
@@ -313,15 +311,27 @@ def python_calls(text: str) -> Iterator[Named]:
         for call in listed.elts if isinstance(listed, ast.List) else [listed]:
             if not isinstance(call, ast.Call) or call.args:
                 raise ValueError
-            if any(each.arg is None for each in call.keywords):  # **{…}
+            words = JsonWords()
+            values = {k.arg: ast.literal_eval(words.visit(k.value)) for k in call.keywords}
+            if None in values:  # **{…}
                 raise ValueError
-            values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
             # bytes, sets and infinity are no arguments
             yield ast.unparse(call.func), json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
         raise WrongCall(
             f"the text in {PYTHONIC} is no list of calls such as [NAME(KEY=VALUE)]: {text[:100]}"
         ) from None
+
+
+JSON_WORDS = {"true": True, "false": False, "null": None}
+
+
+class JsonWords(ast.NodeTransformer):
+    """Replaces JSON's words in Python's syntax, which models mix, by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the value of a word of JSON; another name as it is."""
+        return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
 
 
 KIMI_CALLS, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

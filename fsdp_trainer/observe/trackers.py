@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -116,10 +117,8 @@ class Trackers:
             "mlflow": (cfg.mlflow, lambda: self._opened("mlflow", after)),
             "command": (bool(cfg.command), lambda: _command(str(cfg.command), run)),
         }
-        self._keeping = {
-            "wandb": lambda after: _wandb(cfg, run, config, after),
-            "mlflow": lambda after: _mlflow(cfg, run, config, after),
-        }
+        openers = {"wandb": _wandb, "mlflow": _mlflow}
+        self._keeping = {name: partial(make, cfg, run, config) for name, make in openers.items()}
         """What opens the trackers that cannot take back a step, by name."""
         self._lines, self._say, self._newest = run / "metrics.jsonl", say, -1
         self.method = method_in(dict(flat(config)))

@@ -337,6 +337,13 @@ def values_of(text, form="hermes", tools=TOOLS, prompt=""):
     return [call["function"]["arguments"].get("expression") for call in parsed.calls]
 
 
+def test_calls_in_python_may_have_the_words_of_json():
+    text = (
+        "<|tool_call_start|>[calculator(expression=[true, {'a': null}, 'true'])]<|tool_call_end|>"
+    )
+    assert values_of(text, "pythonic") == [[True, {"a": None}, "true"]]
+
+
 def calling(*values):
     return "".join(
         f'<tool_call>{{"name": "calculator", "arguments": {{"expression": {json.dumps(value)}}}}}'

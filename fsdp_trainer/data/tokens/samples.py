@@ -60,10 +60,10 @@ HEADER = 80
 TEXTS = ("content", "reasoning_content")
 """Keys of a turn that hold text."""
 GOOD, BAD, MISMATCHED = range(3)
-LABELLED = ("labelled_good", "labelled_bad")
-"""Keys of the numbers of such answers."""
 """Kinds of a sample: an answer; an answer that should become less likely; and a prompt with the
 answer to another prompt, whose mean log(policy / reference) is the baseline for all answers."""
+LABELLED = ("labelled_good", "labelled_bad")
+"""Keys of the numbers of answers of the first two kinds."""
 REMEMBERED = 16
 """Prompts of earlier calls whose last answers are kept for answers without another prompt."""
 TRIED = 8
@@ -479,13 +479,14 @@ class SampleBuilder:
         others = self.others.match(prompts, answers)
         for i, own, other in zip(places, answers, others, strict=True):
             text = texts[i]
-            answer = replace(own, kind=GOOD if text.is_good else BAD)
-            self.counts[LABELLED[GOOD if text.is_good else BAD]] += 1
+            kind = GOOD if text.is_good else BAD
+            self.counts[LABELLED[kind]] += 1
             if other is None:
                 both[i] = self._left_out("no_other_prompt", text.where)
                 continue
             second = mismatched(own, other, self.seq_len - len(own.tokens))
-            both[i] = [answer, second] if second else self._too_long(len(own.tokens), text)
+            pair = [replace(own, kind=kind), second] if second else None
+            both[i] = pair or self._too_long(len(own.tokens), text)
         return both
 
     def _keep_pair(self, samples: list[Sample], text: Rendered) -> list[Sample]:

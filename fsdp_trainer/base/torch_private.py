@@ -426,19 +426,18 @@ def replace_reduce_scatters(module: Any, new: Callable[[], Any]) -> None:
 class _OneBuffer:
     """Allocates the two buffers of a reduction of one rank as one."""
 
-    def __init__(self, group: Any):
-        self._group = group
+    def __init__(self) -> None:
         self._first: Tensor | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer, and the same one the second time."""
         first, self._first = self._first, None
         if first is not None and (first.shape, first.dtype) == (torch.Size(size), dtype):
+            if first.is_cuda:
+                # FSDP2 frees a message after an event in front of what this stream does with the
+                # result, and the caching allocator does not know the stream
+                first.record_stream(torch.cuda.current_stream(device))
             return first
-        # FSDP2 has just freed the buffer of the unit before, from which gradients may still be
-        # added, converted or copied to the host on the other stream
-        stream = self._group.device_handle.current_stream()
-        stream.wait_stream(self._group.comm_ctx.reduce_scatter_stream)
         self._first = torch.empty(*size, dtype=dtype, device=device)
         return self._first
 
@@ -452,7 +451,7 @@ def keep_gradients_of_one_rank(module: Any) -> None:
     """
     for group in _fsdp_groups(module):
         if group.mesh_info.mesh.size() == 1:
-            group._reduce_scatter_comm = _OneBuffer(group)
+            group._reduce_scatter_comm = _OneBuffer()
             group.gradient_divide_factor = None
 
 

@@ -179,6 +179,18 @@ def without_end(tmp_path_factory):
     return folder
 
 
+def test_what_a_tokenizer_says_and_is_not_used_is_told_beside_rows_of_json_too(tmp_path, capsys):
+    make_tokenizer(["<|im_start|>", "<|im_end|>"]).save(str(tmp_path / "tokenizer.json"))
+    other = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
+    data = [f"data.path={write_rows(tmp_path / 'a.jsonl', [ask('a')])}", f"data.cache={tmp_path}/c"]
+    words = [f"tokenizer.path={tmp_path}", *data, "preview.rows=1"]
+    assert main(["preview", *words, "preview.format=json"]) == 0
+    printed = capsys.readouterr()
+    assert "'<|im_end|>' the id 9" in printed.err
+    assert len(printed.out.splitlines()) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [*WARNINGS, *NOTES])
 def test_what_is_wrong_is_told_with_its_place_and_its_fix(
@@ -450,7 +462,7 @@ def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
     cfg = compose("preview", keys)
     tokenizer, template, prepared = build_data(cfg)
     order = OrderMaker.of(cfg).training(cfg.data, prepared)
-    page = previewing.build_page(cfg, tokenizer, template, prepared, order)
+    page = previewing.build_page(cfg, tokenizer, template, prepared, order, [])
 
     def drawn(**how):
         plain = {"width": 80, "highlight": False, "legacy_windows": False}

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,20 +49,21 @@ def preview(cfg: PreviewConfig) -> int:
         raise _cannot_write(html, "there is no such folder")
     console = Console(quiet=False, stream=sys.stderr)
     tokenizer, template, prepared = build_data(cfg, Reporter(console.paced(), console.say))
-    if cfg.preview.format == "json":
-        rows = prepared.streamed or order_of(cfg, prepared)
-        others = method_findings(cfg, prepared, rows) if isinstance(rows, Mixture) else []
+    rows = prepared.streamed or order_of(cfg, prepared)
+    others = vocabulary(cfg, tokenizer)
+    if isinstance(rows, Mixture):
+        others += method_findings(cfg, prepared, rows)
         others += hidden_tools(cfg.objective, prepared.train, template)
+    if cfg.preview.format == "json":
         for line in warning_lines(prepared, cfg.batch.seq_len, others):
             console.say(f"data   {line}")
         _print_json(cfg, rows)
         if not html:
             return 0
-    if prepared.streamed:
-        page = build_stream_page(cfg, tokenizer, prepared, prepared.streamed)
+    if isinstance(rows, Mixture):
+        page = build_page(cfg, tokenizer, template, prepared, rows, others)
     else:
-        order = order_of(cfg, prepared)
-        page = build_page(cfg, tokenizer, template, prepared, order)
+        page = build_stream_page(cfg, tokenizer, prepared, rows, others)
     if cfg.preview.format == "text":
         from fsdp_trainer.apps.preview.preview_text import show  # slow: imports rich
 
@@ -117,16 +118,12 @@ def build_page(
     template: Template,
     prepared: Prepared,
     order: Mixture,
+    others: Sequence[Finding],
 ) -> Page:
-    """Gather the content of the preview. Raises UserError if tokenizer and model do not match."""
+    """Gather the content of the preview. others: findings that are not about the samples."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
     store, pieces = prepared.train[0], TokenTexts(tokenizer)
-    known = [
-        *vocabulary(cfg, tokenizer),
-        *all_findings(prepared, order.seq_len),
-        *method_findings(cfg, prepared, order),
-        *hidden_tools(cfg.objective, prepared.train, template),
-    ]
+    known = [*others, *all_findings(prepared, order.seq_len)]
     shown_images = ShownImages.of(cfg.model.init_from, prepared.train)
     has_prompts = store.questions is not None
     has_context = amounts(prepared.train)[2] < lengths.sum() - len(lengths)
@@ -181,9 +178,13 @@ def reference_of(store: TokenStore, sample: int) -> str | None:
 
 
 def build_stream_page(
-    cfg: PreviewConfig, tokenizer: TextTokenizer, prepared: Prepared, streamed: StreamedData
+    cfg: PreviewConfig,
+    tokenizer: TextTokenizer,
+    prepared: Prepared,
+    streamed: StreamedData,
+    others: Sequence[Finding],
 ) -> Page:
-    """Gather the content of a stream's preview from its first rows; UserError as `build_page`."""
+    """Gather the content of a stream's preview from its first rows. others: as in `build_page`."""
     pieces, names, seq_len = TokenTexts(tokenizer), streamed.source_names, streamed.seq_len
     return Page(
         str(cfg.run.name),
@@ -196,7 +197,7 @@ def build_stream_page(
         lengths=[(name, int(np.percentile(streamed.lengths, share))) for name, share in QUANTILES],
         histogram=histogram(streamed.lengths),
         findings=sorted(
-            [*vocabulary(cfg, tokenizer), *all_findings(prepared, seq_len)],
+            [*others, *all_findings(prepared, seq_len)],
             key=lambda finding: not finding.is_warning,
         ),
     )

@@ -390,6 +390,7 @@ ROW_MARKS = {
     '"label": 0': "unread_column_label", '"is_correct": "False"': "unread_column_is_correct",
     '"label": 3': "class_column_label", '"label": "bad"': "unread_column_label",
     '"is_correct": true': "", '"in_gsm8k_train": false': "", '"label": null': "",
+    '"num_masks": 0, "weight_kg": 70': "",
 }  # fmt: skip
 
 

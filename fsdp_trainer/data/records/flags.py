@@ -30,9 +30,9 @@ MASK_WORDS = {
 }  # fmt: skip
 OTHER_MASKS = {
     "attention", "attn", "special", "padding", "pixel", "image", "images",
-    "in", "set", "split", "step", "steps",
+    "in", "set", "split", "step", "steps", "n", "num", "number", "count", "params", "kg", "more",
 }  # fmt: skip
-"""Words in names that do not say what is learnt: in_gsm8k_train, for example."""
+"""Words in names that do not say what is learnt: in_gsm8k_train or num_masks, for example."""
 NEGATIONS = {"masked", "no", "not", "ignore", "skip", "exclude"}
 """Words in names of flags that are true for what is not learnt."""
 

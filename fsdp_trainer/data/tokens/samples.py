@@ -63,7 +63,7 @@ GOOD, BAD, MISMATCHED = range(3)
 """Kinds of a sample: an answer; an answer that should become less likely; and a prompt with the
 answer to another prompt, whose mean log(policy / reference) is the baseline for all answers."""
 LABELLED = ("labelled_good", "labelled_bad")
-"""Keys of the numbers of answers of the first two kinds."""
+"""Keys of the numbers of answers that are GOOD and BAD."""
 REMEMBERED = 16
 """Prompts of earlier calls whose last answers are kept for answers without another prompt."""
 TRIED = 8

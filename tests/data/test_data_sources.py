@@ -368,6 +368,12 @@ def test_json_is_read_however_its_objects_lie_in_the_file(tmp_path, name, conten
     assert [row.error is None for row in rows] == [text is not None for _, text in FORMS[content]]
 
 
+def test_a_chat_of_plain_texts_alone_in_its_file_is_one_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"turns": ["q", "a"]}\n')
+    (row,) = read_records(str(tmp_path / "a.jsonl"))
+    assert row.columns == {"turns": ["q", "a"]}
+
+
 def test_an_array_on_one_line_may_hold_more_values_than_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(json_values, "MOST_VALUES", 3)
     rows = [*read_records(written(tmp_path, "a.jsonl", f"[{A}, {B}]"))]

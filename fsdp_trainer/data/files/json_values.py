@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 from fsdp_trainer.base.json_files import DEEPEST, TOO_DEEP, is_deeper
 from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_MANY
 from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.records.record_formats import is_turn
+from fsdp_trainer.data.records.record_formats import CHATS, is_turn
 from fsdp_trainer.errors import Problem, UserError
 
 CHUNK = 1 << 20  # bytes of a list that are read at once
@@ -249,6 +249,8 @@ def are_columns(members: Sequence["Member"]) -> bool:
     sizes = {member.size for member in members}
     firsts = [member.first for member in members]
     is_row = any(map(_is_turn, firsts)) or all(isinstance(first, dict) for first in firsts)
+    if len(members) == 1 and members[0].name in CHATS and isinstance(firsts[0], str):
+        is_row = True  # a chat of plain texts
     has_texts = any(isinstance(first, str | list) for first in firsts)
     return len(sizes) == 1 and not sizes & {None, 0} and has_texts and not is_row
 

@@ -315,10 +315,10 @@ class StoreWriter:
         if not len(samples):
             return
         learnt = samples.lengths - 1
-        is_linked = samples.begins is not None
+        stored = slice(0 if samples.begins is not None else None)
         columns = {
-            "tokens": samples.tokens[: 0 if is_linked else None],
-            "weights": samples.weights[: 0 if is_linked else None],
+            "tokens": samples.tokens[stored],
+            "weights": samples.weights[stored],
             "lengths": samples.lengths,
             "weight_sums": learnt,
             "supervised": learnt,

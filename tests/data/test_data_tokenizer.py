@@ -214,6 +214,9 @@ def test_a_class_that_cuts_texts_in_another_way_than_the_file_is_noted(tmp_path)
         saved_and_compared(ours, tmp_path / kind, ["a  b\n\nc"])
     assert not ours.notes_with("llama")
     assert "Qwen2Tokenizer" in ours.notes_with("qwen2")[0]  # a model of this type has no other
+    # whose <|endoftext|> is none of this tokenizer: a model would get a row that its folder lacks
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert described(tmp_path, eos_token="<|end|>").vocab_size == ours.vocab_size
 
 
 @pytest.mark.slow

@@ -42,9 +42,10 @@ class AddedByDescription:
 class TokenDescription:
     """What the files beside a tokenizer say about its tokens: their content.
 
-    usual: special tokens by name, if the files say nothing about a name. is_json: True for a
-    tokenizer.json, whose ids are right where the description gives others. is_normalized: False if
-    the texts of added tokens are looked for before a text is normalized, whatever their flags are.
+    usual: special tokens by name, if the files say nothing about a name; a tokenizer.json gets none
+    that it lacks. is_json: True for a tokenizer.json, whose ids are right where the description
+    gives others. is_normalized: False if the texts of added tokens are looked for before a text is
+    normalized, whatever their flags are.
     """
 
     config: Mapping[str, Any]
@@ -66,10 +67,14 @@ class TokenDescription:
             )
         values = self._values()
         described = self._by_id(values)
+        described_texts = {token.content for token in described.values()}
         if self.is_json and backend.padding:
             values.setdefault("pad_token", backend.padding["pad_token"])
         for name, text in self.usual.items():
-            values.setdefault(name, text)
+            # a token that only a class of transformers names is none of a tokenizer.json
+            is_known = text in described_texts or backend.token_to_id(text) is not None
+            if is_known or not self.is_json:
+                values.setdefault(name, text)
         if ADDITIONAL in values and EXTRA not in values:
             values[EXTRA] = values.pop(ADDITIONAL)
         has = backend.get_added_tokens_decoder()

@@ -184,8 +184,8 @@ KINDS = {
     "tools_not_shown": Kind(
         "{n} conversation{s} with tools, which the template does not show: the model does not "
         "see their descriptions",
-        "a template that shows them: the tokenizer's own  data.template=null  may, or one of your "
-        "own  data.template=FILE.jinja. Or remove them, or write them into the system turn",
+        "a template that shows them, such as  data.template=qwen3  , or one of your own  "
+        "data.template=FILE.jinja. Or remove them, or write them into the system turn",
     ),
     "calls_as_text": Kind(
         "{n} conversation{s} with tool calls, which the template does not support: they are "

@@ -67,14 +67,7 @@ class TokenDescription:
             )
         values = self._values()
         described = self._by_id(values)
-        described_texts = {token.content for token in described.values()}
-        if self.is_json and backend.padding:
-            values.setdefault("pad_token", backend.padding["pad_token"])
-        for name, text in self.usual.items():
-            # a token that only a class of transformers names is none of a tokenizer.json
-            is_known = text in described_texts or backend.token_to_id(text) is not None
-            if is_known or not self.is_json:
-                values.setdefault(name, text)
+        values = self._usual(backend, described) | values
         if ADDITIONAL in values and EXTRA not in values:
             values[EXTRA] = values.pop(ADDITIONAL)
         has = backend.get_added_tokens_decoder()
@@ -95,6 +88,19 @@ class TokenDescription:
         return AddedByDescription(
             special, new, [*self._unused(), *self._check(backend, new, described)]
         )
+
+    def _usual(self, backend: Tokenizer, described: Mapping[int, AddedToken]) -> dict[str, str]:
+        """Return the special tokens by name that hold where the description names none."""
+        if not self.is_json:
+            return dict(self.usual)
+        texts = {token.content for token in described.values()}
+        # a token that only a class of transformers names is none of a tokenizer.json
+        usual = {
+            name: text
+            for name, text in self.usual.items()
+            if text in texts or backend.token_to_id(text) is not None
+        }
+        return usual | ({"pad_token": backend.padding["pad_token"]} if backend.padding else {})
 
     def _added(
         self, token: AddedToken | str, named: Collection[str], always: Collection[str]

@@ -315,10 +315,10 @@ class StoreWriter:
         if not len(samples):
             return
         learnt = samples.lengths - 1
-        stored = slice(0 if samples.begins is not None else None)
+        is_linked = samples.begins is not None  # its tokens and weights are not stored
         columns = {
-            "tokens": samples.tokens[stored],
-            "weights": samples.weights[stored],
+            "tokens": samples.tokens[: 0 if is_linked else None],
+            "weights": np.empty(0) if is_linked else samples.weights,
             "lengths": samples.lengths,
             "weight_sums": learnt,
             "supervised": learnt,

@@ -7,6 +7,7 @@ Python makes no object for a document.
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -43,7 +44,7 @@ class DocumentSamples:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
+    @cached_property
     def starts(self) -> np.ndarray:
         """Place of the first token of each sample: [samples] int64."""
         return np.cumsum(self.lengths) - self.lengths

@@ -217,7 +217,7 @@ class TaskTokenizer:
         file, data = unit.unit.file, self.options.data
         if self.options.kind not in (None, SINGLE) or not is_token_file(file):
             return False
-        row = next(read_records(file), None)
+        row = first_record(file, unit.unit.stamp)
         if row is None or row.error:
             return False
         with suppress(UserError, RecordError):  # reading the rows tells why
@@ -325,6 +325,12 @@ def _answers(unit: Unit, reader: Reader, builder: SampleBuilder) -> Iterator[Ren
 
     for _, _, texts in read_texts(read_unit(unit), choose, builder.render, ignore):
         yield from texts
+
+
+@lru_cache(maxsize=64)
+def first_record(file: str, stamp: tuple[int, int] | None) -> Record | None:
+    """Return the first row of a file, also one that cannot be read; None if there is none."""
+    return next(read_records(file), None)
 
 
 @lru_cache(maxsize=64)

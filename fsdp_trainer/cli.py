@@ -109,7 +109,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
 
     explained: list[str] = []
     if "explained" in verb.needs:  # overrides of training, whose values `config` explains
-        explained = [word for word in overrides if re.match("(?!key=).*=", word)]
+        explained = [word for word in overrides if re.match("(?!(key|schema)=).*=", word)]
     of_stages: list[str] = []
     if "words of stages" in verb.needs:
         of_stages = [word for word in overrides if WORD_OF_STAGE.match(word)]

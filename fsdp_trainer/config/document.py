@@ -4,6 +4,7 @@
 docs/recipes.md after a change.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.check import as_text, describe, flatten, limits
 from fsdp_trainer.config.composing.compose import CONF, compose_with_report, find_file, options
 from fsdp_trainer.config.composing.overrides import why_unknown
+from fsdp_trainer.config.composing.recipe_schema import recipe_schema
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
@@ -168,7 +170,10 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
     """Run the verb `config`: print one key, a group's keys, or all. Returns the exit code.
 
     overrides: overrides of training; if given, the values of that configuration are printed too.
+    With `schema`, print the JSON Schema of recipes.
     """
+    if cfg.schema:
+        return _print_schema(cfg, overrides, config_dir)
     keys = every_key()
     wanted = keys_meant(cfg.key, keys)
     values, report = {key: default_of(f) for key, f in keys.items()}, None
@@ -179,15 +184,7 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
         )
         values |= {key: attrgetter(key)(composed) for key in flatten(type(composed))}
     if len(wanted) > 1:
-        for key in wanted:
-            print(_filled(f"{key:38} {written(values[key]):14} ", comment(keys[key])))
-        if cfg.key in GROUPS:
-            print(
-                _filled(
-                    f"\n{cfg.key}=OPTION sets those that belong together:  ",
-                    " ".join(options("train")[cfg.key]),
-                )
-            )
+        _print_keys(cfg.key, {key: (keys[key], values[key]) for key in wanted})
         return 0
     key, f = wanted[0], keys[wanted[0]]
     group, _, name = key.partition(".")
@@ -213,6 +210,24 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
         print(_filled("  known as ", ", ".join(synonyms)))
     if key in keys_of_small_verbs():
         print(f"  goes to  fsdp-trainer {group} {name}=…")
+    return 0
+
+
+def _print_keys(group: str | None, keys: dict[str, tuple[Field, Any]]) -> None:
+    """Print one line for each key, and how to choose those of a group together."""
+    for key, (f, value) in keys.items():
+        print(_filled(f"{key:38} {written(value):14} ", comment(f)))
+    if group in GROUPS:
+        head = f"\n{group}=OPTION sets those that belong together:  "
+        print(_filled(head, " ".join(options("train")[group])))
+
+
+def _print_schema(cfg: ConfigConfig, overrides: list[str], config_dir: str | None) -> int:
+    others = ([f"key={cfg.key}"] if cfg.key else []) + overrides
+    if others:
+        reason = "does not go with schema=true, which describes all keys: leave it out"
+        raise UserError("a problem in the configuration", [Problem(others[0], reason)])
+    print(json.dumps(recipe_schema(options("train", config_dir)), indent=1))
     return 0
 
 

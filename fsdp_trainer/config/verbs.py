@@ -511,6 +511,9 @@ class ReportConfig:
 class ConfigConfig:
     """Explains a key of the configuration."""
 
+    schema: bool = key(
+        False, "print a JSON Schema of recipes, with which editors complete and check them"
+    )
     key: str | None = key(None, "the key to explain, e.g. optim.lr; null: all of them")
 
 

@@ -60,6 +60,7 @@ VERBS = {
     "tokenizer": Verb("fsdp_trainer.apps.tokenizers.verb:tokenizer"),
     "chain": Verb("fsdp_trainer.apps.chain.verb:chain", ("words of stages", "config_dir")),
     "quickstart": Verb("fsdp_trainer.apps.quickstart.quickstart:quickstart"),
+    "push": Verb("fsdp_trainer.apps.push:push"),
     "lighthouse": Verb("fsdp_trainer.apps.lighthouse:lighthouse"),
     "report": Verb("fsdp_trainer.apps.report.verb:report"),
     "recipes": Verb("fsdp_trainer.config.document:recipes", ("config_dir",)),

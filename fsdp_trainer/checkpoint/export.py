@@ -41,6 +41,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     require_unchanged,
     weights_on_disk,
 )
+from fsdp_trainer.checkpoint.model_card import write_model_card
 from fsdp_trainer.checkpoint.origin import ORIGIN, identity, merged_into, origin, read_origin
 from fsdp_trainer.checkpoint.unread_tensors import Carried, carry, notes_on
 from fsdp_trainer.config.other_tools.other_weights import kind_of_weights
@@ -135,6 +136,8 @@ def export_checkpoint(
         )
         if not is_foreign:
             write_json(partial / ORIGIN, record(source, dtype, merge_into))
+            if not is_adapter(source):
+                write_model_card(partial, source, is_adapter=False)
         if len(files) > 1:
             write_json(partial / INDEX, index_of(files, tensors))
         places: dict[str, tuple[int, int]] = {}

@@ -508,6 +508,21 @@ class ReportConfig:
 
 
 @dataclass
+class PushConfig:
+    """Uploads an export with its model card to the Hugging Face hub."""
+
+    source: str | None = key(
+        None, "a run, of which hf/ or adapter/ is uploaded, or such a folder itself"
+    )
+    to: str | None = key(None, "the repository, org/name; it is created if there is none")
+    private: bool = key(True, "whether only its owners can read a repository that is created")
+    base: str | None = key(
+        None,
+        "of an adapter: the base model's name on the hub, in place of a folder of this machine",
+    )
+
+
+@dataclass
 class ConfigConfig:
     """Explains a key of the configuration."""
 
@@ -604,5 +619,5 @@ PRIMARY: dict[str, type] = {
     "tokenizer": TokenizerConfig, "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,
     "chain": ChainConfig, "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
-    "lighthouse": LighthouseConfig,
+    "lighthouse": LighthouseConfig, "push": PushConfig,
 }  # fmt: skip

@@ -262,7 +262,7 @@ checkpoint.every: 10
 checkpoint.keep: 2
 logging.tensorboard: true
 """,
-        {"optim: adafactor": "there is no optimizer adafactor", "push_to_hub: true": "hf upload"},
+        {"optim: adafactor": "there is no optimizer adafactor", "push_to_hub: true": "push runs/"},
     ),
 }
 """Content of a file, what its recipe sets for two ranks (as YAML), and what is said about some."""

@@ -24,7 +24,7 @@ SECTIONS = re.findall(r"(?m)^\[(.+?)\].*\n((?:.+\n)+)", TEXT)
 OPTIONS = {trainer: names.split() for trainer, names in SECTIONS}
 OF_OTHER_VERBS = {
     key
-    for verb in ("plan", "export", "generate", "chat", "evaluate", "tokenizer", "rewards")
+    for verb in ("plan", "export", "generate", "chat", "evaluate", "tokenizer", "rewards", "push")
     for key in flatten(PRIMARY[verb])
 } - KEYS.keys()
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]

@@ -31,7 +31,14 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(None)
 
     def do_POST(self):
-        self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        is_lines = self.headers["Content-Type"] == "application/x-ndjson"
+        self.reply(self.read_body() if is_lines else json.loads(self.read_body()))
+
+    def do_PUT(self):
+        self.reply(self.read_body())
+
+    def read_body(self):
+        return self.rfile.read(int(self.headers["Content-Length"]))
 
     def reply(self, body):
         status, value = self.answer(self.path, body, self.headers)

@@ -142,7 +142,7 @@ def of_hub(value: Any, file: ForeignFile) -> Answer:
     """Return that nothing is pushed to the hub."""
     if is_off(file.value("push_to_hub") or False):
         return nothing("only counts with  push_to_hub: true")
-    return impossible("nothing is pushed to the hub:  hf upload ORG/NAME runs/NAME/hf")
+    return impossible("afterwards:  fsdp-trainer push runs/NAME to=ORG/NAME")
 
 
 def processes(value: Any, file: ForeignFile) -> Answer:

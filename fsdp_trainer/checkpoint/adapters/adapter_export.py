@@ -33,6 +33,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     unmerged_weights,
     weights_on_disk,
 )
+from fsdp_trainer.checkpoint.model_card import write_model_card
 from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, MANIFEST
 from fsdp_trainer.errors import Problem, UserError
@@ -127,6 +128,7 @@ def export_adapter(
         }
         recorded = {"base": {"dtype": base.dtype, "digests": of_base}}
         write_json(partial / ORIGIN, origin(checkpoint, dtype) | recorded)
+        write_model_card(partial, checkpoint, is_adapter=True)
         with (partial / WEIGHTS_FILE).open("wb", 0) as handle:
             places = write_header(handle, tensors, files.metadata)
             pieces = []

@@ -1,0 +1,260 @@
+"""README.md of an export: the model card that the Hugging Face hub shows."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import jinja2
+
+from fsdp_trainer.base.safe_text import safe
+from fsdp_trainer.checkpoint.atomic_files import read_manifest
+from fsdp_trainer.checkpoint.frozen_weights import Base, read_base
+from fsdp_trainer.config.check import flatten
+from fsdp_trainer.config.keys import default_of
+from fsdp_trainer.config.methods import method_in
+from fsdp_trainer.config.paths import checkpoint_configuration, is_hub_id
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.yaml_text import dump_yaml
+
+CARD = "README.md"
+GROUPS = (
+    *("batch", "train", "loss", "adapter", "objective", "data"),
+    *("precision", "optim", "schedule"),
+)
+"""Groups whose keys decide what a run trains."""
+ALWAYS = ("batch.seq_len", "batch.rows", "optim.name", "optim.lr", "schedule.name")
+NOT_SHOWN = (
+    *("data.path", "data.validation", "data.cache", "data.workers", "data.prefetch"),
+    "objective.server_folder",
+)
+SHOWN = ("loss", "objective", "validation_loss", "validation_bits_per_byte", "reward")
+"""Metrics in the table, beside those of tasks."""
+LAST_BYTES = 2**20
+"""Of metrics.jsonl, whose last lines are read."""
+
+
+class Task(NamedTuple):
+    """What a model is for: the hub's tag, and the classes that load it."""
+
+    tag: str
+    auto: str
+    peft: str
+    reader: str = "AutoTokenizer"
+    variable: str = "tokenizer"
+    is_served: bool = True
+
+
+TASKS = {
+    "ForCausalLM": Task("text-generation", "AutoModelForCausalLM", "CausalLM"),
+    "ForSequenceClassification": Task(
+        "text-classification",
+        "AutoModelForSequenceClassification",
+        "SequenceClassification",
+        is_served=False,
+    ),
+    "ForConditionalGeneration": Task(
+        "image-text-to-text",
+        "AutoModelForImageTextToText",
+        "CausalLM",
+        "AutoProcessor",
+        "processor",
+    ),
+}
+"""By the ending of the architecture's name."""
+
+
+def write_model_card(folder: Path, checkpoint: Path, *, is_adapter: bool) -> None:
+    """Write README.md into an export of a checkpoint.
+
+    It has no path of this machine and no password; the licence is left open.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
+    card = ModelCard(checkpoint, is_adapter)
+    text = environment.get_template("model_card.md.jinja").render(card=card)
+    (folder / CARD).write_text(safe_lines(text), encoding="utf-8", errors="replace")
+
+
+def safe_lines(text: str) -> str:
+    """Return a text of several lines without control characters and passwords."""
+    return "\n".join(safe(line) for line in text.split("\n"))
+
+
+@dataclass
+class ModelCard:
+    """The content of a model card. Facts that are not recorded are left out."""
+
+    checkpoint: Path
+    is_adapter: bool
+
+    @cached_property
+    def configuration(self) -> dict[str, Any]:
+        """Values of the run's keys, by dotted key; {} for a checkpoint without config.yaml."""
+        if not (self.checkpoint / "config.yaml").is_file():
+            return {}
+        tree = checkpoint_configuration(self.checkpoint)
+        return {key: reduce(part_of, key.split("."), tree) for key in flatten(TrainConfig)}
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return self.checkpoint.resolve().parents[1]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return str(self.configuration.get("run.name") or self.run.name)
+
+    @cached_property
+    def base(self) -> Base:
+        """The origin of the frozen weights."""
+        return read_base(self.checkpoint)
+
+    @property
+    def base_name(self) -> str:
+        """The base model's id on the hub, else the name of its folder; "" for random weights."""
+        init_from = str(self.base.hub_id or self.configuration.get("model.init_from") or "")
+        return init_from if is_hub_id(init_from) else PurePosixPath(init_from).name
+
+    @property
+    def base_id(self) -> str:
+        """The base model's id on the hub, or ""."""
+        return self.base_name if "/" in self.base_name else ""
+
+    @property
+    def rank(self) -> int:
+        """The adapter's rank."""
+        return int(self.configuration.get("adapter.rank") or 0)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of the programs that wrote the checkpoint."""
+        return read_manifest(self.checkpoint).get("versions") or {}
+
+    @cached_property
+    def task(self) -> Task:
+        """What the model is for, by the architecture that config.json names."""
+        config = json.loads((self.checkpoint / "hf" / "config.json").read_text(encoding="utf-8"))
+        architecture = str((config.get("architectures") or [""])[0])
+        endings = (task for end, task in TASKS.items() if architecture.endswith(end))
+        return next(endings, TASKS["ForCausalLM"])
+
+    @property
+    def tags(self) -> list[str]:
+        """The hub's tags: the program, the method, the adapter."""
+        names = [method_in(self.configuration), self.configuration.get("adapter.name")]
+        return ["fsdp_trainer", *(str(name) for name in names if name not in (None, "none"))]
+
+    @property
+    def method(self) -> str:
+        """The training method and the kind of adapter, as `dpo, lora`."""
+        return ", ".join(self.tags[1:])
+
+    @property
+    def summary(self) -> str:
+        """One sentence on what the model is."""
+        if not self.base_name:
+            return f"A model trained from random weights ({self.method})."
+        kind = "An adapter of" if self.is_adapter else "A model fine-tuned from"
+        return f"{kind} {self.base_name} ({self.method})."
+
+    @property
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """The (name, text) pairs of the table."""
+        yield "data", ", ".join(data_names(self.configuration.get("data.path")))
+        yield from (("", line) for line in self.data_lines)
+        rows, length = (self.configuration.get(f"batch.{k}") for k in ("rows", "seq_len"))
+        yield "steps", f"{self.step:,}, each of {rows} rows of {length} tokens"
+        results = self.results
+        if "tokens" in results:
+            yield "tokens", f"{results['tokens']:,.0f}"
+        for name, value in results.items():
+            if name in SHOWN or name.startswith("tasks/"):
+                yield name.replace("_", " "), f"{value:.4f}"
+
+    @property
+    def step(self) -> int:
+        """The checkpoint's step."""
+        return int(read_manifest(self.checkpoint).get("step") or 0)
+
+    @property
+    def data_lines(self) -> list[str]:
+        """The sizes of the data, as the run's last start printed them."""
+        starts = [line["about"] for line in lines_of(self.run / "events.jsonl") if "about" in line]
+        about = starts[-1] if starts else []
+        return [line.removeprefix("data").strip() for line in about if line.startswith("data ")]
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The last value of each metric up to the checkpoint's step."""
+        results: dict[str, float] = {}
+        for line in lines_of(self.run / "metrics.jsonl", LAST_BYTES):
+            if line.get("step", math.inf) <= self.step:
+                results |= {k: v for k, v in line.items() if isinstance(v, int | float)}
+        return results
+
+    @property
+    def keys(self) -> str:
+        """YAML of the keys that decide what was trained and differ from their defaults."""
+        tree: dict[str, dict[str, Any]] = {}
+        for key, f in flatten(TrainConfig).items():
+            group, _, name = key.partition(".")
+            value = self.configuration.get(key)
+            is_default = value is None or value == default_of(f)
+            if group in GROUPS and key not in NOT_SHOWN and (key in ALWAYS or not is_default):
+                tree.setdefault(group, {})[name] = without_folders(value)
+        return dump_yaml(tree, width=100).rstrip()
+
+
+def part_of(tree: Any, name: str) -> Any:
+    """Return the value under a name of a mapping; None if there is none."""
+    return tree.get(name) if isinstance(tree, dict) else None
+
+
+def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a run's file; of a longer file those in its last bytes."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if last_bytes:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:  # the first may begin in its middle, the last be incomplete
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def data_names(path: Any) -> list[str]:
+    """Return the names of data sets without their folders, with weights where they have some."""
+    entries = path if isinstance(path, list) else [path]
+    names = []
+    for entry in entries:
+        about = entry if isinstance(entry, dict) else {"path": entry}
+        name = without_folders(str(about.get("path")).rstrip("/"))
+        weight = about.get("weight")
+        names.append(f"{name} (weight {weight})" if weight is not None else str(name))
+    return names
+
+
+def without_folders(value: Any) -> Any:
+    """Return a value with the last part in place of each path of this machine in it."""
+    if isinstance(value, dict):
+        return {name: without_folders(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    if isinstance(value, str) and "://" not in value and value.startswith(("/", "~", "./", "../")):
+        return PurePosixPath(value).name
+    return value

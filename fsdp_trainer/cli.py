@@ -138,9 +138,10 @@ def _dispatch(argv: list[str] | None) -> int:
     typed, overrides = _split_verb(words)
     overrides = [*_recipe_flags(flags), *overrides]
     if flags.help:
-        from fsdp_trainer.config.document import help_text
+        from fsdp_trainer.config.composing.help import help_text
 
-        print(visible(help_text(typed, flags.config_dir)))
+        topic = next((word for word in overrides if "=" not in word), None)
+        print(visible(help_text(typed, topic, flags.config_dir)))
         return 0
     return _run_or_show(typed or "train", overrides, flags)
 

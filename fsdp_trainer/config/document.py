@@ -189,7 +189,7 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
     key, f = wanted[0], keys[wanted[0]]
     group, _, name = key.partition(".")
     print(
-        f"{key}\n{_filled('  ', comment(f))}\n\n  type     {describe(f.type)}\n  default"
+        f"{key}\n{on_lines('  ', comment(f))}\n\n  type     {describe(f.type)}\n  default"
         f"  {written(default_of(f))}"
     )
     if report:
@@ -200,14 +200,14 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
         )
     if SELECTORS.get(group) == name:
         print(
-            _filled(
+            on_lines(
                 f"  choose   {group}=",
                 "OPTION, which sets the keys that belong together:"
                 f" {' '.join(options('train')[group])}",
             )
         )
     if synonyms := synonyms_of(key):
-        print(_filled("  known as ", ", ".join(synonyms)))
+        print(on_lines("  known as ", ", ".join(synonyms)))
     if key in keys_of_small_verbs():
         print(f"  goes to  fsdp-trainer {group} {name}=…")
     return 0
@@ -216,10 +216,10 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
 def _print_keys(group: str | None, keys: dict[str, tuple[Field, Any]]) -> None:
     """Print one line for each key, and how to choose those of a group together."""
     for key, (f, value) in keys.items():
-        print(_filled(f"{key:38} {written(value):14} ", comment(f)))
+        print(on_lines(f"{key:38} {written(value):14} ", comment(f)))
     if group in GROUPS:
         head = f"\n{group}=OPTION sets those that belong together:  "
-        print(_filled(head, " ".join(options("train")[group])))
+        print(on_lines(head, " ".join(options("train")[group])))
 
 
 def _print_schema(cfg: ConfigConfig, overrides: list[str], config_dir: str | None) -> int:
@@ -260,7 +260,7 @@ def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
     return wanted
 
 
-def _filled(head: str, text: str) -> str:
+def on_lines(head: str, text: str) -> str:
     """Return `head` and `text` wrapped to the terminal's width, or on one line without one."""
     width = shutil.get_terminal_size((10_000, 0)).columns
     indent = " " * (len(head) if len(head) <= 12 else 4)
@@ -286,73 +286,9 @@ def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
             if text and part not in ("does", "start")
         }
         parts = {"": head.does, **said}.items()
-        print(visible("\n".join(_filled(f"  {part}", text) for part, text in parts)))
+        print(visible("\n".join(on_lines(f"  {part}", text) for part, text in parts)))
         print(visible(f"  start     {head.start}\n"))
     return 0
-
-
-HELP = """\
-fsdp-trainer [VERB] [+recipe=NAME] [group=option] [key=value] …
-fsdp-trainer -m [+recipe=NAME] [+sweep=NAME] [key=value,value] …     one training per combination
-torchrun … -m fsdp_trainer [+recipe=NAME] …
-
-verbs (train, if none is given)
-{verbs}
-
-options
-  --help, VERB --help            this page; what a verb takes
-  --cfg job                      print the composed configuration instead of running
-  --info defaults                where it comes from (also: searchpath, defaults-tree, config)
-  FILE.yaml                      a recipe of your own for +recipe=NAME (also --config FILE.yaml)
-  --config-dir DIR               a folder with more groups and recipes (DIR/recipe/NAME.yaml)
-  -sc install=bash               shell completion:  eval "$(fsdp-trainer -sc install=bash)"
-  --version
-
-groups
-{groups}
-
-recipes
-{recipes}
-
-sweeps
-{sweeps}
-
-fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them all."""
-
-
-def help_text(verb: str | None, config_dir: str | None) -> str:
-    """Return the text of `--help`, or of `VERB --help`."""
-    names = options("train", config_dir)
-    recipes = "\n".join(
-        f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items()
-    )
-    groups = "\n".join(f"  {group:22} {' '.join(names[group])}" for group in GROUPS)
-    if verb is None:
-        verbs = "\n".join(f"  {name:13}{_first_line(cls)}" for name, cls in PRIMARY.items())
-        sweeps = "\n".join(
-            f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in names["sweep"]
-        )
-        return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
-    cls: Any = PRIMARY[verb]
-    usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
-    if not issubclass(cls, TrainConfig):
-        return (
-            f"{usage}{'key=value …' if fields(cls) else ''}\n\n"
-            f"{textwrap.indent(yaml_block(cls), '  ')}"
-        ).rstrip()
-    keys = [key.partition(".")[::2] for key in flatten(cls)]
-    nodes = "\n".join(
-        f"  {f.name:22} {' '.join(name or comment(f) for node, name in keys if node == f.name)}"
-        for f in fields(cls)
-    )
-    return (
-        f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n"
-        f"{groups}\n\nrecipes\n{recipes}"
-    )
-
-
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").splitlines()[0]
 
 
 class RecipeHead(NamedTuple):
@@ -371,7 +307,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
     heads, sizes = {}, {}
     for name in options("train", config_dir)["recipe"]:
         text = (find_file(f"recipe/{name}", config_dir) or Path()).read_text()
-        lines = _head(f"recipe/{name}", config_dir)
+        lines = first_comments(f"recipe/{name}", config_dir)
 
         def find(pattern: str, text: str = text) -> str | None:
             match = re.search(f"(?m){pattern}", text)
@@ -412,7 +348,7 @@ def recipes_page(text: str) -> str:
     return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)*", lambda _: table, text)
 
 
-def _head(path: str, config_dir: str | None) -> list[str]:
+def first_comments(path: str, config_dir: str | None) -> list[str]:
     """Return the comment lines of a recipe or sweep; the first one states its purpose."""
     text = (find_file(path, config_dir) or Path()).read_text()
     return [

@@ -166,6 +166,8 @@ VALUE_SYNONYMS = {
     "chatml": "messages", "openai": "messages", "jsonl": "auto",
 }  # fmt: skip
 """Other names for values of keys that have choices."""
+TWINS = {"form": "format", "format": "form"}
+"""Last parts of keys that are taken for each other."""
 SWITCHED_OFF = ("disabled", "none", "ignore", "never")
 
 
@@ -225,6 +227,7 @@ def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Ite
     yield key_of(spelt(siblings, SAME_NODE), siblings)
     if same_leaf:
         yield KnownName(meant=nearest(key, same_leaf) or same_leaf[0])
+    yield key_of(TWINS.get(leaf, ""), leaves)
     slip = spelt([*table().exact, *leaves], SURE)
     yield table().exact.get(slip, KnownName())
     yield key_of(slip, leaves)

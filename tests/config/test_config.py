@@ -31,6 +31,7 @@ from fsdp_trainer.config.composing.handover import (
     configuration_file,
     inherited_configuration,
 )
+from fsdp_trainer.config.composing.help import examples
 from fsdp_trainer.config.composing.overrides import quoted
 from fsdp_trainer.config.document import documented_files, markdown
 from fsdp_trainer.config.durations import parse_duration
@@ -372,7 +373,27 @@ def test_help_lists_verbs_groups_and_recipes(says):
     listed = (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b")
     assert not [word for word in listed if word not in text]
     for verb in VERBS:
-        assert says(f"{verb} --help")
+        first, _, *lines = says(f"{verb} --help").splitlines()
+        assert first[0].isupper()
+        assert [line.split()[0] for line in lines[:2]] == ["fsdp-trainer"] * 2
+        keys = [re.match(r"  (?:\w+\.)?(\w+)=", line) for line in lines[4:]]
+        assert len(flatten(PRIMARY[verb])) == 0 or keys[0]
+    assert "  optim.lr=1e-5  peak learning rate" in says("plan --help optim")
+    assert "plan.gpu" in says("plan --help").partition("keys")[2].splitlines()[1]
+    assert main(["plan", "--help", "optimizer"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_of_help_have_no_wrong_key(says, verb, capsys):
+    for line in examples(verb):
+        verb_typed, *words = line.split()[1:]
+        typed = [w for w in (words if verb_typed in VERBS else [verb_typed, *words]) if "=" in w]
+        own = [w for w in typed if not w.startswith("all.")]
+        try:
+            compose(verb, own, inputs=False)
+        except UserError as error:
+            assert "there is no such key" not in str(error), line
     assert __version__ in says("--version")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import CALLBACKS, Callback, import_modules
 from fsdp_trainer.launch.start import starts_ranks
-from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.records import whole_lines
 from fsdp_trainer.run.verb import train as train_verb
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
@@ -26,8 +27,13 @@ class TrainResult(int):
 
     folder: Path
     """The run's folder."""
-    metrics: dict[str, Any]
-    """The last line of the run's metrics.jsonl; empty if there is none."""
+    history: list[dict[str, Any]]
+    """The lines of the run's metrics.jsonl: one entry a step, those before a resume included."""
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The last entry of `history`; empty if there is none."""
+        return self.history[-1] if self.history else {}
 
     @property
     def exit_code(self) -> int:
@@ -35,7 +41,8 @@ class TrainResult(int):
         return int(self)
 
     def __repr__(self) -> str:
-        return f"TrainResult(exit_code={int(self)}, folder={str(self.folder)!r}, metrics={{…}})"
+        steps = len(self.history)
+        return f"TrainResult(exit_code={int(self)}, folder={str(self.folder)!r}, {steps} steps)"
 
 
 def train(
@@ -44,18 +51,22 @@ def train(
     *,
     callbacks: Sequence[Callback] = (),
     imports: Sequence[str] = (),
+    **keys: Any,
 ) -> TrainResult:
     """Train as `fsdp-trainer train OVERRIDES` does.
 
     overrides: a list of words, `["+recipe=quickstart", "run.seed=1"]`, one string with all words,
     or a dictionary, `{"+recipe": "quickstart", "run.seed": 1}`. callbacks: called by this run,
     which must have a single rank or be started by torchrun. imports: modules that register
-    extensions, imported here and in the ranks that this call starts.
+    extensions, imported here and in the ranks that this call starts. keys: further overrides, as
+    `recipe="quickstart", adapter="lora", optim={"lr": 1e-4}`.
     Raises UserError for a mistake in the configuration or the input.
     """
     phases.begin()
     import_modules(imports)
-    words = as_words(overrides)
+    words = as_words(overrides) + as_words(
+        {"+recipe" if name == "recipe" else name: value for name, value in keys.items()}
+    )
     cfg = compose("train", words, config_dir)
     allow_remote_code(cfg)
     if callbacks and starts_ranks(cfg.launch, os.environ):
@@ -65,11 +76,21 @@ def train(
             "launch.nproc_per_node=1"
         )
         raise UserError("the callbacks would not be called", [Problem("callbacks", text)])
-    with called_by_this_run(callbacks):
+    with called_by_this_run(callbacks), own_excepthook():
         result = TrainResult(train_verb(cfg, [*config_flag(config_dir), *words]))
     result.folder = run_folder(cfg)
-    result.metrics = Records(result.folder).last_line()
+    result.history = list(whole_lines(result.folder / "metrics.jsonl"))
     return result
+
+
+@contextmanager
+def own_excepthook() -> Iterator[None]:
+    """Keep torch from writing the rank before each line of this process's later tracebacks."""
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = before
 
 
 @contextmanager

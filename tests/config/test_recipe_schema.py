@@ -37,6 +37,7 @@ WRONG = """\
 {data: {path: [{weight: 1}]}}
 {data: {path: [{path: a, weight: -1}]}}
 {hydra: {callbacks: {}}}
+{logging: {command: python x.py}}
 {model: {rope_scaling: {_target_: os.system}}}"""
 
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+import types
 
 import pytest
 from folders import REPO
@@ -42,7 +44,8 @@ def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, 
     result = fsdp_trainer.train([*words, "data.validation=0.1"], imports=["callback"])
     assert result == result.exit_code == 0
     assert result.folder == tmp_path / "run"
-    assert result.metrics == read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert result.history == read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert result.metrics == result.history[-1]
     diary = (tmp_path / "run" / "diary.txt").read_text().splitlines()
     assert diary[0] == "run starts on 1 ranks"
     assert [line for line in diary if line.startswith("step")] == ["step 1", "step 2"]
@@ -77,6 +80,26 @@ def test_an_object_as_a_callback_is_called_in_one_rank_alone(words):
         fsdp_trainer.train([*words, "launch.nproc_per_node=2"], callbacks=[Steps()])
     with pytest.raises(UserError, match="cannot be called"):
         fsdp_trainer.train([*words, "run.name=other"], callbacks=[print])
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    display = types.SimpleNamespace(clear_output=lambda wait: None)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    cells = json.loads((REPO / "examples/notebook.ipynb").read_text())["cells"]
+    names: dict = {}
+    hook = sys.excepthook
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]).replace("steps = 300", "steps = 3"), names)
+    printed = capsys.readouterr().out
+    assert "after 2," in printed  # tokens
+    assert float(re.search(r"largest difference of logits (\S+)", printed)[1]) < 1e-4
+    assert "adapted" in names
+    assert sys.excepthook is hook  # torch's names the rank in every line of a traceback
 
 
 def test_overrides_are_a_list_a_line_or_a_dictionary():

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from fsdp_trainer.config.check import limits
 from fsdp_trainer.config.keys import default_of
+from fsdp_trainer.config.rules.rules_code import RUN_CODE
 from fsdp_trainer.config.rules.rules_data import ENTRY_PARTS, LISTS
 from fsdp_trainer.config.rules.rules_training import DURATIONS
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
@@ -98,6 +99,8 @@ def _section(cls: Any, name: str) -> Schema:
 def _of_key(key: str, f: Field) -> Schema:
     text = f.metadata["text"] + (f" [{limits(f)}]" if limits(f) else "")
     allowed = [*_alternatives(key, f), {"$ref": "#/$defs/interpolation"}]
+    if key in RUN_CODE:  # these count on the command line alone
+        allowed = [{"enum": [default_of(f)]}]
     return {"description": text, "default": default_of(f), "anyOf": allowed}
 
 

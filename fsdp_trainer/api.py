@@ -30,6 +30,13 @@ class TrainResult(int):
     history: list[dict[str, Any]]
     """The lines of the run's metrics.jsonl: one entry a step, those before a resume included."""
 
+    def __new__(cls, exit_code: int, folder: Path) -> "TrainResult":
+        return super().__new__(cls, exit_code)
+
+    def __init__(self, exit_code: int, folder: Path):
+        self.folder = folder
+        self.history = list(whole_lines(folder / "metrics.jsonl"))
+
     @property
     def metrics(self) -> dict[str, Any]:
         """The last entry of `history`; empty if there is none."""
@@ -77,10 +84,8 @@ def train(
         )
         raise UserError("the callbacks would not be called", [Problem("callbacks", text)])
     with called_by_this_run(callbacks), own_excepthook():
-        result = TrainResult(train_verb(cfg, [*config_flag(config_dir), *words]))
-    result.folder = run_folder(cfg)
-    result.history = list(whole_lines(result.folder / "metrics.jsonl"))
-    return result
+        exit_code = train_verb(cfg, [*config_flag(config_dir), *words])
+    return TrainResult(exit_code, run_folder(cfg))
 
 
 @contextmanager

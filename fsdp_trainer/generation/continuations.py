@@ -91,6 +91,10 @@ class Continuation:
         assert self.numbers is not None
         return float(self.numbers[min(len(self.tokens), len(self.numbers) - 1)])
 
+    def end(self) -> None:
+        """End the answer before it is full or has a stop token."""
+        self.is_done = True
+
     def add(self, token: int, stop_ids: Collection[int], is_over: IsOver) -> None:
         """Append the next token, or end at a stop token."""
         if self.is_done:

@@ -117,7 +117,8 @@ class AnswerText:
         if self.is_finished:
             return
         if self.job.is_cancelled:
-            continuation.is_done = self.is_finished = True
+            continuation.end()
+            self.is_finished = True
             return
         new = continuation.tokens[self._count :]
         self.job.tokens += len(new)
@@ -131,7 +132,7 @@ class AnswerText:
         finish = None
         if at_stop is not None:
             piece = text[:at_stop]
-            continuation.is_done = True
+            continuation.end()
             finish = "stop"
         elif continuation.is_done:
             piece = text

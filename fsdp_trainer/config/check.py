@@ -271,7 +271,22 @@ def wrong_type(key: str, value: Any, f: Field, note: str = "") -> str:
     return f"{reason}\n{f.metadata['text']}"
 
 
+def other_unit(key: str, value: Any) -> str:
+    """Return the override for a share that was written as steps, or steps as a share; else ""."""
+    try:
+        number = _float(value)
+    except (ValueError, OverflowError):
+        return ""
+    if key == "schedule.warmup_steps" and 0 < number < 1:
+        return f"schedule.warmup={number:g}"
+    if key == "schedule.warmup" and number > 1 and number.is_integer():
+        return f"schedule.warmup_steps={number:.0f}"
+    return ""
+
+
 def _meant(key: str, value: Any, f: Field) -> str:
+    if other := other_unit(key, value):
+        return f"\nDid you mean  {other} ?"
     if f.metadata["choices"] and absent(str(value)):
         return f"\n{textwrap.fill(absent(str(value)), 90, break_on_hyphens=False)}"
     if not f.metadata["choices"] or isinstance(value, list):

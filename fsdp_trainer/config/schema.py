@@ -1000,7 +1000,15 @@ class Schedule:
     name: str = key(
         "cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd")
     )
-    warmup_steps: int = key(0, "linear rise from 0", minimum=0)
+    warmup_steps: int = key(
+        0, "linear rise from 0, in steps; schedule.warmup is a share of all", minimum=0
+    )
+    warmup: float = key(
+        0.0,
+        "the rise as a share of all steps, rounded up, in place of warmup_steps",
+        minimum=0,
+        maximum=1,
+    )
     min_ratio: float = key(
         0.0, "share of optim.lr that linear, cosine and wsd end at", minimum=0, maximum=1
     )

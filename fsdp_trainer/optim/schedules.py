@@ -17,17 +17,28 @@ def peak_learning_rate(optim: Optim, batch: Batch) -> float:
     return optim.lr * (math.sqrt(ratio) if optim.lr_scaling == "sqrt" else ratio)
 
 
-def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
+def warmup_steps(cfg: Schedule, steps: int) -> int:
+    """Return the number of warm-up steps in a run of `steps`, rounded up as transformers does."""
+    return math.ceil(steps * cfg.warmup) if cfg.warmup else cfg.warmup_steps
+
+
+def learning_rate(
+    cfg: Schedule, peak: float, step: int, steps: int, warmup: int | None = None
+) -> float:
     """Return the learning rate of optimizer step `step` (1 is the first) out of `steps`.
+
+    warmup: number of warm-up steps; None: as many as `cfg` says.
 
     It rises linearly over the warm-up steps and reaches the peak at the last of them. Then it
     follows the schedule's shape from the peak towards min_ratio × peak, which it would reach one
     step after the last, so that no step has a rate of 0. wsd: warm-up, stable, then a linear decay
     over the last decay_share of the steps after warm-up (Hu et al. 2024).
     """
-    if step <= cfg.warmup_steps:
-        return peak * step / cfg.warmup_steps
-    progress = (step - 1 - cfg.warmup_steps) / (steps - cfg.warmup_steps)
+    if warmup is None:
+        warmup = warmup_steps(cfg, steps)
+    if step <= warmup:
+        return peak * step / warmup
+    progress = (step - 1 - warmup) / (steps - warmup)
     return peak * (cfg.min_ratio + (1 - cfg.min_ratio) * SHAPES[cfg.name](progress, cfg))
 
 

@@ -57,7 +57,12 @@ from fsdp_trainer.parallel.parallelize import Computation, parallelize, reshard
 from fsdp_trainer.run.describe import describe, lines_on_states
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
 from fsdp_trainer.run.offload_states import offload_states
-from fsdp_trainer.run.resume import check_unchanged, find_start, resume_data
+from fsdp_trainer.run.resume import (
+    check_unchanged,
+    find_start,
+    resume_data,
+    warm_up_of_checkpoint,
+)
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.attention_setup import choose_attention
 from fsdp_trainer.training.batches import BatchOptions
@@ -412,4 +417,5 @@ def find_where_to_start(
     if not own:
         progress.forget_validation()
     progress.forget_missing_best([step_of(path) for path in listed])
+    progress.settle_warm_up(warm_up_of_checkpoint(setup, changes, progress))
     return Start(checkpoint, progress, progress.step if own else -1, changes, notes), order

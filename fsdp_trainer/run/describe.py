@@ -25,12 +25,13 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.hf.read_architecture import read_architecture, stored_vocabulary
 from fsdp_trainer.observe.console import short
-from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.optim.schedules import peak_learning_rate, warmup_steps
 from fsdp_trainer.parallel.convert import float8_layers
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.pipeline import blocks_by_stage
-from fsdp_trainer.training.data_source import DataSource
+from fsdp_trainer.training.data_source import DataSource, StoredRows
 from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.run_length import RunLength
 
 RANDOM_ENDINGS = ("pdrop", "dropout", "layerdrop", "jitter_noise")
 """How keys of config.json end whose value is the strength of something random in training."""
@@ -62,7 +63,6 @@ def describe(
         rows = stored_vocabulary(model_folder(inputs.init_from))
         token_notes += new_rows(inputs.tokenizer, rows)
     at_once = model.lm_head.rows_at_once(dims.layout.tokens, world.device.type)
-    epochs = data.epochs(progress)
     stored = "trained weights" if frozen_parameters(model) else "weights"
     frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
     return [
@@ -88,9 +88,36 @@ def describe(
         *stages(dims.layout, model),
         f"head   logits of at most {at_once:,} tokens at once",
         *step_arithmetic(dims.layout, cfg.optim),
-        f"train  {data.total_steps(progress):,} steps"
-        + (f", {epochs:.2f} epochs" if epochs is not None else ""),
+        *(f"train  {line}" for line in length_of_run(setup, data, progress)),
     ]
+
+
+def length_of_run(setup: RunSetup, data: DataSource, progress: Progress) -> list[str]:
+    """Return lines on the steps, epochs, tokens and highest learning rate of the run."""
+    cfg = setup.cfg
+    steps, epochs = data.total_steps(progress), data.epochs(progress)
+    by_keys = warmup_steps(cfg.schedule, steps)
+    warmup = by_keys if progress.warmup_steps is None else progress.warmup_steps
+    amounts = [f"{steps:,} steps", f"{epochs:.2f} epochs" if epochs is not None else ""]
+    rows, rows_per_epoch = (steps - progress.first_step) * cfg.batch.rows, 0
+    if isinstance(data, StoredRows) and epochs is not None:
+        rows_per_epoch = data.order.rows_per_epoch
+        rows = round(epochs * rows_per_epoch * data.order.fill)  # full ones
+    if not cfg.objective.method.samples:
+        amounts.append(f"{short(rows * cfg.batch.seq_len)} tokens")
+    length = RunLength(cfg.train, cfg.batch, cfg.optim, cfg.schedule, rows_per_epoch)
+    if progress.step < steps:
+        rate, step = length.highest_rate(progress.step + 1, steps, warmup)
+        amounts.append(f"learning rate at most {rate:.3g}, in step {step:,}")
+    lines = [", ".join(filter(None, amounts))]
+    if warmup != by_keys:
+        lines.append(
+            f"the warm-up has the checkpoint's {warmup:,} steps; "
+            f"for {by_keys:,}  checkpoint.allow_changes=[schedule]"
+        )
+    if progress.at_start:
+        lines += map(str, length.findings())
+    return [part.strip() for line in lines for part in line.splitlines()]
 
 
 def rollout_ranks(launch: Launch) -> list[str]:

@@ -68,6 +68,7 @@ DECIDE_TOKENS = {
 """Keys that only decide tokens and their weights: they may change if data.fingerprint does not."""
 MODELS = {"model.init_from", "objective.reference"}
 """Keys that name folders of models: they may change if these hold the same models as before."""
+WARM_UP = {"schedule.warmup", "schedule.warmup_steps"}
 NOT_COMPARABLE = "the checkpoint has no digest of the reference's weights to compare these with"
 NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
@@ -147,6 +148,8 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         allowed.add("data.fingerprint")
     if "data.fingerprint" not in changes:
         allowed |= DECIDE_TOKENS
+    if changes.get("schedule.warmup", [1])[0] == 0:
+        allowed |= WARM_UP  # recipes had steps in earlier versions: see warm_up_of_checkpoint
     other_models = models_that_differ(setup, changes, checkpoint, stored)
     allowed |= MODELS - other_models.keys()
     refused = sorted(
@@ -166,6 +169,22 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         f"'checkpoint.allow_changes=[{','.join(refused)}]'"
     )
     raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
+
+
+def warm_up_of_checkpoint(
+    setup: RunSetup, changes: dict[str, list[Any]], progress: Progress
+) -> int | None:
+    """Return the number of warm-up steps of the checkpoint, which a resumed run keeps.
+
+    None if allow_changes names one of their keys: the keys decide again. progress: that of the
+    checkpoint, without the number if it is from an earlier version.
+    """
+    if {"schedule", *WARM_UP} & {*setup.cfg.checkpoint.allow_changes}:
+        return None
+    if progress.warmup_steps is not None:
+        return progress.warmup_steps
+    then, _ = changes.get("schedule.warmup_steps", [setup.cfg.schedule.warmup_steps, None])
+    return int(then)
 
 
 def models_that_differ(

@@ -29,6 +29,8 @@ class Progress:
 
     step, rows, tokens, supervised_tokens: numbers trained on so far.
     first_step: the step after which the run begins; not 0 if it continues another tool's.
+    warmup_steps: number of steps of the warm-up, settled by the first step, so that a resume with
+    more steps keeps the rates of the steps before; None: not settled yet.
     pending: work that is due after this step and not done yet, by name: VALIDATE, SAMPLE, EVALUATE.
     A checkpoint has the work that a stop interrupted.
     first_validation, last_validation: loss of the validation before the first step, and of the last
@@ -47,6 +49,7 @@ class Progress:
 
     step: int = 0
     first_step: int = 0
+    warmup_steps: int | None = None
     rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
@@ -114,6 +117,10 @@ class Progress:
     def steps_done(self) -> int:
         """Number of steps done, those included that a rewind took back. It never falls."""
         return self.step + self.taken_back
+
+    def settle_warm_up(self, steps: int | None) -> None:
+        """Set the number of warm-up steps; None: the first step that is trained will."""
+        self.warmup_steps = steps
 
     def advance(self, plan: StepPlan) -> None:
         """Count a finished step."""

@@ -14,7 +14,7 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
-from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
+from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate, warmup_steps
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.after_step.step_logging import SkipLimit, StepLogging
@@ -106,9 +106,10 @@ class Trainer(StepRunner):
     def rate_of_step(self, step: int) -> float:
         """Return the learning rate of a step."""
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
-        return learning_rate(
-            self.cfg.schedule, peak, step, self.timetable.total_steps(self.progress)
-        )
+        steps = self.timetable.total_steps(self.progress)
+        if self.progress.warmup_steps is None:
+            self.progress.settle_warm_up(warmup_steps(self.cfg.schedule, steps))
+        return learning_rate(self.cfg.schedule, peak, step, steps, self.progress.warmup_steps)
 
     def checked(self, step: StepBatches) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches.

@@ -238,7 +238,7 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     path = f"data.path=[{good},{long}]"
     assert "source long has no samples left" in preview(None, path)[0]
     assert "every sample of source long is cut" in preview(None, path, "data.too_long=truncate")[0]
-    out, _ = preview(None, path, "batch.seq_len=1024")
+    out, _ = preview(None, path, "batch.seq_len=1024", "train.steps=9")
     assert "nothing to warn about" in out
     assert "nothing dropped or cut, no duplicates" in out
 
@@ -261,13 +261,18 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     assert f"{b}:5" in out
     assert " c: 1 " not in out
     assert "warning b is seen" in preview(None, *how, "train.steps=30", "batch.rows=8")[0]
+    out, _ = preview(None, *how, "train.epochs=2", "schedule.warmup_steps=20")
+    assert re.search(r"steps +\d+ of 32 rows, 2.00 epochs", out)
+    assert "the warm-up takes 20 steps" in out
+    better = re.search(r"batch.rows=\d+", out)[0]
+    assert "warm-up" not in preview(None, *how, "train.epochs=2", "schedule.warmup=0.1", better)[0]
     assert "is seen" not in preview(None, *how, "train.steps=1", "batch.rows=4")[0]
 
 
 @pytest.mark.slow
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
     (tmp_path / "own.jinja").write_text(OPENS.replace("<think>\n", ""))
-    out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja")
+    out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja", "train.steps=9")
     assert "note    the chat template does not mark" in out
     assert "warning" not in out
     assert "does not mark" not in preview([ask("a")])[0]

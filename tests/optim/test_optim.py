@@ -24,6 +24,7 @@ from fsdp_trainer.training.gradients import clip_gradients
         (Schedule("wsd", 0, decay_share=0.2), {1: 1, 81: 1, 91: 0.5, 100: 0.05}),
         (Schedule("wsd", 0, min_ratio=0.5, decay_share=0), {100: 1}),
         (Schedule("cosine", 200), {100: 0.5}),
+        (Schedule("constant", warmup=0.031), {1: 0.25, 4: 1}),
     ],
     ids=lambda value: f"{value.name}" if isinstance(value, Schedule) else "",
 )

@@ -74,6 +74,18 @@ def test_what_changes_no_loss_is_a_note(go_on, checkpoints, ledger):
     assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
 
 
+def test_a_longer_run_keeps_the_steps_of_its_warm_up(train):
+    share = ["schedule.warmup_steps=0", "schedule.warmup=0.5"]
+    train("run", "train.steps=3")  # with three steps of warm-up, as recipes once had them
+    train("run", *share, "train.steps=8")
+    run = train("run", *share, "train.steps=12")
+    assert "the warm-up has the checkpoint's 3 steps" in run.out
+    assert run.column("lr")[2:4] == pytest.approx([3e-3, 3e-3])
+    assert run.column("lr")[4] < 2.99e-3
+    allow = "checkpoint.allow_changes=[schedule]"
+    assert "the warm-up has" not in train("run", *share, "train.steps=14", allow).out
+
+
 CHANGES = {
     "other tokens": (["data.loss_on=all"], ["data.loss_on=all", "data.fingerprint"]),
     "other values": (

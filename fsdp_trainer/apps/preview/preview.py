@@ -38,6 +38,7 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
+from fsdp_trainer.training.run_length import RunLength
 
 LONGEST_CHARACTER = 4  # tokens, one per byte of UTF-8
 
@@ -53,6 +54,7 @@ def preview(cfg: PreviewConfig) -> int:
     others = vocabulary(cfg, tokenizer)
     if isinstance(rows, Mixture):
         others += method_findings(cfg, prepared, rows)
+        others += length_of(cfg, rows).findings()
         others += hidden_tools(cfg.objective, prepared.train, template)
     if cfg.preview.format == "json":
         for line in warning_lines(prepared, cfg.batch.seq_len, others):
@@ -82,6 +84,11 @@ def order_of(cfg: PreviewConfig, prepared: Prepared) -> Mixture:
     named = cfg.model.init_from
     packs = not named or is_hub_id(named) or resolve_model(cfg.model).packs
     return OrderMaker.of(cfg, packs=packs).training(cfg.data, prepared)
+
+
+def length_of(cfg: PreviewConfig, order: Mixture) -> RunLength:
+    """Return the length of the run that is previewed."""
+    return RunLength(cfg.train, cfg.batch, cfg.optim, cfg.schedule, order.rows_per_epoch)
 
 
 def _cannot_write(html: str, reason: str) -> UserError:
@@ -216,6 +223,8 @@ NO_MARKERS = (
 def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
     """Return (name, value) of each statistic in the table."""
     samples, tokens, supervised = amounts(prepared.train)
+    length = length_of(cfg, order)
+    passes = length.rows / order.rows_per_epoch
     documents = sum(
         share * len(one.epoch(0).samples) / one.rows_per_epoch
         for share, one in zip(order.shares, order.orders, strict=True)
@@ -231,6 +240,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
             f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled"
             f" ({cfg.data.packing})",
         ),
+        ("steps", f"{length.steps:,} of {cfg.batch.rows:,} rows, {passes:.2f} epochs"),
         ("documents a row", f"{documents:.1f}"),
         *([("validation", f"{len(prepared.validation):,} samples")] if prepared.validation else []),
     ]
@@ -293,10 +303,7 @@ def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
     """Return the number of epochs of each component in the run."""
-    rows = (cfg.train.epochs or 1) * order.rows_per_epoch
-    if cfg.train.steps is not None:
-        rows = cfg.train.steps * cfg.batch.rows
-    counts = zip(order.taken(rows), order.orders, strict=True)
+    counts = zip(order.taken(length_of(cfg, order).rows), order.orders, strict=True)
     return [count / one.rows_per_epoch for count, one in counts]
 
 

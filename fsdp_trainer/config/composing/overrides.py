@@ -23,6 +23,7 @@ from fsdp_trainer.config.check import (
     describe,
     flatten,
     limits,
+    other_unit,
     takes_text,
     wrong_with,
 )
@@ -204,6 +205,8 @@ def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
     f = keys[suggestion]
     if takes(f, text):
         return f" Did you mean  {suggestion}={text} ?"
+    if other := other_unit(suggestion, text):
+        return f" Did you mean  {other} ?"
     choice = choice_meant(text, f.metadata["choices"]) if f.metadata["choices"] else None
     if choice is not None:
         return f" Did you mean  {suggestion}={as_text(choice)} ?"

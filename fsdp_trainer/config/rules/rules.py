@@ -71,7 +71,7 @@ from fsdp_trainer.config.rules.rules_training import (
     tracking_command,
     width_of_heads,
 )
-from fsdp_trainer.config.schema import SELECTORS, Train, TrainConfig
+from fsdp_trainer.config.schema import SELECTORS, Schedule, Train, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.resolve import model_problems
 
@@ -198,6 +198,7 @@ def check_training(cfg: TrainConfig, report: Report) -> None:
         report.problems += unknown_gpus(cfg.plan.gpu)
     settle_depth(cfg, report)
     settle_length(cfg.train, report)
+    settle_warm_up(cfg.schedule, report)
     settle_adapter(cfg, report)
     for rule in RULES:
         for key, reason in rule(cfg, report):
@@ -239,6 +240,18 @@ def settle_length(train: Train, report: Report) -> None:
     else:
         reason = "train.steps and train.epochs are both set: keep one, as in  train.steps=null"
         report.add("train.epochs", train.epochs, reason)
+
+
+def settle_warm_up(schedule: Schedule, report: Report) -> None:
+    """Keep only one of schedule.warmup and .warmup_steps: a typed one replaces a recipe's."""
+    names = ("warmup", "warmup_steps")
+    typed = [name for name in names if f"schedule.{name}" in report.typed]
+    if len(typed) == 1:
+        (other,) = {*names} - {*typed}
+        setattr(schedule, other, 0)
+    elif schedule.warmup and schedule.warmup_steps:
+        reason = "schedule.warmup, a share, is set as well: keep one, as in  schedule.warmup=0"
+        report.add("schedule.warmup_steps", schedule.warmup_steps, reason)
 
 
 def expand_home(cfg: Any, key: str) -> None:

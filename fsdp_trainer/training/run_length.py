@@ -1,0 +1,68 @@
+"""How long a run is: its steps, and whether they are enough for its learning rate to rise."""
+
+import math
+from dataclasses import dataclass
+
+from fsdp_trainer.config.schema import Batch, Optim, Schedule, Train
+from fsdp_trainer.data.store.findings import Finding
+from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate, warmup_steps
+
+FEW_STEPS = 50
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a new run. rows_per_epoch: counts only without train.steps."""
+
+    train: Train
+    batch: Batch
+    optim: Optim
+    schedule: Schedule
+    rows_per_epoch: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the whole run."""
+        if self.train.steps is not None:
+            return self.train.steps * self.batch.rows
+        return math.ceil((self.train.epochs or 1) * self.rows_per_epoch)
+
+    @property
+    def steps(self) -> int:
+        """The number of its optimizer steps."""
+        return math.ceil(self.rows / self.batch.rows)
+
+    def highest_rate(self, first: int, steps: int, warmup: int) -> tuple[float, int]:
+        """Return the highest learning rate from step `first` to step `steps`, and its step."""
+        step = max(first, min(max(1, warmup), steps))
+        peak = peak_learning_rate(self.optim, self.batch)
+        return learning_rate(self.schedule, peak, step, steps, warmup), step
+
+    def findings(self) -> list[Finding]:
+        """Return the finding that the run has fewer steps than its warm-up, or few.
+
+        Few steps are one only where the data decides their number.
+        """
+        steps, warmup = self.steps, warmup_steps(self.schedule, self.steps)
+        is_few = self.train.steps is None and steps < FEW_STEPS
+        more = self.more_steps() if is_few else ""
+        if warmup > steps:
+            rate, _ = self.highest_rate(1, steps, warmup)
+            text = f"the warm-up takes {warmup:,} steps and the run has {steps:,}: the learning"
+            text += f" rate ends at {rate:.3g}, below optim.lr={self.optim.lr:g}"
+            return [Finding(text, f"use  schedule.warmup=0.03{f' , and  {more}' if more else ''}")]
+        text = f"the run has {steps:,} step{'s' * (steps != 1)}, which change the weights little"
+        return [Finding(text, f"use  {more}")] if is_few else []
+
+    def more_steps(self) -> str:
+        """Return overrides that give enough steps, and how many these are."""
+        rows = self.rows
+        fewer = 1 << max(0, (rows // FEW_STEPS).bit_length() - 1)
+        words = [f"batch.rows={fewer}"] if fewer != self.batch.rows else []
+        if fewer < self.batch.micro_rows:
+            words.append("batch.micro_rows=1")
+        if rows < FEW_STEPS:
+            times = math.ceil(FEW_STEPS / rows)
+            words.append(f"train.epochs={(self.train.epochs or 1) * times:g}")
+            rows *= times
+        return f"{' '.join(words)}  for {math.ceil(rows / fewer):,} steps"

@@ -9,8 +9,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -325,6 +325,41 @@ def placement_on(mesh: DeviceMesh) -> Callable[[Shard], Any]:
     if mesh.ndim > 1:
         info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return lambda shard: ShardPlacementResult(shard, info)
+
+
+class RankChunks(Sequence[Tensor]):
+    """The chunks of a tensor by rank, as torch makes them for a shard, each when it is read."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
+        self.tensor, self.ranks, self.dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        rows = self.tensor.size(self.dim)
+        each = -(-rows // self.ranks)
+        if not 0 <= rank < self.ranks:
+            raise IndexError(rank)
+        if rank and rank * each >= rows:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, rank * each, min(each, rows - rank * each))
+
+
+@contextmanager
+def chunks_when_read() -> Iterator[None]:
+    """Within, fully_shard makes a parameter's chunk of this rank, and not those of all ranks.
+
+    It needs that and the first one. With thousands of ranks the others take most of its time, and
+    there is no option against it. Other versions of torch may make them elsewhere.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    name = "_chunk_with_empty"
+    with (
+        patch.object(_fsdp_param, name, RankChunks) if hasattr(_fsdp_param, name) else nullcontext()
+    ):
+        yield
 
 
 @contextmanager

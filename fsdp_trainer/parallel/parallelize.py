@@ -49,6 +49,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_trainer.base.torch_private import (
+    chunks_when_read,
     free_second_copy,
     gathered_after_forward,
     keep_gradients_of_one_rank,
@@ -264,6 +265,7 @@ def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
     return ShardedPart(stage, stage.embed_tokens, [], blocks, ends, is_frozen_before, ("advance",))
 
 
+@chunks_when_read()
 def shard_part(
     part: ShardedPart,
     cfg: Sharding,

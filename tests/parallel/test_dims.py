@@ -8,9 +8,10 @@ import torch.distributed as dist
 from layouts import SIZES, batch_of, built, configuration, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_trainer.base.torch_private import reduce_scatter_groups
+from fsdp_trainer.base.torch_private import chunks_when_read, reduce_scatter_groups
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Sharding, TrainConfig
 from fsdp_trainer.models.config import ModelConfig
@@ -198,3 +199,15 @@ def test_new_tokens_start_as_the_mean_of_all_known_ones_for_every_layout(world, 
     torch.testing.assert_close(after[50:97], before[:50].mean(0).expand(47, -1))
     assert len(after) > 97
     assert not after[97:].any()
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(10, 4), (3, 5), (8, 4), (5, 4), (0, 2)])
+def test_each_ranks_chunk_of_a_parameter_is_the_one_that_torch_makes(rows, ranks):
+    parameter = torch.arange(3 * rows).view(rows, 3)
+    torchs = _fsdp_param._chunk_with_empty(parameter, ranks, dim=0)
+    with chunks_when_read():
+        chunks = _fsdp_param._chunk_with_empty(parameter, ranks, dim=0)
+    assert not isinstance(chunks, list)
+    for chunk, same in zip(chunks, torchs, strict=True):
+        assert chunk.tolist() == same.tolist()
+        assert (chunk.numel() == 0) or chunk.data_ptr() == same.data_ptr()

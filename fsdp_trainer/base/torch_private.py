@@ -10,7 +10,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -670,6 +670,16 @@ def on_compilation(begins: Callable[[Any], None], ends: Callable[[Any], None]) -
 def is_compiler_error(error: BaseException) -> bool:
     """Return whether torch.compile raised an error: its errors have no common public base class."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def stop_allocating_to_graph(device: torch.device, pool: Any) -> None:
+    """Let the allocator work as before a CUDA graph was recorded, if a failure left it recording.
+
+    CUDAGraph.capture_end raises before it tells the allocator, which then never frees again. pool:
+    the one that the graph was given. There is no public function for it.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
 
 
 def graph_is_kept() -> bool:

@@ -131,6 +131,7 @@ class Generation:
         # past this length all keys are rotated differently, also those in the cache
         self.long_from = scaling["original_max_position_embeddings"] if is_long else None
         self.recorded: RecordedDecoding | None = None
+        self.records = True  # until a recording fails: the next generation tries again
 
     def run(
         self,
@@ -225,8 +226,9 @@ class Generation:
         caches = self.cache.blocks
         logits = self.model.next_logits(chosen[:, None], layout.positions, layout, index, caches)
         remaining = self.cache.capacity - self.cache.end
-        if remaining >= LEAST_TOKENS and can_record(self.model, self.device):
+        if self.records and remaining >= LEAST_TOKENS and can_record(self.model, self.device):
             self.recorded = try_to_record(self.model, self.cache, chosen, logits)
+            self.records = self.recorded is not None
         return logits
 
     def random_column(self, rows: list[Continuation]) -> Tensor | None:

@@ -122,6 +122,7 @@ def token_scores(logits: Tensor, tokens: Tensor, alternatives: int) -> list[Toke
 def drawn(probabilities: Tensor, numbers: Tensor) -> Tensor:
     """Return the column of each row that its number selects, never one of probability 0."""
     below = probabilities.cumsum(-1)
-    column = torch.searchsorted(below, numbers * below[:, -1:], right=True)[:, 0]
-    last = (probabilities > 0).int().cumsum(-1).argmax(-1)
-    return torch.minimum(column, last)
+    whole = below[:, -1:].contiguous()
+    column = torch.searchsorted(below, numbers * whole, right=True)
+    last = torch.searchsorted(below, whole)  # where the sum is whole: a product may round up to it
+    return torch.minimum(column, last)[:, 0]

@@ -3,8 +3,10 @@
 import gzip
 import json
 import pickle
+import warnings
 from functools import partial
 from importlib.metadata import version
+from threading import Event, Thread
 
 import inject
 import pytest
@@ -391,7 +393,21 @@ def test_recorded_kernels_answer_as_those_that_are_launched_one_by_one(tmp_path,
     monkeypatch.setattr(
         torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), real(graph))
     )
-    recorded = generate_tokens(model, prompts, range(10), sampling)
+    done = Event()
+
+    def prepare_batches():
+        for size in range(10**6, 10**8, 1000):  # each needs new memory
+            torch.ones(size).pin_memory().to("cuda", non_blocking=True)
+            if done.is_set():
+                return
+
+    thread = Thread(target=prepare_batches)
+    thread.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorded = generate_tokens(model, prompts, range(10), sampling)
+    done.set()
+    thread.join()
     assert len(set(map(id, replays))) > 1
     monkeypatch.setattr(continuations, "can_record", lambda model, device: False)
     assert generate_tokens(model, prompts, range(10), sampling) == recorded

@@ -12,7 +12,7 @@ HELPERS := tests/ranks:tests/inputs:tests/measures:tests/covering:tests/stranger
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same lint docs bench bench-gpu first-gpu cuda-shapes clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same lint docs bench bench-gpu first-gpu two-ranks cuda-shapes clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -79,8 +79,11 @@ bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would us
 bench-gpu: $(VENV)/.for-benchmarks  ## the benchmark for one GPU
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-first-gpu: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## on one GPU, 25 minutes: all that only a GPU can show, in one file; ARGS=--device=cpu tries the steps without one
+first-gpu: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## on one GPU, ten minutes: what is broken, then how fast; ARGS=--part=broken is the first half, ARGS=--device=cpu tries all without a GPU
 	$(BIN)/python -m benchmarks.first_gpu $(ARGS)
+
+two-ranks: $(VENV)/.for-benchmarks  ## on one GPU: every layout on two ranks that share it, beside one rank; ARGS=--device=cpu tries the cases without one
+	$(BIN)/python -m benchmarks.two_ranks $(ARGS)
 
 cuda-shapes: $(CUDA_VENV)/.for-cuda  ## a step of every kind of run with CUDA's operators, without a GPU; ARGS=--only=WORD. Installs 5 GB
 	$(CUDA_VENV)/bin/python -m tools.cuda_shapes $(ARGS)

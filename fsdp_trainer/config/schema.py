@@ -1114,7 +1114,15 @@ class Launch:
     """
 
     nproc_per_node: int | Literal["auto"] = key(
-        "auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1
+        "auto",
+        "ranks to start when no launcher did; `auto`: ranks_per_gpu for every visible GPU, else 1",
+        minimum=1,
+    )
+    ranks_per_gpu: int = key(
+        1,
+        "ranks that share a GPU, to try a layout of several where there are fewer GPUs; slow, and"
+        " needs NCCL 2.30",
+        minimum=1,
     )
     rollout_ranks: int = key(
         0,

@@ -58,7 +58,7 @@ def ranks_to_start(cfg: Launch) -> int:
     """Return the number of ranks of this node."""
     if cfg.nproc_per_node != "auto":
         return cfg.nproc_per_node
-    return max(1, gpus(cfg))
+    return max(1, gpus(cfg) * cfg.ranks_per_gpu)
 
 
 def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> int:

@@ -20,6 +20,7 @@ from fsdp_trainer.base.process import PARENT, die_with_parent
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 from fsdp_trainer.launch.nodes import first_host, port_of_job
+from fsdp_trainer.launch.shared_gpus import share_gpus
 
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 HEARD_SECONDS = 30.0  # for the others to read why rank 0 ends
@@ -201,17 +202,17 @@ def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
     return None
 
 
-def join(env: Mapping[str, str], device: str, timeout: float) -> World:
+def join(env: Mapping[str, str], device: str, timeout: float, ranks_per_gpu: int = 1) -> World:
     """Find this process's rank, and open the store that all ranks share.
 
-    device: value of launch.device. Creates no process group.
+    device, ranks_per_gpu: values of the keys of launch. Creates no process group.
     """
     if PARENT in env:
         die_with_parent(int(env[PARENT]))
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank = int(env.get("LOCAL_RANK", 0))
     store = open_store(env, rank, size, timeout)
-    own_device = device_of_rank(device, rank, local_rank)
+    own_device = device_of_rank(device, rank, local_rank, ranks_per_gpu)
     attempt = rendezvous(store, rank, size, timeout)
     return World(
         rank,
@@ -264,10 +265,11 @@ def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> 
         raise UserError("the ranks cannot meet", [problem]) from None
 
 
-def device_of_rank(device: str, rank: int, local_rank: int) -> torch.device:
-    """Return the device of a rank according to launch.device, and make it current.
+def device_of_rank(device: str, rank: int, local_rank: int, ranks_per_gpu: int = 1) -> torch.device:
+    """Return the device of a rank according to the keys of launch, and make it current.
 
-    Raises UserError if there are too few GPUs, or GPUs that torch cannot use.
+    Raises UserError if there are too few GPUs, GPUs that torch cannot use, or ranks that share one
+    where NCCL does not allow it.
     """
     if device == "cpu":
         return torch.device("cpu")
@@ -278,18 +280,23 @@ def device_of_rank(device: str, rank: int, local_rank: int) -> torch.device:
             reason = "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch"
             raise UserError("there is no GPU", [Problem("launch.device=cuda", reason)])
         return torch.device("cpu")
-    if local_rank >= (gpus := torch.cuda.device_count()):
+    number = local_rank // ranks_per_gpu
+    if number >= (gpus := torch.cuda.device_count()):
+        enough = -(-(local_rank + 1) // gpus)
         reason = (
             f"this node has {gpus} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would "
-            f"take number {local_rank + 1}. Use  auto"
+            f"take number {number + 1}. Use  auto\n"
+            f"Or let ranks share a GPU, to try a layout of several:  launch.ranks_per_gpu={enough}"
         )
         if "SLURM_LOCALID" in os.environ:
             reason += "\nUnder srun every task must see all GPUs of its node: --gpus-per-node, not "
             reason += "--gpus-per-task or --gpu-bind"
         problem = Problem("launch.nproc_per_node", reason)
         raise UserError("there are fewer GPUs than ranks", [problem])
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    if ranks_per_gpu > 1:
+        share_gpus(ranks_per_gpu)
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def unusable_gpus(device: str) -> UserError:

@@ -162,7 +162,7 @@ def started_ranks(cfg: PlanConfig) -> int:
     per_node = launch.nproc_per_node
     if per_node == "auto":
         on_host = launch.device == "cpu" and cfg.plan.gpu is None
-        per_node = gpus(launch) or (1 if on_host else 8)
+        per_node = gpus(launch) * launch.ranks_per_gpu or (1 if on_host else 8)
     if not launch.hosts:
         return per_node * launch.nodes
     hosts = hosts_of(launch.hosts)

@@ -30,7 +30,7 @@ def prepare_as_rank(cfg: PrepareConfig) -> int:
     timeout = parse_duration(cfg.launch.timeout)
     env = environment_of_ranks(os.environ) or os.environ
     console = Console(quiet=env.get("RANK", "0") != "0")
-    world = join(env, cfg.launch.device, timeout)
+    world = join(env, cfg.launch.device, timeout, cfg.launch.ranks_per_gpu)
     try:
         inputs = world.rank0_then_nodes_then_all(
             "preparing the data",

@@ -171,7 +171,8 @@ class Rank:
     def join(self) -> World:
         """Wait for the other ranks, and begin to exchange signals with them."""
         with self.signals.waiting():  # some ranks may never start
-            world = join(self.env, self.cfg.launch.device, self.timeout)
+            launch = self.cfg.launch
+            world = join(self.env, launch.device, self.timeout, launch.ranks_per_gpu)
         self.world = world
         self.signals.connect(world.store, world.main)
         return world

@@ -1,6 +1,7 @@
 """Several nodes that are given the same command, without torchrun: they meet, and hear of one
 another's end."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import inject
 import pytest
+import torch
 from addresses import listening
 from forked import Forked
 from world import SMALL, Run, end, wait_until
@@ -232,7 +234,11 @@ def test_a_master_port_in_use_is_told():
 
 @pytest.mark.parametrize(
     ("local", "by_slurm", "said"),
-    [("2", False, "has 2 that are visible"), ("1", True, "--gpus-per-node, not --gpus-per-task")],
+    [
+        ("2", False, "has 2 that are visible"),
+        ("2", False, "launch.ranks_per_gpu=2"),
+        ("1", True, "--gpus-per-node, not --gpus-per-task"),
+    ],
 )
 def test_more_ranks_than_gpus_are_told_and_srun_users_which_flag_to_use(
     monkeypatch, local, by_slurm, said
@@ -244,6 +250,20 @@ def test_more_ranks_than_gpus_are_told_and_srun_users_which_flag_to_use(
     with pytest.raises(UserError) as error:
         join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": local}, "auto", 5)
     assert said in str(error.value)
+
+
+def test_ranks_share_a_gpu_if_that_is_wanted_and_nccl_lets_them(monkeypatch):
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}
+    monkeypatch.setattr(os, "environ", {})
+    for name, value in {
+        "is_available": True, "device_count": 1, "set_device": None, "nccl.version": (2, 28, 9)
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+    with pytest.raises(UserError, match=r"ranks_per_gpu=2(.|\n)*from 2.30 on, and here is 2.28"):
+        join(rank, "auto", 5, 2)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 1))
+    assert join(rank, "auto", 5, 2).device == torch.device("cuda", 0)
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
 @pytest.mark.slow
@@ -267,6 +287,7 @@ def test_auto_is_one_rank_for_each_visible_gpu(enter, monkeypatch):
     enter(inject.around("device_files", lambda *_: ["/dev/nvidia0", "/dev/nvidia1"]))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert start.ranks_to_start(Launch()) == 2
+    assert start.ranks_to_start(Launch(ranks_per_gpu=3)) == 6
     assert start.ranks_to_start(Launch(device="cpu")) == 1
     assert start.ranks_to_start(Launch(nproc_per_node=3)) == 3
 

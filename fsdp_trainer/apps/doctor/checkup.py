@@ -80,7 +80,7 @@ def meet(cfg: DoctorConfig, timeout: float) -> World | None:
     """
     env = environment_of_ranks(os.environ) or os.environ
     try:
-        return join(env, cfg.launch.device, timeout)
+        return join(env, cfg.launch.device, timeout, cfg.launch.ranks_per_gpu)
     except (RuntimeError, RunFailed) as error:
         address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
         reason = unreachable(address, port) if isinstance(error, dist.DistError) else ""

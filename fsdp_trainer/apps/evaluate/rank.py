@@ -31,7 +31,8 @@ RESULTS = "evaluations.jsonl"
 def evaluate_as_rank(cfg: EvaluateConfig) -> int:
     """Evaluate with the other ranks; rank 0 prints the results. Returns the exit code."""
     timeout = parse_duration(cfg.launch.timeout)
-    world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, timeout)
+    env = environment_of_ranks(os.environ) or os.environ
+    world = join(env, cfg.launch.device, timeout, cfg.launch.ranks_per_gpu)
     if not world.main:
         os.environ["TQDM_DISABLE"] = "1"
     if world.size > 1:

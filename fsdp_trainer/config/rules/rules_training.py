@@ -212,6 +212,12 @@ def environment(cfg: TrainConfig, report: Report) -> Violations:
         )
 
 
+def shared_gpus(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that ranks share GPUs only where there are some."""
+    if cfg.launch.ranks_per_gpu > 1 and cfg.launch.device == "cpu":
+        yield "launch.ranks_per_gpu", "is for GPUs. On the CPU:  launch.nproc_per_node=2"
+
+
 def rendezvous(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a rendezvous is a host and a port, and is used with several nodes."""
     address = cfg.launch.rendezvous

@@ -1,11 +1,14 @@
-"""The first run on a GPU: everything that only a GPU can show, most informative first.
+"""The first ten minutes on a GPU: what is broken, and how fast it is beside what was predicted.
 
-    python -m benchmarks.first_gpu [--device cpu] [--only 1,4]
+    python -m benchmarks.first_gpu [--part broken] [--device cpu] [--only 1,3]
 
-Ten steps on one GPU, each with a time limit, in at most 25 minutes. The other steps are still run
-if a step fails or takes too long. benchmarks/results/MACHINE/first-gpu-DATE.json is rewritten after
-every step: machine and versions, then each step's commands with exit codes, seconds and the end of
-their output, and figures computed from the runs. The exit code is 1 if a step failed.
+Two parts of at most five minutes each, which may be two commands: `broken` runs all tests that need a
+GPU side by side, and every layout on two ranks that share it; `fast` trains eight blocks of
+Llama-3.1-8B's shape beside a plain Hugging Face script, and generates. Each step has a time limit;
+the others are still run if one fails or takes too long. benchmarks/results/MACHINE/
+first-gpu-PART-DATE.json is rewritten after every step: machine, versions and predictions (those of
+benchmarks.step_budget, made before), then each step's commands with exit codes, seconds and the end
+of their output. The exit code is 1 if a step failed.
 
 --device cpu: the same steps with tiny models, which only shows that they run. Tests that need a GPU
 are skipped, the steps may take eight times as long, and the file is runs/first-gpu-on-a-cpu.json.
@@ -14,7 +17,6 @@ are skipped, the steps may take eight times as long, and the file is runs/first-
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import RESULTS, ROOT, arguments, machine, python_process, versions
+from benchmarks.step_budget import COLUMNS, measured, predictions
 from fsdp_trainer.config.devices import has_gpus
 from fsdp_trainer.config.schema import Launch
 
@@ -36,31 +39,38 @@ CPU_LIMITS = 8
 """Factor for each step's limit on a CPU, which compiles slowly and may be shared."""
 TAIL = 20_000  # characters of a command's output that are kept
 TRAIN = ("-m", "fsdp_trainer")
-AT_ONCE = str(max(1, min(12, (os.cpu_count() or 1) // 2)))
+AT_ONCE = str(max(1, min(12, (os.cpu_count() or 1) * 3 // 4)))
 """Tests that run side by side: most of their time is starting processes, and models are tiny."""
-TESTS = (
-    *("-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", AT_ONCE, "--durations=5"),
-    *("-m", "gpu"),
-)
 GPU_TESTS = (
     "tests/project/test_gpu.py",
     "tests/parallel/test_compile.py",
     "tests/checkpoint/test_huggingface.py",
+    "tests/models/test_attention.py",
 )
-NUMBERS = "head_adds_up or rounding_bits"
-NEAR = "bf16_run_is_near and not flex and not messages and not offload"
-WAITS = "waits and not flex and not offload"
-REST = f"not ({NUMBERS}) and not ({NEAR}) and not ({WAITS})"
-PACKAGES = ("torchao", "triton", "transformers", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
+TESTS = (
+    *("-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", AT_ONCE, "--durations=5"),
+    *("-m", "gpu", *GPU_TESTS),
+)
+PACKAGES = (
+    "torchao",
+    "triton",
+    "transformers",
+    "liger-kernel",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu13",
+)
 SIZES = {
     "cuda": [
         "model=llama3_2_1b",
         "model.vocab_size=128256",
         "batch.seq_len=8192",
-        "batch.rows=4",
+        "batch.rows=64",
+        "batch.micro_rows=64",
+        "activation_checkpoint=none",
     ],
     "cpu": ["model=tiny", "model.vocab_size=260", "batch.seq_len=256", "batch.rows=2"],
 }
+"""A run that is too large for a GPU, and a small one."""
 
 
 @dataclass(frozen=True)
@@ -86,113 +96,60 @@ class Step:
     figures: Callable[[Path], dict[str, Any]] | None = field(default=None, repr=False)
 
 
-def steps(device: str, folder: Path) -> list[Step]:
-    """Return all steps. folder: parent folder of the runs."""
-
-    def run(name: str, *overrides: str, code: int = 0, says: str = "") -> Command:
-        return Command((*TRAIN, *training(device, folder, name), *overrides), code, says)
-
-    def tests(which: str, *files: str) -> Command:
-        # without a GPU the tests are skipped, and pytest exits with 0
-        words = (*TESTS, "-k", which, *(files or GPU_TESTS[:1]))
-        return Command(words, says=" passed" if gpu else "")
-
+def steps(device: str, folder: Path) -> dict[str, list[Step]]:
+    """Return the steps of each part. folder: parent folder of the runs."""
     gpu = device == "cuda"
-    one_rank = (f"launch.device={device}", "launch.nproc_per_node=1")
-    whole, packed = (
-        (["model.attention=documents", "model.attention_kernel=cudnn"], ["model.attention=varlen"])
-        if gpu
-        else (["model.attention=documents"], ["model.attention=mask"])
+    doctor = ("doctor", f"launch.device={device}", "launch.nproc_per_node=1")
+    greedy = Command(
+        (*TRAIN, *training(device, folder)),
+        code=1 if gpu else 0,
+        says="ran out of memory" if gpu else "",
     )
-    no_checkpoint = "checkpoint.every=null"
-    saving = ("checkpoint=async", "checkpoint.every=10", "checkpoint.keep=1")
-    too_much = ("batch.rows=64", "batch.micro_rows=64", "activation_checkpoint=none")
-    return [
-        Step("doctor", 45, (Command((*TRAIN, "doctor", *one_rank)),)),
-        Step(
-            "kernels compute what a CPU does",
-            100,
-            (
-                tests(NUMBERS),
-                tests("every_layout_and_kernel", "tests/models/test_attention.py"),
-            ),
-        ),
-        Step("runs are near those of a CPU", 250, (tests(NEAR),)),
-        Step("no step waits for the host", 150, (tests(WAITS),)),
-        Step(
-            "cuDNN and varlen",
-            110,
-            (
-                run("whole", *whole, "train.steps=30", no_checkpoint),
-                run("packed", *packed, "train.steps=30", no_checkpoint),
-            ),
-            figures=lambda runs: compare_losses(runs / "whole", runs / "packed", 0.02),
-        ),
-        Step(
-            "compiled, profiled",
-            100,
-            (
-                run(
-                    "compiled",
-                    "compile=enabled",
-                    "train.steps=12",
-                    "profile.steps=8-10",
-                    f"profile.memory={str(gpu).lower()}",
-                    no_checkpoint,
-                ),
-            ),
-            figures=lambda runs: pace(runs / "compiled"),
-        ),
-        Step(
-            "a run goes on",
-            150,
-            (
-                run("again", *saving, "train.steps=10"),
-                run("again", *saving, "train.steps=20"),
-                run("once", *saving, "train.steps=20"),
-            ),
-            figures=lambda runs: compare_losses(runs / "again", runs / "once", 0.02),
-        ),
-        Step(
-            "out of memory",
-            45,
-            (
-                run(
-                    "greedy",
-                    *(too_much if gpu else ()),
-                    "train.steps=2",
-                    no_checkpoint,
-                    code=1 if gpu else 0,
-                    says="ran out of memory" if gpu else "",
-                ),
-            ),
-        ),
-        Step("flex, float8, offload, messages, the rest", 330, (tests(REST, *GPU_TESTS),)),
-        Step("how near the ceilings", 160, (Command(("-m", "benchmarks.gpu", *benchmark(gpu))),)),
-    ]
+    # without a GPU the tests are skipped, and pytest exits with 0
+    tests = Command(TESTS, says=" passed" if gpu else "")
+    some = () if gpu else ("--device", "cpu", "--only", "tensor,ring")
+
+    def benchmark(part: str) -> tuple[Command, ...]:
+        small = () if gpu else ("--small", "1")
+        return (Command(("-m", "benchmarks.gpu", *small, "--parts", part)),)
+
+    return {
+        "broken": [
+            Step("doctor", 20, (Command((*TRAIN, *doctor)),)),
+            Step("all tests that need a GPU", 140, (tests,)),
+            Step("two ranks", 85, (Command(("-m", "benchmarks.two_ranks", *some)),)),
+            Step("out of memory", 25, (greedy,)),
+        ],
+        "fast": [
+            Step("eight blocks of 8B", 205, benchmark("mfu"), figures=lambda _: beside_predicted()),
+            Step("generation", 30, benchmark("generation")),
+            Step("how near the ceilings", 30, benchmark("ceilings")),
+        ],
+    }
 
 
-def benchmark(gpu: bool) -> tuple[str, ...]:
-    """Return the arguments of benchmarks.gpu."""
-    return ("--parts", "ceilings,mfu") if gpu else ("--small", "1", "--parts", "ceilings")
-
-
-def training(device: str, folder: Path, name: str) -> list[str]:
-    """Return the overrides that all runs share."""
+def training(device: str, folder: Path) -> list[str]:
+    """Return the overrides of the run of SIZES."""
     return [
         *SIZES[device],
         f"launch.device={device}",
         "launch.nproc_per_node=1",
-        "batch.micro_rows=1",
         "tokenizer.path=demo:bytes",
         f"data.path={folder}/docs.jsonl",
-        f"data.cache={folder}/cache",
         "data.too_long=split",
-        "schedule=constant",
-        "logging.every=1",
+        "train.steps=2",
+        "checkpoint.every=null",
         f"run.root={folder}",
-        f"run.name={name}",
+        "run.name=greedy",
     ]
+
+
+def beside_predicted() -> dict[str, Any]:
+    """Return what was predicted and, where the newest results have it, what was measured."""
+    return {
+        name: {"predicted": predicted, "measured": measured(*COLUMNS[name][::3])}
+        for name, predicted in predictions().items()
+    }
 
 
 def write_documents(path: Path, count: int = 600) -> None:
@@ -202,36 +159,6 @@ def write_documents(path: Path, count: int = 600) -> None:
         for length in random.integers(500, 6000, count).tolist():
             text = random.integers(97, 107, length, np.uint8).tobytes().decode()
             file.write(json.dumps({"text": text}) + "\n")
-
-
-# --- figures of runs ----------------------------------------------------------------------------
-
-
-def pace(run: Path) -> dict[str, Any]:
-    """Return seconds and memory of a run's steps, and its compilation events."""
-    lines = metrics(run)
-    seconds = [line["step_seconds"] for line in lines]
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return {
-        "first_step_seconds": seconds[0],
-        "median_step_seconds": statistics.median(seconds[len(seconds) // 2 :]),
-        "longest_of_the_second_half": max(seconds[len(seconds) // 2 :]),
-        "memory_gib": lines[-1]["memory_gib"],
-        "compilations": [event for event in events if event["event"] == "compile"],
-    }
-
-
-def compare_losses(one: Path, other: Path, tolerance: float) -> dict[str, Any]:
-    """Return the largest relative difference of two runs' losses, and both runs' pace.
-
-    Raises AssertionError if it exceeds the tolerance.
-    """
-    losses = [np.array([line["loss"] for line in metrics(run)]) for run in (one, other)]
-    assert len(losses[0]) == len(losses[1]), "they have different numbers of steps"
-    difference = float(np.max(np.abs(losses[0] - losses[1]) / losses[1]))
-    figures = {"largest_difference": difference, one.name: pace(one), other.name: pace(other)}
-    assert difference <= tolerance, f"losses differ by {difference:.2%}: {figures}"
-    return figures
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -337,8 +264,8 @@ def describe_in_process(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all steps, or those that --only names."""
-    given = arguments(__doc__, repeat=1, device="cuda", only="", describe=0)
+    """Run all steps, those of a part, or those that --only names."""
+    given = arguments(__doc__, repeat=1, device="cuda", part="", only="", describe=0)
     if given.describe:
         return print(json.dumps(describe()))
     if given.device == "cuda" and not has_gpus(Launch()):
@@ -350,11 +277,15 @@ def main() -> None:
         folder = Path(name)
         write_documents(folder / "docs.jsonl")
         about = {"date": time.strftime("%Y-%m-%d %H:%M"), "device": given.device}
-        about |= describe_in_process(folder)
-        path = RESULTS / about["machine"]["kind"] / f"first-gpu-{time.strftime('%Y-%m-%d')}.json"
+        about |= describe_in_process(folder) | {"predicted": predictions()}
+        stem = "-".join(filter(None, ("first-gpu", given.part, time.strftime("%Y-%m-%d"))))
+        path = RESULTS / about["machine"]["kind"] / f"{stem}.json"
         if given.device == "cpu":  # not a result, since it shows nothing about a GPU
             path = ROOT / "runs" / "first-gpu-on-a-cpu.json"
-        table = steps(given.device, folder)
+        parts = steps(given.device, folder)
+        if given.part and given.part not in parts:
+            sys.exit(f"--part={given.part}: there are only {' and '.join(parts)}")
+        table = parts[given.part] if given.part else [*parts["broken"], *parts["fast"]]
         if given.device == "cpu":
             table = [replace(step, limit=CPU_LIMITS * step.limit) for step in table]
         if given.only:

@@ -1,9 +1,14 @@
 """Speed of training steps on one GPU relative to its ceilings, and the gain of each technique.
 
-    python -m benchmarks.gpu [--parts ceilings,sft,ladder,mfu,offload] [--small 1] [--check]
+    python -m benchmarks.gpu [--parts ceilings,mfu,generation,sft,ladder,formats,offload] [--small 1] [--check]
 
 - ceilings: a bfloat16 matrix product, and attention at 8,192 tokens by each available kernel.
-- sft: Qwen3-0.6B with one document per row of 8k, 16k or 64k tokens and full recomputation.
+- mfu: eight blocks of Llama-3.1-8B's shape, one document per row of 8,192 tokens, with one row a
+  step and with four at once, and a Hugging Face script on the same shape (benchmarks.plain_script).
+- generation: answers of Qwen3-0.6B, 64 at a time, with and without CUDA graphs.
+- formats: the model of mfu, not compiled, and in float8.
+- sft: Qwen3-0.6B with one document per row of 8k, 16k or 64k tokens and full recomputation; four
+  rows a step, but one of 64k.
   prime-rl publishes 26,005 and 25,486 tokens a second and `out of memory` for these on one H100.
 - ladder: Llama-3.2-1B in rows of 8,192 tokens packed with documents of 1,000 tokens in the mean:
   from plain to all techniques, one at a time, and a Hugging Face Trainer on the same documents,
@@ -12,19 +17,21 @@
 - several: on all GPUs of this machine, the bytes per second of each collective, and eight blocks of
   Llama-3.1-8B's shape by layout: sharded, in tensor groups, and with context parallelism by each
   method. It is not among the default parts, and is reported as missing if there is one GPU.
-- mfu: eight blocks of Llama-3.1-8B's shape, one document per row of 8,192 tokens.
 
 Needs no network; the Trainer's line needs transformers and accelerate. --small 1: tiny models,
 which only shows that the benchmark runs.
 """
 
+import gzip
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -44,6 +51,9 @@ from benchmarks.harness import (
 from benchmarks.train_step import documents, padded
 from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.generation import continuations
+from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.resolve import resolve_model
 
 STEPS, EVERY = 16, 4  # optimizer steps, of which the second half is timed; and between log writes
@@ -68,17 +78,18 @@ SIZE = {
     "ladder": "llama3_2_1b",
     "offload": "llama3_2_1b",
     "mfu": "llama3_8b",
+    "formats": "llama3_8b",
+    "generation": "qwen3_0_6b",
     "several": "llama3_8b",
 }
-VOCABULARY = dict.fromkeys(SIZE, 128_256) | {"sft": 151_936}
+VOCABULARY = dict.fromkeys(SIZE, 128_256) | dict.fromkeys(("sft", "generation"), 151_936)
+DEFAULT_PARTS = ("ceilings", "mfu", "generation", "sft", "ladder", "formats", "offload")
 DOCUMENTS_AT_ONCE = 8  # in a batch of the Trainer
 
 
 def main() -> None:
     """Measure the requested parts, print and store the result."""
-    given = arguments(
-        __doc__, repeat=1, parts="ceilings,sft,ladder,mfu,offload", small=0, task="", links=0
-    )
+    given = arguments(__doc__, repeat=1, parts=",".join(DEFAULT_PARTS), small=0, task="", links=0)
     if given.links:
         return print_link_speeds(bool(given.small))
     if given.task:
@@ -103,19 +114,21 @@ def main() -> None:
     }
     if given.small:
         return
-    finish(
-        "gpu", result, compared, given.check, ("transformers", "accelerate", "torchao", "triton")
-    )
+    name = "gpu" if given.parts == ",".join(DEFAULT_PARTS) else f"gpu-{given.parts}"
+    finish(name, result, compared, given.check, ("transformers", "accelerate", "torchao", "triton"))
 
 
 def ceilings(folder: Path, small: bool) -> dict[str, Any]:
-    """Return TFLOP/s of a square matrix product, and of causal attention forward and backward."""
+    """Return the rates of a square matrix product, a copy, and attention forward and backward."""
     device = torch.device("cuda" if CUDA else "cpu")
     n = 256 if small else 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     results: dict[str, Any] = {
         f"{n}³ matrix product": {"tflops": spread(rates(lambda: a @ b, 2 * n**3))}
     }
+    one, other = (torch.zeros(n**2, device=device) for _ in range(2))
+    copies = rates(lambda: other.copy_(one), 2 * one.nbytes * 1e3)
+    results[f"copy of {one.nbytes >> 20} MiB"] = {"gigabytes_per_second": spread(copies)}
     heads, tokens, channels = (2, 256, 64) if small else (32, 8192, 128)
     q, k, v = (
         torch.randn(
@@ -155,12 +168,17 @@ def sft(folder: Path, small: bool) -> dict[str, Any]:
     """Return the figures of Qwen3-0.6B by row length."""
     lengths = [128] if small else [8192, 16384, 65536]
     how = ["activation_checkpoint=full", "precision=fp32" if small else "compile=enabled"]
-    return {
-        f"{n} tokens": run(
-            folder, "sft", small, n, [n] * 64, [*how, f"model.max_position_embeddings={n}"]
-        )
-        for n in lengths
-    }
+    results = {}
+    for n in lengths:
+        rows = 4 if n <= 16384 else 1
+        words = [*how, f"model.max_position_embeddings={n}", *at_once(rows)]
+        results[f"{n} tokens"] = run(folder, "sft", small, n, [n] * 64, words)
+    return results
+
+
+def at_once(rows: int) -> list[str]:
+    """Return the overrides for steps of so many rows in one micro-batch."""
+    return [f"batch.rows={rows}", f"batch.micro_rows={rows}"]
 
 
 def ladder(folder: Path, small: bool) -> dict[str, Any]:
@@ -179,19 +197,85 @@ def ladder(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def mfu(folder: Path, small: bool) -> dict[str, Any]:
-    """Return the figures of eight blocks of Llama-3.1-8B's shape."""
-    row, layers = (256, 2) if small else (8192, 8)
-    shape = [f"model.num_hidden_layers={layers}", "activation_checkpoint=none"]
-    # compiled blocks cannot call attention once per document, which is how cuDNN is used
-    ways = {
-        "bfloat16": ["compile=enabled"],
-        "bfloat16, not compiled": [],
-        "float8": ["compile=enabled", "precision=fp8"],
+    """Return the figures of eight blocks of Llama-3.1-8B's shape, ours and a plain script's."""
+    row, shape = blocks_of_8b(small)
+    compiled = [*shape, *["compile=enabled"] * (not small)]
+    profiled = [*compiled, *at_once(4), "profile.steps=4-5"]
+    results = {
+        "bfloat16": run(folder, "mfu", small, row, [row] * 64, compiled),
+        "bfloat16, four rows": run(folder, "mfu", small, row, [row] * 64, profiled),
     }
+    for trace in (folder / "run/profile").glob("*.json.gz"):
+        results["bfloat16, four rows"]["milliseconds_of_two_steps"] = longest_kernels(trace)
+    for name, rows in (("", 1), (", four rows", 4)):
+        words = ["--rows", str(rows), "--small", str(int(small))]
+        results[f"Hugging Face, Liger, compiled{name}"] = plain_script(folder, words)
+    return results
+
+
+def formats(folder: Path, small: bool) -> dict[str, Any]:
+    """Return the figures of the same blocks in other ways, with four rows at once."""
+    row, shape = blocks_of_8b(small)
+    # blocks that are not compiled call attention once per document, by cuDNN
+    ways = {"not compiled": [], "float8": ["compile=enabled", "precision=fp8"]}
     return {
-        name: run(folder, "mfu", small, row, [row] * 64, [*shape, *how])
+        name: run(folder, "formats", small, row, [row] * 64, [*shape, *at_once(4), *how])
         for name, how in ways.items()
     }
+
+
+def blocks_of_8b(small: bool) -> tuple[int, list[str]]:
+    """Return the tokens of a row, and the overrides of eight blocks of Llama-3.1-8B."""
+    row, layers = (256, 2) if small else (8192, 8)
+    return row, [f"model.num_hidden_layers={layers}", "activation_checkpoint=none"]
+
+
+def longest_kernels(trace: Path, count: int = 30) -> dict[str, float]:
+    """Return the milliseconds of the kernels that took longest in a profile, by name."""
+    seconds: Counter[str] = Counter()
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+        if event.get("cat") == "kernel":
+            seconds[event["name"][:80]] += event["dur"] / 1e3
+    return {name: round(each, 2) for name, each in seconds.most_common(count)}
+
+
+def plain_script(folder: Path, words: list[str]) -> dict[str, Any]:
+    """Return the figures of benchmarks.plain_script, or why it failed."""
+    output = folder / "plain.txt"
+    with python_process(["-m", "benchmarks.plain_script", *words], output) as process:
+        code = process.wait()
+    lines = output.read_text().strip().splitlines()
+    if code:
+        return {"failed": lines[-1]}
+    return json.loads(next(line for line in lines if line.startswith("{")))
+
+
+def generation(folder: Path, small: bool) -> dict[str, Any]:
+    """Return milliseconds a token of Qwen3-0.6B with random weights, 64 answers at a time."""
+    device = torch.device("cuda" if CUDA else "cpu")
+    config = compose("train", model("generation", small), inputs=False).model
+    with device:
+        decoder = Decoder(resolve_model(config))
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    decoder.to(torch.bfloat16)
+    rows, count = (2, 20) if small else (64, 128)
+    prompts = np.random.default_rng(0).integers(0, 260, (rows, 64)).tolist()
+    sampling = Sampling(count, 1.0, log_probabilities=True)
+    results: dict[str, Any] = {}
+    for name, records in (
+        ("CUDA graphs", continuations.can_record),
+        ("launched", lambda *_: False),
+    ):
+        with patch.object(continuations, "can_record", records):
+            times = []
+            for _ in range(2):  # the first one prepares
+                wait_for_device()
+                began = time.perf_counter()
+                continuations.generate_tokens(decoder, prompts, (), sampling, rows=rows)
+                times.append(time.perf_counter() - began)
+        results[name] = {"milliseconds_a_token": times[1] / count * 1e3}
+    return results
 
 
 def offload(folder: Path, small: bool) -> dict[str, Any]:
@@ -467,9 +551,11 @@ def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
 
 PARTS = {
     "ceilings": ceilings,
+    "mfu": mfu,
+    "generation": generation,
+    "formats": formats,
     "sft": sft,
     "ladder": ladder,
-    "mfu": mfu,
     "offload": offload,
     "several": several,
 }

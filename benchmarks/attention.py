@@ -67,7 +67,7 @@ def ways_of(device: torch.device, softcap: float | None) -> list[tuple[str, str 
     return [
         *product(["documents"], ["cudnn", "flash", "efficient"]),
         ("mask", "efficient"),
-        *product(["varlen"], ["flash", *installed]),
+        *product(["varlen"], ["flash", "cudnn", *installed]),
         ("flex", None),
     ]
 

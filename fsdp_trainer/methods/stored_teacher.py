@@ -245,8 +245,7 @@ class TeacherColumn(StoredColumn):
         cfg, dims, (_, config) = self.cfg, self.dims, self.models
         part = config.on_tensor_rank(cfg.sharding.tensor)
         method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
-        share = mixture.attention_cost_share(config.attention_cost)
-        attention = choose_attention(cfg, [config], share, self.world.device, False, method)
+        attention = choose_attention(cfg, [config], self.world.device, False, method)
         return Batches(
             mixture,
             micro_rows=cfg.batch.micro_rows,

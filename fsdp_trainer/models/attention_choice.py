@@ -22,9 +22,6 @@ NAMES = {
 }
 MADE_FOR = {"fa3": (HOPPER,), "fa4": (HOPPER, BLACKWELL)}
 BEST = {HOPPER: "fa3", BLACKWELL: "fa4"}
-CUDNN_SHARE = 0.6
-"""cuDNN computes a full row 1.7 to 2.3 times as fast as FlashAttention 2 on Hopper (published).
-It is faster if Σ length² of the documents is more than this share of the cost of full rows."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class AttentionContext:
     """Properties of machine, model and data that the choice depends on; None: not known yet.
 
     device: cpu or cuda; capability: compute capability of the GPU; dtype: number format of
-    queries, keys and values. share: Σ length² of the documents, divided by the same for full rows.
+    queries, keys and values. deterministic: kernels must give the same bits every time.
     installed: those of fa3 and fa4 that can be imported.
     """
 
@@ -42,10 +39,9 @@ class AttentionContext:
     head_dim: int | None = None
     softcap: bool = False
     sinks: bool = False
-    windowed: bool = False
     compiled: bool = False
     selective: bool = False
-    share: float = 1.0
+    deterministic: bool = False
     installed: frozenset[str] = frozenset()
 
 
@@ -63,6 +59,8 @@ class AttentionChoice:
 
     def __str__(self) -> str:
         kernel = f" with {NAMES[self.kernel]}" if self.kernel else ""
+        if (self.layout, self.kernel) == ("varlen", "cudnn"):
+            kernel = f" with {NAMES['flash']}, rows of one document{kernel}"
         return f"by {self.layout}{kernel}: {self.reason}"
 
 
@@ -132,8 +130,9 @@ KERNEL_RULES: tuple[Rule, ...] = (
         f"flex compiles a kernel of its own.{AUTO_KERNEL}",
     ),
     (
-        lambda c, layout, kernel: layout == "varlen" and kernel in SDPA_ONLY,
-        "varlen is FlashAttention: flash, fa3 or fa4.\nUse  model.attention=documents",
+        lambda c, layout, kernel: layout == "varlen" and kernel in ("efficient", "math"),
+        "varlen is FlashAttention (flash, fa3 or fa4), and cudnn for rows of one document.\n"
+        "Use  model.attention=documents",
     ),
     (
         lambda c, layout, kernel: layout == "mask" and kernel not in SDPA_ONLY,
@@ -202,29 +201,18 @@ def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
         return "flex", f"a kernel is compiled for {special}"
     if reason := _first_broken(LAYOUT_RULES["varlen"], context, "varlen"):
         return fallback, f"varlen {reason.splitlines()[0]}"
-    if kernel in SDPA_ONLY:
+    if kernel in SDPA_ONLY and (kernel, fallback) != ("cudnn", "mask"):
         return fallback, f"{kernel} is requested"
-    share = f"{context.share:.0%}"
-    if kernel == "auto" and _cudnn_is_fastest(context):
-        reason = f"nearly whole rows ({share} of their cost), which cuDNN is fastest at on Hopper"
-        return "documents", reason
-    return "varlen", f"cost by Σ length², {share} of whole rows'"
-
-
-def _cudnn_is_fastest(context: AttentionContext) -> bool:
-    """Return True for nearly full rows on Hopper, unless something else forbids cuDNN."""
-    is_best_here = context.capability == HOPPER and "fa3" not in context.installed
-    nearly_whole = context.share >= CUDNN_SHARE and not context.windowed
-    return is_best_here and nearly_whole and not context.compiled
+    return "varlen", "cost by Σ length²"
 
 
 def _first_kernel(layout: str, context: AttentionContext) -> str | None:
     """Return the fastest kernel for this context; None if there is only one."""
     if context.device != "cuda" or layout == "flex" or context.softcap or context.sinks:
         return None
-    if layout == "varlen":
-        best = BEST.get(context.capability or (0, 0))
-        return best if best in context.installed else "flash"
+    best = BEST.get(context.capability or (0, 0))
+    if layout == "varlen" and best in context.installed:
+        return best
     if layout == "mask":
         return "efficient"  # FlashAttention takes no mask; cuDNN: see attention_kernels
-    return "cudnn" if context.capability == HOPPER and not context.windowed else "flash"
+    return "cudnn" if context.capability == HOPPER and not context.deterministic else "flash"

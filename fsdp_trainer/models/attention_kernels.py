@@ -23,6 +23,12 @@ BACKENDS = {
 }
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 _priority = ExitStack()
+_unmasked: list[SDPBackend] = []
+
+
+def order_without_masks() -> list[SDPBackend]:
+    """Return the order for calls of training without a mask; empty: that of the process."""
+    return _unmasked
 
 
 def describe_device(device: torch.device) -> AttentionContext:
@@ -52,11 +58,13 @@ def set_kernel_priority(
 ) -> None:
     """Make torch try the chosen kernel first, then the others for inputs that it cannot compute.
 
-    cuDNN is used only if it was chosen: with a mask its backward can return NaN (pytorch#196678),
-    and it supports nothing that the others do not.
+    With a mask, cuDNN is used only on request: its backward can return NaN (pytorch#196678).
+    Without, training's calls set an order of their own (`order_without_masks`): cuDNN plans each
+    new shape, of which generation and images have many.
     required: raise UserError if the chosen kernel cannot compute this model at all.
     """
     _priority.close()  # the priority of an earlier run in this process
+    _unmasked.clear()
     if choice.kernel is None:
         return
     if choice.kernel in FLASH:
@@ -64,9 +72,12 @@ def set_kernel_priority(
         if hasattr(torch.nn.attention, "restore_flash_attention_impl"):  # torch 2.12
             _priority.callback(torch.nn.attention.restore_flash_attention_impl)
     first = BACKENDS.get(choice.kernel, SDPBackend.FLASH_ATTENTION)
-    others = (backend for name, backend in BACKENDS.items() if name != "cudnn")
+    others = [backend for name, backend in BACKENDS.items() if name != "cudnn"]
     order = list(dict.fromkeys([first, *others]))
-    if required and choice.layout != "varlen":
+    if choice.kernel == "cudnn" and choice.layout != "mask":
+        _unmasked.extend(order)
+        order = others
+    if required and (choice.layout != "varlen" or _unmasked):
         # before the order is set: the first call on Hopper makes torch put cuDNN, then flash first
         _try(choice, first, config, dtype, device)
     _priority.enter_context(sdpa_kernel(order, set_priority=True))

@@ -58,7 +58,7 @@ class BlockTracer:
         length = model.layout.row_tokens
         windows = model.part.shape.windows
         self.windows = [window if window and window < length else None for window in windows]
-        self.attention = planned_attention(model, device, any(self.windows))
+        self.attention = planned_attention(model, device)
         self._known: dict[tuple, TracedPart] = {}
 
     def block(self, i: int) -> TracedPart:
@@ -118,7 +118,7 @@ class BlockTracer:
         return with_others_keys(model, traced, mode, self.attention)
 
 
-def planned_attention(model: PlannedModel, device: str, windowed: bool) -> str:
+def planned_attention(model: PlannedModel, device: str) -> str:
     """Return the layout of attention that training would choose: a key of LAYOUTS."""
     layout, config = model.layout, model.part.shape
     context = AttentionContext(
@@ -127,7 +127,6 @@ def planned_attention(model: PlannedModel, device: str, windowed: bool) -> str:
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
         sinks=config.family_spec.sinks,
-        windowed=windowed,
         compiled=model.compiled,
         selective=model.checkpointing.mode == "selective",
     )

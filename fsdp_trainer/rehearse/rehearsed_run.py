@@ -131,7 +131,6 @@ def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
     """
     cfg, device = rows_of_answers(run.cfg), "cuda" if run.on_gpu else "cpu"
     planned = PlannedModel.of(cfg, run.config, run.world, run.known)
-    windowed = any(window and window < cfg.batch.seq_len for window in run.config.windows)
     config = with_head(run.config, cfg.objective.method, cfg.model.init_from)
     ranks = cfg.sharding.tensor
     second = cfg.second_model
@@ -145,7 +144,7 @@ def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
         config.with_equal_rows(ranks),
         run.world,
         device,
-        planned_attention(planned, device, windowed),
+        planned_attention(planned, device),
         other,
         rows,
     )

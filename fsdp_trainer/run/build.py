@@ -144,7 +144,7 @@ def build(
     rows = RunRows(order, held_out, cfg.batch.rows)
     method = build_method(setup, rows, start.checkpoint)
     model = build_model(setup, method.head_temperature)
-    attention, context = attention_of(setup, order, method.architectures)
+    attention, context = attention_of(setup, method.architectures)
     reading = source_context(setup, attention, context, model)
     unread = unread_of_run(setup, model, start) if world.main else None
     if world.main:  # only rank 0 prints them, and describing the data reads all samples
@@ -293,7 +293,7 @@ def orders_of_data(
 
 
 def attention_of(
-    setup: RunSetup, order: Order, readers: list[ModelConfig]
+    setup: RunSetup, readers: list[ModelConfig]
 ) -> tuple[AttentionChoice, ContextChoice]:
     """Return how attention is computed, and how the ranks of a row divide it. Collective.
 
@@ -302,8 +302,7 @@ def attention_of(
     cfg, config = setup.cfg, setup.config
     part = config.on_tensor_rank(cfg.sharding.tensor)
     context = context_method(cfg.sharding, cfg.batch.seq_len, part)
-    share = order.attention_cost_share(config.attention_cost)
-    attention = choose_attention(cfg, readers, share, setup.device, setup.compiled, context.method)
+    attention = choose_attention(cfg, readers, setup.device, setup.compiled, context.method)
     return attention, context
 
 

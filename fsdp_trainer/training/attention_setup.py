@@ -15,15 +15,14 @@ from fsdp_trainer.models.config import ModelConfig
 def choose_attention(
     cfg: TrainConfig,
     configs: Sequence[ModelConfig],
-    share: float,
     device: torch.device,
     compiled: bool,
     method: str,
 ) -> AttentionChoice:
     """Choose and set this process's attention implementation. Raises UserError if none fits.
 
-    configs: architecture of the model, then that of a teacher that reads the same rows. share: see
-    Mixture.attention_cost_share. method: how ranks that split rows compute attention.
+    configs: architecture of the model, then that of a teacher that reads the same rows. method: how
+    ranks that split rows compute attention.
     """
     # the choice must fit a head size that some kernel may not support, if there is one
     sizes = [config.head_dim for config in configs]
@@ -33,12 +32,9 @@ def choose_attention(
         head_dim=next((size for size in sizes if size % 8 or not 16 <= size <= 256), sizes[0]),
         softcap=any(config.attn_logit_softcapping is not None for config in configs),
         sinks=any(config.family_spec.sinks for config in configs),
-        windowed=any(
-            window and window < cfg.batch.seq_len for config in configs for window in config.windows
-        ),
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
-        share=share,
+        deterministic=cfg.train.deterministic,
     )
     ranks = cfg.sharding.context
     kernel = attention_kernel(cfg.model, ranks, method, device.type)

@@ -99,21 +99,6 @@ def test_weights_are_shares_of_the_tokens_however_full_the_rows_are():
     assert "Muennighoff" not in str(mixture.plan(40))
 
 
-def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
-    """At a start: a small source with a large weight has thousands."""
-    epochs = []
-
-    def noted(plan, order, epoch):
-        epochs.append(epoch)
-        return plan(order, epoch)
-
-    mixture = mixture_of(True, small=([16], 0.9), large=([8, 8] * 100, 0.1))
-    with inject.around("plan_epoch", noted):
-        share = mixture.attention_cost_share(np.square)
-    assert len(epochs) == 2
-    assert share == pytest.approx(0.9 * 1 + 0.1 * 2 * 8**2 / 16**2)
-
-
 def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
     """They are dealt by it, on every machine alike; a mean over windows is no whole number."""
     cost = lambda lengths: lengths**2 / 3 + 0.1  # noqa: E731

@@ -153,7 +153,8 @@ def test_varlen_is_told_where_documents_lie(varlen, rows, window):
 
 
 @pytest.mark.slow
-def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_compiled_varlen_is_one_graph_for_any_documents_and_one_for_whole_rows(varlen, kernel):
     graphs = []
 
     def backend(graph, example_inputs):
@@ -164,16 +165,28 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
     compiled = torch.compile(
         lambda q, k, v, layout: layout.attend(q, k, v), backend=backend, fullgraph=True
     )
+    before = prefer(kernel, False, "varlen")
+    assert SDPBackend.CUDNN_ATTENTION not in before, "it would plan each shape of a generation"
     draw = random.Random(0)
-    for longest in (20, 3, 24, 7, 12, 200):
-        lengths = [[longest], [draw.randint(2, 20) for _ in range(draw.randint(1, 10))]]
-        q, k, v, grad = inputs(lengths, 256)
-        with torch.no_grad():
-            actual = compiled(q, k, v, LAYOUTS["varlen"](lengths, 256, CPU)) * (grad != 0)
-            assert (
-                actual - DocumentAttention(lengths, 256, CPU).attend(q, k, v) * (grad != 0)
-            ).abs().max() <= 1e-5
-    assert len(graphs) == 1
+    for longest in (20, 3, 256, 24, 7, 12, 200, 255):
+        packed = [draw.randint(2, 20) for _ in range(draw.randint(1, 10))]
+        is_whole = kernel == "cudnn" and longest > 200
+        lengths = [[longest], [256] if longest > 200 else packed]
+        *given, grad = inputs(lengths, 256)
+        layout = LAYOUTS["varlen"](lengths, 256, CPU)
+        documents = DocumentAttention(lengths, 256, CPU)
+        with torch.set_grad_enabled(is_whole):
+            out, right = compiled(*given, layout), documents.attend(*given)
+            assert ((out - right) * (grad != 0)).abs().max() <= 1e-6
+        if is_whole:
+            both = (results(one, *given, grad) for one in (layout, documents))
+            assert largest_difference(*both) <= 1e-6
+            mine = torch.autograd.grad(out, given, grad)
+            assert largest_difference(mine, torch.autograd.grad(right, given, grad)) <= 1e-6
+    calls = [str(graph.code).count("scaled_dot_product_attention(") for graph in graphs]
+    assert calls == ([0, 1] if kernel == "cudnn" else [0])
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+    prefer(None, False)
 
 
 @pytest.mark.slow
@@ -198,11 +211,10 @@ def test_flex_sees_what_a_mask_shows(window, scoring):
 
 # --- the choice ---------------------------------------------------------------------------------
 
-CUDA = AttentionContext("cuda", (9, 0), "bfloat16", 128, share=0.2)
-FLAGS = ("softcap", "sinks", "compiled", "windowed", "selective")
+CUDA = AttentionContext("cuda", (9, 0), "bfloat16", 128)
+FLAGS = ("softcap", "sinks", "compiled", "deterministic", "selective")
 CHANGES = {
     "cpu": {"device": "cpu", "capability": None},
-    "long": {"share": 0.9},
     "fa3": {"installed": frozenset({"fa3"})},
     "fa4": {"installed": frozenset({"fa4"})},
     "float32": {"dtype": "float32"},
@@ -225,17 +237,17 @@ CHOICES = """
 documents -          cpu float32 64
 mask      -          cpu float32 64 compiled
 documents -          cpu float32 64 softcap
-varlen    flash
-documents cudnn      long
-varlen    flash      long compiled
-varlen    flash      long windowed
-varlen    fa3        long fa3
-varlen    flash      long 8.0
-varlen    flash      long 8.0 fa3
+varlen    cudnn
+varlen    cudnn      compiled
+varlen    flash      deterministic
+varlen    fa3        fa3
+varlen    flash      8.0
+varlen    flash      8.0 fa3
 varlen    fa4        fa4 10.0
+varlen    flash      10.0 fa3
 documents flash      7.5
 documents cudnn      512
-documents flash      512 windowed
+documents flash      512 deterministic
 mask      efficient  100 compiled
 mask      efficient  8.0 100 compiled
 documents cudnn      float32
@@ -269,7 +281,7 @@ varlen auto sinks: model.attention=flex
 mask cudnn sinks: attention sinks
 varlen auto 7.0: this GPU has 7.0
 varlen auto 100: head_dim=100
-varlen cudnn: model.attention=documents
+varlen efficient: model.attention=documents
 documents auto compiled: model.attention=auto
 flex flash: a kernel of its own
 mask fa3: takes no mask
@@ -295,10 +307,10 @@ def test_a_kernel_that_is_asked_for_is_taken():
     for kernel in ("cudnn", "efficient", "math"):
         by_name = choose("documents", kernel, CUDA)
         assert choose("auto", kernel, CUDA) == replace(by_name, reason=f"{kernel} is requested")
-    long = context_of(["long"])
-    assert choose("auto", "fa3", context_of(["long", "fa3"])).kernel == "fa3"
-    layout = choose("auto", "flash", long).layout
-    assert layout == "varlen", "cuDNN would be no reason to leave it"
+    assert choose("auto", "fa3", context_of(["fa3"])).kernel == "fa3"
+    for kernel in ("cudnn", "flash"):
+        named = choose("auto", kernel, context_of(["compiled"]))
+        assert (named.layout, named.kernel) == ("varlen", kernel), "cuDNN would get a mask"
 
 
 def prefer(kernel, required, layout="documents", device=CPU, dtype=torch.float32, **sizes):

@@ -6,13 +6,13 @@ from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import FAMILIES
 from fsdp_trainer.optim.optimizers import OPTIMIZERS
-from tools.cuda_shapes.cases import KERNELS, MODELS, WAITING, steps
+from tools.cuda_shapes.cases import KERNELS, MODELS, WAITING, compiled_cases, steps
 
 
 @pytest.mark.slow
 def test_all_families_optimizers_and_layouts_of_attention_are_among_the_cases():
     cases = steps()
-    assert {*KERNELS, *WAITING} <= cases.keys()
+    assert {*KERNELS, *WAITING} <= (cases | compiled_cases()).keys()
     families = {
         compose("rehearse", cases[f"model {name}"], None, inputs=False).model.family
         for name in MODELS

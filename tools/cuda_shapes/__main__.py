@@ -62,9 +62,10 @@ def describe(result: dict[str, Any]) -> str:
     """Return the lines of the table for a case."""
     if result["problem"]:
         return f"REFUSED  {result['name']}\n    {result['problem']}\n    {result.get('place', '')}"
-    if "kernels" in result:
-        return f"ok       {result['name']}: {result['kernels']} Triton kernels for sm_90"
     shown = [name.split("::")[-1] for name in result["operators"] if SHOWN.search(name)]
+    if "kernels" in result:
+        kernels = f"{result['kernels']} Triton kernels for sm_90"
+        return f"ok       {result['name']}: {', '.join([kernels, *shown])}"
     line = f"ok       {result['name']}: {', '.join(shown)}"
     lines = [line, *(f"    waits {number} ×  {what}" for what, number in result["waits"].items())]
     if result["name"] in WAITING:

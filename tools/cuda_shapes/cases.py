@@ -99,12 +99,18 @@ OPTIMIZERS = [
     "adamw_8bit", "adamw_bf16", "muon", "normuon", "lion", "sgd", "lamb", "lars",
 ]  # fmt: skip
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+CUDNN = "aten::_scaled_dot_product_cudnn_attention"
 KERNELS = {
     "documents by flash": "aten::_scaled_dot_product_flash_attention",
     "mask by efficient": "aten::_scaled_dot_product_efficient_attention",
     "documents by math": "aten::bmm",
+    "varlen by cudnn": CUDNN,
+    "documents by cudnn": CUDNN,
+    "compiled llama3_8b, varlen, whole rows": CUDNN,
+    "compiled qwen2_5_7b, varlen, whole rows": CUDNN,
+    "compiled qwen1_5_moe_a2_7b, varlen, whole rows": CUDNN,
 }
-"""Layouts of attention with a kernel, and the operator that computes it."""
+"""Cases of attention, and the operator that computes it. Those of a step: a layout by a kernel."""
 WAITING = {
     "weights and states on the host": "FSDP2 waits for each gradient that it copies to the host",
     "transformers phimoe": "transformers moves its factors of long rows in each forward",
@@ -140,11 +146,14 @@ COMPILED = {
 
 def compiled_cases() -> dict[str, list[str]]:
     """Return the overrides of every block that is compiled, by name."""
-    return {
+    cases = {
         f"compiled {model}, {layout}": [*COMMON, *of_model(model), f"model.attention={layout}"]
         for model, layouts in COMPILED.items()
         for layout in layouts
     }
+    whole = [name for name in KERNELS if name.startswith("compiled")]
+    by_cudnn = "model.attention_kernel=cudnn"
+    return cases | {name: [*cases[name.removesuffix(", whole rows")], by_cudnn] for name in whole}
 
 
 def steps() -> dict[str, list[str]]:
@@ -155,7 +164,7 @@ def steps() -> dict[str, list[str]]:
         cases[f"transformers {name}"] = source
     for name, (model, layouts) in SCORING.items():
         cases |= {f"{one}{name}": [*model, f"model.attention={one}"] for one in layouts}
-    for name in KERNELS:
+    for name in filter(lambda one: " by " in one, KERNELS):
         layout, kernel = name.split(" by ")
         chosen = [f"model.attention={layout}", f"model.attention_kernel={kernel}"]
         cases[name] = [*LLAMA, *chosen]

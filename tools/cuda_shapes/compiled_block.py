@@ -1,5 +1,6 @@
 """Compilation of a block for an H100, forward and backward, which are not run."""
 
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.attention import LAYOUTS
+from fsdp_trainer.models.attention_choice import AttentionChoice
+from fsdp_trainer.models.attention_kernels import set_kernel_priority
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.plan.plan_inputs import architecture
@@ -29,11 +32,18 @@ def stop(_graph: Any, _inputs: Any) -> None:
     raise CompiledError
 
 
-def kernels_of_block(words: list[str]) -> int:
-    """Compile the first block of a model. Return the number of Triton's kernels for sm_90.
+def kernels_of_block(words: list[str]) -> tuple[int, dict[str, int]]:
+    """Compile the first block of a model for packed rows; with cuDNN, for rows of one document.
 
-    words: overrides of a rehearsal, with the layout of attention.
+    words: overrides of a rehearsal, with the layout of attention. Returns the number of Triton's
+    kernels for sm_90, and how often the graphs call each operator.
     """
+    operators: Counter[str] = Counter()
+
+    def count(graph: torch.fx.Graph) -> None:
+        calls = (str(node.target) for node in graph.nodes if node.op == "call_function")
+        operators.update(call.replace(".", "::", 1).partition(".")[0] for call in calls)
+
     cfg = compose("rehearse", words, None, inputs=False)
     config, _ = architecture(cfg)
     length = cfg.batch.seq_len
@@ -47,13 +57,19 @@ def kernels_of_block(words: list[str]) -> int:
         autograd_config.patch(force_non_lazy_backward_lowering=True),
         # constants would be computed, products of odd sizes timed, earlier code taken from disk
         inductor_config.patch(
-            joint_graph_constant_folding=False, shape_padding=False, force_disable_caches=True
+            joint_graph_constant_folding=False,
+            shape_padding=False,
+            force_disable_caches=True,
+            post_grad_custom_post_pass=count,
         ),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         model.to_empty(device="cuda")
         compile_blocks(model, cfg.compile)
-        documents = [[length - length // 4, length // 4]]
+        kernel = cfg.model.attention_kernel
+        choice = AttentionChoice(cfg.model.attention, None if kernel == "auto" else kernel, "")
+        set_kernel_priority(choice, config, torch.bfloat16, CUDA, required=False)
+        documents = [[length]] if kernel == "cudnn" else [[length - length // 4, length // 4]]
         layout = LAYOUTS[cfg.model.attention](documents, length, CUDA)
         places = torch.zeros(1, length, dtype=torch.int64, device=CUDA)
         weights = torch.ones(length, device=CUDA)
@@ -62,5 +78,5 @@ def kernels_of_block(words: list[str]) -> int:
         try:
             model(batch, CrossEntropy(weights))
         except CompiledError:
-            return metrics.generated_kernel_count
+            return metrics.generated_kernel_count, operators
     raise AssertionError("no block was compiled")

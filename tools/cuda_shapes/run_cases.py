@@ -39,7 +39,7 @@ def rehearsed_of(words: list[str]) -> Rehearsed:
     part = config.on_tensor_rank(cfg.sharding.tensor)
     method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
     with FakeTensorMode():
-        choice = choose_attention(cfg, [config], 1.0, CUDA, False, method)
+        choice = choose_attention(cfg, [config], CUDA, False, method)
     return replace(rehearsed, attention=choice.layout)
 
 
@@ -82,12 +82,16 @@ def result_of(words: list[str], expected: str | None = None) -> dict[str, Any]:
     return result
 
 
-def result_of_compilation(words: list[str]) -> dict[str, Any]:
-    """Return the number of kernels of a compiled block."""
+def result_of_compilation(words: list[str], expected: str | None) -> dict[str, Any]:
+    """Return the kernels and operators of a compiled block. expected: see `result_of`."""
+    result: dict[str, Any] = {"problem": "", "waits": {}}
     try:
-        return {"problem": "", "waits": {}, "kernels": kernels_of_block(words)}
+        kernels, operators = kernels_of_block(words)
     except Exception as error:
-        return {"waits": {}} | problem(error)
+        return result | problem(error)
+    if expected not in (None, *operators):
+        result["problem"] = f"{expected} is not among its operators"
+    return result | {"kernels": kernels, "operators": operators}
 
 
 def problem(error: Exception) -> dict[str, str]:
@@ -109,7 +113,7 @@ def main(names: list[str]) -> None:
     of_steps, compiled = steps(), compiled_cases()
     for name in names:
         if name in compiled:
-            result = result_of_compilation(compiled[name])
+            result = result_of_compilation(compiled[name], KERNELS.get(name))
         else:
             result = result_of(of_steps[name], KERNELS.get(name))
         print(json.dumps({"name": name, **result}), flush=True)

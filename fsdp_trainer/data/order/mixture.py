@@ -297,18 +297,6 @@ class Mixture:
         ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
         return sum(order.documents(first, end) for order, first, end in ranges)
 
-    def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Return the attention cost, relative to rows that are one document each.
-
-        cost: function from document lengths to attention costs, as the components were built with.
-        """
-        # computed over one epoch: small sources have thousands of them
-        per_row = [
-            order.totals(0, order.rows_per_epoch)[3] / order.rows_per_epoch for order in self.orders
-        ]
-        of_rows = sum(share * row for share, row in zip(self.shares, per_row, strict=True))
-        return of_rows / self.seq_len**2
-
     def where(self, index: int) -> list[str]:
         """Return FILE:LINE of each document in row `index`."""
         return [store.where(sample) for store, sample in self.samples_of(index)]

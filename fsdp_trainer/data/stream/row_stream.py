@@ -179,13 +179,6 @@ class StreamedData:
         """The fingerprint, as in Mixture."""
         return self.fingerprint
 
-    def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Return the attention cost of the inspected samples, relative to that of full rows.
-
-        cost: function from document lengths to attention costs.
-        """
-        return cost(self.lengths).sum() / (self.lengths.sum() * self.seq_len)
-
     def started_at(self, row: int, starts: Sequence[tuple[int, int]]) -> "StreamedData":
         """Return this data with `row` as the running index of its first row."""
         return replace(self, start=row)

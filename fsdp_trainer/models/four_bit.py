@@ -5,13 +5,15 @@ span rows, and each scale precedes its codes: a shard of rows, or of complete bl
 a slice of the encoded bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_trainer.base.compiled import compiled_if_possible
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK as BLOCK
 
 SCALE = 2  # bytes per scale
@@ -38,7 +40,6 @@ LEVELS = (
 distribution (Dettmers et al. 2023, appendix E)."""
 MIDDLES = tuple(((torch.tensor(LEVELS)[1:] + torch.tensor(LEVELS)[:-1]) / 2).tolist())
 """Midpoints between levels: the boundaries at which a number's code changes."""
-_tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # filled by keep_levels
 
 
 def encoded_columns(columns: int) -> int:
@@ -72,28 +73,85 @@ def encode(numbers: Tensor) -> Tensor:
     return whole[:, : encoded_columns(columns)].contiguous()
 
 
-def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def decode(
+    encoded: Tensor, columns: int, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
     """Return the matrix [rows, columns] that `encode` encoded, in `dtype`.
 
-    Levels and scales are rounded to `dtype` and multiplied in it.
+    Levels and scales are rounded to `dtype` and multiplied in it. after: see `decode_in_graph`.
     """
+    if torch.compiler.is_compiling() or type(encoded) not in (Tensor, nn.Parameter):
+        return decode_in_graph(encoded, columns, dtype, after)
+    rows = len(encoded)
     if columns % BLOCK:
         encoded = F.pad(encoded, (0, -encoded.shape[1] % BLOCK_BYTES))
-    blocks = encoded.view(len(encoded), -1, BLOCK_BYTES)
-    aligned = blocks[:, :, :SCALE].clone(memory_format=torch.contiguous_format)
-    scales = aligned.view(torch.bfloat16).to(dtype)
-    table = _tables.get((dtype, encoded.device))
-    if table is None:
-        table = level_pairs(dtype, encoded.device)
-    codes = blocks[:, :, SCALE:].int()
-    numbers = F.embedding(codes, table).flatten(2)
-    return numbers.mul_(scales).flatten(1)[:, :columns].contiguous()
+    by = decode_compiled() if encoded.is_cuda else decode_blocks
+    numbers = by(encoded.reshape(-1, BLOCK_BYTES), dtype)
+    return numbers.view(rows, -1)[:, :columns].contiguous()
 
 
+@torch.library.custom_op("fsdp_trainer::decode", mutates_args=())
+def decode_in_graph(
+    encoded: Tensor, columns: int, dtype: torch.dtype, after: Tensor | None
+) -> Tensor:
+    """Return `decode`, as a single operator of a compiled block, and for fake tensors.
+
+    after: in backward, the gradient of the product. Else the compiler would see that forward
+    decodes the same matrix, and keep the decoded one from forward to backward.
+    """
+    return decode(encoded, columns, dtype)
+
+
+@decode_in_graph.register_fake
+def _(encoded: Tensor, columns: int, dtype: torch.dtype, after: Tensor | None) -> Tensor:
+    return encoded.new_empty(encoded.shape[0], columns, dtype=dtype)
+
+
+def decode_blocks(blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return decoded blocks: [blocks, BLOCK]. blocks: [blocks, BLOCK_BYTES] uint8.
+
+    A lookup of two bytes gives four numbers.
+    """
+    if blocks.storage_offset() % SCALE:
+        blocks = blocks.clone()
+    words = blocks.view(torch.uint16)
+    scales = words[:, :1].view(torch.bfloat16).to(dtype)
+    return F.embedding(words[:, 1:].int(), quads(dtype, blocks.device)).flatten(1).mul_(scales)
+
+
+def decode_bytes(encoded: Tensor, levels: Tensor) -> Tensor:
+    """Return `decode_blocks` by operations that the compiler makes one kernel of.
+
+    encoded, levels: flat blocks and `level_pairs`, so that only the number of blocks is variable.
+    """
+    blocks, levels = encoded.view(-1, BLOCK_BYTES), levels.view(256, 2)
+    low, high = blocks[:, :1].int(), blocks[:, 1:SCALE].int()
+    scales = ((low | high << 8) << 16).view(torch.float32).to(levels.dtype)
+    return F.embedding(blocks[:, SCALE:].int(), levels).flatten(1) * scales
+
+
+@lru_cache
+def decode_compiled() -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Return `decode_blocks` for a GPU, where it reads codes and writes numbers once."""
+    compiled = compiled_if_possible(decode_bytes, "cuda", "decoding of 4-bit weights")
+    # `data`: the compiler would make a graph for each shape that `blocks` is a view of
+    return lambda blocks, dtype: compiled(
+        blocks.view(-1).data, level_pairs(dtype, blocks.device).view(-1)
+    )
+
+
+@lru_cache
 def level_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of the two codes of each byte: [256, 2]. Synchronises with a GPU."""
     levels = torch.tensor(LEVELS, dtype=dtype, device="cpu")
     return torch.cartesian_prod(levels, levels).to(device)
+
+
+@lru_cache
+def quads(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the levels of the four codes of each two bytes: [65536, 4]."""
+    each = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    return level_pairs(dtype, torch.device("cpu"))[each.int()].view(-1, 4).to(device)
 
 
 class DecodedProduct(torch.autograd.Function):
@@ -116,7 +174,7 @@ class DecodedProduct(torch.autograd.Function):
         (encoded,) = ctx.saved_tensors
         by_x = by_bias = None
         if ctx.needs_input_grad[0]:
-            by_x = gradient @ decode(encoded, ctx.columns, gradient.dtype)
+            by_x = gradient @ decode(encoded, ctx.columns, gradient.dtype, gradient)
         if ctx.needs_input_grad[2]:
             by_bias = gradient.flatten(0, -2).sum(0)
         return by_x, None, by_bias
@@ -146,12 +204,6 @@ class Linear4(nn.Module):
     def decoded(self, rows: Tensor) -> Tensor:
         """Return decoded rows: [rows, in_features]. rows: encoded, as in `weight`."""
         return decode(rows, self.in_features, self.dtype)
-
-
-def keep_levels(dtype: torch.dtype, device_type: str) -> None:
-    """Fill the lookup table for `dtype` on this process's device, before the first forward."""
-    device = torch.empty(0, device=device_type).device
-    _tables[dtype, device] = level_pairs(dtype, device)
 
 
 def quantize_linears(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:

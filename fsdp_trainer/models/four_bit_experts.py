@@ -38,15 +38,20 @@ class DecodedGroups(torch.autograd.Function):
         stack, ends = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        weights = decode_stack(stack, ctx.columns, gradient.dtype)
+        weights = decode_stack(stack, ctx.columns, gradient.dtype, gradient)
         weights = weights if ctx.is_transposed else weights.transpose(1, 2)
         return grouped_linear(gradient.contiguous(), weights, ends), None, None, None, None
 
 
-def decode_stack(stack: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the decoded matrices of a stack: [groups, rows, columns] of `dtype`."""
+def decode_stack(
+    stack: Tensor, columns: int, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
+    """Return the decoded matrices of a stack: [groups, rows, columns] of `dtype`.
+
+    after: see `decode_in_graph`.
+    """
     groups, rows, _ = stack.shape
-    return decode(stack.flatten(0, 1), columns, dtype).view(groups, rows, columns)
+    return decode(stack.flatten(0, 1), columns, dtype, after).view(groups, rows, columns)
 
 
 def quantize_weights(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:

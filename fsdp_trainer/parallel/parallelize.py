@@ -71,7 +71,6 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.four_bit import keep_levels
 from fsdp_trainer.models.four_bit_experts import quantize_weights
 from fsdp_trainer.models.freeze import choose_trained, frozen_parameters
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
@@ -178,7 +177,6 @@ def prepare(
     convert_linears(model, precision, parts)
     param_dtype = getattr(torch, precision.param_dtype)
     quantize_weights(model, four_bit_weights(model, adapters), param_dtype)
-    keep_levels(param_dtype, dims.mesh.device_type)
     choose_trained(model, adapters, freeze, master_dtype)
     dtype = getattr(torch, frozen_dtype(precision, adapters))
     for parameter in frozen_parameters(model).values():  # not updated, so no master copy is needed

@@ -15,13 +15,23 @@ import torch.distributed as dist
 from memory_of_a_step import LiveBytes
 from safetensors.torch import load_file, save_file
 from stored import assert_bitwise_equal, newest, stored
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from zoo import HF, make_folder
 
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, encoded
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
 from fsdp_trainer.checkpoint.store import read_progress
-from fsdp_trainer.models.four_bit import LEVELS, decode, encode, encoded_columns
+from fsdp_trainer.models.four_bit import (
+    LEVELS,
+    Linear4,
+    decode,
+    decode_bytes,
+    encode,
+    encoded_columns,
+    level_pairs,
+)
 
 
 def test_a_number_becomes_the_nearest_level_of_its_block():
@@ -39,6 +49,28 @@ def test_normal_numbers_take_4_25_bits_and_lose_nine_per_cent():
     assert codes.nbytes * 8 / numbers.numel() == 4.25
     error = decode(codes, 4096, torch.float32) - numbers
     assert error.norm() / numbers.norm() == pytest.approx(0.0919, abs=2e-4)
+    decoded = decode(codes, 4096, torch.bfloat16)
+    with LiveBytes() as memory:
+        decode(codes, 4096, torch.bfloat16)
+    assert memory.most < 1.8 * decoded.nbytes, "codes, and a byte of index a number, beside it"
+    flat = decode_bytes(codes.view(-1), level_pairs(torch.bfloat16, codes.device))
+    assert torch.equal(flat.view_as(decoded), decoded), "as a GPU computes it"
+
+
+def test_a_compiled_product_keeps_codes_for_backward_and_no_decoded_matrix():
+    """The compiler would see that forward and backward decode the same."""
+    linear = nn.Linear(128, 192, bias=False)
+    encoded, saved = Linear4(linear, torch.float32), []
+    encoded.weight.copy_(encode(linear.weight.detach()))
+    x = torch.randn(8, 128, requires_grad=True)
+    run = torch.compile(encoded, backend="aot_eager_decomp_partition", fullgraph=True)
+    for product in (encoded, run):
+        with saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t):
+            product(x.sin()).sum().backward()
+    assert saved.count(torch.uint8) == 2
+    assert len(saved) == 4, saved
+    once = torch.autograd.grad(encoded(x.sin()).sum(), x)[0]
+    assert torch.equal(x.grad, 2 * once)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 63, 64, 65, 130])

@@ -748,6 +748,66 @@ def attention_gradients(
     return efficient(*inputs, 0.0, wanted, causal, scale=scale)[:3]
 
 
+Bounds = tuple[Tensor | None, Tensor | None, int, int]
+"""Where documents end among queries and among keys, and the longest of either."""
+
+
+def unmasked_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kernel: str, bounds: Bounds | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `attention_and_logsumexp` does, by a faster kernel, which needs 16-bit numbers.
+
+    k, v: may have fewer heads. kernel: cudnn or flash. bounds: [1, heads, tokens, head_dim] are
+    documents one after the other, for flash alone; None: each row is one.
+    """
+    if kernel == "cudnn" and bounds is None:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, logsumexp, *_ = cudnn(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, logsumexp.view(q.shape[:3])
+    flash = torch.ops.aten._flash_attention_forward
+    ends = bounds or (None, None, q.shape[2], k.shape[2])
+    given = (_by_token(x, bounds) for x in (q, k, v))
+    out, logsumexp, *_ = flash(*given, *ends, 0.0, causal, False, scale=scale)
+    return out.view(q.transpose(1, 2).shape).transpose(1, 2), logsumexp.view(q.shape[:3])
+
+
+def unmasked_gradients(
+    grad: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    kernel: str,
+    bounds: Bounds | None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v. See `unmasked_attention` and `attention_gradients`."""
+    # the kernels require a state of random numbers, but without dropout they draw none
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    if kernel == "cudnn" and bounds is None:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        sizes = (None, None, None, q.shape[2], k.shape[2])
+        sums = logsumexp[..., None]
+        return cudnn(grad, q, k, v, out, sums, seed, seed, *sizes, 0.0, causal, scale=scale)
+    flash = torch.ops.aten._flash_attention_backward
+    ends = bounds or (None, None, q.shape[2], k.shape[2])
+    given = (_by_token(x, bounds) for x in (grad, q, k, v, out))
+    sums = logsumexp if bounds is None else logsumexp[0]
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    gradients = flash(*given, sums, *ends, 0.0, causal, random, seed, scale=scale)
+    return tuple(
+        x.view(like.transpose(1, 2).shape).transpose(1, 2)
+        for x, like in zip(gradients, (q, k, v), strict=True)
+    )
+
+
+def _by_token(x: Tensor, bounds: Bounds | None) -> Tensor:
+    """Return [n, heads, length, width] with heads behind the length, and with bounds without n."""
+    return x.transpose(1, 2) if bounds is None else x.transpose(1, 2).squeeze(0)
+
+
 def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return a bias expanded to all four dimensions, as the memory-efficient kernel requires.
 

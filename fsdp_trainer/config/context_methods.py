@@ -84,16 +84,6 @@ def attention_layout(model: Model, context: int, method: str, compiled: bool) ->
     return "mask" if compiled else "documents"
 
 
-def attention_kernel(model: Model, context: int, method: str, device: str) -> str:
-    """Return model.attention_kernel; with ring on a GPU, the only kernel that it calls.
-
-    context: number of ranks that split rows.
-    """
-    if context > 1 and method == "ring" and device == "cuda":
-        return "efficient"
-    return model.attention_kernel
-
-
 def context_problems(
     sharding: Sharding, row: int, model: Model, config: Heads
 ) -> Iterator[Problem]:
@@ -135,10 +125,9 @@ def ring_problems(model: Model, config: Heads) -> Iterator[Problem]:
             "Use  sharding.context_method=gathered"
         )
         yield Problem("sharding.context_method=ring", reason)
-    kernel = model.attention_kernel
-    if kernel not in ("auto", "efficient"):
+    if model.attention_kernel == "math":
         reason = (
-            "ring calls memory-efficient attention alone, which takes masks and returns the sums "
-            "by which results are merged.\nUse  model.attention_kernel=auto"
+            "ring merges results by sums that kernels return, and unfused attention returns none.\n"
+            "Use  model.attention_kernel=auto"
         )
-        yield Problem(f"model.attention_kernel={kernel}", reason)
+        yield Problem("model.attention_kernel=math", reason)

@@ -30,7 +30,10 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.parallel.memory_check import gib
 
-PACKAGES = ("hydra-core", "numpy", "safetensors", "tokenizers", "torchao")
+PACKAGES = (
+    *("hydra-core", "numpy", "safetensors", "tokenizers", "torchao"),
+    *("flash-attn-3", "flash-attn-4"),
+)
 SETTINGS = re.compile(
     r"(NCCL|GLOO|TORCH|UCX|FI|PYTORCH)_|(OMP|MKL)_NUM_THREADS$|CUDA_LAUNCH_BLOCKING$"
 )  # environment variables to compare

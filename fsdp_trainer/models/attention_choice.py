@@ -4,7 +4,7 @@ Does not import torch, since the check of the configuration uses the same rules.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_trainer.errors import Problem, UserError
 
@@ -29,7 +29,8 @@ class AttentionContext:
     """Properties of machine, model and data that the choice depends on; None: not known yet.
 
     device: cpu or cuda; capability: compute capability of the GPU; dtype: number format of
-    queries, keys and values. deterministic: kernels must give the same bits every time.
+    queries, keys and values. deterministic: kernels must give the same bits every time. ring:
+    results of several calls are merged by their logsumexps (see parallel/ring.py).
     installed: those of fa3 and fa4 that can be imported.
     """
 
@@ -42,6 +43,7 @@ class AttentionContext:
     compiled: bool = False
     selective: bool = False
     deterministic: bool = False
+    ring: bool = False
     installed: frozenset[str] = frozenset()
 
 
@@ -135,7 +137,7 @@ KERNEL_RULES: tuple[Rule, ...] = (
         "Use  model.attention=documents",
     ),
     (
-        lambda c, layout, kernel: layout == "mask" and kernel not in SDPA_ONLY,
+        lambda c, layout, kernel: layout == "mask" and kernel not in SDPA_ONLY and not c.ring,
         "FlashAttention takes no mask.\nUse  model.attention=varlen",
     ),
     (
@@ -162,8 +164,10 @@ def choose(layout: str, kernel: str, context: AttentionContext) -> AttentionChoi
     chosen, reason = _best_layout(kernel, context) if layout == "auto" else (layout, "as requested")
     if problems := attention_problems(chosen, kernel, context):
         raise UserError("attention cannot be computed like this", problems)
-    first = _first_kernel(chosen, context) if kernel == "auto" else kernel
-    return AttentionChoice(chosen, first, reason)
+    if kernel == "auto":
+        first = _ring_kernel(context) if context.ring else _first_kernel(chosen, context)
+        return AttentionChoice(chosen, first, reason)
+    return AttentionChoice(chosen, kernel, reason)
 
 
 def attention_problems(layout: str, kernel: str, context: AttentionContext) -> list[Problem]:
@@ -210,9 +214,16 @@ def _first_kernel(layout: str, context: AttentionContext) -> str | None:
     """Return the fastest kernel for this context; None if there is only one."""
     if context.device != "cuda" or layout == "flex" or context.softcap or context.sinks:
         return None
-    best = BEST.get(context.capability or (0, 0))
-    if layout == "varlen" and best in context.installed:
-        return best
     if layout == "mask":
         return "efficient"  # FlashAttention takes no mask; cuDNN: see attention_kernels
+    best = BEST.get(context.capability or AMPERE)
+    if layout == "varlen" and best in context.installed:
+        return best
     return "cudnn" if context.capability == HOPPER and not context.deterministic else "flash"
+
+
+def _ring_kernel(context: AttentionContext) -> str | None:
+    """Return the fastest kernel of a ring; sinks are added to what it returns."""
+    plain = replace(context, sinks=False)
+    broken = _first_broken(LAYOUT_RULES["varlen"], plain, "varlen")
+    return _first_kernel("mask" if broken else "varlen", plain)

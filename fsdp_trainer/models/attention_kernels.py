@@ -11,7 +11,7 @@ import torch.nn.attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.attention_choice import FLASH, AttentionChoice, AttentionContext
+from fsdp_trainer.models.attention_choice import FLASH, SDPA_ONLY, AttentionChoice, AttentionContext
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.sdpa import sdpa
 
@@ -22,13 +22,23 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
+MERGING = ("cudnn", "flash", *FLASH)
 _priority = ExitStack()
-_unmasked: list[SDPBackend] = []
+_chosen: list[str] = []
+"""The kernel of this process's run, if there are several."""
 
 
 def order_without_masks() -> list[SDPBackend]:
     """Return the order for calls of training without a mask; empty: that of the process."""
-    return _unmasked
+    return [*BACKENDS.values()] if "cudnn" in _chosen else []
+
+
+def merging_kernel() -> str | None:
+    """Return cudnn or flash, by which calls without a mask return their logsumexps for a ring.
+
+    None: it is another.
+    """
+    return next(("flash" if name in FLASH else name for name in _chosen if name in MERGING), None)
 
 
 def describe_device(device: torch.device) -> AttentionContext:
@@ -64,9 +74,10 @@ def set_kernel_priority(
     required: raise UserError if the chosen kernel cannot compute this model at all.
     """
     _priority.close()  # the priority of an earlier run in this process
-    _unmasked.clear()
+    _chosen.clear()
     if choice.kernel is None:
         return
+    _chosen.append(choice.kernel)
     if choice.kernel in FLASH:
         torch.nn.attention.activate_flash_attention_impl(choice.kernel.upper())
         if hasattr(torch.nn.attention, "restore_flash_attention_impl"):  # torch 2.12
@@ -74,10 +85,9 @@ def set_kernel_priority(
     first = BACKENDS.get(choice.kernel, SDPBackend.FLASH_ATTENTION)
     others = [backend for name, backend in BACKENDS.items() if name != "cudnn"]
     order = list(dict.fromkeys([first, *others]))
-    if choice.kernel == "cudnn" and choice.layout != "mask":
-        _unmasked.extend(order)
+    if choice.kernel == "cudnn" and not (required and choice.layout == "mask"):
         order = others
-    if required and (choice.layout != "varlen" or _unmasked):
+    if required and (choice.layout != "varlen" or choice.kernel == "cudnn"):
         # before the order is set: the first call on Hopper makes torch put cuDNN, then flash first
         _try(choice, first, config, dtype, device)
     _priority.enter_context(sdpa_kernel(order, set_priority=True))
@@ -99,7 +109,8 @@ def _try(
     mask = torch.ones(1, 1, 128, 128, dtype=torch.bool, device=device).tril()
     try:
         with sdpa_kernel(backend):
-            sdpa(q, k, v, mask if choice.layout == "mask" else None).sum().backward()
+            masked = choice.layout == "mask" and choice.kernel in SDPA_ONLY
+            sdpa(q, k, v, mask if masked else None).sum().backward()
     except RuntimeError as error:
         reason = (
             f"does not compute this model's attention in {dtype} here: "

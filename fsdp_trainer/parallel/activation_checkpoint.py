@@ -21,6 +21,7 @@ from fsdp_trainer.parallel.experts import divides_experts, with_known_rows
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention",
+    "aten::_flash_attention_forward",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",

@@ -12,9 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_trainer.base.torch_private import attention_and_logsumexp, attention_gradients
+from fsdp_trainer.base.torch_private import (
+    attention_and_logsumexp,
+    attention_gradients,
+    unmasked_attention,
+    unmasked_gradients,
+)
+from fsdp_trainer.models.attention_kernels import merging_kernel
 from fsdp_trainer.models.sdpa import PLAIN, Scoring, as_bias, sink_gradient, with_sinks
-from fsdp_trainer.parallel.ring_calls import RingCall, piece_calls, whole_calls
+from fsdp_trainer.parallel.ring_calls import RingCall, block_calls, piece_calls, whole_calls
 from fsdp_trainer.parallel.split_rows import ContextRanks, DealtByCost, Gradients
 
 Steps = list[list[RingCall]]
@@ -26,11 +32,15 @@ class Ring(DealtByCost):
 
     def prepare(self) -> None:
         parts, rank = self.parts, self.ranks.rank
-        if self.attention == "mask":
+        kernel = None if self.window else merging_kernel()
+        if kernel and all(documents == [self.row] for documents in self.lengths):
+            self.steps = block_calls(parts[:, 0], rank, kernel)
+        elif self.attention == "mask":
             documents = self.document_numbers(1)
             self.steps = whole_calls(parts, rank, documents, self.window, self.device)
         else:
-            self.steps = piece_calls(parts, rank, self.lengths, self.row, self.window, self.device)
+            rows = (self.lengths, self.row, self.window, self.device)
+            self.steps = piece_calls(parts, rank, *rows, bounded=kernel is not None)
 
     def with_window(self, window: int | None) -> "Ring":
         if window == self.window:
@@ -71,8 +81,7 @@ class RingAttention(torch.autograd.Function):
         for step, calls in enumerate(steps):
             arriving = send_on(keys, ranks) if step < len(steps) - 1 else None
             for call in calls:
-                inputs = inputs_of(call, q, keys)
-                part, logsumexp = attention_and_logsumexp(*inputs, call.causal, scale)
+                part, logsumexp = attention_of(call, *inputs_of(call, q, keys), scale)
                 merge(out, total, call, part, logsumexp)
             keys = keys if arriving is None else arriving.wait()
         if sinks is not None:
@@ -96,9 +105,8 @@ class RingAttention(torch.autograd.Function):
             arriving = send_on(keys, ctx.ranks) if step < last else None
             grad_keys = own if step == 0 else torch.zeros_like(own)
             for call in calls:
-                inputs = inputs_of(call, q, keys)
-                part, merged, sums = backward_inputs(call, grad, out, total)
-                gradients = attention_gradients(part, merged, sums, *inputs, call.causal, ctx.scale)
+                results = backward_inputs(call, grad, out, total)
+                gradients = gradients_of(call, results, inputs_of(call, q, keys), ctx.scale)
                 add_gradients(grad_q, grad_keys, call, gradients)
             if travelling is not None:
                 grad_keys += travelling.wait()
@@ -150,12 +158,33 @@ def send_on(x: Tensor, ranks: ContextRanks) -> Arriving:
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-def pick(x: Tensor, places: Tensor | None) -> Tensor:
+def attention_of(
+    call: RingCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return a call's attention and logsumexp, by its kernel."""
+    if call.kernel is None:
+        return attention_and_logsumexp(q, k, v, bias, call.causal, scale)
+    return unmasked_attention(q, k, v, call.causal, scale, call.kernel, call.bounds)
+
+
+def gradients_of(
+    call: RingCall, results: tuple[Tensor, Tensor, Tensor], inputs: Inputs, scale: float
+) -> tuple[Tensor, ...]:
+    """Return a call's gradients. results: as `backward_inputs` returns them."""
+    q, k, v, bias = inputs
+    if call.kernel is None:
+        return attention_gradients(*results, q, k, v, bias, call.causal, scale)
+    return unmasked_gradients(*results, q, k, v, call.causal, scale, call.kernel, call.bounds)
+
+
+def pick(x: Tensor, places: Tensor | slice | None) -> Tensor:
     """Return the tokens of each piece, [n, ..., longest, head_dim].
 
     x: [rows, tokens, ..., head_dim]; places: queries or keys of a RingCall.
     """
-    if places is not None:
+    if isinstance(places, slice):
+        x = x[:, places]
+    elif places is not None:
         x = x.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
     return x.transpose(1, 2)
 
@@ -163,11 +192,13 @@ def pick(x: Tensor, places: Tensor | None) -> Tensor:
 def inputs_of(call: RingCall, q: Tensor, keys: Tensor) -> Inputs:
     """Return queries, keys and values of a call, [n, heads, longest, head_dim], and its bias.
 
-    Key heads are repeated, since these kernels do not support fewer key heads than query heads.
+    Key heads are repeated for kernels that do not support fewer key heads than query heads.
     keys: [2, rows, tokens, kv heads, head_dim].
     """
-    repeats = q.shape[2] // keys.shape[3]
-    k, v = (pick(x, call.keys).repeat_interleave(repeats, 1) for x in keys.unbind())
+    k, v = (pick(x, call.keys) for x in keys.unbind())
+    if call.kernel is None:
+        repeats = q.shape[2] // keys.shape[3]
+        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
     return pick(q, call.queries), k, v, as_bias(call.mask, q)
 
 
@@ -182,13 +213,16 @@ def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: T
         logsumexp = logsumexp.masked_fill(~call.sees, -torch.inf)
         part = torch.where(call.sees[..., None], part, 0)
     part, logsumexp = part.transpose(1, 2), logsumexp.transpose(1, 2)
-    if call.tokens is None or call.results is None:
+    if isinstance(call.queries, slice):
+        out, total = out[:, call.queries], total[:, call.queries]
+    if call.tokens is None:
         merged, out_merged = merged_results(out, total, part, logsumexp)
         total.copy_(merged)
         out.copy_(out_merged)
         return
-    part = part.flatten(0, 1).index_select(0, call.results)
-    logsumexp = logsumexp.flatten(0, 1).index_select(0, call.results)
+    part, logsumexp = part.flatten(0, 1), logsumexp.flatten(0, 1)
+    if call.results is not None:
+        part, logsumexp = (x.index_select(0, call.results) for x in (part, logsumexp))
     flat, flat_total = out.flatten(0, 1), total.flatten(0, 1)
     before, before_total = (x.index_select(0, call.tokens) for x in (flat, flat_total))
     merged, out_merged = merged_results(before, before_total, part, logsumexp)
@@ -223,13 +257,17 @@ def add_gradients(
     """Add a call's gradients in place. grad_keys: for keys and values, [2, rows, tokens, ...]."""
     add(grad_q, call.queries, gradients[0])
     for whole, gradient in zip(grad_keys.unbind(), gradients[1:], strict=True):
-        add(whole, call.keys, gradient.unflatten(1, (whole.shape[2], -1)).sum(2))
+        if call.kernel is None:
+            gradient = gradient.unflatten(1, (whole.shape[2], -1)).sum(2)
+        add(whole, call.keys, gradient)
 
 
-def add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
+def add(whole: Tensor, places: Tensor | slice | None, part: Tensor) -> None:
     """Add pieces, [n, heads, longest, head_dim], to [rows, tokens, heads, head_dim] in place."""
     part = part.transpose(1, 2).to(whole.dtype)
     if places is None:
         whole += part
+    elif isinstance(places, slice):
+        whole[:, places] += part
     else:
         whole.flatten(0, 1).index_add_(0, places.flatten(), part.flatten(0, 1))

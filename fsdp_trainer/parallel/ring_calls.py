@@ -1,5 +1,6 @@
 """Kernel calls of ring attention: this rank's queries against the keys of one rank at a time."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.base.torch_private import Bounds
 from fsdp_trainer.models.document_calls import LENGTH_MULTIPLE, Lengths, group_by_cost
 from fsdp_trainer.parallel.split_rows import TokenRuns, find_runs
 
@@ -17,23 +19,27 @@ class RingCall(NamedTuple):
 
     queries: [n, longest] int64, flat indices into this rank's tokens of all rows. keys: [n,
     longest] int64, flat indices into the tokens of the rank that the keys come from. A shorter
-    piece repeats its last index. Both None: all tokens of each row.
+    piece repeats its last index. A slice: these tokens of each row; both None: all of them.
     mask: bool, True if a query may attend to a key, broadcastable to [n, 1, queries, keys]; None:
     no mask. causal: True: a query sees keys up to its own index. sees: [n, 1, queries] bool, False
     if a query sees none of these keys; None: all queries see some.
     results: int64, indices of the results of non-repeated queries among n · longest; tokens:
     int64, this rank's tokens that these results belong to.
     real: [n, longest, 1, 1] bool, False for repeated queries; None: there are none.
+    kernel: see `unmasked_attention`; None: the kernel that takes masks. bounds: pieces are not
+    repeated to one length, n is 1, and these are their ends.
     """
 
     mask: Tensor | None = None
     causal: bool = False
     sees: Tensor | None = None
-    queries: Tensor | None = None
-    keys: Tensor | None = None
+    queries: Tensor | slice | None = None
+    keys: Tensor | slice | None = None
     results: Tensor | None = None
     tokens: Tensor | None = None
     real: Tensor | None = None
+    kernel: str | None = None
+    bounds: Bounds | None = None
 
 
 def whole_calls(
@@ -59,6 +65,25 @@ def whole_calls(
     return steps
 
 
+def block_calls(parts: np.ndarray, rank: int, kernel: str) -> list[list[RingCall]]:
+    """Return calls for rows that are one document each, with fixed shapes and without masks.
+
+    parts: [ranks, tokens] int64, positions of each rank's tokens, equal in all rows.
+    """
+    own = parts[rank]
+    steps = [[RingCall(causal=True, kernel=kernel)]]
+    for source in sources(len(parts), rank)[1:]:
+        count = np.searchsorted(parts[source], own)
+        firsts = np.flatnonzero(np.diff(count, prepend=0))
+        steps.append(
+            [
+                RingCall(queries=slice(first, end), keys=slice(0, int(count[first])), kernel=kernel)
+                for first, end in pairwise([*firsts.tolist(), len(own)])
+            ]
+        )
+    return steps
+
+
 def piece_calls(
     parts: np.ndarray,
     rank: int,
@@ -66,12 +91,15 @@ def piece_calls(
     row: int,
     window: int | None,
     device: torch.device,
+    bounded: bool = False,
 ) -> list[list[RingCall]]:
     """Return the calls for the keys of each rank of the ring, this rank first.
 
     The first step starts with each token's own run, so that every token has seen itself.
-    parts: see `whole_calls`. Without a window, no mask has the size queries · keys.
+    parts: see `whole_calls`. Without a window, no mask has the size queries · keys. bounded: by
+    FlashAttention, one call for all pieces, without any mask or repeated token.
     """
+    make, groups = (bounded_call, all_in_one) if bounded else (call_of, group_by_cost)
     runs = find_runs(parts[rank], lengths, row, window)
     rows = np.arange(len(lengths))[:, None] * row
     own = (parts[rank] + rows).ravel()
@@ -79,17 +107,17 @@ def piece_calls(
     for step, source in enumerate(sources(len(parts), rank)):
         calls = []
         if step == 0:
-            for group in group_by_cost(runs.size, runs.size):
+            for group in groups(runs.size, runs.size):
                 pieces = runs.at(group)
-                calls.append(call_of(pieces, pieces.place, pieces.size, device, causal=True))
+                calls.append(make(pieces, pieces.place, pieces.size, device, causal=True))
         theirs = (parts[source] + rows).ravel()
         first = np.searchsorted(theirs, runs.start)
         count = np.searchsorted(theirs, runs.position) - first
         seen_by = np.flatnonzero(count)
-        for chosen in group_by_cost(runs.size[seen_by], count[seen_by]):
+        for chosen in groups(runs.size[seen_by], count[seen_by]):
             group = seen_by[chosen]
             pieces = runs.at(group)
-            call = call_of(pieces, first[group], count[group], device)
+            call = make(pieces, first[group], count[group], device)
             if window is not None:
                 call = through_window(call, own, theirs, window, device)
             calls.append(call)
@@ -134,6 +162,40 @@ def call_of(
     )
 
 
+def all_in_one(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of all pieces as one group; none: no group."""
+    return [np.arange(len(queries))] if len(queries) else []
+
+
+def bounded_call(
+    runs: TokenRuns,
+    first: np.ndarray,
+    count: np.ndarray,
+    device: torch.device,
+    causal: bool = False,
+) -> RingCall:
+    """Return one call for these runs, one after the other. See `call_of`."""
+    queries = to_device(consecutive(runs.place, runs.size), device)
+    ends, key_ends = (
+        to_device(np.cumsum([0, *sizes], dtype=np.int32), device) for sizes in (runs.size, count)
+    )
+    return RingCall(
+        None,
+        causal,
+        queries=queries[None],
+        keys=to_device(consecutive(first, count), device)[None],
+        tokens=queries,
+        kernel="flash",
+        bounds=(ends, key_ends, int(runs.size.max()), int(count.max())),
+    )
+
+
+def consecutive(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return `count` indices from each `first` on, one after the other."""
+    before = np.cumsum(count) - count
+    return np.repeat(first - before, count) + np.arange(count.sum())
+
+
 def through_window(
     call: RingCall, own: np.ndarray, theirs: np.ndarray, window: int, device: torch.device
 ) -> RingCall:
@@ -141,8 +203,8 @@ def through_window(
 
     own, theirs: positions of this rank's tokens and of the tokens of the keys' rank.
     """
-    assert call.queries is not None, "a call of pieces"
-    assert call.keys is not None, "a call of pieces"
+    assert isinstance(call.queries, Tensor), "a call of pieces"
+    assert isinstance(call.keys, Tensor), "a call of pieces"
     queries = to_device(own, device)[call.queries][:, None, :, None]
     keys = to_device(theirs, device)[call.keys][:, None, None, :]
     mask = queries - keys < window

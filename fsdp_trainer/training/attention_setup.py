@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from fsdp_trainer.config.context_methods import attention_kernel, attention_layout
+from fsdp_trainer.config.context_methods import attention_layout
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionChoice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
@@ -35,10 +35,11 @@ def choose_attention(
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
         deterministic=cfg.train.deterministic,
+        ring=cfg.sharding.context > 1 and method == "ring",
     )
     ranks = cfg.sharding.context
-    kernel = attention_kernel(cfg.model, ranks, method, device.type)
-    choice = choose(attention_layout(cfg.model, ranks, method, compiled), kernel, context)
+    layout = attention_layout(cfg.model, ranks, method, compiled)
+    choice = choose(layout, cfg.model.attention_kernel, context)
     dtype = getattr(torch, cfg.precision.param_dtype)
     for config in reversed(configs):  # the last call wins: it must be the student's
         set_kernel_priority(

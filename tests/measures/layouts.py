@@ -25,6 +25,7 @@ from fsdp_trainer.config.schema import (
     TrainConfig,
 )
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.models import attention_kernels
 from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -104,6 +105,8 @@ def on_ranks(sizes, settings, rows):
         model, dims = built(config, cfg, settings.get("compiled", False))
         start(model, settings.get("one_rank"))
         first = whole(dict(model.named_parameters()))
+        if "kernel" in settings:
+            patches.enter_context(with_kernel(settings["kernel"]))
         choice = context_method(cfg.sharding, ROW, config.on_tensor_rank(cfg.sharding.tensor))
         assembler = Assembler(
             ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
@@ -115,6 +118,70 @@ def on_ranks(sizes, settings, rows):
             pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), CPU)
         loss = settings.get("loss", {})
         return first, *take_steps_on_rows(model, cfg, dims, assembler, pipeline, **loss)
+
+
+@contextlib.contextmanager
+def with_kernel(kernel):
+    """Choose a GPU's kernel for attention, and let a CPU compute what its operators do."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in OPERATORS.items():
+        library.impl(name, function, "CPU")
+    with mock.patch.object(attention_kernels, "_chosen", [kernel]):
+        yield
+    library._destroy()
+
+
+def scores(q, k, ends, key_ends, causal, scale):
+    """Return the scores of visible keys, [..., heads, queries, keys], and the repeated keys."""
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], -2)
+    visible = torch.ones(q.shape[-3], k.shape[-3], dtype=torch.bool)
+    if ends is not None:
+        visible = torch.block_diag(*map(torch.ones, ends.diff().tolist(), key_ends.diff().tolist()))
+    hidden = ~(visible.tril() if causal else visible).bool()
+    return torch.einsum("...qhd,...khd->...hqk", q, k).mul(scale).masked_fill(hidden, -torch.inf), k
+
+
+def flash(q, k, v, ends, key_ends, _longest, _most, _dropout, causal, *_, scale):
+    of_keys, _ = scores(q, k, ends, key_ends, causal, scale)
+    v = v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)
+    out = torch.einsum("...hqk,...khd->...qhd", of_keys.softmax(-1), v).contiguous()
+    return out, of_keys.logsumexp(-1), *[q.new_empty(0)] * 3
+
+
+def flash_gradients(
+    grad, q, k, v, out, sums, ends, key_ends, _longest, _most, _dropout, causal, *_, scale
+):
+    of_keys, k_repeated = scores(q, k, ends, key_ends, causal, scale)
+    shares = (of_keys - sums[..., None]).exp()
+    mean = (grad * out).sum(-1).mT[..., None]
+    slopes = shares * (scores(grad, v, ends, key_ends, causal, 1)[0].nan_to_num(neginf=0) - mean)
+    of_q = torch.einsum("...hqk,...khd->...qhd", slopes * scale, k_repeated)
+    of_k = torch.einsum("...hqk,...qhd->...khd", slopes * scale, q)
+    of_v = torch.einsum("...hqk,...qhd->...khd", shares, grad)
+    groups = (k.shape[-2], -1)
+    return of_q.contiguous(), *(x.unflatten(-2, groups).sum(-2) for x in (of_k, of_v))
+
+
+def by_token(*tensors):
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def cudnn(q, k, v, _bias, _sums, _dropout=0.0, causal=False, *_, scale):
+    out, sums, *empty = flash(*by_token(q, k, v), None, None, 0, 0, 0.0, causal, scale=scale)
+    return *by_token(out), sums[..., None], None, None, 0, 0, *empty
+
+
+def cudnn_gradients(grad, q, k, v, out, sums, *options, scale):
+    ends = (sums[..., 0], None, None, 0, 0, 0.0, options[-1])
+    return tuple(by_token(*flash_gradients(*by_token(grad, q, k, v, out), *ends, scale=scale)))
+
+
+OPERATORS = {
+    "_flash_attention_forward": flash,
+    "_flash_attention_backward": flash_gradients,
+    "_scaled_dot_product_cudnn_attention": cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_gradients,
+}
 
 
 def built(config, cfg, compiled=False):

@@ -1,6 +1,7 @@
 """Attention: every layout computes the same, costs what it says, and is chosen for a reason."""
 
 import random
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,11 +12,12 @@ import torch
 from largest import Largest
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
+from fsdp_trainer.apps.doctor.checkup import attention
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models import attention_kernels
 from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, OneDocument
-from fsdp_trainer.models.attention_choice import AttentionChoice, AttentionContext, choose
-from fsdp_trainer.models.attention_kernels import set_kernel_priority
+from fsdp_trainer.models.attention_choice import FLASH, AttentionChoice, AttentionContext, choose
+from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.document_calls import plan_calls
 from fsdp_trainer.models.sdpa import SOFTCAP_QUERIES, Scoring, sdpa
@@ -319,6 +321,43 @@ def prefer(kernel, required, layout="documents", device=CPU, dtype=torch.float32
     choice = AttentionChoice(layout, kernel, "")
     set_kernel_priority(choice, config, dtype, device, required=required)
     return _cur_sdpa_kernel_backends(with_priority=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "module", "kernel", "says"),
+    [
+        ((9, 0), "flash_attn_interface", "fa3", "with FlashAttention 3: "),
+        ((10, 0), "flash_attn.cute.interface", "fa4", "with FlashAttention 4: "),
+        ((8, 0), "flash_attn_interface", "flash", "with FlashAttention 2: "),
+        ((9, 0), "nothing", "cudnn", "FlashAttention 3 is made for this GPU, and is not installed"),
+    ],
+)
+def test_an_installed_flash_attention_is_taken_where_it_is_best(
+    capability, module, kernel, says, monkeypatch
+):
+    activated = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setitem(sys.modules, module, sys)
+    device = torch.device("cuda")
+    [check] = attention(device)
+    assert says in check.text + check.advice
+    choice = choose("auto", "auto", replace(describe_device(device), dtype="bfloat16"))
+    prefer(choice.kernel, False, choice.layout)
+    prefer(None, False)
+    assert (choice.kernel, activated) == (kernel, [kernel.upper()] * (kernel in FLASH))
+
+
+def test_a_ring_has_kernels_that_return_their_sums():
+    for layout in ("documents", "mask"):
+        words = {
+            "": "cudnn", "sinks": "cudnn", "deterministic": "flash",
+            "8.0": "flash", "fa3": "fa3", "float32": "efficient", "7.5": "efficient",
+        }  # fmt: skip
+        for word, kernel in words.items():
+            context = replace(context_of(word.split()), ring=True)
+            assert choose(layout, "auto", context).kernel == kernel
+        assert choose(layout, "flash", replace(CUDA, ring=True)).kernel == "flash"
 
 
 def test_a_kernel_stays_preferred_until_the_next_run():

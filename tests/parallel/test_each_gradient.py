@@ -65,6 +65,18 @@ CASES = {
         2,
         f"{ONE} sharding.context=2 sharding.context_method=ring {COMPILED}",
     ),
+    "context: ring by flash": (
+        2,
+        f"{ONE} sharding.context=2 sharding.context_method=ring kernel=flash",
+    ),
+    "context: ring by cudnn": (
+        4,
+        f"{ONE} sharding.context=4 sharding.context_method=ring kernel=cudnn",
+    ),
+    "context: ring by cudnn, compiled": (
+        2,
+        f"{ONE} sharding.context=2 sharding.context_method=ring kernel=cudnn {COMPILED}",
+    ),
     "context: fewer key heads than ranks": (4, f"{ONE} sharding.context=4"),
     "context: windows, gathered by mask": (
         2,

@@ -38,6 +38,16 @@ LAYOUTS = {
     "tensor 2": ["sharding.tensor=2"],
     "tensor 8": ["sharding.tensor=8"],
     "context 4, ring": ["sharding.context=4", "sharding.context_method=ring"],
+    "context 4, ring, packed": [
+        "sharding.context=4", "sharding.context_method=ring", "objective=dpo",
+    ],
+    "context 4, ring, by flash": [
+        "sharding.context=4", "sharding.context_method=ring", "model.attention_kernel=flash",
+    ],
+    "context 4, ring, window": [
+        "sharding.context=4", "sharding.context_method=ring", "model.family=mistral",
+        "model.sliding_window=512",
+    ],
     "context 4, ulysses": ["sharding.context=4", "sharding.context_method=ulysses"],
     "context 4, gathered": ["sharding.context=4", "sharding.context_method=gathered"],
     "context 2, tensor 2": ["sharding.context=2", "sharding.tensor=2"],
@@ -106,6 +116,10 @@ KERNELS = {
     "documents by math": "aten::bmm",
     "varlen by cudnn": CUDNN,
     "documents by cudnn": CUDNN,
+    "context 4, ring": CUDNN,
+    "context 4, ring, by flash": "aten::_flash_attention_forward",
+    "context 4, ring, packed": "aten::_flash_attention_forward",
+    "context 4, ring, window": "aten::_scaled_dot_product_efficient_attention",
     "compiled llama3_8b, varlen, whole rows": CUDNN,
     "compiled qwen2_5_7b, varlen, whole rows": CUDNN,
     "compiled qwen1_5_moe_a2_7b, varlen, whole rows": CUDNN,
@@ -164,7 +178,7 @@ def steps() -> dict[str, list[str]]:
         cases[f"transformers {name}"] = source
     for name, (model, layouts) in SCORING.items():
         cases |= {f"{one}{name}": [*model, f"model.attention={one}"] for one in layouts}
-    for name in filter(lambda one: " by " in one, KERNELS):
+    for name in filter(lambda one: " by " in one and "," not in one, KERNELS):
         layout, kernel = name.split(" by ")
         chosen = [f"model.attention={layout}", f"model.attention_kernel={kernel}"]
         cases[name] = [*LLAMA, *chosen]

@@ -4,7 +4,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median_high
 
 import torch
@@ -45,6 +46,8 @@ from fsdp_trainer.launch.facts import (
 )
 from fsdp_trainer.launch.nodes import unreachable
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.models.attention_choice import AMPERE, BEST, NAMES, choose
+from fsdp_trainer.models.attention_kernels import describe_device
 from fsdp_trainer.parallel.memory_check import gib, host_bytes
 
 MAX_WAIT_SECONDS = 180.0  # upper bound on launch.timeout when waiting for other ranks
@@ -103,6 +106,7 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
         training = everyone[: len(everyone) - cfg.launch.rollout_ranks]
         layout = Layout(cfg.sharding, len(training), cfg.batch)
         report.add("software", *check_layout(layout, training))
+        report.add("software", *attention(world.device))
         report.add("environment", *environment(everyone))
     alike = world.from_main(
         "alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout
@@ -128,6 +132,20 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
     report.add("storage", *state_disk(cfg, world, everyone, timeout))
     if world.main:
         report.add("inputs", *inputs(cfg, everyone))
+
+
+def attention(device: torch.device) -> Iterator[Check]:
+    """Yield how `auto` computes attention in bfloat16 on a GPU, and what to install for more."""
+    if device.type == "cpu":
+        return
+    here = replace(describe_device(device), dtype="bfloat16")
+    text = f"model.attention_kernel=auto computes it {choose('auto', 'auto', here)}"
+    missing = {BEST.get(here.capability or AMPERE)} - {None, *here.installed}
+    advice = "".join(
+        f"{NAMES[name]} is made for this GPU, and is not installed: docs/attention.md"
+        for name in filter(None, missing)
+    )
+    yield Check("note" if missing else "ok", "attention", text, advice)
 
 
 def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:

@@ -201,8 +201,8 @@ class Loss:
     )
     chunk_mib: int | None = key(
         None,
-        "MiB of float32 logits that exist at once; few make small matrix products; null:"
-        " those of 256 tokens on a CPU, of 2048 on a GPU",
+        "MiB of logits that exist at once; few make small matrix products; null: those of 256"
+        " tokens on a CPU, of 4096 on a GPU, there of 2048 in float32",
         minimum=1,
     )
 

@@ -15,11 +15,17 @@ from torch.profiler import record_function
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.base.torch_private import graph_is_kept
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.soft_targets import Comparison, SoftTargets, compare
+from fsdp_trainer.models.soft_targets import Comparison, SoftTargets, capped, compare
 
-CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
-"""Default number of tokens in a chunk: matrix products need many rows to be fast, and each chunk
-reads and writes the weight's complete gradient once."""
+CHUNK_BYTES = {"cpu": 1024, "cuda": 8192}
+"""Default bytes of a chunk's logits for each token of the vocabulary: on a GPU 4,096 tokens in 16
+bits. Matrix products need many rows to be fast, and each chunk reads and writes the weight's
+complete gradient once."""
+MOST_TOKENS = {"cpu": 256, "cuda": 4096}
+"""Default limit of a chunk's tokens: a CPU rounds the products of each chunk to 16 bits."""
+SCRATCH_BYTES = {"cpu": 2**20, "cuda": 2**25}
+"""Bytes of the float32 logits of some rows, which operators that are not compiled need: they stay
+in the device's cache."""
 
 
 class Scores(NamedTuple):
@@ -78,7 +84,7 @@ class Head(nn.Module):
     """`lm_head`: weight [rows, hidden]; rows after the vocabulary are padding without a logit.
 
     Must be called exactly once per micro-batch on every rank, even without supervised tokens.
-    chunk_mib: MiB of float32 logits in a chunk; None: CHUNK_TOKENS tokens.
+    chunk_mib: MiB of logits in a chunk; None: CHUNK_BYTES.
     """
 
     def __init__(self, config: ModelConfig):
@@ -93,6 +99,8 @@ class Head(nn.Module):
         self.chunk_mib: int | None = None
         self.temperature = 1.0
         """Divisor of the logits for scores; inference does not apply it."""
+        self.is_compiled = False
+        """Compiled operators need no float32 logits in memory."""
         self.score: Callable = score_chunk
         self.differentiate: Callable = differentiate_chunk
 
@@ -117,7 +125,7 @@ class Head(nn.Module):
             hidden = hidden / self.temperature
         if objective is None:
             return None, self.scores(hidden, targets, soft=soft)
-        if objective.needs_all_tokens and not self.is_one_chunk(hidden):
+        if objective.needs_all_tokens and not self.is_one_chunk(hidden, soft):
             return self._all_tokens(hidden, targets, objective, soft)
         value, *scores = FusedLinearLoss.apply(hidden, self.rows(), targets, objective, self, soft)
         return value, Scores(*scores)
@@ -164,22 +172,24 @@ class Head(nn.Module):
 
     def score_logits(
         self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool
-    ) -> tuple[Scores, Tensor, Tensor | None]:
-        """Return a chunk's scores and two inputs of `write_gradient`: see score_chunk."""
-        return self.score(product, logits, targets, self.scored_softcap, with_mean)
+    ) -> tuple[Scores, Tensor]:
+        """Return a chunk's scores and an input of `write_gradient`: see score_chunk."""
+        return self.score(product, logits, targets, self.scored_softcap, with_mean)[:2]
 
     def write_gradient(
         self,
         product: Tensor,
         logits: Tensor,
         total: Tensor,
-        softcap_grad: Tensor | None,
         targets: Tensor,
-        derivatives: Sequence[Tensor],
+        derivatives: Sequence[Tensor | None],
     ) -> None:
-        """Write the objective's derivative with respect to a chunk's logits into `product`."""
-        size = self.vocab_size
-        self.differentiate(product, logits, total, softcap_grad, targets, None, size, *derivatives)
+        """Write the objective's derivative with respect to a chunk's logits into `product`.
+
+        derivatives: see differentiate_chunk.
+        """
+        rest = targets, None, self.vocab_size
+        self.differentiate(product, logits, total, self.scored_softcap, *rest, *derivatives)
 
     def _all_tokens(
         self, hidden: Tensor, targets: Tensor, objective: Objective, soft: SoftTargets | None
@@ -204,41 +214,55 @@ class Head(nn.Module):
         """Return the scores without a gradient."""
         vocabulary = self.rows()[: self.columns]
         parts = []
-        for tokens, product, logits in self.chunks(hidden, vocabulary):
+        for tokens, product, logits in self.chunks(hidden, vocabulary, soft):
             compared = compare(soft, self, product, targets[tokens], tokens) if soft else None
             scores = self.score_logits(product, logits, targets[tokens], with_mean)[0]
             parts.append(with_teacher(scores, compared))
             compared = None  # free its slopes, which are as large as a chunk's logits
         return _concatenate(parts)
 
-    def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def chunks(
+        self, hidden: Tensor, weight: Tensor, soft: SoftTargets | None = None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield for each chunk its tokens, the product hidden · weightᵀ, and a float32 buffer.
 
-        The buffer is the product itself if that is float32. All chunks use the same memory: on
-        a CPU allocation would take longer than the computation.
+        The buffer is the product itself if exponentials may replace it, and has fewer rows if not.
+        All chunks use the same memory: on a CPU allocation would take longer than the computation.
         """
-        rows = self.rows_at_once(len(hidden), hidden.device.type)
-        products = buffers = hidden.new_empty(rows, self.columns)
-        if products.dtype != torch.float32:
-            buffers = torch.empty_like(products, dtype=torch.float32)
+        device = hidden.device.type
+        rows = self.rows_at_once(len(hidden), device, self.itemsize(hidden, soft))
+        products = buffer = hidden.new_empty(rows, self.columns)
+        if self.needs_scratch(products.dtype):
+            few = scratch_rows(rows, self.columns, device)
+            buffer = torch.empty_like(products[:few], dtype=torch.float32)
         for start in range(0, max(1, len(hidden)), rows):
             tokens = slice(start, min(start + rows, len(hidden)))
-            count = tokens.stop - start
-            product = torch.mm(hidden[tokens], weight.T, out=products[:count])
-            yield tokens, product, product if buffers is products else buffers[:count]
+            product = torch.mm(hidden[tokens], weight.T, out=products[: tokens.stop - start])
+            yield tokens, product, product if buffer is products else buffer
 
-    def is_one_chunk(self, hidden: Tensor) -> bool:
+    def needs_scratch(self, dtype: torch.dtype) -> bool:
+        """Return True if logits in this format are read twice, a few rows at a time in float32."""
+        return not self.is_compiled and (dtype != torch.float32 or self.softcap is not None)
+
+    def is_one_chunk(self, hidden: Tensor, soft: SoftTargets | None = None) -> bool:
         """Return True if all tokens fit in one chunk. hidden: [tokens, hidden]."""
-        return self.rows_at_once(len(hidden), hidden.device.type) >= len(hidden)
+        itemsize = self.itemsize(hidden, soft)
+        return self.rows_at_once(len(hidden), hidden.device.type, itemsize) >= len(hidden)
 
-    def rows_at_once(self, tokens: int, device: str) -> int:
+    @staticmethod
+    def itemsize(hidden: Tensor, soft: SoftTargets | None) -> int:
+        """Return the bytes of a logit; a comparison with a teacher is made in float32."""
+        return hidden.element_size() if soft is None else 4
+
+    def rows_at_once(self, tokens: int, device: str, itemsize: int = 4) -> int:
         """Return the tokens per chunk, for the smallest number of equal chunks within the budget.
 
-        Rounded up to a multiple of 8, which tensor cores prefer.
+        Rounded up to a multiple of 8, which tensor cores prefer. itemsize: bytes of a logit.
         """
-        budget = CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
+        kind = device if device in CHUNK_BYTES else "cuda"
+        budget = min(MOST_TOKENS[kind], CHUNK_BYTES[kind] // itemsize)
         if self.chunk_mib:
-            budget = max(1, self.chunk_mib * 2**20 // (4 * self.vocab_size))
+            budget = max(1, int(self.chunk_mib * 2**20 / (itemsize * self.vocab_size)))
         chunks = max(1, math.ceil(tokens / budget))
         return max(8, round_up(math.ceil(tokens / chunks), 8))
 
@@ -260,6 +284,7 @@ class Head(nn.Module):
 
         self.score = compiled(self.score)
         self.differentiate = compiled(self.differentiate)
+        self.is_compiled = True
 
 
 class ScoreHead(Head):
@@ -314,13 +339,12 @@ class FusedLinearLoss(torch.autograd.Function):
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         vocabulary = weight[: head.columns]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        add = None if grad_weight is None else _Accumulator(grad_weight[: head.columns], weight)
+        add = _Accumulator(weight, head.columns) if needs_weight else None
         value = torch.zeros((), dtype=torch.float32, device=hidden.device)
         parts = []
-        for tokens, product, logits in head.chunks(hidden, vocabulary):
+        for tokens, product, logits in head.chunks(hidden, vocabulary, soft):
             compared = compare(soft, head, product, targets[tokens], tokens) if soft else None
-            scores, total, softcap_grad = head.score_logits(
+            scores, total = head.score_logits(
                 product, logits, targets[tokens], objective.needs_mean
             )
             scores = with_teacher(scores, compared)
@@ -328,19 +352,15 @@ class FusedLinearLoss(torch.autograd.Function):
             value += summand
             parts.append(scores)
             if needs_hidden or needs_weight:
-                rest = total, softcap_grad, targets[tokens]
-                if compared is None:
-                    head.write_gradient(product, logits, *rest, derivatives)
-                else:
-                    *others, of_divergence, _ = derivatives
-                    head.write_gradient(product, logits, *rest, others)
-                    add_slopes(product, logits, compared.slopes, of_divergence)
+                all_derivatives = for_logits(derivatives, compared)
+                head.write_gradient(product, logits, total, targets[tokens], all_derivatives)
+                del all_derivatives
             compared = None  # free its slopes, which are as large as a chunk's logits
             if grad_hidden is not None:
                 torch.mm(product, vocabulary, out=grad_hidden[tokens])
             if add is not None:
                 add(product, hidden[tokens])
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, None if add is None else add.total)
         ctx.dtype = weight.dtype
         joined = _concatenate(parts)._replace(mean_log_probability=None)
         ctx.mark_non_differentiable(*filter(torch.is_tensor, joined))
@@ -354,12 +374,25 @@ class FusedLinearLoss(torch.autograd.Function):
         that split backward run it twice.
         """
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = torch.mul if graph_is_kept() else Tensor.mul_
         if grad_hidden is not None:
-            grad_hidden = scale(grad_hidden, grad_value)
+            grad_hidden = scaled(grad_hidden, grad_value, grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = scale(grad_weight, grad_value).to(ctx.dtype)
+            grad_weight = scaled(grad_weight, grad_value, ctx.dtype)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return gradient · scale in this format, in the gradient's memory where that is possible."""
+    if gradient.is_cuda and gradient.dtype != dtype:  # one kernel; a CPU would make a copy first
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    if graph_is_kept():
+        return torch.mul(gradient, scale).to(dtype)
+    return (gradient if is_one(scale) else gradient.mul_(scale)).to(dtype)
+
+
+def is_one(scale: Tensor) -> bool:
+    """Return True if a scalar is known to be 1 without waiting for a device."""
+    return type(scale) is Tensor and scale.device.type == "cpu" and scale.item() == 1
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
@@ -367,35 +400,79 @@ def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     return torch.tanh(logits / softcap) * softcap
 
 
-def write_logits(product: Tensor, logits: Tensor, softcap: float | None) -> Tensor | None:
-    """Write a chunk's logits, soft-capped if there is a softcap; return the cap's derivative."""
-    if logits is not product:
-        logits.copy_(product)
-    if softcap is None:
-        return None
-    logits.div_(softcap).tanh_()
-    softcap_grad = 1 - logits.square()
-    logits.mul_(softcap)
-    return softcap_grad
+def scratch_rows(rows: int, columns: int, device: str) -> int:
+    """Return the rows of a chunk that are in float32 at once. columns: of this process."""
+    budget = SCRATCH_BYTES.get(device, SCRATCH_BYTES["cuda"])
+    return min(rows, max(8, budget // (4 * max(1, columns))))
+
+
+def is_in_place(product: Tensor, logits: Tensor, softcap: float | None) -> bool:
+    """Return True if exponentials replace a chunk's logits, which are not needed again.
+
+    A compiled kernel does not write them at all, and a soft cap's derivative needs the logits.
+    """
+    is_compiled = torch.compiler.is_compiling()
+    return logits is product and product.dtype == torch.float32 and not (softcap or is_compiled)
+
+
+def float32_rows(product: Tensor, logits: Tensor, in_place: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows of a chunk's product after another, and their float32 numbers.
+
+    These may be overwritten. Arguments: see score_chunk and is_in_place.
+    """
+    if in_place:
+        yield slice(None), product
+    elif torch.compiler.is_compiling():
+        yield slice(None), product.to(torch.float32, copy=True)
+    else:
+        scratch = torch.empty_like(product, dtype=torch.float32) if logits is product else logits
+        for start in range(0, max(1, len(product)), max(1, len(scratch))):
+            rows = slice(start, min(start + len(scratch), len(product)))
+            yield rows, scratch[: rows.stop - start].copy_(product[rows])
+
+
+def score_columns(
+    product: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    is_own: Tensor | None,
+    softcap: float | None,
+    with_mean: bool,
+) -> Tensor:
+    """Return this process's part of a chunk's scores, [3 or 4, rows] float32.
+
+    The scores of a token are the largest logit, Σ exp(logit - largest), the target's logit or 0,
+    and with `with_mean` Σ logit. product, logits: see score_chunk. targets: columns of this
+    process. is_own: [rows] bool, True if the target is among them; None: all are.
+    """
+    parts = []
+    for rows, own in float32_rows(product, logits, is_in_place(product, logits, softcap)):
+        own = capped(own, softcap)
+        at_target = own.gather(-1, targets[rows, None])
+        if is_own is not None:
+            at_target = torch.where(is_own[rows, None], at_target, 0.0)
+        sums = [own.sum(-1, keepdim=True)] if with_mean else []
+        largest = own.amax(-1, keepdim=True)
+        total = own.sub_(largest).exp_().sum(-1, keepdim=True)
+        parts.append(torch.cat([largest, total, at_target, *sums], 1).T)
+    return torch.cat(parts, 1)
 
 
 def score_chunk(
     product: Tensor, logits: Tensor, targets: Tensor, softcap: float | None, with_mean: bool
-) -> tuple[Scores, Tensor, Tensor | None]:
-    """Return a chunk's scores, the sum of its exponentials [rows, 1], and the softcap's derivative.
+) -> tuple[Scores, Tensor, float | None]:
+    """Return a chunk's scores, and `total` and `softcap` of differentiate_chunk.
 
-    product: [rows, vocabulary]. logits: float32 buffer; the exponentials are written to it.
-    Divided by their sum they are the softmax.
+    product: [rows, vocabulary], logits before the softcap. logits: float32 buffer of any number of
+    rows, used a few rows of the product at a time; or the product itself: then, if it is float32,
+    exponentials replace it.
     """
-    softcap_grad = write_logits(product, logits, softcap)
-    target_logits = logits.gather(-1, targets[:, None])
-    mean = logits.mean(-1) if with_mean else None
-    largest = logits.amax(-1, keepdim=True)
-    total = logits.sub_(largest).exp_().sum(-1, keepdim=True)
+    largest, total, at_target, *sums = score_columns(
+        product, logits, targets, None, softcap, with_mean
+    )
     logsumexp = largest + total.log()
-    mean_log_probability = None if mean is None else mean - logsumexp[:, 0]
-    scores = Scores((target_logits - logsumexp)[:, 0], logsumexp[:, 0], mean_log_probability)
-    return scores, total, softcap_grad
+    mean = sums[0] / product.shape[1] - logsumexp if with_mean else None
+    return Scores(at_target - logsumexp, logsumexp, mean), torch.stack([largest, total], 1), softcap
 
 
 def differentiate_objective(
@@ -417,54 +494,79 @@ def with_teacher(scores: Scores, compared: Comparison | None) -> Scores:
     return scores._replace(divergence=divergence, teacher_log_probability=log_probability)
 
 
-def add_slopes(product: Tensor, logits: Tensor, slopes: Tensor, of_divergence: Tensor) -> None:
-    """Add the divergence's part to the objective's derivative with respect to the logits.
-
-    product: holds the derivative, and is overwritten. logits: the derivative in float32. slopes:
-    see Comparison. of_divergence: [rows], the objective's derivative for the divergence.
-    """
-    columns = slopes.shape[1]
-    logits[:, :columns].addcmul_(slopes, of_divergence[:, None])
-    if logits is not product:
-        product.copy_(logits)
+def for_logits(
+    derivatives: Sequence[Tensor], compared: Comparison | None
+) -> tuple[Tensor | None, ...]:
+    """Return the last arguments of differentiate_chunk, from the objective's derivatives."""
+    if compared is None:
+        return (*derivatives, None, None, None)[:5]
+    *others, of_divergence, _ = derivatives
+    return *(*others, None)[:3], compared.slopes, of_divergence
 
 
 def differentiate_chunk(
     product: Tensor,
     logits: Tensor,
     total: Tensor,
-    softcap_grad: Tensor | None,
+    softcap: float | None,
     targets: Tensor,
     is_own: Tensor | None,
     vocab_size: int,
     grad_logprob: Tensor,
     grad_logsumexp: Tensor,
     grad_mean: Tensor | None = None,
+    slopes: Tensor | None = None,
+    of_divergence: Tensor | None = None,
 ) -> None:
     """Write the objective's derivative with respect to the logits into `product`.
 
-    logits: exponentials written by `score_chunk`. is_own: [rows] bool, True if the target is among
-    this process's columns; None: all are. vocab_size: number of columns of all processes.
+    product, logits: as score_chunk left them; exponentials that are not there are computed again.
+    total: [rows, 2], the largest logit, and the sum of exp(logit - largest) over the columns of all
+    processes. targets, is_own: see score_columns. vocab_size: number of columns of all processes.
+    slopes: see Comparison; of_divergence: [rows], the objective's derivative for the divergence.
     d log_probability = onehot - softmax,  d logsumexp = softmax,
     d mean_log_probability = 1 / vocabulary - softmax
     """
     grad_softmax = grad_logsumexp - grad_logprob
     if grad_mean is not None:
         grad_softmax = grad_softmax - grad_mean
-    logits.mul_(grad_softmax[:, None] / total)
-    if grad_mean is not None:
-        logits.add_(grad_mean[:, None] / vocab_size)
+    share = grad_softmax[:, None] / total[:, -1:]
     # in float32, since onehot and softmax nearly cancel for a token of high probability
     at_target = grad_logprob if is_own is None else grad_logprob * is_own
-    if torch.compiler.is_compiling():  # a compiled scatter would copy the logits first
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        logits.add_((columns == targets[:, None]) * at_target[:, None])
+    in_place = is_in_place(product, logits, softcap)
+    for rows, own in float32_rows(product, logits, in_place):
+        cap_slope = cap_in_place(own, softcap)
+        if not in_place:
+            own.sub_(total[rows, :1]).exp_()
+        own.mul_(share[rows])
+        if grad_mean is not None:
+            own.add_(grad_mean[rows, None] / vocab_size)
+        add_at(own, targets[rows], at_target[rows])
+        if cap_slope is not None:
+            own.mul_(cap_slope)
+        if slopes is not None and of_divergence is not None:
+            own[:, : slopes.shape[1]].addcmul_(slopes[rows], of_divergence[rows, None])
+        if not in_place:
+            product[rows].copy_(own)
+
+
+def cap_in_place(logits: Tensor, softcap: float | None) -> Tensor | None:
+    """Soft-cap float32 logits in place and return the cap's derivative; None without a softcap."""
+    if softcap is None:
+        return None
+    logits.div_(softcap).tanh_()
+    slope = 1 - logits.square()
+    logits.mul_(softcap)
+    return slope
+
+
+def add_at(values: Tensor, columns: Tensor, numbers: Tensor) -> None:
+    """Add to each row of `values` a number in one of its columns, in place."""
+    if torch.compiler.is_compiling():  # a compiled scatter would copy the values first
+        places = torch.arange(values.shape[1], device=values.device)
+        values.add_((places == columns[:, None]) * numbers[:, None])
     else:
-        logits.scatter_add_(-1, targets[:, None], at_target[:, None])
-    if softcap_grad is not None:
-        logits.mul_(softcap_grad)
-    if logits is not product:
-        product.copy_(logits)
+        values.scatter_add_(-1, columns[:, None], numbers[:, None])
 
 
 def _concatenate(parts: list[Scores]) -> Scores:
@@ -474,25 +576,33 @@ def _concatenate(parts: list[Scores]) -> Scores:
 
 
 class _Accumulator:
-    """Float32 sum of matrix products of factors in the weight's dtype.
+    """Float32 sum of matrix products of factors in the weight's dtype, shaped as the weight.
 
-    Only CUDA multiplies 16-bit factors into a float32 result; elsewhere the product is first
-    written to a buffer.
+    Rows after `columns` are zeros. Only CUDA multiplies 16-bit factors into a float32 result;
+    elsewhere the product is first written to a buffer.
     """
 
-    def __init__(self, total: Tensor, weight: Tensor):
-        self.total = total
+    def __init__(self, weight: Tensor, columns: int):
+        self.total = torch.empty_like(weight, dtype=torch.float32)
+        self.own = self.total[:columns]
+        self.total[columns:].zero_()
+        self.is_empty = True
         self.buffer = None
         self.options: dict[str, Any] = {}
-        if weight.dtype != total.dtype:
-            if total.is_cuda:
-                self.options = {"out_dtype": total.dtype}
+        if weight.dtype != torch.float32:
+            if weight.is_cuda:
+                self.options = {"out_dtype": torch.float32}
             else:
-                self.buffer = torch.empty_like(total, dtype=weight.dtype)
+                self.buffer = torch.empty_like(self.own, dtype=weight.dtype)
 
     def __call__(self, slopes: Tensor, hidden: Tensor) -> None:
-        """Add slopes.T @ hidden to the total, [vocabulary, hidden]."""
+        """Add slopes.T @ hidden to the total; the first product is written to it."""
+        slopes, own = slopes.T, self.own
         if self.buffer is not None:
-            self.total += torch.mm(slopes.T, hidden, out=self.buffer)
+            product = torch.mm(slopes, hidden, out=self.buffer)
+            own = own.copy_(product) if self.is_empty else own.add_(product)
+        elif self.is_empty:
+            torch.mm(slopes, hidden, out=own, **self.options)
         else:
-            torch.addmm(self.total, slopes.T, hidden, out=self.total, **self.options)
+            torch.addmm(own, slopes, hidden, out=own, **self.options)
+        self.is_empty = False

@@ -18,7 +18,7 @@ from fsdp_trainer.models.adapters.adapters import row_squares
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Attention, Auxiliary, Decoder
 from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
-from fsdp_trainer.models.head import Head, Scores, write_logits
+from fsdp_trainer.models.head import Head, Scores, score_columns
 from fsdp_trainer.models.moe import Gate, Router
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.soft_targets import local_columns
@@ -276,20 +276,16 @@ class TensorHead(TensorModule, Head):
 
     def score_logits(
         self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool
-    ) -> tuple[Scores, Tensor, Tensor | None]:
+    ) -> tuple[Scores, Tensor]:
         """See Head. Collective.
 
-        For each token the ranks exchange their largest logit, Σ exp(logit - largest), the target's
-        logit or 0, and with `with_mean` the sum of the logits.
+        For each token the ranks exchange their `score_columns`.
         """
-        softcap_grad = None
         if self.columns:
             own, is_own = local_columns(self, targets, self.columns)
-            columns, softcap_grad = self.score(
-                product, logits, own, is_own, self.scored_softcap, with_mean
-            )
+            columns = self.score(product, logits, own, is_own, self.scored_softcap, with_mean)
         else:  # this rank has only padding
-            columns = logits.new_zeros(3 + with_mean, len(targets))
+            columns = torch.zeros(3 + with_mean, len(targets), device=product.device)
             columns[0] = -torch.inf
         ranks = self.tensor_ranks
         gathered = all_gather(columns, 0, ranks.group).unflatten(0, (ranks.size, -1))
@@ -299,24 +295,20 @@ class TensorHead(TensorModule, Head):
         log_probability = gathered[:, 2].sum(0) - logsumexp
         mean = gathered[:, 3].sum(0) / self.vocab_size - logsumexp if with_mean else None
         # divisor of this rank's exponentials; infinite on a rank with only padding
-        divisor = (logsumexp - columns[0]).exp()[:, None]
-        return Scores(log_probability, logsumexp, mean), divisor, softcap_grad
+        divisor = (logsumexp - columns[0]).exp()
+        return Scores(log_probability, logsumexp, mean), torch.stack([columns[0], divisor], 1)
 
     def write_gradient(
         self,
         product: Tensor,
         logits: Tensor,
         total: Tensor,
-        softcap_grad: Tensor | None,
         targets: Tensor,
-        derivatives: Sequence[Tensor],
+        derivatives: Sequence[Tensor | None],
     ) -> None:
         if self.columns:
-            own, is_own = local_columns(self, targets, self.columns)
-            size = self.vocab_size
-            self.differentiate(
-                product, logits, total, softcap_grad, own, is_own, size, *derivatives
-            )
+            rest = *local_columns(self, targets, self.columns), self.vocab_size
+            self.differentiate(product, logits, total, self.scored_softcap, *rest, *derivatives)
 
     def joint_logsumexp(self, own: Tensor) -> Tensor:
         """See Head. Collective."""
@@ -358,25 +350,3 @@ class TensorDecoder(TensorModule, Decoder):
         x, auxiliary = super().run_blocks(x, positions, layout, blocks, caches, token_share)
         sums = {name: SumValue.apply(value, ranks.group) for name, value in auxiliary.items()}
         return x, sums
-
-
-def score_columns(
-    product: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    is_own: Tensor,
-    softcap: float | None,
-    with_mean: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's part of a chunk's scores, [3 or 4, rows], and the softcap's derivative.
-
-    The scores of a token are the largest logit, Σ exp(logit - largest), the target's logit or 0,
-    and with `with_mean` Σ logit. product, logits: see models.head.score_chunk. targets, is_own:
-    columns on this rank, and True if the target is among them.
-    """
-    softcap_grad = write_logits(product, logits, softcap)
-    target_logits = torch.where(is_own, logits.gather(-1, targets[:, None])[:, 0], 0.0)
-    sums = [logits.sum(-1)] if with_mean else []
-    largest = logits.amax(-1)
-    total = logits.sub_(largest[:, None]).exp_().sum(-1)
-    return torch.stack([largest, total, target_logits, *sums]), softcap_grad

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_trainer.config.context_methods import attention_layout, context_method
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
-from fsdp_trainer.models.head import Head
+from fsdp_trainer.models.head import Head, scratch_rows
 from fsdp_trainer.parallel.activation_offload import SMALLEST
 from fsdp_trainer.plan.blocks import (
     Input,
@@ -192,10 +192,20 @@ def pinned_bytes(moved: float, stream: float) -> float:
     return PINNED * moved
 
 
-def rows_at_once(chunk_mib: int | None, vocabulary: int, tokens: int, device: str) -> int:
-    """Return the number of tokens whose logits the head computes at a time.
+def logit_bytes(
+    model: PlannedModel, device: str, compared: int = 0, differentiates: bool = True
+) -> float:
+    """Return the bytes of a chunk's logits in the head, on a rank of a tensor group.
 
-    chunk_mib: see loss.chunk_mib.
+    compared: bytes for each logit that is compared with a teacher's. differentiates: False for a
+    head that computes scores alone.
     """
-    head: Any = SimpleNamespace(chunk_mib=chunk_mib, vocab_size=vocabulary)
-    return Head.rows_at_once(head, tokens, device)
+    config, number, columns = model.config, model.number, model.part.shape.vocab_size
+    head: Any = SimpleNamespace(chunk_mib=model.chunk_mib, vocab_size=config.vocab_size)
+    softcap, itemsize = config.final_logit_softcapping, 4 if compared else number
+    rows = Head.rows_at_once(head, model.layout.tokens, device, itemsize)
+    scratch = 0
+    if not model.compiled and (number < 4 or softcap is not None):
+        copies = 3 if softcap is not None and differentiates else 1  # with the cap's derivative
+        scratch = 4 * copies * scratch_rows(rows, columns, device)
+    return columns * (rows * (number + compared) + scratch)

@@ -51,8 +51,12 @@ FASTER_ATTENTION = {"cudnn": 1.7, "fa3": 1.7, "fa4": 3.5}
 Published: 1.7 to 2.3 for cuDNN and FlashAttention 3 on Hopper. FlashAttention 4 is for Blackwell,
 where FlashAttention 2 is no faster than on Hopper.
 """
-HEAD_BYTES = 30
-"""Bytes read and written for each logit: the product, its float32 copy, softmax and gradient."""
+HEAD_BYTES = {True: 12, False: 30}
+"""Bytes read and written for each logit, if the head is compiled, and if not.
+
+Compiled: the product is written, read for the scores, replaced by its derivative, and that is read
+by two products. Not compiled: the passes over some rows in float32 besides, which are cached.
+"""
 COPIED_BYTES = 20
 """Bytes read and written for each trained parameter and micro-batch, besides NCCL's own traffic.
 
@@ -157,7 +161,7 @@ def compute_seconds(model: PlannedModel, device: Device, best: bool | None = Non
     casts = cast_seconds(model, device)
     weights = weight_seconds(model, device)
     columns = 1 if model.config.scalar_head else model.part.shape.vocab_size
-    logits = model.layout.tokens * columns * HEAD_BYTES
+    logits = model.layout.tokens * columns * HEAD_BYTES[model.compiled]
     head = rows * (2 * flops.head + flops.trained_head) / rate
     spread = spread_of(model, best)
     reached = model.own.backward_share

@@ -18,10 +18,10 @@ from fsdp_trainer.offload.parts import SLICED_BYTES
 from fsdp_trainer.optim.footprint import Update, update_bytes
 from fsdp_trainer.parallel.memory_check import Places
 from fsdp_trainer.plan.block_memory import (
+    logit_bytes,
     moved_bytes,
     norm_traced,
     pinned_bytes,
-    rows_at_once,
     trace_blocks,
 )
 from fsdp_trainer.plan.blocks import TracedPart
@@ -644,7 +644,7 @@ class Step:
         self.at("forward", f"the {teacher.name}'s forward", now)
         end, after = f"the end of the {teacher.name}'s forward", held.saved + common + 2 * hidden
         if not teacher.compares:
-            logits = self._logits_of_reference(model)
+            logits = logit_bytes(model, self.device, differentiates=False)
             self.at("forward", end, Now(after, is_freed * units.last.gathered, logits=logits))
             return
         held.keep_teacher(is_freed * units.last.gathered, hidden)
@@ -699,20 +699,10 @@ class Step:
     def _logits(self, trained: int) -> float:
         """Return the bytes of a chunk's logits. trained: size of the head's matrix, 0 if frozen."""
         model, compute = self.model, self.model.number
-        config, half = model.part.shape, compute < 4
-        if config.scalar_head:
+        if model.config.scalar_head:
             return 0.0  # one score for each answer
-        rows = rows_at_once(model.chunk_mib, config.vocab_size, self.layout.tokens, self.device)
-        each = compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
-        copy = trained * compute if half and self.device == "cpu" else 0
-        return rows * config.vocab_size * (each + self.compared) + copy
-
-    def _logits_of_reference(self, model: PlannedModel) -> float:
-        """Return the bytes of a chunk's logits in the head of a reference, without gradients."""
-        config, compute = model.config, self.model.number
-        rows = rows_at_once(model.chunk_mib, config.vocab_size, self.layout.tokens, self.device)
-        each = compute + (4 if compute < 4 else 0) + (4 if config.final_logit_softcapping else 0)
-        return rows * config.vocab_size * each / self.layout.sharding.tensor
+        copy = trained * compute if compute < 4 and self.device == "cpu" else 0
+        return logit_bytes(model, self.device, self.compared) + copy
 
     def backward(self) -> None:
         """Record the moments of backward of the blocks, last ones first, and of the embedding."""

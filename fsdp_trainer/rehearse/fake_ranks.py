@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, partialmethod
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -18,7 +18,6 @@ from fsdp_trainer.base import torch_private
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.models import head, sdpa
 from fsdp_trainer.models.attention import LAYOUTS, PLAIN, Scoring, VarlenAttention
-from fsdp_trainer.models.head import Head
 from fsdp_trainer.optim import eight_bit, muon_owners
 from fsdp_trainer.optim.compact import CompactOptimizer, NumberChunk
 from fsdp_trainer.optim.muon_owners import Part, ShardLayout, stack_shape
@@ -87,9 +86,8 @@ def stand_ins_for_cuda(device: str) -> Iterator[AbstractContextManager[Any]]:
     # flex attention has no backward on a CPU
     yield patch.dict(LAYOUTS, flex=WithoutScoring)
     if device == "cuda":
-        rows_at_once = Head.rows_at_once
-        of_gpu = partialmethod(lambda own, tokens, _device: rows_at_once(own, tokens, "cuda"))
-        yield patch.object(Head, "rows_at_once", of_gpu)
+        for sizes in (head.CHUNK_BYTES, head.MOST_TOKENS, head.SCRATCH_BYTES):
+            yield patch.dict(sizes, cpu=sizes["cuda"])
         yield patch.object(head, "_Accumulator", SumInPlace)
         # attention with a mask keeps more
         yield patch.object(sdpa, "runs_on_gpu", lambda _tensor: True)
@@ -171,8 +169,8 @@ class WithoutScoring(VarlenAttention):
 class SumInPlace:
     """Stands for the sum of a weight's gradient on a GPU, which needs no buffer."""
 
-    def __init__(self, total: Tensor, _weight: Tensor):
-        self.total = total
+    def __init__(self, weight: Tensor, _columns: int):
+        self.total = torch.empty_like(weight, dtype=torch.float32)
 
     def __call__(self, _slopes: Tensor, _hidden: Tensor) -> None:
         """Write to the total in place."""

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fsdp_trainer.checkpoint.other_tools.optimizer_states import OtherStates
 from fsdp_trainer.checkpoint.unread_tensors import Unread
 from fsdp_trainer.config.check import as_text
@@ -62,7 +64,10 @@ def describe(
     if inputs.init_from:
         rows = stored_vocabulary(model_folder(inputs.init_from))
         token_notes += new_rows(inputs.tokenizer, rows)
-    at_once = model.lm_head.rows_at_once(dims.layout.tokens, world.device.type)
+    number = getattr(torch, cfg.precision.param_dtype).itemsize
+    if cfg.objective.method.second == "teacher":
+        number = 4  # a comparison is made in float32
+    at_once = model.lm_head.rows_at_once(dims.layout.tokens, world.device.type, number)
     stored = "trained weights" if frozen_parameters(model) else "weights"
     frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
     return [

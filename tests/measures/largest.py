@@ -1,7 +1,31 @@
 """The sizes of the tensors that are made while something is computed."""
 
+import re
+from collections import Counter
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of matrices with so many columns that operators read and write, by number format.
+
+    Of a matrix product only the result is counted; gathers and scatters touch a number a row.
+    """
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.bytes = columns, Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function._schema.name.removeprefix("aten::")
+        if not function.is_view and not re.search("empty|gather|scatter", name):
+            read = {"mm": (), "addmm": (), "copy_": args[1:]}.get(name, args)
+            for x in filter(is_tensor, (*read, out)):
+                if x.dim() == 2 and x.shape[1] == self.columns:
+                    self.bytes[x.dtype] += x.nbytes
+        return out
 
 
 class Largest(TorchDispatchMode):

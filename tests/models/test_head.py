@@ -3,14 +3,16 @@ compiled; it is gathered once; its memory is bounded."""
 
 import contextlib
 import math
+import re
 import shutil
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from largest import Largest
-from textbook import VOCABULARY, make, textbook
+from largest import Largest, Moved
+from textbook import TOKENS, VOCABULARY, make, textbook
+from torch._inductor.utils import run_and_get_code
 
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.training.loss import negative_log_likelihood
@@ -198,10 +200,32 @@ def test_a_backward_that_is_split_gives_each_gradient_whole():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows"), [(100, 32), (32, 32), (33, 24), (8, 8), (3, 8), (0, 8)]
+    ("tokens", "rows", "in_16_bits"),
+    [(100, 32, 56), (32, 32, 32), (33, 24, 40), (8, 8, 8), (3, 8, 8), (0, 8, 8)],
 )
-def test_chunks_are_as_few_as_the_budget_allows_and_of_equal_size(tokens, rows):
-    assert make()[0].rows_at_once(tokens, "cpu") == rows
+def test_chunks_are_as_few_as_the_budget_allows_and_of_equal_size(tokens, rows, in_16_bits):
+    head = make()[0]
+    assert head.rows_at_once(tokens, "cpu") == rows
+    assert head.rows_at_once(tokens, "cpu", 2) == in_16_bits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limits"),
+    [
+        (torch.bfloat16, {torch.bfloat16: 8, torch.float32: 60}),
+        (torch.float32, {torch.float32: 36}),
+    ],
+    ids=["bfloat16", "float32"],
+)
+def test_a_logit_moves_no_more_bytes(dtype, limits):
+    """16 bits are written, read for the scores, read and replaced by a slope. What is in float32
+    beside it is a few rows, which stay in the cache."""
+    head, hidden, targets, weights = make(dtype=dtype)
+    with Moved(VOCABULARY) as moved:
+        head(hidden, targets, CrossEntropy(weights))[0].backward()
+    each = {kind: count / VOCABULARY / TOKENS for kind, count in moved.bytes.items()}
+    assert each.keys() == limits.keys()
+    assert all(each[kind] <= limit for kind, limit in limits.items()), each
 
 
 def test_no_tensor_grows_with_tokens_times_vocabulary():
@@ -239,22 +263,29 @@ def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_other_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
-def test_a_compiled_chunk_has_no_second_copy_of_its_logits():
+def test_a_compiled_chunk_has_no_second_copy_of_its_logits_and_writes_nothing_but_its_slopes():
     torch._dynamo.reset()
     head, hidden, targets, weights = make(dtype=torch.bfloat16)
     head.compile_chunks()
-    differentiate, allocated, logits = head.differentiate, [], []
+    differentiate, sources, allocated, sizes = head.differentiate, [], [], []
 
     def watched(*args):
+        if not sources:  # compiles it
+            sources.extend(run_and_get_code(differentiate, *args)[1])
+            return
         with torch.profiler.profile(profile_memory=True) as profile:
             differentiate(*args)
         events = profile.profiler.kineto_results.events()
         allocated.extend(e.nbytes() for e in events if e.name() == "[memory]")
-        logits.append(args[1].nbytes)
+        sizes.append(args[0].nbytes)
 
     head.differentiate = watched
-    head(hidden, targets, CrossEntropy(weights, **SOFT))[0].backward()
-    assert max(allocated, default=0) < max(logits) / 8
+    with torch._inductor.config.patch(force_disable_caches=True):
+        head(hidden, targets, CrossEntropy(weights, **SOFT))[0].backward()
+    assert max(allocated, default=0) < max(sizes) / 8
+    kernels = re.findall(r"async_compile.cpp_pybinding\(\[(.*?)\]", "".join(sources))
+    arguments = ", ".join(kernels).split(", ")
+    assert [kind for kind in arguments if "const" not in kind] == ["'at::BFloat16*'"]
 
 
 # --- in training --------------------------------------------------------------------------------

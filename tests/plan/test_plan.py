@@ -83,7 +83,7 @@ def test_adapters_are_suggested_for_a_fine_tuning_that_does_not_fit():
 
 LARGE_ROWS = (
     "model=llama3_8b", "batch.seq_len=8192", "batch.rows=32", "plan.gpu=a100_40gb",
-    "plan.world_size=8", "plan.memory_gib=24",
+    "plan.world_size=8", "plan.memory_gib=23",
 )  # fmt: skip
 EXPERTS = (
     "model=mixtral_8x7b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096",

@@ -5,7 +5,9 @@
 `ours`: the head of this repository. `whole`: all logits at once, with the loss in float32 as in
 transformers. `checkpoint`: as many tokens at a time as ours, with each chunk's logits recomputed in
 backward by torch.utils.checkpoint. `linear_cross_entropy`: that of torch.nn.functional, if there is
-one (torch 2.13). First every way's loss and gradients are compared with float64. Each way is
+one (torch 2.13). On a GPU also `compiled`, ours as `compile=enabled` has it, and where they are
+installed `liger` and `cut_cross_entropy`; `predicted` is what ours should take on an H100, and
+PUBLISHED what others took there. First every way's loss and gradients are compared with float64. Each way is
 measured in a process of its own: on a CPU the growth of peak resident memory after the inputs were
 made, on a GPU the same by torch's counters. The gradients of hidden states and weight are part of
 every peak: `least_mib` is their size alone.
@@ -69,6 +71,24 @@ def linear_cross_entropy(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
     )  # type: ignore[attr-defined]
 
 
+def compiled(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    if not head.is_compiled:
+        head.compile_chunks()
+    return ours(head, hidden, targets)
+
+
+def liger(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(hidden, head.weight, targets)
+
+
+def cut_cross_entropy(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy as cut
+
+    return cut(hidden, head.weight, targets)
+
+
 WAYS: dict[str, Callable[[Head, Tensor, Tensor], Tensor]] = {
     "ours": ours,
     "whole": whole,
@@ -77,27 +97,56 @@ WAYS: dict[str, Callable[[Head, Tensor, Tensor], Tensor]] = {
 if hasattr(F, "linear_cross_entropy"):
     WAYS["linear_cross_entropy"] = linear_cross_entropy
 EXACT = ("ours", "whole", "checkpoint")
-# (width, cases); a case: dtype, vocabulary, tokens, ways, True to measure it in all rounds.
+ALL = tuple(WAYS)
+ON_GPU = {"compiled": compiled, "liger": liger, "cut_cross_entropy": cut_cross_entropy}
+PACKAGES = {"liger": "liger-kernel", "cut_cross_entropy": "cut-cross-entropy"}
+PUBLISHED = {"whole": 0.137, "liger": 0.321, "cut_cross_entropy": 0.0926}
+"""Seconds on one H100 with 248,320 tokens in the vocabulary (huggingface/trl#6858)."""
+# A case: dtype, vocabulary, tokens, ways, True to measure it in all rounds, width.
 # Cases with fewer tokens show how memory grows with the number of tokens.
-CPU = (
-    256,
-    [
-        ("float32", 32_000, 1024, EXACT, True),
-        ("float32", 128_256, 1024, EXACT, True),
-        ("bfloat16", 32_000, 1024, EXACT, True),
-        ("float32", 32_000, 512, tuple(WAYS), False),  # torch's own would take too long with more
-        ("float32", 128_256, 512, ("ours", "whole"), False),
-    ],
-)
-GPU = (
-    4096,
-    [
-        ("bfloat16", 32_000, 16384, tuple(WAYS), True),
-        ("bfloat16", 128_256, 16384, tuple(WAYS), True),
-        ("bfloat16", 32_000, 8192, tuple(WAYS), False),
-        ("bfloat16", 128_256, 8192, tuple(WAYS), False),
-    ],
-)
+CPU = [
+    ("float32", 32_000, 1024, EXACT, True, 256),
+    ("float32", 128_256, 1024, EXACT, True, 256),
+    ("bfloat16", 32_000, 1024, EXACT, True, 256),
+    ("float32", 32_000, 512, ALL, False, 256),  # torch's own would take too long with more
+    ("float32", 128_256, 512, ("ours", "whole"), False, 256),
+]
+
+
+def gpu_cases() -> list[tuple[str, int, int, tuple[str, ...], bool, int]]:
+    """Return the cases of a GPU, and add its ways; print how to install those that are missing."""
+    WAYS.update(ON_GPU)
+    for way, package in PACKAGES.items():
+        try:
+            errors(way, "bfloat16", "cuda")
+        except Exception as error:
+            del WAYS[way]
+            print(f"{way} is not measured ({error}). It is in:  pip install {package}", flush=True)
+    published = ("ours", "whole", *(way for way in WAYS if way in ON_GPU))
+    return [
+        ("bfloat16", 248_320, 16384, published, True, 2048),
+        ("bfloat16", 32_000, 16384, ALL, True, 4096),
+        ("bfloat16", 128_256, 16384, ("compiled", *ALL), True, 4096),
+        ("bfloat16", 32_000, 8192, ALL, False, 4096),
+        ("bfloat16", 128_256, 8192, ("compiled", *ALL), False, 4096),
+    ]
+
+
+def predicted(vocabulary: int, tokens: int, width: int) -> dict[str, float]:
+    """Return the seconds that our compiled head should take on an H100 in bfloat16, by part.
+
+    Three products at 690 TFLOP/s; 8 bytes a logit and 4 + 8 · (chunks - 1) + 6 bytes a number of
+    the weight's gradient, at 3.0 TB/s. On an H200, 4.2 TB/s.
+    """
+    head = Head(ModelConfig(vocab_size=8, hidden_size=8))
+    chunks = -(-tokens // head.rows_at_once(tokens, "cuda", 2))
+    parts = {
+        "products": 6 * tokens * width * vocabulary / 690e12,
+        "logits": 8 * tokens * vocabulary / 3e12,
+        "weight's gradient": (2 + 8 * chunks) * width * vocabulary / 3e12,
+    }
+    parts["all"] = sum(parts.values())
+    return {name: round(value, 4) for name, value in parts.items()}
 
 
 def inputs(
@@ -144,6 +193,7 @@ def measure(way: str, *shape: Any) -> dict[str, float]:
     mib: the largest growth over the memory in use before. seconds: the fastest of the last two.
     """
     device = shape[-1]
+    WAYS.update(ON_GPU)  # this may be a process for one way
     inputs(64, 128, shape[2], *shape[3:])  # a small case first, for what is allocated only once
     WAYS[way](*inputs(64, 128, *shape[2:])).backward()
     head, hidden, targets = inputs(*shape)
@@ -202,23 +252,31 @@ def main() -> None:
         print(json.dumps(measure(*json.loads(options.one))))
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    width, cases = GPU if device == "cuda" else CPU
-    checked = {dtype: {way: errors(way, dtype, device) for way in WAYS} for dtype in TOLERANCE}
+    cases = gpu_cases() if device == "cuda" else CPU
+    checked = {
+        dtype: {
+            way: errors(way, dtype, device)
+            for way in WAYS
+            if dtype == "bfloat16" or way not in PACKAGES
+        }
+        for dtype in TOLERANCE
+    }
     for dtype, way in product(TOLERANCE, EXACT):
         assert max(checked[dtype][way].values()) < TOLERANCE[dtype], (
             f"{way} in {dtype}: {checked[dtype][way]}"
         )
     measured, compared, peaks = {}, {}, {}
-    for dtype, vocabulary, tokens, ways, often in cases:
+    for dtype, vocabulary, tokens, ways, often, width in cases:
         shape = (vocabulary, tokens, width, dtype, device)
         runs = harness.in_turn(
             {way: partial(in_a_process, way, *shape) for way in ways},
             options.repeat if often else 1,
         )
         case: dict[str, Any] = {
+            "hidden": width,
             "least_mib": round(
                 (vocabulary + tokens) * width * getattr(torch, dtype).itemsize / MIB, 1
-            )
+            ),
         }
         for way, results in runs.items():
             case[way] = {
@@ -230,6 +288,9 @@ def main() -> None:
                 case[way][f"{figure} / ours"] = harness.ratio(
                     [r[figure] for r in results], [r[figure] for r in runs["ours"]]
                 )
+        if device == "cuda":
+            case["predicted"] = predicted(vocabulary, tokens, width)
+            case |= {"published": PUBLISHED} if vocabulary == 248_320 else {}
         name = f"{dtype}, vocabulary {vocabulary:,}, {tokens:,} tokens"
         measured[name] = case
         if often:
@@ -246,7 +307,6 @@ def main() -> None:
     }
     result = {
         "errors": checked,
-        "hidden": width,
         "repeat": options.repeat,
         "measured": measured,
         "mib_of_twice_the_tokens": twice,

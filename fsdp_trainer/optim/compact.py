@@ -34,11 +34,21 @@ class MomentKind(NamedTuple):
     stochastic: bool
 
 
+class NumberPlace(NamedTuple):
+    """The key of a parameter's random bits, and arguments of `element_numbers`."""
+
+    key: tuple[int, int]
+    part: tuple[slice, ...]
+    shape: torch.Size
+    start: int
+
+
 @dataclass
 class NumberChunk:
     """Numbers of a parameter that are updated together; tensors are [blocks, block].
 
-    numbers: slice of the parameter's blocks on this rank. With `skip`, writes change no bit.
+    numbers: slice of the parameter's blocks on this rank. place: where they are in the parameter;
+    None: they are rounded to nearest. With `skip`, writes change no bit. bits: see `drawn`.
     """
 
     numbers: slice
@@ -46,8 +56,28 @@ class NumberChunk:
     gradient: Tensor
     state: dict[str, Tensor]
     moments: dict[str, MomentKind]
-    bits: Tensor | None
+    place: NumberPlace | None
     skip: Tensor
+    bits: Tensor | None = None
+
+    def drawn(self, count: Tensor) -> "NumberChunk":
+        """Return the chunk with random bits for its numbers in a step: [blocks, block]."""
+        if self.place is None:
+            return self
+        key, part, shape, start = self.place
+        own = self.weight.numel(), self.weight.device
+        elements = element_numbers(part, shape, start, *own)
+        bits = random_bits(key, count, elements.view_as(self.weight))
+        return NumberChunk(
+            self.numbers,
+            self.weight,
+            self.gradient,
+            self.state,
+            self.moments,
+            self.place,
+            self.skip,
+            bits,
+        )
 
     def load(self, name: str) -> Tensor:
         """Return a moment in float32."""
@@ -142,21 +172,19 @@ class CompactOptimizer(TrainerOptimizer):
         write_unless(skip, self.count, count)
 
     def update(self, count: Tensor, skip: Tensor) -> None:
-        """Update every parameter that has a gradient, chunk by chunk; with `skip`, none.
+        """Update every parameter that has a gradient; with `skip`, none.
 
         count: number of this step, starting at 1; a scalar on the device.
         """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                for chunk in self.chunks(parameter, count, skip):
-                    self.update_chunk(chunk, group, count)
-
-    def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
-        """Update a chunk of a parameter by itself."""
         raise NotImplementedError
 
     def chunks(self, parameter: nn.Parameter, count: Tensor, skip: Tensor) -> Iterator[NumberChunk]:
         """Yield the chunks of this rank's part of a parameter; none if it has no gradient."""
+        for chunk in self.undrawn_chunks(parameter, skip):
+            yield chunk.drawn(count)
+
+    def undrawn_chunks(self, parameter: nn.Parameter, skip: Tensor) -> Iterator[NumberChunk]:
+        """Yield the chunks without their random bits."""
         if parameter.grad is None:
             return
         if not self.state[parameter]:
@@ -173,16 +201,15 @@ class CompactOptimizer(TrainerOptimizer):
         size = CHUNKS[weights.device.type] // block
         for start in range(0, len(weights), size):
             numbers = slice(start, start + size)
-            weight = weights[numbers]
-            bits = None
+            place = None
             if self.stochastic:
-                first = start * block
-                elements = element_numbers(
-                    part, parameter.shape, first, weight.numel(), weight.device
-                )
-                bits = random_bits(self.keys[parameter], count, elements.view_as(weight))
-            own = {name: t[numbers] for name, t in state.items()}
-            yield NumberChunk(numbers, weight, gradients[numbers], own, self.moments, bits, skip)
+                place = NumberPlace(self.keys[parameter], part, parameter.shape, start * block)
+            tensors = (
+                weights[numbers],
+                gradients[numbers],
+                {n: t[numbers] for n, t in state.items()},
+            )
+            yield NumberChunk(numbers, *tensors, self.moments, place, skip)
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:

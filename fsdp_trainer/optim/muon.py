@@ -68,6 +68,11 @@ class Muon(CompactOptimizer):
         rows = {SECOND_MOMENT: empty_rows(parameter)} if self.cfg.normuon else {}
         return super().empty_state(parameter) | rows
 
+    def fuse(self) -> None:
+        """Update the parameters of `others` in fewer passes. They are clipped with the matrices."""
+        if self.others is not None:
+            self.others.fuse()
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter, or none if `found_inf` is not 0. Collective."""

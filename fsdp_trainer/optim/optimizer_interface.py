@@ -13,6 +13,9 @@ class TrainerOptimizer(Optimizer):
 
     skips_on_device: bool
     found_inf: Tensor | None = None
+    divides_gradients = False
+    """True if `step` divides the gradients by `grad_scale`, a float32 scalar on the device."""
+    grad_scale: Tensor | None = None
 
     @property
     def updates_slices(self) -> bool:
@@ -33,6 +36,13 @@ class TrainerOptimizer(Optimizer):
             self.step()
         elif not skip.item():
             self.step()
+
+    def fuse(self) -> None:
+        """Update in as few passes over memory as a GPU can; the last bits may differ."""
+
+    def divide_gradients(self, divisor: Tensor) -> None:
+        """Let `step` divide the gradients by a scalar, if it `divides_gradients`."""
+        self.grad_scale = divisor
 
     def begin_load(self) -> None:
         """Prepare for new weights and states, which are loaded in place. Collective."""

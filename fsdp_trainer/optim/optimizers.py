@@ -30,6 +30,11 @@ class TorchAdamW(TrainerOptimizer, AdamW):
         kernel: dict[str, Any] = {implementation: True}
         super().__init__(groups, **kernel, **defaults)
 
+    def fuse(self) -> None:
+        """Let the kernel divide the gradients, if it does so before they are rounded."""
+        (first, *_) = self.param_groups[0]["params"]
+        self.divides_gradients = self.skips_on_device and first.dtype == torch.float32
+
     def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
         """Fill the lists that the kernel updates, with this rank's parts of them.
 

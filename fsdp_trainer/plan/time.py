@@ -9,6 +9,8 @@ from math import ceil
 from typing import NamedTuple
 
 from fsdp_trainer.config.devices import Device
+from fsdp_trainer.config.formats import is_compact, moments_format
+from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.plan.block_memory import moved_bytes, trace_blocks
 from fsdp_trainer.plan.compute import (
@@ -352,6 +354,18 @@ def updates_on_host(model: PlannedModel) -> bool:
     return model.layout.sharding.cpu_offload or model.optim.offload != "none"
 
 
+def gradient_passes(optim: Optim, master_dtype: str) -> int:
+    """Return how often a gradient is read or written for norm, clipping and update.
+
+    A GPU's fused update clips; torch's kernel writes the clipped gradient back.
+    """
+    moments = moments_format(optim, master_dtype)
+    is_fused = optim.name == "adamw" and moments != "8bit"
+    if not is_fused or master_dtype != "float32" or optim.grad_clip_value is not None:
+        return 4
+    return 2 if is_compact(optim, master_dtype) else 3
+
+
 def optimizer_seconds(model: PlannedModel, numbers: float, device: Device, ranks: int) -> float:
     """Return the seconds of gradient norm, clipping and AdamW for `numbers` trained parameters.
 
@@ -360,9 +374,10 @@ def optimizer_seconds(model: PlannedModel, numbers: float, device: Device, ranks
     """
     stored = model.stored_number
     state = state_bytes(model.optim, model.precision.master_dtype)
-    moved = numbers * (
-        2 * stored + 2 * state + 4 * stored
-    )  # weights; both moments; the gradient for norm, clipping (twice) and update
+    passes = (
+        4 if updates_on_host(model) else gradient_passes(model.optim, model.precision.master_dtype)
+    )
+    moved = numbers * (2 * stored + 2 * state + passes * stored)  # weights, moments, gradient
     if not updates_on_host(model):
         return moved / (device.memory_rate * MEMORY)
     seconds = moved / HOST_ADAMW

@@ -74,7 +74,9 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
     yield patch.object(eight_bit, "table", with_real_tensors(eight_bit.table))
     yield patch.object(muon_owners, "layouts_of", partial(layouts_of_all, run.layout))
     yield patch.object(TrainerOptimizer, "step_unless", step_unread(TrainerOptimizer.step_unless))
-    yield patch.object(CompactOptimizer, "chunks", first_only(CompactOptimizer.chunks))
+    yield patch.object(
+        CompactOptimizer, "undrawn_chunks", first_only(CompactOptimizer.undrawn_chunks)
+    )
     yield torch_private.no_pipeline_vote()
     yield torch_private.metadata_outside_modes()
     if run.tensors == "cpu":

@@ -20,9 +20,9 @@ from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.setup import ModelSetup
-from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
+from fsdp_trainer.optim.elementwise import ElementwiseOptimizer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
-from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.optim.optimizers import TorchAdamW, build_optimizer
 from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
@@ -47,8 +47,6 @@ from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.weights import extra_state
 
 T = TypeVar("T")
-ONE_BY_ONE = (CompactAdamW, Lion, Sgd)
-"""Optimizers that update one parameter after the other, each on its own."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +117,8 @@ class RankParts:
                 allocate(model, self.setup.model_device, self.device)
             make = with_real_tensors(build_optimizer)
             optimizer = make(self.model, cfg.optim, cfg.run.seed, self.dims.stage_group)
+            if isinstance(optimizer, TorchAdamW) and run.device == "cuda":
+                optimizer.fuse()
             make_states(optimizer)
             hold_states(self.models, optimizer, recorder)
             outer = self._outer_step(recorder)
@@ -188,7 +188,7 @@ def make_states(optimizer: TrainerOptimizer) -> None:
         for parameter in group["params"]:
             optimizer.state[parameter] = optimizer.empty_state(parameter)
             kinds.setdefault((local_part(parameter).shape, parameter.dtype), parameter)
-        if isinstance(optimizer, ONE_BY_ONE):
+        if isinstance(optimizer, ElementwiseOptimizer):
             group["params"] = [*kinds.values()]
 
 

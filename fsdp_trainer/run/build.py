@@ -158,6 +158,8 @@ def build(
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
     scale_after_each_step(model, optimizer, cfg.precision)
     optimizer = offload_states(setup, model, optimizer)
+    if fuses_update(setup.model_device.type, cfg.train.deterministic):
+        optimizer.fuse()
     loss_scale = new_loss_scale(cfg.precision, setup.model_device)
     rows, digests = method.load(model, reading.options)
     outer = None
@@ -182,6 +184,14 @@ def build(
 
 
 # --- the model and its step
+
+
+def fuses_update(device_type: str, deterministic: bool) -> bool:
+    """Return True if the update may take fewer passes, and round the last bits in another way.
+
+    device_type: where the gradients are.
+    """
+    return device_type == "cuda" and not deterministic
 
 
 def unread_of_run(setup: RunSetup, model: Decoder, start: Start) -> Unread | None:

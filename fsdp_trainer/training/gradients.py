@@ -97,6 +97,11 @@ def clip_gradients(
     return norm
 
 
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the number by which the update divides the gradients, in place of clipping them."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+
 def global_norm(parts: dict[int, list[Tensor]], dims: Dims) -> Tensor:
     """Return the 2-norm over all ranks' tensors, float32. Collective.
 

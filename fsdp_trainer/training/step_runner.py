@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import to_device_of
@@ -13,7 +14,7 @@ from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.feed import StepBatches
-from fsdp_trainer.training.gradients import clip_gradients
+from fsdp_trainer.training.gradients import clip_divisor, clip_gradients
 from fsdp_trainer.training.groups import ReplicaGroups
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.step import ForwardBackward, StepResult
@@ -48,11 +49,9 @@ class StepRunner:
             counts = self.forward_backward.metrics.of(LOAD, sums)
             balance.update(counts, step.plan.tokens)
         phases.enter("clip")
-        optim = self.cfg.optim
         loss_scale = self.forward_backward.loss_scale
         scale = loss_scale.scale if loss_scale else None
-        limits = optim.grad_clip, optim.grad_clip_value
-        grad_norm = clip_gradients(self.model, self.dims, *limits, scale)
+        grad_norm = self.clip(scale)
         phases.enter("update")
         # judged on the optimizer's device: with CPU offload, it would otherwise read a copy of the
         # verdict that is not complete yet
@@ -67,3 +66,15 @@ class StepRunner:
             loss_scale.update(verdict.not_finite)
         used = torch.ones_like(grad_norm) if scale is None else scale
         return StepResult(lr, sums, worst, grad_norm, verdict, used)
+
+    def clip(self, scale: Tensor | None) -> Tensor:
+        """Clip the gradients, or let the update do so. Return their norm before. Collective.
+
+        scale: see `clip_gradients`.
+        """
+        norm, value = self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value
+        if norm is None or value is not None or not self.optimizer.divides_gradients:
+            return clip_gradients(self.model, self.dims, norm, value, scale)
+        before = clip_gradients(self.model, self.dims, None, None, scale)
+        self.optimizer.divide_gradients(clip_divisor(before, norm))
+        return before

@@ -1,16 +1,22 @@
 """Schedules, decay and clipping."""
 
+from unittest.mock import patch
+
+import inject
 import pytest
 import torch
 import torch.distributed as dist
 from optimizer_steps import small_decoder
+from stored import assert_bitwise_equal, newest, stored
 
+from fsdp_trainer.base import compiled
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Optim, Schedule, Sharding
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.gradients import clip_gradients
+from fsdp_trainer.run.build import fuses_update
+from fsdp_trainer.training.gradients import clip_divisor, clip_gradients
 
 
 @pytest.mark.parametrize(
@@ -91,3 +97,47 @@ def test_elements_are_clipped_before_the_norm_and_the_norm_told_is_that_before_b
     assert torch.allclose(clip_gradients(model, dims, 1.0, 0.5), whole.norm())
     wanted = whole.clamp(-0.5, 0.5)
     assert torch.allclose(gradients(model), wanted / wanted.norm(), atol=1e-5)
+
+
+def as_on_a_gpu(real, _device, deterministic):
+    return real("cuda", deterministic)
+
+
+def test_a_fused_update_clips_and_differs_in_the_last_bits(train):
+    assert not fuses_update("cpu", deterministic=False)
+    how = ["optim.grad_clip=0.05", "optim.lr=1e-2", "schedule=constant", "train.steps=3"]
+    plain = train("plain", *how)
+    seam = inject.around("fuses_update", as_on_a_gpu)
+    fused = train("fused", *how, seam=seam)
+    exact = train("exact", *how, "train.deterministic=true", seam=seam)
+    assert_bitwise_equal(stored(newest(exact)), stored(newest(plain)))
+    assert fused.column("grad_norm")[0] == plain.column("grad_norm")[0] > 0.05
+    pairs = [(stored(newest(fused))[name], one) for name, one in stored(newest(plain)).items()]
+    assert any(not torch.equal(*pair) for pair in pairs)
+    weights = [pair for pair in pairs if pair[0].is_floating_point()]
+    assert max((a - b).abs().max() for a, b in weights) < 1e-4 * 1e-2
+
+
+def test_moments_in_bfloat16_are_clipped_in_the_update_and_run_without_a_compiler():
+    cfg, ends = Optim(lr=0.1, state_dtype="bfloat16"), []
+    for fused in (False, True):
+        model = small_decoder()
+        optimizer = build_optimizer(model, cfg)
+        if fused:
+            with (
+                patch.object(compiled, "missing_compiler", lambda _: "no compiler"),
+                pytest.warns(UserWarning, match="update .* more passes: there is no compiler"),
+            ):
+                optimizer.fuse()
+        for step in range(3):
+            torch.manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            limit = None if fused else 0.5
+            norm = clip_gradients(model, one_rank(), limit, None)
+            if fused:
+                optimizer.divide_gradients(clip_divisor(norm, 0.5))
+            optimizer.step_unless(torch.tensor(step == 1))
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert not torch.equal(*ends)
+    assert (ends[0] - ends[1]).abs().max() < 1e-4 * 0.1

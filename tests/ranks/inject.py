@@ -58,6 +58,7 @@ POINTS = {
     # a step
     "build": "fsdp_trainer.run.run:build",
     "fill": "fsdp_trainer.run.build:fill",
+    "fuses_update": "fsdp_trainer.run.build:fuses_update",
     "train_step": "fsdp_trainer.training.step_runner:StepRunner.train_step",
     "fit": "fsdp_trainer.training.trainer:Trainer.fit",
     "learning_rate": "fsdp_trainer.training.trainer:learning_rate",

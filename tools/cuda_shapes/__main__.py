@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.cuda_shapes.cases import CONFIGS, TRANSFORMERS, WAITING, compiled_cases, steps
+from tools.cuda_shapes.compiled_block import FUNCTIONS
 from tools.cuda_shapes.configs import write_config
 from tools.cuda_shapes.host_waits import ROOT
 from tools.cuda_shapes.no_gpu import build
@@ -84,7 +85,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    names = [name for name in steps() | compiled_cases() if options.only in name]
+    names = [name for name in [*steps(), *compiled_cases(), *FUNCTIONS] if options.only in name]
     library = str(build(BUILD / "no-gpu"))
     for name in TRANSFORMERS:
         if f"transformers {name}" in names:

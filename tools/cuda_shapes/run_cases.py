@@ -24,7 +24,7 @@ from fsdp_trainer.rehearse.rehearsed_run import Rehearsed, rehearsed_run
 from fsdp_trainer.rehearse.rows import rows_of_run
 from fsdp_trainer.training.attention_setup import choose_attention
 from tools.cuda_shapes.cases import KERNELS, compiled_cases, steps
-from tools.cuda_shapes.compiled_block import kernels_of_block
+from tools.cuda_shapes.compiled_block import FUNCTIONS, kernels_of_block, kernels_of_function
 from tools.cuda_shapes.host_waits import HostWaits, place
 
 CUDA = torch.device("cuda")
@@ -82,13 +82,16 @@ def result_of(words: list[str], expected: str | None = None) -> dict[str, Any]:
     return result
 
 
-def result_of_compilation(words: list[str], expected: str | None) -> dict[str, Any]:
-    """Return the kernels and operators of a compiled block. expected: see `result_of`."""
+def result_of_compilation(name: str) -> dict[str, Any]:
+    """Return the kernels of a compiled function, and the operators of a compiled block."""
     result: dict[str, Any] = {"problem": "", "waits": {}}
     try:
-        kernels, operators = kernels_of_block(words)
+        if name in FUNCTIONS:
+            return result | {"kernels": kernels_of_function(name)}
+        kernels, operators = kernels_of_block(compiled_cases()[name])
     except Exception as error:
         return result | problem(error)
+    expected = KERNELS.get(name)
     if expected not in (None, *operators):
         result["problem"] = f"{expected} is not among its operators"
     return result | {"kernels": kernels, "operators": operators}
@@ -110,10 +113,10 @@ def is_rehearsable(words: list[str]) -> bool:
 
 def main(names: list[str]) -> None:
     """Print the result of each case as it is known."""
-    of_steps, compiled = steps(), compiled_cases()
+    of_steps = steps()
     for name in names:
-        if name in compiled:
-            result = result_of_compilation(compiled[name], KERNELS.get(name))
+        if name not in of_steps:
+            result = result_of_compilation(name)
         else:
             result = result_of(of_steps[name], KERNELS.get(name))
         print(json.dumps({"name": name, **result}), flush=True)

@@ -300,13 +300,18 @@ def keep_activations(run: Candidate) -> Iterator[Change]:
         yield set_key("activation_checkpoint.offload", False, reason)
 
 
+MOST_DOUBLINGS = 4
+"""How often a micro-batch is doubled to find one that is faster and still fits."""
+
+
 def other_rows(run: Candidate) -> Iterator[Change]:
     """Yield smaller micro-batches that leave fewer rows empty, and larger micro-batches."""
     batch, readers = run.cfg.batch, run.layout.batch_ranks
     if batch.rows % (batch.micro_rows * readers):
         for rows in halves(batch.micro_rows):
             yield set_key("batch.micro_rows", rows, "fewer rows that ranks compute are empty")
-    for rows in (2 * batch.micro_rows, 4 * batch.micro_rows):
+    for doublings in range(1, MOST_DOUBLINGS + 1):
+        rows = batch.micro_rows * 2**doublings
         if rows * readers <= batch.rows:
             yield set_key("batch.micro_rows", rows, "fewer micro-batches, less communication")
 

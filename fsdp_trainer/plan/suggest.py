@@ -3,7 +3,7 @@
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
@@ -62,10 +62,14 @@ def suggest(run: Candidate) -> list[Suggestion]:
 
 
 def faster(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return the changes with which a run is faster and still fits, fastest first."""
+    """Return the changes with which a run is faster and still fits, fastest first.
+
+    Of those that differ only in a number the fastest; equal to a percent, the one of least memory.
+    """
     tried = [suggestion(change, run, plan) for change in changes_of(run, FASTER)]
     gains = [option for option in tried if option and option.cost < -GAIN]
-    return sorted(gains, key=lambda option: option.cost)[:MAX_SUGGESTIONS]
+    best = best_of_each(gains, lambda option: (round(option.cost, 2), option.peak_bytes))
+    return sorted(best, key=lambda option: option.cost)[:MAX_SUGGESTIONS]
 
 
 def fitting(run: Candidate, plan: RunPlan) -> list[Suggestion]:
@@ -104,15 +108,18 @@ def sufficient_changes(run: Candidate, plan: RunPlan) -> list[Suggestion]:
     return list(sufficient.values())
 
 
-def best_of_each(options: Iterable[Suggestion]) -> list[Suggestion]:
-    """Return the best of each group of suggestions that differ only in a number.
+def least_altering(option: Suggestion) -> tuple:
+    """Return a sort key: enough memory of the host, then least alteration, then least cost."""
+    return not option.host_fits, option.effect, option.cost, -option.peak_bytes
 
-    So do those that differ in the place of states. The best is the one for which the host has
-    enough memory, that alters least, then costs least.
+
+def best_of_each(
+    options: Iterable[Suggestion], order: Callable[[Suggestion], tuple] = least_altering
+) -> list[Suggestion]:
+    """Return the first by `order` of each group of suggestions that differ only in a number.
+
+    So do those that differ in the place of states.
     """
-
-    def order(option: Suggestion) -> tuple:
-        return not option.host_fits, option.effect, option.cost, -option.peak_bytes
 
     def group(override: str) -> str:
         return PLACES_OF_STATES.sub("offload", re.sub(r"=\d+\b", "=", override))

@@ -148,6 +148,11 @@ def test_what_fits_is_told_what_makes_it_faster(capsys):
     assert all(s["cost"] < 0 for s in suggestions.values())
     peak = suggestions["activation_checkpoint=none"]["peak_gib"]
     assert planned(*words).memory.peak.total / GIB == pytest.approx(peak, abs=1e-3)
+    alone = ["model=llama3_8b", "model.num_hidden_layers=8", "batch.rows=64", "batch.micro_rows=1"]
+    assert main(["plan", *alone, *words[1:2], "plan.world_size=1", "plan.format=json"]) == 0
+    lines = [s["override"] for s in json.loads(capsys.readouterr().out)["suggestions"]]
+    assert "batch.micro_rows=16" in lines
+    assert sum("micro_rows" in line for line in lines) == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -21,6 +22,12 @@ must not outlive."""
 HOST = "FSDP_TRAINER_HOST"
 """Environment variable set by the process that starts the nodes of launch.hosts: index of this
 node's host in that list. Standard input then comes from that process."""
+OWN_ALLOCATION = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_",
+                  "GLIBC_TUNABLES")  # fmt: skip
+"""Environment variables by which a user decides when glibc gives memory back."""
+TRIM_ABOVE, MAPPINGS = -1, -4
+"""mallopt(3): bytes free at the end of the heap from which on they are given back (-1: never), and
+the number of large buffers that have a mapping of their own, which goes when they are freed."""
 STOPPED = 75
 """Exit code after a signal or a time limit, with a checkpoint committed."""
 
@@ -34,6 +41,32 @@ def peak_resident_bytes() -> int:
     """Return the peak resident memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextmanager
+def freed_memory_stays() -> Iterator[None]:
+    """Within, memory that is freed stays with this process, for the next buffer.
+
+    glibc gives large buffers back to the system, which fills new ones with zeros page by page: in
+    each step of training that costs as much as writing them twice. At the end all that is free is
+    given back. Does nothing for other allocators, and where OWN_ALLOCATION is set.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        set_option, give_back = library.mallopt, library.malloc_trim
+    except (OSError, AttributeError, TypeError):  # not glibc
+        set_option = None
+    if set_option is None or any(name in os.environ for name in OWN_ALLOCATION):
+        yield
+        return
+    set_option(TRIM_ABOVE, -1)
+    set_option(MAPPINGS, 0)
+    try:
+        yield
+    finally:
+        set_option(TRIM_ABOVE, 2**26)  # the highest that glibc itself comes to, and its default
+        set_option(MAPPINGS, 2**16)
+        give_back(0)
 
 
 def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0.1) -> bool:

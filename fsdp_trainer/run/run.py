@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.base.folders import NewFolders
-from fsdp_trainer.base.process import STOPPED, pid_namespace
+from fsdp_trainer.base.process import STOPPED, freed_memory_stays, pid_namespace
 from fsdp_trainer.base.recorded import recorded
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
@@ -373,7 +373,9 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     observer = trainer.observer
     observer.run = RunInfo(run, world.rank, world.size, trainer.cfg, trainer.model)
     observer.call("start")
-    with summarize_compiler_errors(), comparing_ranks(trainer, world):
+    on_host = world.device.type == "cpu"
+    memory = freed_memory_stays() if on_host else nullcontext()
+    with summarize_compiler_errors(), comparing_ranks(trainer, world), memory:
         reason, code = fit_with_rewinds(trainer)
     if code == 0:
         trainer.skip_limit.require_learnt(trainer.progress)

@@ -1,6 +1,8 @@
 """A rank that runs out of memory says what it held, what the plan has for it and what to type;
 nothing that was committed is lost."""
 
+import platform
+import resource
 from types import SimpleNamespace
 
 import inject
@@ -9,7 +11,31 @@ import torch
 from torch.distributed import HashStore
 from world import RankFailed, Run
 
+from fsdp_trainer.base.process import OWN_ALLOCATION, freed_memory_stays
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
+
+
+def page_faults():
+    """Return how often the system fills a page for a new buffer of 40 MiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(10 * 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_a_step_reuses_the_memory_of_the_one_before_unless_the_user_decides(monkeypatch):
+    for name in OWN_ALLOCATION:
+        monkeypatch.delenv(name, raising=False)
+    usual = page_faults()
+    with freed_memory_stays():
+        page_faults()
+        assert page_faults() < usual / 4
+    assert page_faults() > usual / 2, "given back at the end"
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    with freed_memory_stays():
+        page_faults()
+        assert page_faults() > usual / 2
+
 
 HOW = ["train.steps=6", "checkpoint.every=2", "batch.rows=8", "batch.micro_rows=4"]
 GREEDY = inject.at("update", inject.exhaust_memory, rank="last", step=5)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.harness import (
     arguments,
@@ -196,6 +197,8 @@ def counting_sent() -> Any:
     """Yield a list to which every all-gather and reduce-scatter appends this rank's sent bytes."""
     import torch.distributed as dist
 
+    from fsdp_trainer.parallel.gloo_messages import DirectAllGather, DirectReduceScatter
+
     sent: list[float] = []
 
     def counted(function: Any) -> Any:
@@ -211,15 +214,14 @@ def counting_sent() -> Any:
         ("all_gather_single", "all_gather_into_tensor"),
         ("reduce_scatter_single", "reduce_scatter_tensor"),
     )
-    names = [next(name for name in pair if hasattr(dist, name)) for pair in pairs]
-    functions = {name: getattr(dist, name) for name in names}
-    for name, function in functions.items():
-        setattr(dist, name, counted(function))
-    try:
+    places: list[Any] = [
+        (dist, next(name for name in pair if hasattr(dist, name))) for pair in pairs
+    ]
+    places += [(message, "__call__") for message in (DirectAllGather, DirectReduceScatter)]
+    with contextlib.ExitStack() as stack:
+        for place, name in places:
+            stack.enter_context(patch.object(place, name, counted(getattr(place, name))))
         yield sent
-    finally:
-        for name, function in functions.items():
-            setattr(dist, name, function)
 
 
 PROGRAMS = {"fsdp_trainer": train_ours, "peft": train_with_peft}

@@ -79,6 +79,7 @@ from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.experts import expert_placement, shard_experts
+from fsdp_trainer.parallel.gloo_messages import send_directly
 from fsdp_trainer.parallel.memory_check import (
     block_units,
     free_bytes,
@@ -215,6 +216,8 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
     choose_communication(model, cfg, dims)
     for module in fsdp_modules(model):
         keep_gradients_of_one_rank(module)
+    if dims.mesh.device_type == "cpu":
+        send_directly(fsdp_modules(model))
     if cfg.quantize != "none":
         quantize_messages(fsdp_modules(model), cfg.quantize, cfg.error_feedback)
 

@@ -190,7 +190,7 @@ class RankUnits:
     def received_again(self, number: int) -> float:
         """Return the same for a unit of blocks that backward gathers, maybe from a second copy."""
         message = self.message(self.of_blocks[number])
-        return self.gloo_copy(message) if self.copy_ranks else self.received(message)
+        return 0.0 if self.copy_ranks else self.received(message)
 
     @property
     def copies(self) -> float:
@@ -211,7 +211,10 @@ class RankUnits:
         return others * (self.ranks > 1) + experts * (self.expert_ranks > 1)
 
     def gloo_copy(self, message: float) -> float:
-        """Return the bytes of the temporary copy that gloo makes of a message; 0 on a GPU."""
+        """Return the bytes of the temporary copy of a message for gloo; 0 on a GPU.
+
+        Gathers of weights as they are need none: see parallel/gloo_messages.py.
+        """
         return message if self.device == "cpu" and self.ranks > 1 else 0.0
 
     def received(self, message: float) -> float:
@@ -220,7 +223,7 @@ class RankUnits:
         In 8-bit numbers they are this rank's encoded part and those of all ranks.
         """
         sent = message * self.encoded
-        return sent * (1 + 1 / self.ranks) + self.gloo_copy(sent if self.encoded else message)
+        return sent * (1 + 1 / self.ranks) + self.gloo_copy(sent)
 
 
 class Activations(NamedTuple):

@@ -67,8 +67,15 @@ class StepRecorder(LiveBytes):
         elif self._unit and called.op == "reduce_scatter":
             self.move(args[1], "communication")
             self.move(args[0], "gradients")
-        if self.gloo and called.op in ("all_gather", "reduce_scatter") and len(called.ranks) > 1:
+        if self.gloo and self._is_copied(called, args) and len(called.ranks) > 1:
             self.passing(called.bytes)
+
+    def _is_copied(self, called: Collective, args: Any) -> bool:
+        """Return True if a message is copied for gloo. See parallel/gloo_messages.py."""
+        if called.op == "all_gather":
+            is_encoded = args[0].ndim == 2  # see parallel/quantized_messages.py
+            return is_encoded or not self._unit
+        return called.op == "reduce_scatter"
 
     def _where(self) -> str:
         """Return the innermost module that runs forward, else the FSDP unit, else the phase."""

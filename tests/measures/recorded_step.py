@@ -4,12 +4,14 @@ import math
 import pickle
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import inject
 import torch.distributed as dist
 
 from fsdp_trainer.apps.rehearse.comparison import compare
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.parallel import gloo_messages
 from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan_inputs import architecture, single_target
 from fsdp_trainer.rehearse.rank_step import hold_states, names_of_groups
@@ -49,7 +51,9 @@ def recording(folder, limits):
             return real(runner, step, micro_batches, lr)
         recorder = SettledRecorder(limits.get(dist.get_rank(), math.inf))
         hold_states([runner.model], runner.optimizer, recorder)
-        with recorder.watching(runner.model):
+        # the plan and the rehearsal know messages by the names that FSDP2 calls
+        named = patch.object(gloo_messages, "is_gloo", lambda _group: False)
+        with named, recorder.watching(runner.model):
             result = real(runner, step, micro_batches, lr)
         called = calls(recorder.collectives, names_of_groups(runner.dims))
         file = Path(folder) / str(dist.get_rank())

@@ -11,7 +11,6 @@ import inject
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from memory_of_a_step import LiveBytes
 from safetensors.torch import load_file, save_file
 from stored import assert_bitwise_equal, newest, stored
@@ -32,6 +31,8 @@ from fsdp_trainer.models.four_bit import (
     encoded_columns,
     level_pairs,
 )
+from fsdp_trainer.models.four_bit import LEVELS, decode, encode, encoded_columns
+from fsdp_trainer.parallel.gloo_messages import DirectAllGather
 
 
 def test_a_number_becomes_the_nearest_level_of_its_block():
@@ -204,18 +205,17 @@ def digests(run):
 def recorded(file):
     """Write the bytes that rank 0 holds of the blocks' matrices, and the bytes that it gathers."""
     held, gathered = [], []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
+    gather = DirectAllGather.__call__
 
-    def count(output_tensor, *args, **options):
+    def count(message, output_tensor, *args, **options):
         gathered.append(output_tensor.nbytes)
-        return gather(output_tensor, *args, **options)
+        return gather(message, output_tensor, *args, **options)
 
     def keep(trainer):
         parameters = trainer.model.named_parameters()
         held.extend(local_part(p).nbytes for n, p in parameters if n.endswith("_proj.weight"))
 
-    with inject.with_trainer(keep), patch.object(dist, name, count):
+    with inject.with_trainer(keep), patch.object(DirectAllGather, "__call__", count):
         yield
     if inject.this_rank(0):
         file.write_text(json.dumps([sum(held), sum(gathered)]))

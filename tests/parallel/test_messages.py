@@ -6,9 +6,11 @@ import torch.distributed as dist
 from stored import assert_bitwise_equal, newest, stored
 
 from fsdp_trainer.base import eight_bit_messages
+from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER
 from fsdp_trainer.base.eight_bit_messages import BYTES, decode, encode
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Sharding
+from fsdp_trainer.parallel.gloo_messages import DirectAllGather, DirectReduceScatter
 from fsdp_trainer.parallel.quantized_messages import QuantizedAllGather, QuantizedReduceScatter
 
 COPY = "sharding.reshard_after_forward=2"
@@ -88,6 +90,28 @@ def test_with_error_feedback_the_errors_of_several_steps_do_not_add_up(world):
             (sum(ranks[rank][3]) - 3 * exact[rank]).abs().max() for ranks in (each, plain)
         )
         assert wrong < 0.5 * without
+
+
+def sent_directly():
+    """Return (direct, gloo's own) pairs of what is gathered and what is summed."""
+    dist.init_process_group("gloo")
+    rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    pairs = []
+    for size in (1, 700, 2**18 + 8, 2**18 + 9):
+        addends = torch.randn(ranks * size, generator=torch.Generator().manual_seed(rank))
+        gathered, sums = torch.empty(2, ranks * size), torch.empty(2, size)
+        DirectAllGather()(gathered[0], addends[:size], world)
+        ALL_GATHER(gathered[1], addends[:size])
+        DirectReduceScatter()(sums[0], addends, world, dist.ReduceOp.SUM)
+        REDUCE_SCATTER(sums[1], addends.clone())
+        pairs += [gathered, sums]
+    return pairs
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_ranks_send_directly_has_the_bits_of_gloos_own_messages(world, ranks):
+    for pairs in world.call(ranks, sent_directly):
+        assert all(torch.equal(direct, own) for direct, own in pairs)
 
 
 def test_a_second_copy_changes_no_bit(ledger):

@@ -155,7 +155,7 @@ class DocumentAttention(PackedAttention):
             padding = q.shape[1] - plan.width
             q, k, v = (x[:, : plan.width] for x in (q, k, v))
             out = _ordered_sdpa(q, k, v, None, scoring)
-            return F.pad(out, (0, 0, 0, 0, 0, padding))
+            return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
         queries = _gather(q, plan.queries, [call.queries for call in calls])
         keys = _gather(k, plan.keys, [call.keys for call in calls])
         values = _gather(v, plan.keys, [call.keys for call in calls])

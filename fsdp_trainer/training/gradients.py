@@ -93,13 +93,19 @@ def clip_gradients(
     if max_norm is not None:
         # as in torch.nn.utils.clip_grad_norm_
         coefficient = (max_norm / (clipped_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(all_parts, coefficient.to(all_parts[0].dtype))
+        if not is_one(coefficient):
+            torch._foreach_mul_(all_parts, coefficient.to(all_parts[0].dtype))
     return norm
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the number by which the update divides the gradients, in place of clipping them."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+
+def is_one(coefficient: Tensor) -> bool:
+    """Return True if multiplying by a scalar changes nothing; False on a GPU, without waiting."""
+    return coefficient.device.type == "cpu" and bool(coefficient == 1)
 
 
 def global_norm(parts: dict[int, list[Tensor]], dims: Dims) -> Tensor:

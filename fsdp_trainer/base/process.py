@@ -19,6 +19,8 @@ its group, and a launcher forwards its own signals."""
 PARENT = "FSDP_TRAINER_PARENT"
 """Environment variable set by our own launcher: id of the process that ranks and jobs of a sweep
 must not outlive."""
+OWN_ENDING = "FSDP_TRAINER_OWN_ENDING"
+"""Environment variable set for runs whose starter says itself what can be typed after them."""
 HOST = "FSDP_TRAINER_HOST"
 """Environment variable set by the process that starts the nodes of launch.hosts: index of this
 node's host in that list. Standard input then comes from that process."""

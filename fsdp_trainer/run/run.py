@@ -57,6 +57,7 @@ from fsdp_trainer.parallel.compile import summarize_compiler_errors
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.run.build import Start, build
 from fsdp_trainer.run.deterministic import deterministic_kernels
+from fsdp_trainer.run.next_commands import next_commands
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
 from fsdp_trainer.run.rollout_rank import generate_as_rank
@@ -368,6 +369,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
                 trainer.observer.records.cut_after(math.inf)
                 finish_deleting(trainer, start)
             export_hf(trainer, world)
+            say_next(trainer, code=0)
         return "already finished", 0
     enter_groups(trainer, start, world, attempt)
     observer = trainer.observer
@@ -392,7 +394,17 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
         end = f"stopped by {reason} after step {step:,}, {saved}: {advice}"
     say(time_line(phases.seconds()))
     say(end)
+    say_next(trainer, code)
     return reason, code
+
+
+def say_next(trainer: Trainer, code: int) -> None:
+    """Print what can be done with a run that is finished, which it is if `code` is 0."""
+    cfg, run = trainer.cfg, trainer.checkpoints.store.run
+    if code or not trainer.groups.leads:
+        return
+    for line in next_commands(run, cfg.objective, cfg.data, cfg.adapter.name != "none"):
+        trainer.observer.say(line)
 
 
 def enter_groups(trainer: Trainer, start: Start, world: World, attempt: int) -> None:

@@ -629,7 +629,9 @@ def test_a_killed_sweep_leaves_no_rank_and_the_same_command_goes_on(input_words,
     (line,) = read_lines(tmp_path / "runs/s/sweep.jsonl")
     run = Run(tmp_path / line["folder"])
     assert "100%" not in second.said
-    assert "8/8 100%" in (run.folder / "output.log").read_text()
+    log = (run.folder / "output.log").read_text()
+    assert "8/8 100%" in log
+    assert "fsdp-trainer chat" not in log
     assert run.event("resume")[0]["step"] == 5
     assert run.column("step") == list(range(1, 9))
     whole = train("whole", "optim.lr=3e-3", "train.steps=8").column("loss")

@@ -265,6 +265,7 @@ def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(words, 
     assert run.events[-1].items() >= {"event": "end", "reason": "finished", "exit_code": 0}.items()
     assert out.count("4/4 100%") == 1
     assert out.count("done: runs/run") == 1
+    assert out.count("\n  fsdp-trainer chat runs/run\n") == 1
     assert_no_other_files(cwd)
 
 

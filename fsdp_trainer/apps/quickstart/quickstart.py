@@ -1,5 +1,6 @@
 """The verb `quickstart`: train a small model from scratch in a minute or two and test it."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.apps.quickstart.quickstart_rl import quickstart_rl
 from fsdp_trainer.apps.quickstart.quickstart_shapes import quickstart_shapes
 from fsdp_trainer.apps.quickstart.quickstart_tools import quickstart_tools
+from fsdp_trainer.base.process import OWN_ENDING
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import GenerateConfig, QuickstartConfig
 from fsdp_trainer.data.files.quickstart_data import rows
@@ -34,6 +36,7 @@ data.validation=null batch.seq_len=2048
 
 def quickstart(cfg: QuickstartConfig) -> int:
     """Ask the model held-out questions before training and the exported model after it."""
+    os.environ[OWN_ENDING] = "1"
     if cfg.task == "sums":
         return quickstart_rl(cfg)
     if cfg.task == "shapes":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.base.process import PARENT, SIGNALS, STOPPED
+from fsdp_trainer.base.process import OWN_ENDING, PARENT, SIGNALS, STOPPED
 from fsdp_trainer.config.composing.overrides import require_no_secrets
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU, SLURM_TEXTS, Slurm
@@ -203,7 +203,7 @@ class Training:
         with open(self.output, "ab") as shown:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fsdp_trainer", "train", *self.words],
-                env={**os.environ, PARENT: str(os.getpid())},
+                env={**os.environ, PARENT: str(os.getpid()), OWN_ENDING: "1"},
                 stdout=shown,
                 stderr=shown,
                 start_new_session=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_trainer.apps.sweep.slurm import OnSlurm
-from fsdp_trainer.base.process import PARENT, SIGNALS, cores
+from fsdp_trainer.base.process import OWN_ENDING, PARENT, SIGNALS, cores
 from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.config.devices import gpus
 from fsdp_trainer.config.schema import Launch, TrainConfig
@@ -106,7 +106,7 @@ class OnThisNode:
         """Start a process that trains, or that starts ranks."""
         ranks = self.world(cfg.launch)
         own_devices = self.free()[:ranks]
-        env = os.environ | {PARENT: str(os.getpid())}
+        env = os.environ | {PARENT: str(os.getpid()), OWN_ENDING: "1"}
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             env.pop(name, None)
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // (self.at_once * ranks))))

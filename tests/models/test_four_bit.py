@@ -31,7 +31,6 @@ from fsdp_trainer.models.four_bit import (
     encoded_columns,
     level_pairs,
 )
-from fsdp_trainer.models.four_bit import LEVELS, decode, encode, encoded_columns
 from fsdp_trainer.parallel.gloo_messages import DirectAllGather
 
 

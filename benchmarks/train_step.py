@@ -7,6 +7,7 @@ which is supervised. The vocabulary has 32,000 tokens. Everything is float32, wi
 or compilation.
 
 - padded: the same rows on both sides, padded to the same length. Losses must agree at every step.
+- full rows: one rank and one thread beside a plain loop, see benchmarks/full_rows.py.
 - natural: ours fills rows of 1,024 tokens with complete samples; the other program pads a batch to
   its longest sample. Both see the same samples at a learning rate of 0, so the mean losses over all
   of them must agree.
@@ -25,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
 
+from benchmarks import full_rows
 from benchmarks.harness import (
     arguments,
     finish,
@@ -70,6 +71,14 @@ def main() -> None:
             for program in PROGRAMS
         }
         measured = in_turn(ways, given.repeat)
+        full_rows.prepare(folder)
+        full = in_turn(
+            {
+                "fsdp_trainer": lambda: full_rows.ours(folder),
+                "plain": lambda: full_rows.plain(folder),
+            },
+            given.repeat,
+        )
     result: dict[str, Any] = {
         "what": f"{given.ranks} ranks over gloo, {given.repeat} rounds, {STEPS - WARM} timed steps each"
     }
@@ -92,9 +101,27 @@ def main() -> None:
                 [run["memory_mib"] for run in mine], [run["memory_mib"] for run in theirs]
             ),
         }
+    result["full rows"] = of_full_rows(full)
     compared = {f"{way}: speed": result[way]["speed_ratio"] for way in ROWS}
     compared |= {f"{way}: memory saved": inverse(result[way]["memory_ratio"]) for way in ROWS}
+    compared["full rows: speed"] = result["full rows"]["speed_ratio"]
     finish("train_step", result, compared, given.check, ("transformers", "accelerate"))
+
+
+def of_full_rows(measured: dict[str, list[dict]]) -> dict[str, Any]:
+    """Return the result of full rows: processor time, page faults and memory, with their spread."""
+    mine, theirs = measured["fsdp_trainer"], measured["plain"]
+    figures = ("processor_ms", "page_faults", "memory_mib")
+    return {
+        "largest_difference_of_losses": check_losses(mine[0]["losses"], theirs[0]["losses"]),
+        **{
+            what: {name: spread([run[what] for run in runs]) for name, runs in measured.items()}
+            for what in figures
+        },
+        "speed_ratio": ratio(
+            [run["processor_ms"] for run in theirs], [run["processor_ms"] for run in mine]
+        ),
+    }
 
 
 def check_losses(mine: list[float], theirs: list[float]) -> float:
@@ -110,13 +137,7 @@ def prepare(folder: Path) -> None:
     import torch
     import transformers
 
-    words = {f"w{i}": i for i in range(VOCABULARY - 2)} | {
-        "<unk>": VOCABULARY - 2,
-        "</s>": VOCABULARY - 1,
-    }
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    full_rows.write_tokenizer(folder / "tokenizer.json", VOCABULARY)
     random = np.random.default_rng(0)
     # means, deviations and correlation of the logarithms of the lengths of gsm8k's questions and
     # answers under a 32,000-token SentencePiece

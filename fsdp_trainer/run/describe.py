@@ -315,17 +315,24 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
+
+
 def step_arithmetic(layout: Layout, optim: Optim) -> list[str]:
     """Return a line on how a step's rows are divided.
 
     A second line shows the learning rate if it depends on the step's tokens.
     """
     batch = layout.batch
-    readers = f"{layout.batch_ranks} {'ranks' if layout.same_rows == 1 else 'groups'}"
+    readers = counted(layout.batch_ranks, "rank" if layout.same_rows == 1 else "group")
     count = layout.micro_batches
     empty = count * batch.micro_rows * layout.batch_ranks - batch.rows
     lines = [
-        f"step   {batch.rows} rows = {count} micro-batches × {batch.micro_rows} rows "
+        f"step   {counted(batch.rows, 'row')} = {counted(count, 'micro-batch')} × "
+        f"{counted(batch.micro_rows, 'row')} "
         f"× {readers}" + (f", {empty} of the slots empty" if empty else "")
     ]
     if optim.lr_batch_tokens:

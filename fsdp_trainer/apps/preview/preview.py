@@ -66,13 +66,13 @@ def preview(cfg: PreviewConfig) -> int:
         page = build_page(cfg, tokenizer, template, prepared, rows, others)
     else:
         page = build_stream_page(cfg, tokenizer, prepared, rows, others)
+    if html:  # before the text, whose reader may close the pipe
+        preview_html.write(page, Path(html).expanduser())
+        print(f"written to {html}", file=sys.stderr)
     if cfg.preview.format == "text":
         from fsdp_trainer.apps.preview.preview_text import show  # slow: imports rich
 
         show(page)
-    if html:
-        preview_html.write(page, Path(html).expanduser())
-        print(f"\nwritten to {html}", file=sys.stderr)
     return 0
 
 
@@ -234,7 +234,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
         *pair_figures(prepared.train),
         ("tokens", f"{tokens:,}"),
         ("supervised", f"{supervised:,}, {supervised / tokens:.1%} of them"),
-        ("dropped, twice", left_out(prepared.train)),
+        ("left out", left_out(prepared.train)),
         (
             "rows an epoch",
             f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled"

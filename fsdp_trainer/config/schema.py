@@ -48,6 +48,11 @@ class Batch:
     micro_rows: int = key(
         1, "rows per rank and forward; the rest of a step is gradient accumulation", minimum=1
     )
+    across_epochs: bool = key(
+        True,
+        "fill the last step of an epoch with rows of the next one; false: it has only the rows that"
+        " are left, as in transformers",
+    )
 
 
 @dataclass

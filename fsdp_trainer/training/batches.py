@@ -313,6 +313,34 @@ class RowBatches(Assembler):
         return [where for row in own if row >= 0 for where in self.order.where(int(row))]
 
 
+@dataclass(frozen=True)
+class EpochEnds:
+    """The rows at which steps end besides: each `length` rows after `start`, an epoch does."""
+
+    start: int
+    length: int
+
+    def after(self, row: int) -> int:
+        """Return the row at which the epoch of this row ends."""
+        return row + self.length - (row - self.start) % self.length
+
+    def steps(self, rows: int, first: int, last: int) -> int:
+        """Return the number of steps of `rows` rows between two rows."""
+        end = min(last, self.after(first))
+        epochs, rest = divmod(last - end, self.length)
+        parts = ((end - first, 1), (self.length, epochs), (rest, 1))
+        return sum(times * math.ceil(part / rows) for part, times in parts)
+
+    def row_after(self, steps: int, rows: int, first: int) -> int:
+        """Return the row at which this number of steps ends."""
+        end = self.after(first)
+        of_epoch = math.ceil(self.length / rows)
+        epochs, rest = divmod(steps - math.ceil((end - first) / rows), of_epoch)
+        if epochs < 0:
+            return first + steps * rows
+        return end + epochs * self.length + rest * rows
+
+
 class Batches(RowBatches):
     """This rank's micro-batches of ranges of stored rows."""
 
@@ -325,9 +353,10 @@ class Batches(RowBatches):
         step: int = 0,
         start: int = 0,
         skipped: Sequence[Sequence[int]] = (),
+        epoch_ends: EpochEnds | None = None,
     ) -> Iterator[StepPlan]:
         """Yield a plan for each range of `row_ranges`; the first one has the number `step` + 1."""
-        ranges = row_ranges(rows, last_row, start, skipped)
+        ranges = row_ranges(rows, last_row, start, skipped, epoch_ends)
         for number, (first, stop) in enumerate(ranges, step + 1):
             totals = self.order.totals(first, stop)
             yield StepPlan(number, first, stop, *totals, self.order.documents(first, stop))
@@ -379,12 +408,16 @@ def ranks_with_highest(values: Sequence[float]) -> list[int]:
 
 
 def row_ranges(
-    rows: int, last_row: int | None, start: int, skipped: Sequence[Sequence[int]]
+    rows: int,
+    last_row: int | None,
+    start: int,
+    skipped: Sequence[Sequence[int]],
+    epoch_ends: EpochEnds | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield the range of rows of each step, (start, stop) with stop excluded.
 
-    A step has `rows` rows, or fewer if it ends at last_row (None: there is no end) or at a skipped
-    range.
+    A step has `rows` rows, or fewer if it ends at last_row (None: there is no end), at a skipped
+    range or with an epoch.
     """
     end = math.inf if last_row is None else last_row
     while start < end:
@@ -393,16 +426,25 @@ def row_ranges(
             start = max(inside)
             continue
         following = [first for first, _ in skipped if first > start]
+        following += [epoch_ends.after(start)] if epoch_ends else []
         stop = int(min(start + rows, end, *following))
         yield start, stop
         start = stop
 
 
-def count_steps(rows: int, last_row: int, start: int, skipped: Sequence[Sequence[int]]) -> int:
+def count_steps(
+    rows: int,
+    last_row: int,
+    start: int,
+    skipped: Sequence[Sequence[int]],
+    epoch_ends: EpochEnds | None = None,
+) -> int:
     """Return the number of ranges that `row_ranges` yields.
 
     Ranges after the last skipped range are counted without iterating over them.
     """
     whole_from = max([start, *(min(stop, last_row) for _, stop in skipped)])
-    steps = sum(1 for _ in row_ranges(rows, whole_from, start, skipped))
+    steps = sum(1 for _ in row_ranges(rows, whole_from, start, skipped, epoch_ends))
+    if epoch_ends and whole_from < last_row:
+        return steps + epoch_ends.steps(rows, whole_from, last_row)
     return steps + max(0, math.ceil((last_row - whole_from) / rows))

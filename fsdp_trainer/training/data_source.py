@@ -20,6 +20,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import (
     Batches,
     BatchOptions,
+    EpochEnds,
     GroupPart,
     StepPlan,
     count_steps,
@@ -94,21 +95,15 @@ class StoredRows:
     Their order is a function of the row number, so no other state has to be saved.
     """
 
-    def __init__(
-        self,
-        order: Mixture,
-        options: BatchOptions,
-        rows: int,
-        steps: int | None,
-        last_row: int | None,
-        prefetch: int | None,
-        signals: StopSignals,
-    ):
-        """rows: of a step; steps: train.steps; last_row: the row at which train.epochs end."""
-        self.order, self.options, self.rows = order, options, rows
-        self.batches = Batches(order, **vars(options))
-        self.steps, self.last_row = steps or 0, last_row
-        self.prefetch, self.signals = prefetch, signals
+    def __init__(self, order: Mixture, context: SourceContext, last_row: int | None):
+        """last_row: the row at which train.epochs end."""
+        cfg = context.cfg
+        self.order, self.options, self.rows = order, context.options, cfg.batch.rows
+        self.batches = Batches(order, **vars(self.options))
+        self.steps, self.last_row = cfg.train.steps or 0, last_row
+        self.prefetch, self.signals = cfg.data.prefetch, context.signals
+        ends = EpochEnds(order.start, order.rows_per_epoch)
+        self.epoch_ends = None if cfg.batch.across_epochs else ends
         self.source_names = self.order.source_names
         self.fingerprint, self.first_row = self.order.fingerprint, self.order.start
 
@@ -118,36 +113,35 @@ class StoredRows:
         train, end = context.cfg.train, None
         if train.steps is None:
             end = last_row(train.epochs or 1, order.rows_per_epoch, progress.segments)
-        return cls._of(order, end, context)
+        return cls(order, context, end)
 
     @classmethod
     def validation(cls, order: Mixture, context: SourceContext) -> "StoredRows":
         """Return a source of validation rows, which `open_all` reads from beginning to end."""
-        return cls._of(order, None, context)
-
-    @classmethod
-    def _of(cls, order: Mixture, end: int | None, context: SourceContext) -> "StoredRows":
-        cfg = context.cfg
-        rows, prefetch = cfg.batch.rows, cfg.data.prefetch
-        return cls(order, context.options, rows, cfg.train.steps, end, prefetch, context.signals)
+        return cls(order, context, None)
 
     def total_steps(self, progress: Progress) -> int:
         """Return train.steps, or the number of steps that end at last_row."""
         if self.last_row is None:
             return self.steps
-        skipped = progress.skipped_row_ranges
-        return progress.step + count_steps(self.rows, self.last_row, progress.rows, skipped)
+        done, skipped = progress.rows, progress.skipped_row_ranges
+        steps = count_steps(self.rows, self.last_row, done, skipped, self.epoch_ends)
+        return progress.step + steps
 
     def plans(self, progress: Progress) -> Iterator[StepPlan]:
         """Return the plans of the steps after `progress`."""
-        skipped = progress.skipped_row_ranges
-        plans = self.batches.plans(self.rows, self.last_row, progress.step, progress.rows, skipped)
+        plans = self._plans_from(progress.step, progress.rows, self.last_row, progress)
         return islice(plans, max(0, self.total_steps(progress) - progress.step))
 
     def plans_after(self, plan: StepPlan, progress: Progress) -> Iterator[StepPlan]:
         """Return the plans of the steps after `plan`, as in a run that does not end."""
+        return self._plans_from(plan.step, plan.stop, None, progress)
+
+    def _plans_from(
+        self, step: int, row: int, last_row: int | None, progress: Progress
+    ) -> Iterator[StepPlan]:
         skipped = progress.skipped_row_ranges
-        return self.batches.plans(self.rows, None, plan.step, plan.stop, skipped)
+        return self.batches.plans(self.rows, last_row, step, row, skipped, self.epoch_ends)
 
     def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> Feed:
         """Begin to read this group's part of the rows after `progress`.
@@ -197,7 +191,10 @@ class StoredRows:
         """Return the row at which the run ends."""
         if self.last_row:
             return self.last_row
-        return progress.rows + (self.total_steps(progress) - progress.step) * self.rows
+        steps = self.total_steps(progress) - progress.step
+        if self.epoch_ends:
+            return self.epoch_ends.row_after(steps, self.rows, progress.rows)
+        return progress.rows + steps * self.rows
 
 
 def last_row(epochs: float, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:

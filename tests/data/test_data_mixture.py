@@ -27,7 +27,7 @@ from fsdp_trainer.data.order.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.run.resume import describe_data_change, resume_data
-from fsdp_trainer.training.batches import Batches, StepPlan, count_steps, row_ranges
+from fsdp_trainer.training.batches import Batches, EpochEnds, StepPlan, count_steps, row_ranges
 from fsdp_trainer.training.data_source import last_row
 from fsdp_trainer.training.progress import Progress
 
@@ -228,11 +228,17 @@ def test_epochs_that_were_done_of_other_data_are_done():
     st.integers(1, 9),
     st.integers(0, 80),
     st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), max_size=3),
+    st.none() | st.builds(EpochEnds, st.just(0), st.integers(1, 30)),
 )
-def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step, last, left_out):
+def test_the_steps_to_come_are_counted_without_going_through_them(
+    rows, of_step, last, left_out, ends
+):
+    ranges = list(row_ranges(of_step, last, rows, [], ends))
+    assert not ends or all(stop <= ends.after(first) for first, stop in ranges)
+    assert not ends or not ranges or ends.row_after(len(ranges), of_step, rows) >= last
     left_out = [[first, first + length] for first, length in left_out]
-    steps = len(list(row_ranges(of_step, last, rows, left_out)))
-    assert count_steps(of_step, last, rows, left_out) == steps
+    steps = len(list(row_ranges(of_step, last, rows, left_out, ends)))
+    assert count_steps(of_step, last, rows, left_out, ends) == steps
 
 
 # --- which rank has which row -------------------------------------------------------------------

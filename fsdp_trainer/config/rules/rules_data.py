@@ -68,6 +68,11 @@ def streaming(cfg: TrainConfig, report: Report) -> Violations:
             "nobody knows how long an epoch is before it has been read.\n"
             "Use  train.steps=1000  or  data.streaming=false",
         )
+    if not cfg.batch.across_epochs:
+        yield (
+            "batch.across_epochs",
+            "a stream has no epochs.\nUse  batch.across_epochs=true  or  data.streaming=false",
+        )
     if isinstance(cfg.data.validation, float):
         yield (
             "data.validation",

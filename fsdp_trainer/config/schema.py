@@ -78,10 +78,11 @@ class Train:
         "they have no gradient, no optimizer state and no place in checkpoints; of a model that"
         " reads images also its parts: vision, projector, language",
     )
-    validate_every: int | None = key(
+    validate_every: int | float | None = key(
         None,
-        "optimizer steps between validations, and between samples; null: only at the end",
-        minimum=1,
+        "optimizer steps between validations, and between samples; below 1: this share of all"
+        " steps, rounded up; null: only at the end",
+        above=0,
     )
     evaluate_every: int | None = key(
         None,
@@ -1026,10 +1027,11 @@ class Schedule:
 class Checkpoint:
     """Committed by rename; MANIFEST.json holds the size and checksum of every file."""
 
-    every: int | None = key(
+    every: int | float | None = key(
         500,
-        "optimizer steps between checkpoints; one is always written at the end; null: only then",
-        minimum=1,
+        "optimizer steps between checkpoints; below 1: this share of all steps, rounded up; one is"
+        " always written at the end; null: only then",
+        above=0,
     )
     keep: int = key(2, "how many committed checkpoints stay; older ones are deleted", minimum=1)
     best: bool = key(

@@ -52,3 +52,13 @@ SHAPES = {
     "cosine": lambda progress, cfg: (1 + math.cos(math.pi * progress)) / 2,
     "wsd": _wsd,
 }
+
+
+def steps_between(every: float | None, steps: int | None) -> int | None:
+    """Return the steps of an interval; below 1 it is a share of all steps, rounded up.
+
+    None: there is no interval, or nobody knows how many steps there are.
+    """
+    if every is None or every >= 1:
+        return None if every is None else int(every)
+    return None if steps is None else max(1, math.ceil(steps * every))

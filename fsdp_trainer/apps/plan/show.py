@@ -12,6 +12,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.optim.schedules import steps_between
 from fsdp_trainer.parallel.memory_check import gib
 from fsdp_trainer.plan.plan import GIB, RunPlan
 from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy
@@ -408,7 +409,7 @@ def checkpoints(cfg: PlanConfig, plan: RunPlan) -> str:
     """Return the size of a checkpoint, and the time to write it."""
     rate = f"{plan.device.disk / 1e9:g} GB/s a node"
     size = f"{gib(plan.checkpoint)}, {plan.checkpoint_seconds:,.0f} s at {rate}"
-    every = cfg.checkpoint.every
+    every = steps_between(cfg.checkpoint.every, steps_of(cfg, plan))
     if not every or plan.step_seconds is None:
         return size
     if cfg.checkpoint.mode == "async":

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.observe.console import duration
+from fsdp_trainer.optim.schedules import steps_between
 from fsdp_trainer.plan.memory import GIB
 from fsdp_trainer.plan.plan import RunPlan
 
@@ -47,7 +48,7 @@ def lost_to_failure(cfg: PlanConfig, plan: RunPlan) -> Lost | None:
     """
     if plan.step_seconds is None:
         return None
-    between = (cfg.checkpoint.every or 0) * plan.seconds
+    between = (steps_between(cfg.checkpoint.every, cfg.train.steps) or 0) * plan.seconds
     return Lost(LEFT_OUT_SECONDS + plan.seconds, START_SECONDS + between / 2)
 
 

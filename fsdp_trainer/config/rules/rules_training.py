@@ -182,6 +182,15 @@ def run_folder(cfg: TrainConfig, report: Report) -> Violations:
         yield "run.name", f"is not inside run.root={cfg.run.root}: set run.root for another place"
 
 
+def intervals(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that intervals above 1 are whole steps."""
+    for key in ("train.validate_every", "checkpoint.every"):
+        every = value_of(cfg, key)
+        if isinstance(every, float) and every > 1 and not every.is_integer():
+            reason = "counts whole steps; only below 1 it is a share of all steps.\nUse "
+            yield key, f"{reason} {key}={round(every)}"
+
+
 def rewinding(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a run that may rewind writes checkpoints."""
     if cfg.train.on_spike == "rewind" and cfg.checkpoint.every is None:

@@ -33,8 +33,8 @@ class StoppableWork(ABC, Generic[Computed]):
     timetable: Timetable
     stop_check: StopCheck
     log: StepLogging
-    every: int | None
-    """Steps between two times that it is due; None: only after the last step."""
+    every: float | None
+    """Steps between two times that it is due, or a share of all; None: only after the last one."""
 
     def due(self, progress: Progress) -> bool:
         """Return True if the work is due after the step that `progress` has reached."""

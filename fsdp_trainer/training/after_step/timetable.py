@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fsdp_trainer.config.schema import Checkpoint
+from fsdp_trainer.optim.schedules import steps_between
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.progress import Progress
 
@@ -41,10 +42,14 @@ class Timetable:
             return "early_stop"
         return "finished" if progress.step >= self.total_steps(progress) else None
 
-    def due(self, every: int | None, progress: Progress) -> bool:
-        """Return True after each multiple of `every` steps, and always after the last step."""
-        step = progress.step
-        return step == self.total_steps(progress) or (every is not None and step % every == 0)
+    def due(self, every: float | None, progress: Progress) -> bool:
+        """Return True after each multiple of `every` steps, and always after the last step.
+
+        every: as train.validate_every.
+        """
+        step, total = progress.step, self.total_steps(progress)
+        between = steps_between(every, total)
+        return step == total or (between is not None and step % between == 0)
 
     def checkpoint_due(self, progress: Progress) -> bool:
         """Return True if a checkpoint is due after this step."""
@@ -54,5 +59,5 @@ class Timetable:
     def next_checkpoint(self, progress: Progress) -> int | None:
         """Return the step of the next regular checkpoint; None after the last step."""
         step, total = progress.step, self.total_steps(progress)
-        every = self.checkpoint.every or total
+        every = steps_between(self.checkpoint.every, total) or total
         return None if step == total else min(total, (step // every + 1) * every)

@@ -1015,6 +1015,11 @@ class Schedule:
         minimum=0,
         maximum=1,
     )
+    from_zero: bool = key(
+        False,
+        "the first step of a warm-up has a rate of 0, and the first after it the peak, as in"
+        " transformers; false: the first one moves, and the last has the peak",
+    )
     min_ratio: float = key(
         0.0, "share of optim.lr that linear, cosine and wsd end at", minimum=0, maximum=1
     )

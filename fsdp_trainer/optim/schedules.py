@@ -29,7 +29,8 @@ def learning_rate(
 
     warmup: number of warm-up steps; None: as many as `cfg` says.
 
-    It rises linearly over the warm-up steps and reaches the peak at the last of them. Then it
+    It rises linearly over the warm-up steps and reaches the peak at the last of them, with
+    from_zero one step later, so that the first has a rate of 0. Then it
     follows the schedule's shape from the peak towards min_ratio × peak, which it would reach one
     step after the last, so that no step has a rate of 0. wsd: warm-up, stable, then a linear decay
     over the last decay_share of the steps after warm-up (Hu et al. 2024).
@@ -37,7 +38,7 @@ def learning_rate(
     if warmup is None:
         warmup = warmup_steps(cfg, steps)
     if step <= warmup:
-        return peak * step / warmup
+        return peak * (step - cfg.from_zero) / warmup
     progress = (step - 1 - warmup) / (steps - warmup)
     return peak * (cfg.min_ratio + (1 - cfg.min_ratio) * SHAPES[cfg.name](progress, cfg))
 

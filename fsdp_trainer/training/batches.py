@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
@@ -311,34 +312,6 @@ class RowBatches(Assembler):
         rows = self.assign_rows_to_ranks(plan)
         own = [row for rank in ranks for row in rows[int(micro_batches[rank]), rank]]
         return [where for row in own if row >= 0 for where in self.order.where(int(row))]
-
-
-@dataclass(frozen=True)
-class EpochEnds:
-    """The rows at which steps end besides: each `length` rows after `start`, an epoch does."""
-
-    start: int
-    length: int
-
-    def after(self, row: int) -> int:
-        """Return the row at which the epoch of this row ends."""
-        return row + self.length - (row - self.start) % self.length
-
-    def steps(self, rows: int, first: int, last: int) -> int:
-        """Return the number of steps of `rows` rows between two rows."""
-        end = min(last, self.after(first))
-        epochs, rest = divmod(last - end, self.length)
-        parts = ((end - first, 1), (self.length, epochs), (rest, 1))
-        return sum(times * math.ceil(part / rows) for part, times in parts)
-
-    def row_after(self, steps: int, rows: int, first: int) -> int:
-        """Return the row at which this number of steps ends."""
-        end = self.after(first)
-        of_epoch = math.ceil(self.length / rows)
-        epochs, rest = divmod(steps - math.ceil((end - first) / rows), of_epoch)
-        if epochs < 0:
-            return first + steps * rows
-        return end + epochs * self.length + rest * rows
 
 
 class Batches(RowBatches):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.data_statistics import summary_lines
 from fsdp_trainer.data.store.token_cache import Prepared
@@ -20,7 +21,6 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import (
     Batches,
     BatchOptions,
-    EpochEnds,
     GroupPart,
     StepPlan,
     count_steps,

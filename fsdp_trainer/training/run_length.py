@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from fsdp_trainer.config.schema import Batch, Optim, Schedule, Train
+from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.store.findings import Finding
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate, warmup_steps
 
@@ -24,17 +25,27 @@ class RunLength:
     def rows(self) -> int:
         """The number of rows of the whole run."""
         if self.train.steps is not None:
-            return self.train.steps * self.batch.rows
+            steps, rows = self.train.steps, self.batch.rows
+            return self.ends.row_after(steps, rows, 0) if self.ends else steps * rows
         return math.ceil((self.train.epochs or 1) * self.rows_per_epoch)
 
     @property
     def steps(self) -> int:
         """The number of its optimizer steps."""
+        if self.train.steps is None and self.ends:
+            return self.ends.steps(self.batch.rows, 0, self.rows)
         return math.ceil(self.rows / self.batch.rows)
+
+    @property
+    def ends(self) -> EpochEnds | None:
+        """The rows at which steps end with epochs; None if they do not."""
+        is_cut = not self.batch.across_epochs and self.rows_per_epoch
+        return EpochEnds(0, self.rows_per_epoch) if is_cut else None
 
     def highest_rate(self, first: int, steps: int, warmup: int) -> tuple[float, int]:
         """Return the highest learning rate from step `first` to step `steps`, and its step."""
-        step = max(first, min(max(1, warmup), steps))
+        last = warmup + (self.schedule.from_zero and warmup > 0)
+        step = max(first, min(max(1, last), steps))
         peak = peak_learning_rate(self.optim, self.batch)
         return learning_rate(self.schedule, peak, step, steps, warmup), step
 

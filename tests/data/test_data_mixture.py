@@ -23,11 +23,12 @@ from world import SPIKY, write_chats
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.files.file_changes import SAME_FILES, describe_changed_files, stored_files
 from fsdp_trainer.data.files.sources import find_sources
+from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.order.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.run.resume import describe_data_change, resume_data
-from fsdp_trainer.training.batches import Batches, EpochEnds, StepPlan, count_steps, row_ranges
+from fsdp_trainer.training.batches import Batches, StepPlan, count_steps, row_ranges
 from fsdp_trainer.training.data_source import last_row
 from fsdp_trainer.training.progress import Progress
 

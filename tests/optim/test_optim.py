@@ -31,6 +31,7 @@ from fsdp_trainer.training.gradients import clip_divisor, clip_gradients
         (Schedule("wsd", 0, min_ratio=0.5, decay_share=0), {100: 1}),
         (Schedule("cosine", 200), {100: 0.5}),
         (Schedule("constant", warmup=0.031), {1: 0.25, 4: 1}),
+        (Schedule("linear", 20, from_zero=True), {1: 0, 11: 0.5, 20: 0.95, 21: 1, 61: 0.5}),
     ],
     ids=lambda value: f"{value.name}" if isinstance(value, Schedule) else "",
 )

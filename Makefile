@@ -12,7 +12,7 @@ HELPERS := tests/ranks:tests/inputs:tests/measures:tests/covering:tests/stranger
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same lint docs bench bench-gpu first-gpu two-ranks cuda-shapes clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same convert-truth lint docs bench bench-gpu first-gpu two-ranks cuda-shapes clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -62,6 +62,9 @@ soak: $(VENV)/.for-developers  ## random faults in runs of every method and layo
 
 same: $(VENV)/.for-users  ## compare with the commit before a rebuild: BASE=COMMIT; all numbers, plans and weights must be equal
 	$(BIN)/python tools/same.py $(BASE)
+
+convert-truth: $(VENV)/.for-benchmarks  ## train ten configurations of transformers and ten of TRL for real, and compare: ARGS=--ours trains the recipes too
+	$(BIN)/python -m tools.convert_truth $(ARGS)
 
 lint: $(VENV)/.for-developers  ## ruff, mypy, and how much there is to read, with its limits
 	$(BIN)/ruff check .

@@ -15,7 +15,12 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.remote_code import allow_remote_code
 from fsdp_trainer.base.safe_text import visible, without_secrets
 from fsdp_trainer.config.composing.handover import inherited_configuration
-from fsdp_trainer.config.composing.source_words import as_source, is_path
+from fsdp_trainer.config.composing.source_words import (
+    as_source,
+    is_convertible,
+    is_path,
+    require_quotes,
+)
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import Problem, RunFailed, UserError, report
@@ -220,7 +225,10 @@ def with_bare_words(verb: str, words: list[str]) -> list[str]:
     words = _with_recipe_files(verb, words)
     if all(field.name != "source" for field in fields(PRIMARY[verb])):
         return words
-    paths = [word for word in words if is_path(word)]
+    if verb == "convert":
+        require_quotes(words)
+    is_source = is_convertible if verb == "convert" else is_path
+    paths = [word for word in words if is_source(word)]
     if not paths:
         return words
     return [*(word for word in words if word not in paths), as_source(verb, paths, words)]

@@ -92,7 +92,8 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
     elif isinstance(cfg, READ_SOURCE):
         reason = f"say what to read: {SOURCES.get(type(cfg), A_RUN)}"
         _require("source", cfg.source or None, reason, report)
-        _check_exists("source", cfg.source, report)
+        if not isinstance(cfg, ConvertConfig):  # reads command lines and standard input too
+            _check_exists("source", cfg.source, report)
     elif isinstance(cfg, ChainConfig):
         _check_chain(cfg, report)
     if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):

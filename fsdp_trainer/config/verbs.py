@@ -310,11 +310,15 @@ class ConvertConfig:
 
     source: str | None = key(
         None,
-        "a file of axolotl, LLaMA-Factory, torchtune or accelerate (YAML), of TrainingArguments or"
-        " DeepSpeed (JSON)",
+        "a file of axolotl, LLaMA-Factory, TRL, torchtune or accelerate (YAML), of"
+        " TrainingArguments or DeepSpeed (JSON); a command line that starts a trainer, in quotes"
+        " or a script of it; `-`: standard input",
     )
     world_size: int = key(
-        1, "ranks that the recipe is for: a step has the rows of all of them", minimum=1
+        1,
+        "ranks that the recipe is for: a step has the rows of all of them; a command line may say"
+        " more",
+        minimum=1,
     )
 
 

@@ -11,10 +11,14 @@ from typing import Any
 import yaml
 
 from fsdp_trainer.apps.convert import trl
+from fsdp_trainer.apps.convert.counted_samples import counted
 from fsdp_trainer.apps.convert.data_sets import answers_to_lists
+from fsdp_trainer.apps.convert.defaults import with_defaults
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
-from fsdp_trainer.apps.convert.meanings import BATCH, CLIPPING, RULES, SECTIONS, option, rows
+from fsdp_trainer.apps.convert.meanings import CLIPPING, RULES, SECTIONS, option, rows
 from fsdp_trainer.apps.convert.named_data import answers_to_names, entries_of_index
+from fsdp_trainer.apps.convert.same_training import comparison, shown_name, trained_parameters
+from fsdp_trainer.apps.convert.trainers import TRAINER
 from fsdp_trainer.apps.convert.translation import (
     IMPOSSIBLE,
     NOTHING,
@@ -36,6 +40,7 @@ from fsdp_trainer.config.names import SURE, known_elsewhere, nearest, table
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.training.run_length import RunLength
 
 NO_FILE = ForeignFile(Path(), "", {})
 UNKNOWN = "no setting with this meaning is known here; docs/configuration.md lists all"
@@ -54,6 +59,8 @@ class Conversion:
     answers: dict[str, Answer] = field(default_factory=dict)
     open: list[Problem] = field(default_factory=list)
     """What the recipe is still refused for."""
+    cfg: TrainConfig | None = None
+    """The recipe's configuration, if it is not refused."""
 
     def values(self) -> dict[str, tuple[Any, list[str]]]:
         """Return our keys and groups with their values, and the settings that decided each."""
@@ -64,6 +71,22 @@ class Conversion:
                 stays = key in decided and (key, value) not in STRONGER
                 decided[key] = decided[key][0] if stays else value, [*by, name]
         return decided
+
+    def length(self) -> RunLength | None:
+        """Return the length of the recipe's run; None if the recipe is refused."""
+        cfg, file = self.cfg, self.file
+        if cfg is None:
+            return None
+        is_counted = cfg.data.packing == "none" or cfg.objective.method.samples
+        rows = (file.samples or 0) if is_counted and cfg.data.validation is None else 0
+        return RunLength(cfg.train, cfg.batch, cfg.optim, cfg.schedule, rows)
+
+    def comparison(self) -> list[tuple[str, str, str]]:
+        """Return the table of what is trained there and here; [] if the recipe is refused."""
+        cfg, file, length = self.cfg, self.file, self.length()
+        if cfg is None or length is None:
+            return []
+        return comparison(length, trained_parameters(cfg.model, cfg.adapter, file.method), file)
 
     def of_kind(self, kind: str) -> dict[str, Answer]:
         """Return the answers of one kind."""
@@ -79,20 +102,32 @@ def convert(file: ForeignFile, ranks: int) -> Conversion:
     """Return an answer to each setting, with which the recipe can be composed."""
     result = first_answers(file, ranks)
     for _ in range(MOST_ROUNDS):
-        refused = problems_of(result)
-        if not any(_take_back(result, problem) for problem in refused):
-            return replace(result, open=refused)
+        done = composed(result)
+        if isinstance(done, TrainConfig):
+            return replace(result, cfg=done)
+        if not any(_take_back(result, problem) for problem in done):
+            return replace(result, open=done)
     return result
 
 
 def first_answers(file: ForeignFile, ranks: int) -> Conversion:
     """Return an answer to each setting, whatever the recipe is refused for."""
-    file = replace(file, settings=file.settings | dict(entries_of_index(file.path, file.settings)))
-    of_data = answers_to_lists(file) | answers_to_names(file)
-    result = Conversion(file, {name: of_data.get(name) or answer(name, value, file, ranks)
-                               for name, value in file.settings.items()})  # fmt: skip
+    of_index = dict(entries_of_index(file.path, file.settings))
+    settings, ranks = file.settings | of_index, max(ranks, file.ranks)
+    file = with_defaults(replace(file, settings=settings, ranks=ranks))
+    result = Conversion(file, answers_to(file))
+    if data := result.values().get("data.path"):
+        file = counted(file, data[0])
+        result = Conversion(file, answers_to(file))
     _settle_conflicts(result)
     return result
+
+
+def answers_to(file: ForeignFile) -> dict[str, Answer]:
+    """Return an answer to each setting, before those that contradict each other are settled."""
+    of_data = answers_to_lists(file) | answers_to_names(file)
+    return {name: of_data.get(name) or answer(name, value, file)
+            for name, value in file.settings.items()}  # fmt: skip
 
 
 def _settle_conflicts(result: Conversion) -> None:
@@ -102,6 +137,9 @@ def _settle_conflicts(result: Conversion) -> None:
         for key, value in each.sets.items():
             first, before = decided.get(key, (name, value))
             is_stronger = (key, value) in STRONGER or (key, before) in STRONGER
+            if before != value and not is_stronger and name in result.file.implied:
+                result.answers[name] = nothing(f"{named(first)}  says it")
+                break
             if before != value and not is_stronger:
                 said = f"{key}={as_yaml(before)}  of  {named(first)}  is kept"
                 result.answers[name] = impossible(said)
@@ -110,7 +148,7 @@ def _settle_conflicts(result: Conversion) -> None:
             decided = {key: (name, value) for key, value in each.sets.items()} | decided
 
 
-def answer(name: str, value: Any, file: ForeignFile, ranks: int) -> Answer:
+def answer(name: str, value: Any, file: ForeignFile) -> Answer:
     """Return what becomes of a setting."""
     leaf = name.rpartition(".")[2]
     has_null = leaf in CLIPPING or (leaf == "max_completion_length" and file.method == "grpo")
@@ -119,21 +157,17 @@ def answer(name: str, value: Any, file: ForeignFile, ranks: int) -> Answer:
     if value == "auto" and file.tool in ("DeepSpeed", "accelerate"):
         return nothing("the trainer that starts DeepSpeed decides it")
     try:
-        return answer_by_rule(name, as_number(value), file, ranks) or by_name(name, value)
+        return answer_by_rule(name, as_number(value), file) or by_name(name, value)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError,
             RecursionError):  # fmt: skip
         return impossible(f"{shown(value)} is not a value that is understood; set it by hand")
 
 
-def answer_by_rule(name: str, value: Any, file: ForeignFile, ranks: int) -> Answer | None:
+def answer_by_rule(name: str, value: Any, file: ForeignFile) -> Answer | None:
     """Return what a rule says about a setting; None if there is no rule. Raises ValueError."""
-    own = trl.WITH_RANKS.get(name.removeprefix("trl.")) if file.method == "grpo" else None
-    if own:
-        return own(value, file, ranks)
-    rule = trl.rule_of(name, file)
-    if not rule and (name in BATCH or (name == "batch_size" and file.tool == "torchtune")):
-        return rows(value, file, ranks)
-    rule = rule or rule_of(name)
+    if name == "batch_size" and file.tool == "torchtune":
+        return rows(value, file)
+    rule = trl.rule_of(name, file) or rule_of(name)
     return rule(value, file) if rule else None
 
 
@@ -203,8 +237,8 @@ def takes_switch(key: str) -> bool:
     return key in keys() and "bool" in str(keys()[key].type)
 
 
-def problems_of(result: Conversion) -> list[Problem]:
-    """Return what the recipe is refused for, as `train` would refuse it on another machine."""
+def composed(result: Conversion) -> TrainConfig | list[Problem]:
+    """Return the recipe's configuration, or what `train` refuses it for, on any machine."""
     for key, (value, _) in result.values().items():
         if FILLED_IN.search(as_yaml(value)):
             reason = "holds  ${…} , in whose place something else would be read"
@@ -213,10 +247,9 @@ def problems_of(result: Conversion) -> list[Problem]:
         file = Path(folder) / "recipe.yaml"
         file.write_text(settings_text(result), encoding="utf-8")
         try:
-            compose("train", [f"+recipe={file}"], inputs=False)
+            return compose("train", [f"+recipe={file}"], inputs=False)
         except UserError as error:
             return error.problems
-    return []
 
 
 def _take_back(result: Conversion, problem: Problem) -> bool:
@@ -275,6 +308,7 @@ def _line(front: str, decided: tuple[Any, list[str]], result: Conversion, told: 
     for name in names:
         note = one_line(result.answers[name].note)
         whole = f"{named(name)}: {shown(result.file.settings[name])}"
+        whole += " by default" if name in result.file.implied and name[0] != "(" else ""
         said.append(named(name) if name in told else whole + (f" ({note})" if note else ""))
     told.update(names)
     return f"{front}{as_yaml(value)}  # {'; '.join(said)}"
@@ -320,41 +354,57 @@ def shown(value: Any) -> str:
 
 
 def recipe_text(result: Conversion) -> str:
-    """Return the recipe, with a line for each setting that sets nothing.
+    """Return the recipe, with a line for each setting that sets nothing, and the comparison.
 
     Raises UserError if it would be read as anything else than what it sets.
     """
-    counts = {kind: len(result.of_kind(kind)) for kind in (TRANSLATED, NOTHING, IMPOSSIBLE)}
-    name = named(result.file.path.name)
-    lines = [
-        "# @package _global_",
-        f"# Converted from {result.file.tool}'s {name}: {len(result.answers)} settings,"
-        f" {counts[TRANSLATED]} translated, {counts[NOTHING]} without a meaning here,"
-        f" {counts[IMPOSSIBLE]} not possible.",
-        "#",
-        "#   fsdp-trainer train THIS_FILE.yaml data.path=…",
-        "",
-        settings_text(result),
-    ]
-    for kind, title in ((NOTHING, "Nothing to set:"), (IMPOSSIBLE, "Not possible as it is:")):
-        answers = result.of_kind(kind)
-        if answers:
-            lines += [f"# {title}", "#"]
-        by_note: dict[str, list[str]] = {}
-        for setting, each in answers.items():
-            by_note.setdefault(each.note, []).append(setting)
-        for note, names in by_note.items():
-            lines += [f"#   {named(name)}: {shown(result.file.settings[name])}" for name in names]
-            lines.append(f"#       {one_line(note)}")
-        lines += ["#"] if answers else []
+    lines = [*head(result), settings_text(result)]
+    lines += [*not_set(result, NOTHING, "Nothing to set:"),
+              *not_set(result, IMPOSSIBLE, "Not possible as it is:")]  # fmt: skip
     for problem in result.open:
         settled = one_line(f"{problem.what}  {problem.reason}")
         lines.append(f"# To be settled before it trains: {settled}")
+    table = result.comparison()
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines += ["# The same training?", "#"] if table else []
+    lines += ["#   " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     text = "\n".join(lines).rstrip("#\n ") + "\n"
     if as_yaml(read_back(text)) != as_yaml(settings_of(result)):
         problem = Problem(str(result.file.path), "has settings that a recipe cannot hold")
         raise UserError("nothing is converted", [problem])
     return text
+
+
+def head(result: Conversion) -> list[str]:
+    """Return the first lines of a recipe: what it was made of, and how it is used."""
+    file = result.file
+    own = [each for name, each in result.answers.items() if name not in {*file.implied, TRAINER}]
+    counts = {kind: sum(each.kind == kind for each in own)
+              for kind in (TRANSLATED, NOTHING, IMPOSSIBLE)}  # fmt: skip
+    path = "" if "data.path" in result.values() else " data.path=…"
+    return [
+        "# @package _global_",
+        f"# Converted from {named(file.path.name)} ({shown_name(file)}): {len(own)} settings,"
+        f" {counts[TRANSLATED]} translated, {counts[NOTHING]} without a meaning here,"
+        f" {counts[IMPOSSIBLE]} not possible; {len(file.implied)} defaults.",
+        "#",
+        f"#   fsdp-trainer train THIS_FILE.yaml{path}",
+        "",
+    ]
+
+
+def not_set(result: Conversion, kind: str, title: str) -> list[str]:
+    """Return lines about the settings with one kind of answer; defaults without a meaning aside."""
+    file, lines = result.file, []
+    by_note: dict[str, list[str]] = {}
+    for name, each in result.of_kind(kind).items():
+        if kind == IMPOSSIBLE or name not in file.implied:
+            by_note.setdefault(each.note, []).append(name)
+    for note, names in by_note.items():
+        lines += [f"#   {named(name)}: {shown(file.settings[name])}"
+                  f"{' by default' if name in file.implied else ''}" for name in names]  # fmt: skip
+        lines.append(f"#       {one_line(note)}")
+    return [f"# {title}", "#", *lines, "#"] if lines else []
 
 
 def read_back(text: str) -> Any:

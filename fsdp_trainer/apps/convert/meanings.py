@@ -4,6 +4,7 @@ All others are looked up in names.yaml. A rule gets the value and the whole file
 """
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,32 @@ from typing import Any
 
 from fsdp_trainer.apps.convert import trl
 from fsdp_trainer.apps.convert.data_sets import hub_or_file
+from fsdp_trainer.apps.convert.defaults import END, EPOCH, WARM_UP
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
+from fsdp_trainer.apps.convert.lengths import (
+    ACCUMULATED,
+    MICRO,
+    accumulated,
+    epochs_of,
+    held_out,
+    is_packed,
+    max_steps,
+    steps_of_epoch,
+    steps_of_run,
+    trained_samples,
+    warm_up_steps,
+)
 from fsdp_trainer.apps.convert.trainers import OWN_TOOL, PREFERENCES
 from fsdp_trainer.apps.convert.translation import (
     OFF,
+    TRANSLATED,
     Answer,
     Rule,
     as_number,
     fixed,
     impossible,
     is_off,
+    is_on,
     lacking,
     nothing,
     sets,
@@ -69,41 +86,35 @@ def choose(group: str, known: dict[str, str], what: str) -> Rule:
     return rule
 
 
-def rows(value: Any, file: ForeignFile, ranks: int) -> Answer:
+def rows(value: Any, file: ForeignFile) -> Answer:
     """Return the rows of a micro-batch and of a step."""
-    micro = int(value)
-    times = int(file.value("gradient_accumulation_steps", "gradient_accumulation") or 1)
+    micro, times, ranks = int(value), accumulated(file), file.ranks
     note = f"{micro} a device × {times} accumulated × {ranks} ranks (world_size={ranks})"
     return sets(note, batch__micro_rows=micro, batch__rows=micro * times * ranks)
 
 
-def accumulated(value: Any, file: ForeignFile) -> Answer:
+def accumulation(value: Any, file: ForeignFile) -> Answer:
     """Return that micro-batches are in the rows of a step, if the file says how large they are."""
-    if int(value) == 1 or any(file.value(name) for name in (*BATCH, "batch_size")):
+    if int(value) == 1 or any(file.value(name) for name in (*MICRO, "batch_size")):
         return nothing("in  batch.rows")
     return impossible(
         "how many rows a device computes is not in the file:  batch.rows=ROWS  counts all of a step"
     )
 
 
-def warmup_share(value: Any, file: ForeignFile) -> Answer:
-    """Return the steps of a share of the run, if the file says how many steps it has."""
-    steps = file.value("max_steps")
-    if is_off(value):
-        return sets(schedule__warmup_steps=0)
-    if isinstance(steps, int) and steps > 0:
-        return sets(f"{value} of {steps} steps", schedule__warmup_steps=round(value * steps))
-    return impossible(
-        "warm-up is counted in steps, and how many there are follows from the data:"
-        f"  schedule.warmup_steps=…  is {value} of what  fsdp-trainer plan  says"
-    )
-
-
-def warmup_steps(value: Any, file: ForeignFile) -> Answer:
-    """Return the steps of warm-up; a value below 1 is a share of them."""
-    if isinstance(value, float) and 0 < value < 1:
-        return warmup_share(value, file)
-    return sets(schedule__warmup_steps=int(value))
+def warm_up(value: Any, file: ForeignFile) -> Answer:
+    """Return the warm-up: steps, or below 1 a share of them."""
+    steps = warm_up_steps(file, steps_of_run(file))
+    if steps == 0:
+        return sets("there is none with  constant" if value else "", schedule__warmup_steps=0)
+    if not 0 < float(value) < 1:
+        return sets(schedule__warmup_steps=int(value))
+    if steps is not None:
+        return sets(f"{value} of {steps_of_run(file)} steps", schedule__warmup_steps=steps)
+    note = "rounded down there" if file.tool == "axolotl" and float(value) else ""
+    if "warmup_ratio" in file.implied:
+        note += ", and at most 100 steps:  schedule.warmup=0 schedule.warmup_steps=100"
+    return sets(note, schedule__warmup=value)
 
 
 def betas(value: Any, file: ForeignFile) -> Answer:
@@ -129,8 +140,15 @@ def steps(value: Any, file: ForeignFile) -> Answer:
 
 def row_length(value: Any, file: ForeignFile) -> Answer:
     """Return the tokens of a row, which holds both answers of a pair."""
-    of_pairs = file.method in (*PREFERENCES, "reward")
-    return trl.pair_length(value, file) if of_pairs else sets(batch__seq_len=int(value))
+    if file.method in (*PREFERENCES, "reward"):
+        return trl.pair_length(value, file)
+    cuts = file.tool == "LLaMA-Factory" or (file.tool == OWN_TOOL and file.method == "sft")
+    is_split = file.method == "pt" or file.value("packing_strategy") in ("wrapped", "bfd_split")
+    if not cuts or is_split:
+        return sets(batch__seq_len=int(value))
+    note = "longer samples are cut at their end"
+    note += "; there question and answer both are" * (file.tool == "LLaMA-Factory")
+    return sets(note, batch__seq_len=int(value), data__too_long="truncate")
 
 
 def clipping(value: Any, file: ForeignFile) -> Answer:
@@ -212,7 +230,8 @@ def on_off_format(name: str) -> Rule:
         others = [file.value(f"{other}{end}") for other in ("bf16", "fp16", "pure_bf16", "fp8")
                   for end in ("", ".enabled")]  # fmt: skip
         if name == "bf16" and all(other in (None, *OFF) for other in others):
-            both = "bf16" in file.settings and "fp16" in file.settings
+            both = file.method is not None and file.tool == OWN_TOOL  # TRL loads float32
+            both |= "bf16" in file.settings and "fp16" in file.settings
             return (
                 sets(precision="fp32") if both else nothing("off; the default is  precision=bf16")
             )
@@ -295,7 +314,7 @@ def template(value: Any, file: ForeignFile) -> Answer:
     )
 
 
-def held_out(value: Any, file: ForeignFile) -> Answer:
+def validation(value: Any, file: ForeignFile) -> Answer:
     """Return the share of the data that is held out."""
     if is_off(value):
         return sets(data__validation=None)
@@ -310,8 +329,31 @@ def loss_on(value: Any, file: ForeignFile) -> Answer:
 
 
 def packing(value: Any, file: ForeignFile) -> Answer:
-    """Return whether several samples share a row."""
-    return sets(data__packing="none" if is_off(value) else "best_fit")
+    """Return whether several samples share a row; rows of one are padded to their longest."""
+    if file.method == "grpo":
+        return nothing("prompts are not packed, and answers always are")
+    if is_off(value) and is_packed(file):
+        return nothing("in  neat_packing")
+    if is_off(value):
+        is_compiled = any(is_on(file.value(name)) for name in ("torch_compile", "compile"))
+        padded = {} if is_compiled else {"data.pad_to_multiple": 8}
+        return Answer(TRANSLATED, {"data.packing": "none"} | padded)
+    if file.method == "pt":
+        return sets(data__packing="stream", data__too_long="split")
+    if kind := file.own("packing_strategy"):
+        return trl.packing_kind(kind, file)
+    sees_each_other = file.tool == "LLaMA-Factory" and is_off(file.value("neat_packing") or False)
+    note = "samples of a row see each other there, without  neat_packing" * sees_each_other
+    return sets(note, data__packing="best_fit")
+
+
+def end_of_epoch(value: Any, file: ForeignFile) -> Answer:
+    """Return whether an epoch ends with a step of fewer rows."""
+    if file.method == "grpo":
+        return nothing("prompts that do not fill the last step of an epoch are left out there")
+    if file.tool == "axolotl" and steps_of_run(file) is None:
+        return nothing("as many steps as rows of all epochs fill, there too")
+    return sets(batch__across_epochs=False)
 
 
 def method(value: Any, file: ForeignFile) -> Answer:
@@ -406,20 +448,54 @@ def fsdp_strategy(value: Any, file: ForeignFile) -> Answer:
     return impossible("there is  sharding=fsdp , hsdp  and  ddp")
 
 
-def steps_or_nothing(value: Any, file: ForeignFile) -> Answer:
-    """Return that the kind of interval is steps, or that there are no epochs to save at."""
-    if str(value) in ("steps", "no"):
-        return nothing("intervals are counted in steps")
-    return impossible("intervals are counted in steps:  checkpoint.every=…  train.validate_every=…")
+def per_epoch(key: str, times: float, file: ForeignFile) -> Answer:
+    """Return an interval of a number of times in an epoch, as a share of the run."""
+    of_epoch = steps_of_epoch(file)
+    if of_epoch and of_epoch % times == 0:
+        return sets(f"{of_epoch} steps an epoch", **{key: int(of_epoch // times)})
+    if max_steps(file) and file.tool != "axolotl":
+        return impossible(f"how many steps an epoch has follows from the data:  {key}=STEPS")
+    share = 1 / (times * epochs_of(file))
+    if share >= 1:
+        return sets("at the end", **{key: None})
+    # rounded down, as the share is rounded up to a step; axolotl has no more digits than this
+    return sets("", **{key: share if file.tool == "axolotl" else math.floor(share * 1e6) / 1e6})
 
 
-def per_epoch(key: str) -> Rule:
+def times_per_epoch(key: str) -> Rule:
     """Return a rule for a number of times in an epoch."""
+    return lambda value, file: (
+        nothing("off") if is_off(value) else per_epoch(key, float(value), file)
+    )
+
+
+def strategy(key: str, kind: str) -> Rule:
+    """Return a rule for what intervals are counted in."""
 
     def rule(value: Any, file: ForeignFile) -> Answer:
-        if is_off(value):
-            return nothing("off")
-        return impossible(f"intervals are counted in steps:  {key}=…  (an epoch's steps ÷ {value})")
+        name = str(value).rpartition(".")[2].lower()
+        if name == "epoch":
+            return per_epoch(key, 1, file)
+        if name == "best":
+            return sets(checkpoint__best=True)
+        if is_off(name):
+            return sets("at the end", **{key: None})
+        if file.value(f"{kind}_steps") is None and kind == "eval":
+            return interval(key, kind)(file.value("logging_steps") or 500, file)
+        return nothing(f"in  {kind}_steps")
+
+    return rule
+
+
+def interval(key: str, kind: str) -> Rule:
+    """Return a rule for steps between two times, which below 1 are a share of all."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        names = (f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
+        chosen = str(file.value(*names) or "steps").rpartition(".")[2].lower()
+        if chosen not in ("steps", "best"):
+            return nothing(f"only counts with  {kind}_strategy: steps")
+        return sets("", **{key: value if float(value) < 1 else int(value)})
 
     return rule
 
@@ -483,10 +559,14 @@ def tokenizer_path(value: Any, file: ForeignFile) -> Answer:
 
 
 def epochs(value: Any, file: ForeignFile) -> Answer:
-    """Return the number of passes over the data."""
-    if (file.value("max_steps") or -1) > 0:
+    """Return the number of passes over the data, as steps where they end otherwise here."""
+    if max_steps(file):
         return nothing("max_steps  decides")
-    if float(value).is_integer():
+    steps, is_whole = steps_of_run(file), float(value).is_integer()
+    ends_otherwise = not is_whole or held_out(file) or file.tool == "axolotl"
+    if steps and (ends_otherwise or file.method == "grpo"):
+        return sets(f"{trained_samples(file)} samples there", train__steps=steps)
+    if is_whole:
         return sets(train__epochs=int(value))
     return impossible(f"passes over the data are whole; {value} of them are  train.steps=…")
 
@@ -550,8 +630,8 @@ RULES: dict[str, Rule] = {
     "lr_scheduler_type": choose("schedule", SCHEDULES, "schedule"),
     "lr_scheduler._component_": choose("schedule", SCHEDULES, "schedule"),
     "scheduler.type": choose("schedule", SCHEDULES, "schedule"),
-    "warmup_ratio": warmup_share,
-    "warmup_steps": warmup_steps,
+    "warmup_ratio": warm_up,
+    "warmup_steps": warm_up,
     "bf16": on_off_format("bf16"),
     "bf16.enabled": on_off_format("bf16"),
     "fp16": on_off_format("fp16"),
@@ -581,10 +661,11 @@ RULES: dict[str, Rule] = {
     "dataset.packed": packing,
     "template": template,
     "chat_template": template,
-    "val_set_size": held_out,
-    "val_size": held_out,
+    "val_set_size": validation,
+    "val_size": validation,
     "sample_packing": packing,
     "packing": packing,
+    "neat_packing": packing,
     "pad_to_sequence_len": fixed("rows are filled with samples, not padded (data.packing)"),
     "stage": method,
     "rl": method,
@@ -620,12 +701,14 @@ RULES: dict[str, Rule] = {
     "fsdp_config.state_dict_type": fixed(STATE_DICTS),
     "fsdp_config.fsdp_version": fixed("FSDP2 is what there is"),
     "fsdp_version": fixed("FSDP2 is what there is"),
-    "save_strategy": steps_or_nothing,
-    "eval_strategy": steps_or_nothing,
-    "evaluation_strategy": steps_or_nothing,
+    "save_strategy": strategy("checkpoint.every", "save"),
+    "eval_strategy": strategy("train.validate_every", "eval"),
+    "evaluation_strategy": strategy("train.validate_every", "eval"),
+    "save_steps": interval("checkpoint.every", "save"),
+    "eval_steps": interval("train.validate_every", "eval"),
     "logging_strategy": fixed("logging.every  counts steps"),
-    "saves_per_epoch": per_epoch("checkpoint.every"),
-    "evals_per_epoch": per_epoch("train.validate_every"),
+    "saves_per_epoch": times_per_epoch("checkpoint.every"),
+    "evals_per_epoch": times_per_epoch("train.validate_every"),
     "report_to": trackers,
     "metric_logger._component_": logger_component,
     "wandb_project": wandb_project,
@@ -654,8 +737,11 @@ RULES: dict[str, Rule] = {
     "orpo_alpha": of_preferences("objective.beta"),
     **dict.fromkeys(CLIPPING, clipping),
     **dict.fromkeys(("sequence_len", "cutoff_len", "max_length", "max_seq_length"), row_length),
-    "gradient_accumulation_steps": accumulated,
-    "gradient_accumulation": accumulated,
+    **dict.fromkeys(ACCUMULATED, accumulation),
+    **dict.fromkeys(MICRO, rows),
+    EPOCH: end_of_epoch,
+    WARM_UP: option({"schedule.from_zero": True}),
+    END: option({"checkpoint.export_hf": True}),
     "enable_thinking": lambda value, file: impossible(
         f"with a template of it:  'data.template_args={{enable_thinking: {str(value).lower()}}}'"
     ),
@@ -751,5 +837,3 @@ SECTIONS: dict[str, Rule] = {
     "ebft.": lacking("there is  objective=grpo  for rewards"),
 }
 """By the beginning of a dotted name."""
-BATCH = ("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu")
-"""Rows of a device's micro-batch; torchtune calls them batch_size."""

@@ -7,6 +7,7 @@ is written out changes nothing, and is answered as what it is.
 from typing import Any
 
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
+from fsdp_trainer.apps.convert.lengths import MICRO, accumulated, group_size
 from fsdp_trainer.apps.convert.trainers import OWN_TOOL, SIGNS, TRAINER, loss_types
 from fsdp_trainer.apps.convert.translation import (
     Answer,
@@ -20,11 +21,6 @@ from fsdp_trainer.apps.convert.translation import (
     sets,
 )
 
-GROUP = 8
-"""TRL's own number of answers to a prompt."""
-DEVICE = 8
-"""TRL's own number of answers, or samples, of a device's micro-batch."""
-MICRO = ("per_device_train_batch_size", "micro_batch_size")
 ANSWER = 512
 """TRL's own limit of an answer's tokens."""
 ROW = 2048
@@ -90,33 +86,23 @@ def counts_with(name: str, values: tuple[Any, ...], instead: str) -> Rule:
 # --- answers that are rewarded --------------------------------------------------------------------
 
 
-def group_size(file: ForeignFile) -> int:
-    """Return the number of answers to a prompt."""
-    return int(file.own("num_generations") or GROUP)
-
-
-def accumulated(file: ForeignFile) -> int:
-    """Return the micro-batches of an optimizer step."""
-    return int(file.value("gradient_accumulation_steps") or 1)
-
-
-def generation_steps(file: ForeignFile, ranks: int) -> int:
+def generation_steps(file: ForeignFile) -> int:
     """Return the micro-batches whose answers are made at the same time. Raises ValueError."""
     if steps := file.own("steps_per_generation"):
         return int(steps)
     answers = file.own("generation_batch_size")
     if answers is None:
         return accumulated(file)
-    micro = int(file.value(*MICRO) or DEVICE) * ranks
+    micro = int(file.value(*MICRO)) * file.ranks
     if int(answers) % micro:
         raise ValueError
     return int(answers) // micro
 
 
-def prompts(value: Any, file: ForeignFile, ranks: int) -> Answer:
+def prompts(value: Any, file: ForeignFile) -> Answer:
     """Return the prompts of a step: a micro-batch of TRL's counts answers."""
+    ranks, samples = file.ranks, group_size(file)
     answers = int(value) * accumulated(file) * ranks
-    samples = group_size(file)
     note = (
         f"{int(value)} answers a device × {accumulated(file)} accumulated × {ranks} ranks"
         f" (world_size={ranks}) ÷ {samples} to a prompt; how many answers share a forward is"
@@ -130,20 +116,18 @@ def prompts(value: Any, file: ForeignFile, ranks: int) -> Answer:
     return sets(note, batch__rows=answers // samples)
 
 
-def updates(value: Any, file: ForeignFile, ranks: int) -> Answer:
+def updates(value: Any, file: ForeignFile) -> Answer:
     """Return the optimizer steps that learn from answers made at the same time."""
     if file.own("steps_per_generation") and file.own("generation_batch_size"):
         return impossible("TRL takes  steps_per_generation  or  generation_batch_size , not both")
-    steps, times = generation_steps(file, ranks), accumulated(file)
+    steps, times = generation_steps(file), accumulated(file)
     note = f"{steps} micro-batches of answers ÷ {times} accumulated"
-    has_rows = file.value(*MICRO) or "gradient_accumulation_steps" in file.settings
-    more = {} if has_rows else prompts(DEVICE, file, ranks).sets
     if steps <= times and times % steps == 0:
-        return sets(note, objective__updates=1, **more)
+        return sets(note, objective__updates=1)
     if steps % times:
         return impossible(f"{steps} micro-batches of answers are not whole steps of {times}")
     note += "; each step has prompts of its own"
-    return sets(note, objective__updates=steps // times, **more)
+    return sets(note, objective__updates=steps // times)
 
 
 def iterations(value: Any, file: ForeignFile) -> Answer:
@@ -400,16 +384,13 @@ ROLLOUTS: dict[str, Rule] = {
     "log_multimodal": fixed(SHOWN),
     "num_completions_to_print": fixed(SHOWN),
     "log_unique_prompts": fixed(SHOWN),
-    **REFERENCE,
-}  # fmt: skip
-"""Of GRPO, by name."""
-WITH_RANKS = {
     "per_device_train_batch_size": prompts,
     "micro_batch_size": prompts,
     "steps_per_generation": updates,
     "generation_batch_size": updates,
-}
-"""Rules for settings of GRPO that count devices."""
+    **REFERENCE,
+}  # fmt: skip
+"""Of GRPO, by name."""
 
 
 # --- preferences ----------------------------------------------------------------------------------
@@ -535,10 +516,12 @@ PAIRS: dict[str, Rule] = {
 
 def learnt_turns(value: Any, file: ForeignFile) -> Answer:
     """Return which tokens are learnt: of chats TRL learns all, unless the file says otherwise."""
+    if not {"prompt", "completion"} - file.columns:
+        return sets("of the completion", data__loss_on="assistant")
     chosen = (file.own("assistant_only_loss"), file.own("completion_only_loss"))
     if any(one is not None and not is_off(one) for one in chosen):
         return sets(data__loss_on="assistant")
-    if file.own("completion_only_loss") is not None:
+    if file.own("completion_only_loss") is not None or file.columns:
         return sets(data__loss_on="all")
     return impossible(
         "TRL then learns every token of a chat, and only the completion of a prompt:"
@@ -551,19 +534,11 @@ def packing_kind(value: Any, file: ForeignFile) -> Answer:
     if is_off(file.own("packing") or False):
         return nothing("only counts with  packing: true")
     kinds = {"bfd": "best_fit", "ffd": "best_fit", "wrapped": "stream"}
-    if value == "bfd_split":
-        return sets(data__packing="best_fit", data__too_long="split")
+    if value in ("bfd_split", "wrapped"):
+        return sets(data__packing=kinds.get(value, "best_fit"), data__too_long="split")
     if value not in kinds:
         return impossible("there is  data.packing=best_fit , stream  and  none")
     return sets(data__packing=kinds[value])
-
-
-def packed(value: Any, file: ForeignFile) -> Answer:
-    """Return whether samples share a row; packing_strategy says how."""
-    kind = file.own("packing_strategy")
-    if is_off(value):
-        return sets(data__packing="none")
-    return packing_kind(kind, file) if kind else sets(data__packing="best_fit")
 
 
 def text_column(value: Any, file: ForeignFile) -> Answer:
@@ -577,7 +552,6 @@ TEXTS: dict[str, Rule] = {
     "shuffle_dataset": fixed("samples have a new order every epoch, there too"),
     "assistant_only_loss": learnt_turns,
     "completion_only_loss": learnt_turns,
-    "packing": packed,
     "packing_strategy": packing_kind,
     "eval_packing": lambda value, file: (
         nothing("as  data.packing")
@@ -613,7 +587,7 @@ AMBIGUOUS: dict[str, Rule] = {
 ELSEWHERE = "belongs to a trainer that is not in this version"
 OF_METHOD: dict[str, dict[str, Rule]] = {
     **{
-        name: dict.fromkeys({*ROLLOUTS, *WITH_RANKS, *SIGNS[name]}, lacking(ELSEWHERE))
+        name: dict.fromkeys({*ROLLOUTS, *SIGNS[name]}, lacking(ELSEWHERE))
         for name in ("rloo", "distil")
     },
     **dict.fromkeys(("ppo", "bco"), dict.fromkeys({*ROLLOUTS, *PAIRS}, lacking(ELSEWHERE))),

@@ -16,6 +16,22 @@ def is_path(word: str) -> bool:
     return ("=" not in word or "/" in word.split("=")[0]) and Path(word).exists()
 
 
+STARTERS = ("accelerate", "torchrun", "deepspeed", "python", "trl", "llamafactory-cli", "axolotl")
+
+
+def require_quotes(words: list[str]) -> None:
+    """Raise UserError for a command line of another trainer whose words stand alone."""
+    if words and words[0] in STARTERS and not Path(words[0]).exists():
+        line = shlex.join(["fsdp-trainer", "convert", shlex.join(words)])
+        reason = f"a command line to convert is one word, in quotes:  {line}"
+        raise UserError("the command line cannot be read", [Problem(shlex.join(words), reason)])
+
+
+def is_convertible(word: str) -> bool:
+    """Return True for what `convert` reads: a path, `-` or a command line of several words."""
+    return is_path(word) or word == "-" or bool(re.match(r"[^\s=]+\s", word))
+
+
 def as_source(verb: str, paths: list[str], words: list[str]) -> str:
     """Return `source=` with these paths, quoted where Hydra's grammar needs it.
 

@@ -1,0 +1,25 @@
+"""The number of parameters that a recipe trains. Imports torch."""
+
+from dataclasses import replace
+
+import torch
+
+from fsdp_trainer.config.schema import Adapter, Model
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
+from fsdp_trainer.models.adapters.adapters import add_adapters
+from fsdp_trainer.models.hf.new_model import meta_decoder
+from fsdp_trainer.models.resolve import resolve_model
+
+
+def trained_here(model: Model, adapter: Adapter, scores: bool) -> int:
+    """Return the number of trained parameters of a model in a folder. Raises UserError.
+
+    scores: True for a model that scores texts.
+    """
+    config = replace(resolve_model(model), scalar_head=scores)
+    spec = resolve_adapters(adapter, config)
+    if spec is None:
+        return config.parameters()
+    decoder = meta_decoder(config)
+    add_adapters(decoder, spec, torch.float32)
+    return sum(each.numel() for each in decoder.parameters() if each.requires_grad)

@@ -1,0 +1,55 @@
+"""Recipes that `convert` makes train what transformers and TRL did, which was run for real."""
+
+import json
+import math
+
+import pytest
+
+from fsdp_trainer.apps.convert.converter import convert
+from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
+from fsdp_trainer.optim.schedules import learning_rate, steps_between
+from tools.convert_truth import CASES, TRUTH, differences, train_here, write_case, write_inputs
+
+STORED = json.loads(TRUTH.read_text())
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("truth")
+    write_inputs(folder)
+    return folder
+
+
+def at_intervals(every, steps):
+    """The steps at which something is done that is also done at the end."""
+    between = steps_between(every, steps) or steps
+    return sorted({*range(between, steps + 1, between), steps})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_has_the_steps_rates_and_parameters_of_the_real_run(name, inputs, monkeypatch):
+    monkeypatch.chdir(inputs)
+    there = STORED[name]
+    result = convert(read_foreign_file(write_case(name, inputs)), 1)
+    cfg, length = result.cfg, result.length()
+    rates = [learning_rate(cfg.schedule, cfg.optim.lr, n + 1, length.steps)
+             for n in range(length.steps)]  # fmt: skip
+    assert length.steps == there["steps"]
+    assert rates == pytest.approx(there["rates"], rel=1e-9)
+    assert at_intervals(cfg.checkpoint.every, length.steps) == (there["saved"] or [length.steps])
+    assert not there["validated"] or (
+        at_intervals(cfg.train.validate_every, length.steps) == there["validated"]
+    )
+    table = {what: numbers for what, *numbers in result.comparison()}
+    assert table["trained parameters"] == [f"{there['trained']:,}"] * 2
+    assert table["steps"] == [str(there["steps"])] * 2
+    assert all(math.isclose(*map(float, table[what])) for what in
+               ("highest learning rate", "steps of warm-up", "samples a step"))  # fmt: skip
+    assert float(table["highest learning rate"][1]) == pytest.approx(max(rates), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["optimizer", "short epochs"])
+def test_a_recipe_trains_with_the_losses_of_the_real_run(name, inputs):
+    assert not differences({"losses": STORED[name]["losses"]}, {"losses": train_here(name, inputs)})

@@ -65,6 +65,11 @@ RENDERED = {
         "<|im_start|>assistant<|im_sep|>«B<|im_end|>»"
     ),
     "plain": "<s>System:\nS\n\nUser:\nU\n\nAssistant:\nA</s>\n\nUser:\nV\n\nAssistant:\n«B</s>»",
+    "qwen2": (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+        "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
+        "<|im_start|>assistant\n«B<|im_end|>»\n"
+    ),
     "qwen3": (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
         "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
@@ -104,8 +109,14 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
     counted = set(builder.counts) & set(KINDS)
     assert counted <= {"rewritten", "system_in_user", "empty_think"}
     assert ("empty_think" in counted) == (name == "qwen3")
-    # no system turn of its own
-    assert len(template.render(LONG_CHAT[1:])) < len(before + answer + after)
+    # no system turn of its own, but Qwen 2's
+    without, whole = template.render(LONG_CHAT[1:]), before + answer + after
+    if name == "qwen2":
+        other = load_template(name, family, {"default_system": "S"})
+        assert "created by Alibaba Cloud" in without
+        assert other.render(LONG_CHAT[1:]) == whole
+    else:
+        assert len(without) < len(whole)
 
 
 CHATS = [
@@ -121,7 +132,7 @@ CHATS = [
         turn("assistant", "B", reasoning_content="so"),
     ],
 ]  # fmt: skip
-COMPARED = {"chatml": 4, "llama3": 4, "plain": 4, "mistral": 2, "qwen3": 1}
+COMPARED = {"chatml": 4, "qwen2": 4, "llama3": 4, "plain": 4, "mistral": 2, "qwen3": 1}
 """How many of CHATS a template shows as they are and in one sample, if not 3."""
 
 

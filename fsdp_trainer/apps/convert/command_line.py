@@ -22,6 +22,8 @@ METHODS = {*SIGNS, *SPELT, "orpo", "simpo", "ppo", "bco", "gkd"}
 """Words of a script's name that say which trainer it is for."""
 FLAG = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
 PAIR = re.compile(r"\+?(?P<name>[A-Za-z][\w.]*)=(?P<value>.*)", re.DOTALL)
+OF_RANKS = ("NPROC_PER_NODE=", "NNODES=")
+"""Variables by which LLaMA-Factory is told how many ranks it starts."""
 OF_EACH_NODE = ("nproc_per_node", "num_gpus")
 OF_NODES = ("nnodes", "num_nodes")
 
@@ -56,11 +58,13 @@ def command_words(text: str) -> list[str]:
             words = shlex.split(line, comments=True)
         except ValueError:
             continue
+        variables = []
         while words and (PAIR.fullmatch(words[0]) or words[0] in ("exec", "env", "sudo", "time")):
+            variables += [words[0]] if words[0].startswith(OF_RANKS) else []
             words = words[1:]
         is_script = words and words[0].endswith(".py")
         if words and (Path(words[0]).name in LAUNCHERS or is_script):
-            chosen = words
+            chosen = [*words, *map(str.lower, variables)]
     return chosen
 
 

@@ -39,7 +39,8 @@ OF_TRL: dict[str, dict[str, Any]] = {
     "reward": {"learning_rate": 1e-4},
     "grpo": {"num_generations": 8, "beta": 0.0, "loss_type": "dapo", "epsilon": 0.2,
              "max_completion_length": 512, "temperature": 1.0},
-    "orpo": {"beta": 0.1}, "kto": {"beta": 0.1}, "dpo": {"beta": 0.1}, "cpo": {"beta": 0.1},
+    "orpo": {"beta": 0.1}, "kto": {"beta": 0.1}, "dpo": {"beta": 0.1},
+    "cpo": {"beta": 0.1, "simpo_gamma": 0.5},
 }  # fmt: skip
 """Of TRL's trainers, where they differ from transformers' and from each other."""
 NOT_HERE = ("rloo", "distil", "ppo", "bco")
@@ -106,4 +107,8 @@ def of_llama_factory(file: ForeignFile) -> dict[str, Any]:
     if str(file.value("finetuning_type") or "lora") == "lora":
         rank = int(file.value("lora_rank") or 8)
         chosen |= OF_LLAMA_FACTORY_LORA | {"lora_alpha": 2 * rank}
+    if file.value("stage") == "dpo":
+        chosen["pref_beta"] = 0.1
+    if file.value("pref_loss") == "simpo":
+        chosen["simpo_gamma"] = 0.5
     return chosen

@@ -59,11 +59,18 @@ SCHEDULES = {
     "warmupcosinelr": "cosine", "get_cosine_schedule_with_warmup": "cosine",
 }  # fmt: skip
 TEMPLATES = {
-    "llama3": "llama3", "llama2": "llama2", "chatml": "chatml", "qwen": "chatml", "qwen3": "qwen3",
-    "qwen_25": "chatml", "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma",
-    "gemma3_text": "gemma", "mistral": "mistral", "mistral_v1": "mistral", "phi": "phi3",
-    "phi_3": "phi3", "phi_35": "phi3", "phi_4": "phi4", "phi4": "phi4", "olmo2": "olmo2",
+    "llama3": "llama3", "llama2": "llama2", "chatml": "chatml", "qwen": "qwen2", "qwen3": "qwen3",
+    "qwen_25": "qwen2", "qwen3_nothink": "chatml", "yi": "chatml", "smollm": "chatml",
+    "smollm2": "qwen2", "opencoder": "qwen2", "gemma": "gemma", "gemma2": "gemma",
+    "gemma3": "gemma", "gemma3_text": "gemma", "mistral": "mistral",
+    "mistral_v1": "mistral", "phi": "phi3", "phi_3": "phi3", "phi_35": "phi3", "phi_4": "phi4",
+    "phi4": "phi4", "olmo2": "olmo2",
 }  # fmt: skip
+SYSTEM_TURNS = {
+    "smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face.",
+    "opencoder": "You are OpenCoder, created by OpenCoder Team.",
+}
+"""What templates of LLaMA-Factory begin with where a chat does not, besides Qwen's."""
 OWN_TEMPLATE = ("default", "tokenizer_default", "jinja", "tokenizer_default_fallback_chatml")
 METHODS = {"sft": "sft", "dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo",
            "simpo": "simpo", "grpo": "grpo", "rm": "reward", "pairwise": "reward"}  # fmt: skip
@@ -305,6 +312,10 @@ def template(value: Any, file: ForeignFile) -> Answer:
     if name in OWN_TEMPLATE:
         return nothing("the tokenizer's own template is the default")
     if name in TEMPLATES:
+        system = file.value("default_system") or SYSTEM_TURNS.get(name)
+        if system and TEMPLATES[name] in ("chatml", "qwen2"):
+            said = {"default_system": str(system)}
+            return sets(data__template="qwen2", data__template_args=said)
         return sets(data__template=TEMPLATES[name])
     if name.endswith(".jinja"):
         return sets(data__template=str(value))
@@ -312,6 +323,13 @@ def template(value: Any, file: ForeignFile) -> Answer:
         "there is no such template; without  data.template  the tokenizer's own is used, else name"
         f" a .jinja file. There are: {' '.join(dict.fromkeys(TEMPLATES.values()))}"
     )
+
+
+def system_turn(value: Any, file: ForeignFile) -> Answer:
+    """Return the system turn of chats without one, which the template writes."""
+    answer = template(file.value("template") or "", file)
+    said = answer.sets.get("data.template_args")
+    return sets(data__template_args=said) if said else impossible("put it into the data's chats")
 
 
 def validation(value: Any, file: ForeignFile) -> Answer:
@@ -660,6 +678,7 @@ RULES: dict[str, Rule] = {
     "dataset.source": fixed("in  data.path"),
     "dataset.packed": packing,
     "template": template,
+    "default_system": system_turn,
     "chat_template": template,
     "val_set_size": validation,
     "val_size": validation,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ MEANINGS: dict[str, dict[str, str]] = {
 OPTIONAL = ("input", "history", "system", "tools")
 """Columns that are found by name unless data.fields says that they are not read."""
 OF_CODE = "what is named before it is read there;  data.path=FILE  reads it"
+OF_HUB = "@refs/convert/parquet"
+"""The revision in which the hub keeps subsets and splits of a data set apart."""
 FIRST = "the files named first are read, as there"
 FILE_NAMES = ("cloud_file_name", "file_name")
 NOT_READ = {
@@ -149,18 +152,38 @@ def place_in_index(source: DataSet, folder: Path) -> None:
     hub = about.get("hf_hub_url")
     others = [name for name in NOT_READ if about.get(name)]
     if hub:
-        path = "/".join(str(part) for part in ("hf://datasets", hub, about.get("folder")) if part)
-        source.put("hf_hub_url", "path", path)
-        source.put("folder", "path", path)
+        place_on_hub(source, str(hub))
     if hub or others:
         others += [name for name in FILE_NAMES if about.get(name)]
     else:
         place_of_file(source, folder)
     for name in others:
         source.answers[name] = nothing(FIRST) if hub else impossible(NOT_READ.get(name, OF_CODE))
+    answer_to_parts(source, str(hub or ""))
+
+
+def answer_to_parts(source: DataSet, hub: str) -> None:
+    """Say of a subset and a split that decide no path what becomes of them."""
     for name in ("split", "subset"):
-        if about.get(name):
-            source.answers[name] = impossible(HUB_PATH)
+        value = source.settings.get(name)
+        if value and name not in source.decides:
+            is_whole = not hub and (name, value) == ("split", "train")
+            source.answers[name] = nothing("read whole") if is_whole else impossible(HUB_PATH)
+
+
+def place_on_hub(source: DataSet, hub: str) -> None:
+    """Say where a data set is on the hub, which keeps subsets and splits apart in a copy."""
+    about = source.settings
+    chosen = {name: str(about[name]) for name in ("subset", "split") if about.get(name)}
+    if chosen and all(re.fullmatch(r"[\w.-]+", value) for value in chosen.values()):
+        parts = {"subset": "default", "split": "train"} | chosen
+        path = f"hf://datasets/{hub}{OF_HUB}/{parts['subset']}/{parts['split']}/*.parquet"
+        for name in ("hf_hub_url", *chosen):
+            source.put(name, "path", path, "the hub's own copy")
+        return
+    path = "/".join(str(part) for part in ("hf://datasets", hub, about.get("folder")) if part)
+    source.put("hf_hub_url", "path", path)
+    source.put("folder", "path", path)
 
 
 def place_of_file(source: DataSet, folder: Path) -> None:

@@ -34,7 +34,7 @@ BUILT_IN = {
 }
 CHATML = ("<|im_start|>", "<|im_end|>")
 MARKERS = {
-    "chatml": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
+    "chatml": CHATML, "qwen2": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),

@@ -362,7 +362,7 @@ def test_what_is_no_file_of_a_trainers_is_refused(tmp_path, capsys, content, rea
     file = tmp_path / "a.yml"
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(["convert", f"source={file}"]) == 2
+    assert main(["convert", str(file)]) == 2
     assert reason in capsys.readouterr().err
 
 

@@ -46,6 +46,8 @@ NO_FILE = ForeignFile(Path(), "", {})
 UNKNOWN = "no setting with this meaning is known here; docs/configuration.md lists all"
 MOST_ROUNDS = 30
 """Attempts to compose the recipe, each without the settings that the last one was refused for."""
+SOME_REWARD = "objective.rewards=[number]"
+"""What files of GRPO have as code: with any other reward the run is as long."""
 SHOWN = 70
 FILLED_IN = re.compile(r"\$\{")
 """What begins a part of a text that stands for another value."""
@@ -60,7 +62,7 @@ class Conversion:
     open: list[Problem] = field(default_factory=list)
     """What the recipe is still refused for."""
     cfg: TrainConfig | None = None
-    """The recipe's configuration, if it is not refused."""
+    """The recipe's configuration, if it is not refused for more than its rewards."""
 
     def values(self) -> dict[str, tuple[Any, list[str]]]:
         """Return our keys and groups with their values, and the settings that decided each."""
@@ -106,7 +108,9 @@ def convert(file: ForeignFile, ranks: int) -> Conversion:
         if isinstance(done, TrainConfig):
             return replace(result, cfg=done)
         if not any(_take_back(result, problem) for problem in done):
-            return replace(result, open=done)
+            settled = composed(result, SOME_REWARD)
+            cfg = settled if isinstance(settled, TrainConfig) else None
+            return replace(result, open=done, cfg=cfg)
     return result
 
 
@@ -237,7 +241,7 @@ def takes_switch(key: str) -> bool:
     return key in keys() and "bool" in str(keys()[key].type)
 
 
-def composed(result: Conversion) -> TrainConfig | list[Problem]:
+def composed(result: Conversion, *words: str) -> TrainConfig | list[Problem]:
     """Return the recipe's configuration, or what `train` refuses it for, on any machine."""
     for key, (value, _) in result.values().items():
         if FILLED_IN.search(as_yaml(value)):
@@ -247,7 +251,7 @@ def composed(result: Conversion) -> TrainConfig | list[Problem]:
         file = Path(folder) / "recipe.yaml"
         file.write_text(settings_text(result), encoding="utf-8")
         try:
-            return compose("train", [f"+recipe={file}"], inputs=False)
+            return compose("train", [f"+recipe={file}", *words], inputs=False)
         except UserError as error:
             return error.problems
 
@@ -366,7 +370,7 @@ def recipe_text(result: Conversion) -> str:
         lines.append(f"# To be settled before it trains: {settled}")
     table = result.comparison()
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines += ["# The same training?", "#"] if table else []
+    lines += ["#"] * bool(result.open) + ["# The same training?", "#"] if table else []
     lines += ["#   " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     text = "\n".join(lines).rstrip("#\n ") + "\n"
     if as_yaml(read_back(text)) != as_yaml(settings_of(result)):

@@ -14,7 +14,6 @@ from fsdp_trainer.apps.preview.preview_images import ShownImages
 from fsdp_trainer.apps.preview.preview_page import Page, ShownDocument, ShownRow, TextPiece
 from fsdp_trainer.base.safe_text import CONTROL
 from fsdp_trainer.config.paths import is_hub_id
-from fsdp_trainer.config.schema import Batch
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
@@ -40,7 +39,6 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.training.run_length import RunLength
-from fsdp_trainer.training.batches import EpochEnds
 
 LONGEST_CHARACTER = 4  # tokens, one per byte of UTF-8
 
@@ -307,13 +305,6 @@ def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
     """Return the number of epochs of each component in the run."""
     counts = zip(order.taken(length_of(cfg, order).rows), order.orders, strict=True)
     return [count / one.rows_per_epoch for count, one in counts]
-
-
-def rows_of_steps(steps: int, batch: Batch, order: Mixture) -> int:
-    """Return the number of rows of some steps."""
-    if batch.across_epochs:
-        return steps * batch.rows
-    return EpochEnds(0, order.rows_per_epoch).row_after(steps, batch.rows, 0)
 
 
 def method_findings(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[Finding]:

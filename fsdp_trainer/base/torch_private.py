@@ -5,13 +5,16 @@ differ, the docstring says so. Heavy imports stay inside functions.
 """
 
 import errno
+import inspect
 import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -373,6 +376,7 @@ def around_units(method: str, call: Callable[[Any, str, Callable[[], Any]], Any]
 
     original = getattr(FSDPParamGroup, method)
 
+    @wraps(original)
     def replaced(unit: Any, *args: Any, **options: Any) -> Any:
         return call(unit, unit._module_fqn or "", lambda: original(unit, *args, **options))
 
@@ -387,6 +391,12 @@ def unsharded_gradients(unit: Any) -> list[Tensor]:
         whole = getattr(parameter, "_unsharded_param", None)
         gradients += [parameter.unsharded_accumulated_grad, getattr(whole, "grad", None)]
     return [gradient for gradient in gradients if isinstance(gradient, Tensor)]
+
+
+def reduced_gradients(unit: Any) -> list[Tensor]:
+    """Return the gradients of a unit's sharded parameters."""
+    gradients = [parameter.sharded_param.grad for parameter in unit.fsdp_params]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @contextmanager
@@ -477,17 +487,142 @@ class _OneBuffer:
         return self._first
 
 
-def keep_gradients_of_one_rank(module: Any) -> None:
-    """Leave gradients that no other rank shares where they are collected.
+class _Whole:
+    """Methods in place of those of FSDP2's parameter, where one rank holds all of it.
 
-    FSDP2 divides them by the factor, also by 1, in a temporary, and copies the result to a second
-    buffer: 16 bytes a float32. A copy of a tensor to itself does nothing.
+    FSDP2 casts the stored numbers to a temporary, copies this to the gathered parameter, and the
+    gradient to a message. Here the gathered parameter is the stored one, or one cast of it, and the
+    gradient goes to the stored one. All is done on the stream that computes and updates, so nothing
+    else has to order it. unit: the FSDPParamGroup that may take the gradient; None: FSDP2 must send
+    it to replicas or to the host.
+    """
+
+    unit: Any = None
+    shared: Tensor | None = None
+    """The stored numbers, flat, if modules compute with them; None: with a cast of them."""
+
+    @property
+    def all_gather_inputs(self: Any) -> list[Tensor]:
+        """Return what FSDP2 copies to the gathered parameter: nothing if that is the stored one."""
+        stored = self._sharded_param_data
+        if self.is_encoded or stored.device.type != self.device.type:
+            return super().all_gather_inputs  # type: ignore[misc]
+        shared = stored if stored.dtype == (self.param_dtype or stored.dtype) else None
+        if shared is not self.shared:  # first, or after the stored numbers have moved
+            self.shared = shared
+            self.all_gather_outputs.clear()
+            vars(self).pop("_unsharded_param", None)
+        return [stored if shared is None else stored[:0]]
+
+    @property
+    def is_encoded(self: Any) -> bool:
+        """True if the stored tensor has its own way to be gathered, as with float8."""
+        return hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+
+    def init_all_gather_outputs(
+        self: Any, sizes: list[int], dtypes: list[torch.dtype], *args: Any, **options: Any
+    ) -> None:
+        """Allocate the gathered parameter, in the number format of the computation."""
+        if not self.is_encoded:
+            dtypes = [self.param_dtype or dtype for dtype in dtypes]
+        super().init_all_gather_outputs(sizes, dtypes, *args, **options)  # type: ignore[misc]
+
+    def init_unsharded_param(self: Any) -> None:
+        """Make the parameter that modules have while it is gathered."""
+        outputs = self.all_gather_outputs
+        if self.shared is not None:
+            self.all_gather_outputs = [self.shared]
+        super().init_unsharded_param()  # type: ignore[misc]
+        self.all_gather_outputs = outputs  # FSDP2 frees these
+
+    @torch.no_grad()
+    def accumulate_unsharded_grad_if_needed(self: Any) -> None:
+        """Add the gradient to that of the stored parameter, rounded as FSDP2 rounds it."""
+        super().accumulate_unsharded_grad_if_needed()  # type: ignore[misc]
+        if self.unit is None or not self.unit.reduce_grads:
+            return
+        gathered, whole = vars(self).get("_unsharded_param"), self.unsharded_accumulated_grad
+        if whole is None:
+            whole = getattr(gathered, "grad", None)
+        if whole is None:
+            return
+        self.unsharded_accumulated_grad = gathered.grad = None
+        if self.unit.reshard_after_backward:  # FSDP2 frees the unit next; the cast needs memory
+            self.free_unsharded_param()
+        new, stored = self._get_grad_inner_tensor(whole), self.sharded_param
+        new = _narrowed(new, self.reduce_dtype or new.dtype, self.orig_dtype)
+        if stored.grad is not None:
+            stored.grad._local_tensor += new
+            return
+        cast = new.to(self.orig_dtype).contiguous()
+        alone = cast is not new or _is_alone(new)
+        stored.grad = self.to_sharded_dtensor(cast if alone else cast.clone())
+
+
+def _narrowed(tensor: Tensor, *formats: torch.dtype) -> Tensor:
+    """Return a tensor rounded to each of the formats that does not hold all of its numbers."""
+    for dtype in formats:
+        if torch.promote_types(tensor.dtype, dtype) != dtype:
+            tensor = tensor.to(dtype)
+    return tensor
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Return True if a tensor uses all of its storage, and nothing else uses it."""
+    storage = tensor.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)  # the tensor and the object above
+    return storage.nbytes() == tensor.nbytes and users <= 2
+
+
+REPLACED = {
+    "all_gather_inputs", "init_all_gather_outputs", "init_unsharded_param",
+    "accumulate_unsharded_grad_if_needed",
+}  # fmt: skip
+"""Methods of FSDP2's parameter that `_Whole` replaces. FSDP2's unit must call them."""
+CALLED = {"_sharded_local_tensor", "_get_grad_inner_tensor", "to_sharded_dtensor"}
+"""Methods that it calls."""
+
+
+@cache
+def _class_of_whole(usual: type) -> type:
+    """Return FSDP2's class of a parameter with the methods of `_Whole`, or as it is.
+
+    The latter, with a warning, if a version of FSDP2 works in another way.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    calls: set[str] = set()
+    for name in ("wait_for_unshard", "post_backward"):
+        calls.update(inspect.unwrap(getattr(FSDPParamGroup, name)).__code__.co_names)
+    missing = (REPLACED - calls) | (REPLACED | CALLED) - {*dir(usual)}
+    if issubclass(usual, _Whole):
+        return usual
+    if not missing:
+        return type(usual.__name__, (_Whole, usual), {})
+    names = ", ".join(sorted(missing))
+    warnings.warn(
+        f"FSDP2 of torch {torch.__version__} lacks {names}: on one rank it copies every parameter",
+        stacklevel=2,
+    )
+    return usual
+
+
+def spare_one_rank(module: Any) -> None:
+    """Do without FSDP2's copies of parameters and gradients that no other rank shares.
+
+    FSDP2 also divides gradients by the factor, even by 1, in a temporary, and copies the result to
+    a second buffer: 16 bytes a float32. A copy of a tensor to itself does nothing.
     set_custom_reduce_scatter refuses units with parameters on two meshes.
     """
     for group in _fsdp_groups(module):
-        if group.mesh_info.mesh.size() == 1:
+        alone = group.mesh_info.mesh.size() == 1
+        if alone:
             group._reduce_scatter_comm = _OneBuffer()
             group.gradient_divide_factor = None
+        for parameter in group.fsdp_params if group.mesh_info.shard_mesh_size == 1 else []:
+            moves = parameter.offload_to_cpu and parameter.device.type != "cpu"
+            parameter.__class__ = _class_of_whole(parameter.__class__)
+            parameter.unit = group if alone and not moves else None
 
 
 def keep_second_copy(module: Any, mesh: DeviceMesh) -> None:

@@ -110,8 +110,17 @@ class Layout:
 
     @property
     def keeps_gathered(self) -> bool:
-        """True if units of blocks stay gathered from forward to backward."""
-        return keeps_gathered(self.sharding)
+        """True if units of blocks stay gathered from forward to backward.
+
+        auto: in a pipeline, where each micro-batch would gather them again, and where one rank has
+        all of them. Gathering is then a cast, at most, and its result is as large as what autocast
+        keeps for backward.
+        """
+        chosen = self.sharding.reshard_after_forward
+        if chosen == "auto":
+            alone = self.sharding.strategy == "ddp" or self._replica_ranks == 1
+            return alone or self.sharding.pipeline > 1
+        return not chosen
 
     @property
     def copy_ranks(self) -> int:
@@ -216,10 +225,3 @@ def number_of_ranks(sharding: Sharding) -> int | None:
     """Return sharding.reshard_after_forward if it is a number of ranks, else None."""
     value = sharding.reshard_after_forward
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def keeps_gathered(sharding: Sharding) -> bool:
-    """Return True if units of blocks stay gathered from forward to backward."""
-    if sharding.reshard_after_forward == "auto":
-        return sharding.strategy == "ddp" or sharding.pipeline > 1
-    return not sharding.reshard_after_forward

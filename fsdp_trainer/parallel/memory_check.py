@@ -90,8 +90,10 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
         formula = f"{numbers / 1e9:.3g} G × {size:.3g} B {among}{where}"
         return MemoryItem(name, numbers * size / shards, formula, place)
 
+    whole = layout.fsdp_ranks == 1
+
     def gathered(modules: Iterable[nn.Module], which: str, parts: int = 1) -> MemoryItem:
-        size = gathered_on_rank(list(modules), sharding, computed) / parts
+        size = gathered_on_rank(list(modules), sharding, computed, whole) / parts
         formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
         return MemoryItem("gathered", size, formula)
 
@@ -106,10 +108,10 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
         states.append(sharded("to compute", numbers, computed, places.copies))
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored, places.gradients)
-    if layout.fsdp_ranks == 1 and stored == computed:
+    if whole and (stored == computed or places.copies == "device"):
         return [*states, gradients]  # nothing is gathered
     units = block_units(model, sharding)
-    largest = max(units, key=lambda unit: gathered_bytes(unit, computed))
+    largest = max(units, key=lambda unit: gathered_bytes(unit, computed, whole))
     moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
     if layout.keeps_gathered:  # there are no gradients yet
         moments.append([gathered([model], "all units after forward", sizes["pipeline"])])
@@ -127,19 +129,26 @@ def grouped_blocks(blocks: list[nn.Module], sharding: Sharding) -> list[list[nn.
     return [blocks[i : i + size] for i in range(0, len(blocks), size)]
 
 
-def gathered_bytes(modules: Iterable[nn.Module], computed: int) -> int:
-    """Return the bytes of gathered modules. computed: bytes of a number that is not in 4 bits."""
+def gathered_bytes(modules: Iterable[nn.Module], computed: int, whole: bool) -> int:
+    """Return the bytes of gathered modules.
+
+    computed: bytes of a number that is not in 4 bits; whole: True if one rank holds them all. It
+    computes with its frozen weights as they are.
+    """
     parameters = [p for module in modules for p in module.parameters()]
-    return sum(p.numel() * (1 if is_encoded(p) else computed) for p in parameters)
+    gathered = [p for p in parameters if p.requires_grad or not whole]
+    return sum(p.numel() * (1 if is_encoded(p) else computed) for p in gathered)
 
 
-def gathered_on_rank(modules: list[nn.Module], sharding: Sharding, computed: int) -> float:
+def gathered_on_rank(
+    modules: list[nn.Module], sharding: Sharding, computed: int, whole: bool = False
+) -> float:
     """Return the bytes that one rank holds of gathered modules: of tensors and experts its part.
 
-    computed: see gathered_bytes.
+    computed, whole: see gathered_bytes.
     """
-    of_experts = gathered_bytes(expert_modules(modules), computed)
-    rest = gathered_bytes(modules, computed) - of_experts
+    of_experts = gathered_bytes(expert_modules(modules), computed, whole)
+    rest = gathered_bytes(modules, computed, whole) - of_experts
     return of_experts / sharding.expert + rest / sharding.tensor
 
 

@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -52,12 +51,11 @@ from fsdp_trainer.base.torch_private import (
     chunks_when_read,
     free_second_copy,
     gathered_after_forward,
-    keep_gradients_of_one_rank,
     keep_second_copy,
     reduce_scatter_groups,
     set_timeout,
+    spare_one_rank,
 )
-from fsdp_trainer.config.layout import keeps_gathered
 from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import (
     NEEDS_NCCL,
@@ -81,7 +79,6 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.experts import expert_placement, shard_experts
 from fsdp_trainer.parallel.gloo_messages import send_directly
 from fsdp_trainer.parallel.memory_check import (
-    block_units,
     free_bytes,
     gathered_on_rank,
     grouped_blocks,
@@ -206,7 +203,7 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
     of_blocks = options | {"shard_placement_fn": expert_placement(model, dims)}
     for part in parts_of(model):
-        shard_part(part, cfg, options, of_blocks, dims.copy_mesh)
+        shard_part(part, dims, options, of_blocks)
 
     for module in fsdp_modules(model):
         # the loss is already divided by the step's global weight
@@ -215,7 +212,7 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
         module.set_force_sum_reduction_for_comms(True)
     choose_communication(model, cfg, dims)
     for module in fsdp_modules(model):
-        keep_gradients_of_one_rank(module)
+        spare_one_rank(module)
     if dims.mesh.device_type == "cpu":
         send_directly(fsdp_modules(model))
     if cfg.quantize != "none":
@@ -268,18 +265,13 @@ def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
 
 @chunks_when_read()
 def shard_part(
-    part: ShardedPart,
-    cfg: Sharding,
-    options: dict[str, Any],
-    of_blocks: dict[str, Any],
-    copies: DeviceMesh | None,
+    part: ShardedPart, dims: Dims, options: dict[str, Any], of_blocks: dict[str, Any]
 ) -> None:
     """Apply fully_shard to a part's units, then to the part itself.
 
-    options: arguments of fully_shard; of_blocks: arguments for units of blocks; copies: see
-    Dims.copy_mesh.
+    options: arguments of fully_shard; of_blocks: arguments for units of blocks.
     """
-    reshard = not keeps_gathered(cfg)
+    cfg, reshard = dims.layout.sharding, not dims.layout.keeps_gathered
     if part.embedding is not None:
         embedding: Any = fully_shard(part.embedding, reshard_after_forward=reshard, **options)
         # its backward needs only the tokens and the output's gradient: no second all-gather
@@ -296,9 +288,9 @@ def shard_part(
     before_trained = units_before_trained(units) if part.is_frozen_before else []
     for frozen in [*before_trained, *images_before_trained(part.images)]:
         frozen.set_unshard_in_backward(False)
-    if copies is not None:
+    if dims.copy_mesh is not None:
         for unit in units[len(before_trained) :]:  # those that backward gathers again
-            keep_second_copy(unit[0], copies)
+            keep_second_copy(unit[0], dims.copy_mesh)
     # samples during training must, like a forward, wait for the optimizer's last write
     for name in part.inference:
         register_fsdp_forward_method(part.root, name)
@@ -392,16 +384,5 @@ def stay_gathered(
     needed = gathered_on_rank([model], sharding, computed)
     fits = torch.tensor(needed <= free_bytes(device) / 2, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
-    with gathered_after_forward(resharded_modules(model, sharding) if fits else []):
+    with gathered_after_forward(fsdp_modules(model) if fits else []):
         yield
-
-
-def resharded_modules(model: Decoder, cfg: Sharding) -> list[Any]:
-    """Return the modules whose parameters are freed after each forward."""
-    if keeps_gathered(cfg):
-        return []
-    units: list[Any] = [unit[0] for unit in block_units(model, cfg)]
-    embedding = model.embedding  # None in some pipeline stages
-    if embedding is None or model.config.tie_word_embeddings:
-        return units
-    return [embedding, *units]

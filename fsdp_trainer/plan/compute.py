@@ -259,9 +259,7 @@ class WeightSeconds(NamedTuple):
 def weight_seconds(model: PlannedModel, device: Device) -> WeightSeconds:
     """Return the seconds to copy gathered weights and gradients, and to decode 4-bit matrices."""
     sharding, adapters = model.layout.sharding, model.own.adapters
-    whole = model.own.units(model.formats, sharding, 1).all
-    trained = whole.trained * COPIED_BYTES
-    frozen = (whole.gathered - whole.trained * model.number) * COPIES_OF_FROZEN
+    gathered, reduced = copied_bytes(model)
     of_experts = adapters.encoded_experts / sharding.expert
     decoded = (adapters.encoded + of_experts) * traffic(model.compiled).decoding
     again = recomputed(model.checkpointing).products
@@ -270,14 +268,28 @@ def weight_seconds(model: PlannedModel, device: Device) -> WeightSeconds:
         lengths = adapters.adapted * DORA_BYTES + decoded
     rate = device.memory_rate * MEMORY
     layout = model.layout
-    # of the three copies of a trained weight two are of gathered weights, the third of its gradient
-    gathered = trained / 3 + frozen / 2
     in_forward = gathered / layout.micro_batches if layout.gathers_once else gathered
-    in_backward = (0.0 if layout.keeps_gathered else gathered) + trained / 3
+    in_backward = (0.0 if layout.keeps_gathered else gathered) + reduced
     return WeightSeconds(
         forward=(in_forward + decoded + lengths) / rate,
         backward=(in_backward + decoded + (decoded + lengths) * again) / rate,
     )
+
+
+def copied_bytes(model: PlannedModel) -> tuple[float, float]:
+    """Return the bytes read and written to gather all weights once, and for their gradients.
+
+    A rank that holds all of a weight makes a cast at most: see torch_private.spare_one_rank.
+    """
+    layout, sizes = model.layout, model.formats.sizes
+    whole = model.own.units(model.formats, layout.sharding, 1).all
+    if layout.fsdp_ranks == 1:
+        cast = whole.trained * (sizes.master + sizes.compute)
+        return cast * (not model.formats.shared[0]), cast * (sizes.master != sizes.compute)
+    trained = whole.trained * COPIED_BYTES
+    frozen = (whole.gathered - whole.trained * model.number) * COPIES_OF_FROZEN
+    # of the three copies of a trained weight two are of gathered weights, the third of its gradient
+    return trained / 3 + frozen / 2, trained / 3
 
 
 class Recomputed(NamedTuple):

@@ -41,13 +41,16 @@ class Sizes(NamedTuple):
 class Formats:
     """The formats of a run's weights and of its optimizer's state.
 
-    outer: True if there are outer weights and their momentum, as of groups that average.
+    outer: True if there are outer weights and their momentum, as of groups that average; shared:
+    True if a rank that holds all of a trained weight, or of a frozen one, computes with what it
+    holds. See torch_private.spare_one_rank.
     """
 
     sizes: Sizes
     master_dtype: str
     optim: Optim
     outer: bool = False
+    shared: tuple[bool, bool] = (False, False)
 
     @classmethod
     def of(
@@ -57,7 +60,10 @@ class Formats:
         adapters = adapter if adapter.name != "none" else None
         names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
         sizes = Sizes(*(getattr(torch, name).itemsize for name in names))
-        return cls(sizes, precision.master_dtype, optim, outer)
+        copies, encoded = optim.offload != "none", precision.float8 == "tensorwise"
+        trained, frozen = (copies or name == precision.param_dtype for name in names[:2])
+        shared = (trained and not encoded, frozen)
+        return cls(sizes, precision.master_dtype, optim, outer, shared)
 
 
 class FsdpUnit(NamedTuple):
@@ -67,7 +73,9 @@ class FsdpUnit(NamedTuple):
     padded to equal size; gathered: bytes of the gathered weights, padded; own: how many trained
     numbers the largest shard has; frozen, state: bytes of its frozen weights and of its optimizer
     state; experts, trained_experts: the part of `gathered` and `trained_padded` that is sharded on
-    the separate mesh of experts.
+    the separate mesh of experts; shared: the part of `gathered` that is the stored weights
+    themselves, as of a rank that holds all of a parameter; largest: how many numbers the largest
+    trained parameter has.
     """
 
     trained: int = 0
@@ -78,6 +86,8 @@ class FsdpUnit(NamedTuple):
     state: float = 0
     experts: float = 0
     trained_experts: float = 0
+    shared: float = 0
+    largest: float = 0
 
     @classmethod
     def of(
@@ -133,19 +143,25 @@ def _of_one(
     sizes = formats.sizes
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
-    if not parameter.requires_grad:
+    is_trained = parameter.requires_grad
+    is_shared = shards == 1 and (encoded or formats.shared[not is_trained])
+    shared = gathered if is_shared else 0.0
+    if not is_trained:
         frozen = padded * (1 if encoded else sizes.frozen) / shards
-        return FsdpUnit(gathered=gathered, frozen=frozen)
+        return FsdpUnit(gathered=gathered, frozen=frozen, shared=shared)
     each = state_bytes(formats.optim, formats.master_dtype, parameter.shape, in_block)
     if formats.outer:
         each += 2 * sizes.master
     shard = padded / shards
-    return FsdpUnit(own, padded, gathered, shard, state=each * shard)
+    return FsdpUnit(own, padded, gathered, shard, state=each * shard, shared=shared, largest=own)
 
 
 def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
     """Combine several units into one."""
-    return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
+    if not units:
+        return FsdpUnit()
+    largest = max(unit.largest for unit in units)
+    return FsdpUnit(*map(sum, zip(*units, strict=True)))._replace(largest=largest)
 
 
 class AdapterCounts(NamedTuple):
@@ -377,6 +393,19 @@ class ModelUnits:
         """The complete model as one unit."""
         ends = [self.last] if self.tied else [self.first, self.last]
         return sum_of([*self.blocks, *self.images, *ends])
+
+    def without_shared(self, group: int) -> "ModelUnits":
+        """Return the units with the bytes that gathering adds to the stored weights.
+
+        group: number of ranks over which parameters other than experts are sharded.
+        """
+
+        def added(unit: FsdpUnit) -> FsdpUnit:
+            experts = unit.experts - (unit.shared if group > 1 else 0.0)
+            return unit._replace(gathered=unit.gathered - unit.shared, experts=experts)
+
+        blocks, images = (tuple(map(added, units)) for units in (self.blocks, self.images))
+        return ModelUnits(added(self.first), blocks, added(self.last), self.tied, images)
 
     @cached_property
     def all_images(self) -> FsdpUnit:

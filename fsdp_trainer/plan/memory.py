@@ -26,7 +26,13 @@ from fsdp_trainer.plan.block_memory import (
 )
 from fsdp_trainer.plan.blocks import TracedPart
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, sum_of
-from fsdp_trainer.plan.pipeline_stages import RankStages, fetched_units, matrices_of, units_of
+from fsdp_trainer.plan.pipeline_stages import (
+    RankStages,
+    added_units,
+    fetched_units,
+    matrices_of,
+    units_of,
+)
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.planned_tower import PlannedTower
@@ -135,15 +141,17 @@ def memory(run: PlannedRun, device: str = "cuda", load: float = 1.0) -> Memory:
 class RankUnits:
     """The FSDP units of a rank's stages.
 
-    stored: with all bytes; fetched: with the bytes that each micro-batch gathers; blocks_per_unit:
-    see sharding; ranks, expert_ranks: numbers of ranks over which parameters are sharded, and
-    experts; copy_ranks: number of those among which a second copy is divided, 0: there is none;
-    frozen: number of units of blocks before all that backward reaches, which keep no copy; encoded:
-    bytes that are received for a gathered byte in 8-bit numbers, 0: weights are sent as they are.
+    stored: with all bytes; fetched: with the bytes that each micro-batch gathers; staged: bytes
+    that stay gathered from the first micro-batch of the step; blocks_per_unit: see sharding; ranks,
+    expert_ranks: numbers of ranks over which parameters are sharded, and experts; copy_ranks:
+    number of those among which a second copy is divided, 0: there is none; frozen: number of units
+    of blocks before all that backward reaches, which keep no copy; encoded: bytes that are received
+    for a gathered byte in 8-bit numbers, 0: weights are sent as they are.
     """
 
     stored: ModelUnits
     fetched: ModelUnits
+    staged: float
     blocks_per_unit: int
     ranks: int
     expert_ranks: int
@@ -156,11 +164,13 @@ class RankUnits:
     def of(cls, model: PlannedModel, stages: RankStages, device: str) -> "RankUnits":
         """Return the units of a rank with these stages."""
         layout, stored = model.layout, units_of(stages, model)
-        size = layout.sharding.blocks_per_unit
+        size, gathered = layout.sharding.blocks_per_unit, added_units(stored, layout, device)
+        fetched = fetched_units(gathered, layout.gathers_once)
         frozen = stages.is_first * model.own.backward_from // size
         return cls(
             stored,
-            fetched_units(stored, layout.gathers_once),
+            fetched,
+            gathered.all.gathered - fetched.all.gathered,
             size,
             layout.fsdp_ranks,
             layout.expert_sizes["eshard"],
@@ -169,11 +179,6 @@ class RankUnits:
             frozen,
             sent_factor(model) if layout.encodes_weights else 0.0,
         )
-
-    @property
-    def staged(self) -> float:
-        """Bytes that stay gathered from the first micro-batch of the step."""
-        return self.stored.all.gathered - self.fetched.all.gathered
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -427,7 +432,7 @@ class Now(NamedTuple):
 class LargestMoments:
     """The largest moment of each phase.
 
-    states: bytes of states on the device; most_sharded: of all sharded gradients.
+    states: bytes of states on the device; most_sharded: of all sharded gradients from messages.
     """
 
     def __init__(self, device: str, states: dict[str, float], most_sharded: float):
@@ -482,7 +487,9 @@ class Step:
 
     units, activations, states do not change; held does; moments: the largest of each phase; later:
     True if other micro-batches came before this one; sums_whole: True if gradients were summed
-    unsharded in them; compared: bytes for each logit that is compared with a teacher's.
+    unsharded in them; takes_gradients: True if one rank's gradients become those of its weights
+    without a message (see torch_private.spare_one_rank); compared: bytes for each logit that is
+    compared with a teacher's.
     """
 
     def __init__(self, run: PlannedRun, stages: RankStages, device: str, load: float):
@@ -492,7 +499,7 @@ class Step:
         self.activations = Activations.of(model, stages, device, load)
         self.teacher = run.teacher_in_memory
         self.compared = COMPARED_BYTES if run.teacher and run.teacher.compares else 0
-        self.teacher_units = teacher_units(self.teacher.model) if self.teacher else None
+        self.teacher_units = teacher_units(self.teacher.model, device) if self.teacher else None
         self.tower = model.tower
         whole, master = self.units.stored.all, model.stored_number
         # rollout ranks score what they have generated
@@ -512,7 +519,10 @@ class Step:
         self.later = layout.batch.rows > layout.batch.micro_rows * layout.batch_ranks
         self.sums_whole = self.later and layout.reduces_once
         self.held = self._held_at_first()
-        self.moments = LargestMoments(device, self.states.device, whole.own * self.states.gradient)
+        is_alone = self.units.ranks == layout.sizes["replicate"] == 1
+        self.takes_gradients = is_alone and self.states.gradient > 0
+        reduced = 0.0 if self.takes_gradients else whole.own * self.states.gradient
+        self.moments = LargestMoments(device, self.states.device, reduced)
 
     def _held_at_first(self) -> Held:
         """Return the bytes held when the micro-batch begins."""
@@ -763,6 +773,9 @@ class Step:
         held, reduce = self.held, self.model.reduced_number
         if not unit.trained:
             return  # the previous message stays until the next one
+        if self.takes_gradients:
+            self._take(unit, whole, fetched, phase, when)
+            return
         message, out = unit.trained_padded * reduce, unit.own * reduce
         held.send(message, self.layout.sharding.reduce_scatter_buffers)
         activations = held.saved + self.activations.stream
@@ -770,15 +783,29 @@ class Step:
         held.reduce(unit.trained * reduce if self.sums_whole else 0, 0, 0)
         adds = self.sums_whole or not self.later
         replicas = self.layout.sizes["replicate"]
-        if self.units.ranks == replicas == 1:  # see torch_private.keep_gradients_of_one_rank
-            sent = 0.0
-            if adds and reduce == self.states.gradient:  # the message becomes the gradient
-                sent, held.in_flight[-1] = message, 0.0
-        else:
+        sent = 0.0  # what one rank moves to the host stays in the message until then
+        if self.units.ranks > 1 or replicas > 1:
             sent = self._beside_message(unit, message) + out
         self.at(phase, when, Now(activations, 0, fetched, sent))
         is_cast = replicas > 1 and reduce != self.model.stored_number
         held.reduce(0, adds * unit.own * self.states.gradient, is_cast * out)
+
+    def _take(self, unit: FsdpUnit, whole: float, fetched: float, phase: str, when: str) -> None:
+        """Record the moment in which a unit's gradients become those of its weights. See `_send`.
+
+        Those of later micro-batches are added to them. Casts are made one after another, each after
+        the parameter's gathered copy is freed: together these are as large as the casts.
+        """
+        held, number = self.held, self.model.number
+        before = 0.0
+        if self.sums_whole:
+            number = self.model.reduced_number
+            before, whole = unit.trained * number, 0.0
+        out = unit.own * self.states.gradient * (self.sums_whole or not self.later)
+        if out and number != self.states.gradient:
+            whole = out + unit.largest * number
+        self.at(phase, when, Now(held.saved + self.activations.stream, whole, fetched))
+        held.reduce(before, out, 0)
 
     def _beside_message(self, unit: FsdpUnit, message: float) -> float:
         """Return the temporary bytes beside a message of gradients and its result."""

@@ -99,6 +99,13 @@ def units_of(stages: RankStages, model: PlannedModel) -> ModelUnits:
     return ModelUnits(first, blocks, last, tied=False)
 
 
+def added_units(units: ModelUnits, layout: Layout, device: str) -> ModelUnits:
+    """Return the units with the bytes that gathering adds on a device to the stored weights."""
+    if layout.sharding.cpu_offload and device != "cpu":  # it computes with other memory
+        return units
+    return units.without_shared(layout.fsdp_ranks)
+
+
 def fetched_units(units: ModelUnits, gathers_once: bool) -> ModelUnits:
     """Return the units with the bytes that each micro-batch gathers: 0 if they stay gathered."""
     if not gathers_once:

@@ -13,6 +13,7 @@ from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Model, Tra
 from fsdp_trainer.data.store.stored_values import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, KnownModels
+from fsdp_trainer.plan.pipeline_stages import added_units
 from fsdp_trainer.plan.plan_inputs import architecture
 from fsdp_trainer.plan.planned_model import PlannedModel
 
@@ -101,10 +102,11 @@ def list_bytes(choice: ObjectiveChoice) -> int:
     return bytes_per_token(choice.top_k, architecture_of(choice.teacher).vocab_size)
 
 
-def teacher_units(model: PlannedModel) -> TeacherUnits:
+def teacher_units(model: PlannedModel, device: str = "cuda") -> TeacherUnits:
     """Return a teacher's units on a rank."""
-    layout, group = model.layout, model.layout.fsdp_ranks
-    units = model.own.units(model.formats, layout.sharding, group)
+    layout = model.layout
+    stored = model.own.units(model.formats, layout.sharding, layout.fsdp_ranks)
+    units = added_units(stored, layout, device)
     block = max(units.blocks, key=lambda unit: unit.gathered)
     return TeacherUnits(
         states=units.all.own * model.number,
@@ -112,5 +114,5 @@ def teacher_units(model: PlannedModel) -> TeacherUnits:
         last=units.last,
         block=block,
         gathered=units.all.gathered,
-        stays=layout.keeps_gathered and group > 1,
+        stays=layout.keeps_gathered,
     )

@@ -11,7 +11,12 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_trainer.base import phases
-from fsdp_trainer.base.torch_private import around_units, is_in_backward, unsharded_gradients
+from fsdp_trainer.base.torch_private import (
+    around_units,
+    is_in_backward,
+    reduced_gradients,
+    unsharded_gradients,
+)
 from fsdp_trainer.rehearse.collectives import Collective, collective_of
 from fsdp_trainer.rehearse.live_bytes import LiveBytes, name_of
 
@@ -111,7 +116,10 @@ class StepRecorder(LiveBytes):
         with self._within(name):
             for gradient in unsharded_gradients(unit):
                 self.move(gradient, "gathered")
-            return real()
+            result = real()
+            for gradient in reduced_gradients(unit):
+                self.move(gradient, "gradients")
+            return result
 
     @contextmanager
     def _within(self, name: str, gathers: bool = False) -> Iterator[None]:

@@ -10,6 +10,8 @@ from unittest.mock import patch
 import inject
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.prefetch import Prefetcher
@@ -189,3 +191,62 @@ def test_communication_that_the_installed_torch_lacks_is_refused(train):
 
 def torch_2_11(_real, _package):
     return "2.11.0+cu128"
+
+
+class PassedBytes(TorchDispatchMode):
+    """Counts the bytes that operators read and write of matrices and codes; an update once.
+
+    Products are not counted: they read their weights anyway.
+    """
+
+    free = ("view", "as_strided", "detach", "empty", "aten.t.", "alias", "slice", "transpose", "mm")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if not any(word in str(operator) for word in self.free):
+            read = tree_leaves((args, kwargs))
+            written = [one for one in tree_leaves(out) if not any(one is each for each in read)]
+            tensors = [x for x in (*read, *written) if isinstance(x, torch.Tensor)]
+            self.count += sum(
+                x.nbytes for x in tensors if x.numel() >= MATRIX or x.dtype == torch.uint8
+            )
+        return out
+
+
+MATRIX = 2**17
+"""Numbers of each matrix of the feed-forward layers, and more than any activation has."""
+FEW_TOKENS = [
+    "batch.seq_len=16", "batch.rows=1", "batch.micro_rows=1", "train.steps=2", "data.loss_on=all",
+    "data.too_long=truncate", "data.max_lost=1", "precision.param_dtype=bfloat16",
+    "model.hidden_size=128", "model.intermediate_size=1024",
+]  # fmt: skip
+
+
+@inject.fault
+def counted(file):
+    """Write the bytes of a step for each number of the matrices."""
+
+    def count(real, runner, *args):
+        with PassedBytes() as passed:
+            result = real(runner, *args)
+        sizes = [p.numel() for p in runner.forward_backward.model.parameters()]
+        file.write_text(str(passed.count / sum(n for n in sizes if n >= MATRIX // 2)))
+        return result
+
+    with inject.around("train_step", count):
+        yield
+
+
+@pytest.mark.parametrize(
+    "adapter, limit", {"none": 36, "lora": 0, "qlora": 15.1}.items()
+)  # qlora decodes
+def test_a_step_on_one_rank_passes_over_its_weights_no_more_than_it_must(
+    world, input_words, tmp_path, adapter, limit
+):
+    words = [*input_words, *FEW_TOKENS, f"adapter={adapter}"]
+    world.train(tmp_path / "run", *words, seam=counted(tmp_path / "bytes"))
+    assert float((tmp_path / "bytes").read_text()) <= limit

@@ -199,7 +199,10 @@ class PassedBytes(TorchDispatchMode):
     Products are not counted: they read their weights anyway.
     """
 
-    free = ("view", "as_strided", "detach", "empty", "aten.t.", "alias", "slice", "transpose", "mm")
+    free = (
+        "view", "as_strided", "detach", "empty", "aten.t.", "alias", "slice", "transpose", "mm",
+        "linear", "split", "expand", "select", "unbind", "permute",
+    )  # fmt: skip
 
     def __init__(self):
         super().__init__()
@@ -242,7 +245,7 @@ def counted(file):
 
 
 @pytest.mark.parametrize(
-    "adapter, limit", {"none": 36, "lora": 0, "qlora": 15.1}.items()
+    "adapter, limit", {"none": 36, "lora": 0, "qlora": 17.4}.items()
 )  # qlora decodes
 def test_a_step_on_one_rank_passes_over_its_weights_no_more_than_it_must(
     world, input_words, tmp_path, adapter, limit

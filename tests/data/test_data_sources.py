@@ -460,7 +460,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1"
 @pytest.mark.parametrize(
     ("content", "advice"),
     [
-        (gzip.compress(b"{}"), "ends in .gz"), (b"PAR1xxxx", "ends in .parquet"),
+        (gzip.compress(b"{}", mtime=0), "ends in .gz"), (b"PAR1xxxx", "ends in .parquet"),
         (b"PK\3\4xx", "zip archive"), (LFS, "git lfs pull"),
         ("{}".encode("utf-16le"), "iconv -f utf-16le"), ("{}".encode("utf-32"), "iconv -f utf-32"),
     ],

@@ -22,12 +22,16 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "dpo": ("f_divergence_type", "f_alpha_divergence_coef", "rpo_alpha", "ld_alpha",
             "use_weighting", "discopop_tau", "loss_weights", "reference_free"),
     "sft": ("completion_only_loss", "assistant_only_loss", "packing_strategy", "eval_packing",
-            "dataset_text_field"),
+            "dataset_text_field", "packing", "padding_free"),
 }  # fmt: skip
 """Settings that only one trainer has, in the order in which trainers are looked for."""
 LOSSES = {"grpo": OF_GRPO, "kto": ("kto", "apo_zero_unpaired"), "cpo": ("simpo",),
           "dpo": OF_DPO, "sft": ("nll", "dft", "chunked_nll")}  # fmt: skip
 """Values of loss_type by trainer."""
+SHARED = {"use_peft", "lora_r", "lora_target_modules", "lora_modules_to_save", "use_rslora",
+          "use_dora", "lora_task_type", "dataset_train_split", "dataset_test_split",
+          "dataset_streaming"}  # fmt: skip
+"""Settings of all of TRL's scripts. A file with none of another trainer's is taken for sft's."""
 EXPLICIT = ("rl", "rlhf_type", "stage")
 """Settings that name the method, in other tools."""
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "cpo", "simpo")
@@ -47,7 +51,7 @@ def method_of(settings: dict[str, Any], tool: str) -> str | None:
     for method, signs in SIGNS.items():
         if set_here & set(signs) or any(one in LOSSES.get(method, ()) for one in loss):
             return method
-    return None
+    return "sft" if set_here & SHARED else None
 
 
 def loss_types(value: Any) -> list[str]:

@@ -20,7 +20,7 @@ HOW = ["schedule=constant", "data.validation=0.1", "train.validate_every=2", "ch
 BEST = 6
 
 
-def up_the_hill_after_the_best(_real, _cfg, lr, step, _total):
+def up_the_hill_after_the_best(_real, _cfg, lr, step, _total, _warmup):
     return lr if step <= BEST else -lr
 
 

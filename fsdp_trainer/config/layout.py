@@ -113,13 +113,13 @@ class Layout:
         """True if units of blocks stay gathered from forward to backward.
 
         auto: in a pipeline, where each micro-batch would gather them again, and where one rank has
-        all of them. Gathering is then a cast, at most, and its result is as large as what autocast
-        keeps for backward.
+        all of them on its device. Gathering is then a cast, at most, and its result is as large as
+        what autocast keeps for backward.
         """
         chosen = self.sharding.reshard_after_forward
         if chosen == "auto":
-            alone = self.sharding.strategy == "ddp" or self._replica_ranks == 1
-            return alone or self.sharding.pipeline > 1
+            alone = self._replica_ranks == 1 and not self.sharding.cpu_offload
+            return alone or self.sharding.strategy == "ddp" or self.sharding.pipeline > 1
         return not chosen
 
     @property

@@ -329,6 +329,14 @@ def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
     assert str(CONF / "recipe" / "quickstart.yaml") in said
 
 
+def test_of_two_warm_ups_the_one_that_the_message_names_is_used(own, refused, capsys):
+    words = ["--config-dir", own(recipe__both="schedule: {warmup: 0.1, warmup_steps: 7}"), *DEMO]
+    said = refused(*words, "+recipe=both")
+    (change,) = re.findall(r"keep one, as in  (\S+)", said)
+    assert main([*words, "+recipe=both", change, "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["schedule"]["warmup_steps"] == 7
+
+
 # --- verbs and options --------------------------------------------------------------------------
 
 

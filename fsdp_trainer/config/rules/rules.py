@@ -254,7 +254,8 @@ def settle_warm_up(schedule: Schedule, report: Report) -> None:
         (other,) = {*names} - {*typed}
         setattr(schedule, other, 0)
     elif schedule.warmup and schedule.warmup_steps:
-        reason = "schedule.warmup, a share, is set as well: keep one, as in  schedule.warmup=0"
+        one = f"schedule.warmup_steps={schedule.warmup_steps}"
+        reason = f"schedule.warmup, a share, is set as well: keep one, as in  {one}"
         report.add("schedule.warmup_steps", schedule.warmup_steps, reason)
 
 

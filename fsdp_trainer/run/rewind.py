@@ -104,7 +104,9 @@ def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Pr
     progress = Progress.for_data(read_progress(checkpoint), trainer.data.fingerprint, validation)
     return replace(
         progress,
-        segments=now.segments,  # the checkpoint may have been written with the earlier data
+        # the checkpoint may be from before a change of the schedule, or of the data
+        warmup_steps=now.warmup_steps,
+        segments=now.segments,
         skipped_row_ranges=[*now.skipped_row_ranges, around],
         rewinds=now.rewinds + 1,
         taken_back=now.steps_done - progress.step,

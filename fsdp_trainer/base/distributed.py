@@ -100,6 +100,11 @@ def to_device_of(tensor: Tensor, other: Tensor) -> Tensor:
     return on_host
 
 
+def is_one(scalar: Tensor) -> bool:
+    """Return True if a scalar is known to be 1 without waiting for a device."""
+    return type(scalar) is Tensor and scalar.device.type == "cpu" and scalar.item() == 1
+
+
 def replication_factor(parameter: Tensor, ranks: int) -> int:
     """Return how many of `ranks` ranks hold a copy of each element of a parameter."""
     if not isinstance(parameter, DTensor):

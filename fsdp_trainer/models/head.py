@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from fsdp_trainer.base.distributed import is_one
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.base.torch_private import graph_is_kept
 from fsdp_trainer.models.config import ModelConfig
@@ -174,7 +175,7 @@ class Head(nn.Module):
         self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool
     ) -> tuple[Scores, Tensor]:
         """Return a chunk's scores and an input of `write_gradient`: see score_chunk."""
-        return self.score(product, logits, targets, self.scored_softcap, with_mean)[:2]
+        return self.score(product, logits, targets, self.scored_softcap, with_mean)
 
     def write_gradient(
         self,
@@ -233,8 +234,7 @@ class Head(nn.Module):
         rows = self.rows_at_once(len(hidden), device, self.itemsize(hidden, soft))
         products = buffer = hidden.new_empty(rows, self.columns)
         if self.needs_scratch(products.dtype):
-            few = scratch_rows(rows, self.columns, device)
-            buffer = torch.empty_like(products[:few], dtype=torch.float32)
+            buffer = scratch_of(products)
         for start in range(0, max(1, len(hidden)), rows):
             tokens = slice(start, min(start + rows, len(hidden)))
             product = torch.mm(hidden[tokens], weight.T, out=products[: tokens.stop - start])
@@ -390,11 +390,6 @@ def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient if is_one(scale) else gradient.mul_(scale)).to(dtype)
 
 
-def is_one(scale: Tensor) -> bool:
-    """Return True if a scalar is known to be 1 without waiting for a device."""
-    return type(scale) is Tensor and scale.device.type == "cpu" and scale.item() == 1
-
-
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     """Return logits soft-capped to ±softcap (Gemma 2, §2)."""
     return torch.tanh(logits / softcap) * softcap
@@ -404,6 +399,12 @@ def scratch_rows(rows: int, columns: int, device: str) -> int:
     """Return the rows of a chunk that are in float32 at once. columns: of this process."""
     budget = SCRATCH_BYTES.get(device, SCRATCH_BYTES["cuda"])
     return min(rows, max(8, budget // (4 * max(1, columns))))
+
+
+def scratch_of(product: Tensor) -> Tensor:
+    """Return a float32 buffer for some rows of a chunk's product."""
+    few = scratch_rows(len(product), product.shape[1], product.device.type)
+    return torch.empty_like(product[:few], dtype=torch.float32)
 
 
 def is_in_place(product: Tensor, logits: Tensor, softcap: float | None) -> bool:
@@ -425,7 +426,7 @@ def float32_rows(product: Tensor, logits: Tensor, in_place: bool) -> Iterator[tu
     elif torch.compiler.is_compiling():
         yield slice(None), product.to(torch.float32, copy=True)
     else:
-        scratch = torch.empty_like(product, dtype=torch.float32) if logits is product else logits
+        scratch = scratch_of(product) if logits is product else logits
         for start in range(0, max(1, len(product)), max(1, len(scratch))):
             rows = slice(start, min(start + len(scratch), len(product)))
             yield rows, scratch[: rows.stop - start].copy_(product[rows])
@@ -460,8 +461,8 @@ def score_columns(
 
 def score_chunk(
     product: Tensor, logits: Tensor, targets: Tensor, softcap: float | None, with_mean: bool
-) -> tuple[Scores, Tensor, float | None]:
-    """Return a chunk's scores, and `total` and `softcap` of differentiate_chunk.
+) -> tuple[Scores, Tensor]:
+    """Return a chunk's scores, and `total` of differentiate_chunk.
 
     product: [rows, vocabulary], logits before the softcap. logits: float32 buffer of any number of
     rows, used a few rows of the product at a time; or the product itself: then, if it is float32,
@@ -472,7 +473,7 @@ def score_chunk(
     )
     logsumexp = largest + total.log()
     mean = sums[0] / product.shape[1] - logsumexp if with_mean else None
-    return Scores(at_target - logsumexp, logsumexp, mean), torch.stack([largest, total], 1), softcap
+    return Scores(at_target - logsumexp, logsumexp, mean), torch.stack([largest, total], 1)
 
 
 def differentiate_objective(

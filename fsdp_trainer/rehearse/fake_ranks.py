@@ -25,7 +25,6 @@ from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.rehearse.kinds import positions_of
 from fsdp_trainer.rehearse.rehearsed_run import Rehearsed
-from fsdp_trainer.training import gradients
 
 T = TypeVar("T")
 
@@ -71,7 +70,6 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
     # torch computes the place of a shard with a tensor of ranks, and reads it
     offsets = torch_private.compute_local_shape_and_global_offset
     yield patch.object(torch_private, offsets.__name__, with_real_tensors(offsets))
-    yield patch.object(gradients, "is_one", lambda _coefficient: False)
     # computed once, from numbers
     yield patch.object(eight_bit, "table", with_real_tensors(eight_bit.table))
     yield patch.object(muon_owners, "layouts_of", partial(layouts_of_all, run.layout))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.base.distributed import local_part, to_device_of
+from fsdp_trainer.base.distributed import is_one, local_part, to_device_of
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.parallel.pipeline import copies_in_stages
@@ -101,11 +101,6 @@ def clip_gradients(
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the number by which the update divides the gradients, in place of clipping them."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
-
-
-def is_one(coefficient: Tensor) -> bool:
-    """Return True if multiplying by a scalar changes nothing; False on a GPU, without waiting."""
-    return coefficient.device.type == "cpu" and bool(coefficient == 1)
 
 
 def global_norm(parts: dict[int, list[Tensor]], dims: Dims) -> Tensor:

@@ -1,7 +1,6 @@
 """Peak memory and messages of a training step, measured beside the plan."""
 
 import contextlib
-from unittest.mock import patch
 
 import inject
 import torch
@@ -21,7 +20,6 @@ from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.rehearse.live_bytes import LiveBytes
 from fsdp_trainer.rehearse.step_recorder import StepRecorder
-from fsdp_trainer.training import gradients
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -47,8 +45,7 @@ def tracked_peak(cfg, config, ranks):
             optimizer = build_optimizer(model, cfg.optim)
             for parameter in model.parameters():
                 optimizer.state[parameter] = optimizer.empty_state(parameter)
-            unread = patch.object(gradients, "is_one", lambda _coefficient: False)
-            with unread, FSDPMemTracker(model, optimizer) as tracker:
+            with FSDPMemTracker(model, optimizer) as tracker:
                 micro_step(model, whole_batch(cfg))
                 clip_gradients(model, dims, 1.0, None)
             return tracker.get_tracker_snapshot("peak")[cpu]["Total"]

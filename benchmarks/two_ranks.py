@@ -59,11 +59,11 @@ class Case:
 
 CASES = {
     "fsdp": Case(""),
-    "fsdp, bfloat16": Case("", BFLOAT16, 0.03),
+    "fsdp in bfloat16": Case("", BFLOAT16, 0.03),
     "tensor": Case("sharding.tensor=2"),
     "context": Case("sharding.context=2"),
     "ring": Case(RING),
-    "ring, bfloat16": Case(RING, BFLOAT16, 0.03),
+    "ring in bfloat16": Case(RING, BFLOAT16, 0.03),
     "experts": Case("sharding.expert=2", MIXTURE),
     "pipeline": Case("sharding.pipeline=2"),
     "hsdp": Case("sharding=hsdp sharding.replicas=2"),

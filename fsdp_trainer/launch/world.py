@@ -279,6 +279,10 @@ def device_of_rank(device: str, rank: int, local_rank: int, ranks_per_gpu: int =
         if device == "cuda":
             reason = "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch"
             raise UserError("there is no GPU", [Problem("launch.device=cuda", reason)])
+        if ranks_per_gpu > 1:
+            reason = "torch sees none here. Use  launch.ranks_per_gpu=1 launch.nproc_per_node=2"
+            problem = Problem(f"launch.ranks_per_gpu={ranks_per_gpu}", reason)
+            raise UserError("there is no GPU", [problem])
         return torch.device("cpu")
     number = local_rank // ranks_per_gpu
     if number >= (gpus := torch.cuda.device_count()):

@@ -255,6 +255,10 @@ def test_more_ranks_than_gpus_are_told_and_srun_users_which_flag_to_use(
 def test_ranks_share_a_gpu_if_that_is_wanted_and_nccl_lets_them(monkeypatch):
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}
     monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr("torch.cuda.is_available", bool)
+    monkeypatch.setattr("torch.cuda.device_count", int)
+    with pytest.raises(UserError, match=r"ranks_per_gpu=2(.|\n)*torch sees none here"):
+        join(rank, "auto", 5, 2)
     for name, value in {
         "is_available": True, "device_count": 1, "set_device": None, "nccl.version": (2, 28, 9)
     }.items():  # fmt: skip

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from fsdp_trainer.base.process import OWN_ENDING
+from fsdp_trainer.checkpoint.origin import read_origin
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Data
 
@@ -23,7 +24,11 @@ def next_commands(run: Path, objective: ObjectiveChoice, data: Data, adapted: bo
     """
     if OWN_ENDING in os.environ:
         return []
-    there = [f"       {run / name} is {what}" for name, what in EXPORTS.items() if has(run, name)]
+    there = []
+    for name, what in EXPORTS.items():
+        step = read_origin(run / name).get("step")
+        if step is not None:  # it may be of a step before the last
+            there.append(f"       {run / name} is {what}, of step {step:,}")
     source, commands = shlex.quote(str(run)), []
     if not objective.method.scores:
         text = data.format == "text"
@@ -34,8 +39,3 @@ def next_commands(run: Path, objective: ObjectiveChoice, data: Data, adapted: bo
         name, form = ("adapter", " form=adapter") if adapted else ("hf", "")
         commands.append(f"export {source} out={shlex.quote(str(run / name))}{form}")
     return [*there, "next:", *(f"  fsdp-trainer {command}" for command in commands)]
-
-
-def has(run: Path, name: str) -> bool:
-    """Return True if a run has a complete export of this name."""
-    return any((run / name / file).is_file() for file in ("config.json", "adapter_config.json"))

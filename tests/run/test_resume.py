@@ -166,12 +166,16 @@ def test_the_same_data_at_another_place_is_the_same_data(go_on, ledger, tmp_path
 
 
 def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(go_on):
-    again = go_on(ranks=2)
+    again = go_on("checkpoint.export_hf=true", ranks=2)
     assert "already finished" in again.out
+    export = f"{again.folder}/hf is a Hugging Face folder, of step 4"
+    assert export in again.out
     assert again.column("step") == [1, 2, 3, 4]
     assert end_of(again) == ("end", 0)
     more = ["train.steps=6", "checkpoint.keep=1", "checkpoint.best=false"]
-    assert go_on(*more, ranks=2).checkpoints == ["step-00000006"]
+    longer = go_on(*more, "checkpoint.export_hf=false", ranks=2)
+    assert longer.checkpoints == ["step-00000006"]
+    assert export in longer.out, "it is of an earlier step"
 
 
 def test_never_refuses_a_used_folder_and_overwrite_starts_anew(go_on, checkpoints, ledger):

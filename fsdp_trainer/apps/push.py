@@ -9,23 +9,26 @@ from typing import Any
 
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.base.safe_text import safe
-from fsdp_trainer.config.paths import ADAPTER_CONFIG
+from fsdp_trainer.config.paths import ADAPTER_CONFIG, is_hub_id
 from fsdp_trainer.config.verbs import PushConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 ENDINGS = (".safetensors", ".gguf", ".json", ".jinja", ".model", ".txt", ".md", ".py")
 """Of the files that exports consist of. Others, such as pickles, are not pushed."""
+WEIGHTS = (".safetensors", ".safetensors.index.json")
 TEXTS = (".json", ".jinja", ".txt", ".md", ".py")
 SCANNED_BYTES = 2**24
-"""Of each file that are searched for secrets; weights hold text at their beginning alone."""
+"""Of each file of weights that are searched for secrets; text is at their beginning alone."""
 SECRETS = {
     "a token of the hub": rb"\bhf_[A-Za-z0-9]{30,}",
     "an API key": rb"\b(sk-[\w-]{20,}|AIza[\w-]{35}|xox[abprs]-[\w-]{10,}|gh[pousr]_\w{36})",
     "a key of AWS": rb"\b(AKIA|ASIA)[0-9A-Z]{16}\b",
-    "an address with a password": rb"://[^/\s:@\"]+:[^/\s@\"]+@",
+    "an address with a password": rb"://[\w.%+~-]*:[!#-.0-?A-~]+@",
     "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
 }
-SECRET_NAME = re.compile(r"(?i)token|secret|password|api_?key|credential")
+SECRET_NAME = re.compile(r"(?i)token(?!iz)|secret|password|api_?key|credential")
+WHOLE = rb"(?<![\w.])%s(?![\w-])"
+"""Pattern of a path that is not a part of a longer name."""
 SHORTEST_SECRET = 12  # characters of a variable's value that are looked for
 TITLE = "nothing was pushed"
 
@@ -37,11 +40,10 @@ def push(cfg: PushConfig) -> int:
     files = {file.relative_to(folder).as_posix(): file for file in files_of(folder)}
     contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()}
     contents |= with_base(folder, cfg.base)
-    refuse_secrets({name: read_start(content) for name, content in contents.items()}, folder)
+    refuse_secrets(contents, folder)
     for name in files:
         print(f"  {name:34} {files[name].stat().st_size:15,} bytes")
-    url = send(repo, contents, cfg.private)
-    print(f"pushed {folder} to {url}, {'private' if cfg.private else 'public'}")
+    print(f"pushed {folder} to {send(repo, contents, cfg.private)}")
     return 0
 
 
@@ -88,11 +90,12 @@ def files_of(folder: Path) -> Iterator[Path]:
     """Yield the files of an export. Raises UserError for one that has no place in it."""
     problems = []
     for file in sorted(folder.rglob("*")):
-        if file.name.startswith(".") or file.is_dir():
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if is_hidden or (file.is_dir() and not file.is_symlink()):
             continue
-        if file.is_symlink() and not file.resolve().is_relative_to(folder.resolve()):
+        if not file.resolve().is_relative_to(folder.resolve()):
             problems.append(Problem(str(file), f"is a link out of the folder: {file.resolve()}"))
-        elif file.suffix not in ENDINGS:
+        elif file.suffix not in ENDINGS or not file.is_file():
             text = f"is no file of an export, which end in {' '.join(ENDINGS)}: move it away"
             problems.append(Problem(str(file), text))
         else:
@@ -113,7 +116,7 @@ def with_base(folder: Path, base: str | None) -> dict[str, bytes]:
     config = read_object(folder / ADAPTER_CONFIG, TITLE)
     named = str(config.get("base_model_name_or_path") or "")
     if base is None:
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not Path(named).exists():
+        if is_hub_id(named):
             return {}
         text = (
             f"its base model is {named or 'nowhere'}, which nobody else has.\n"
@@ -129,42 +132,52 @@ def with_base(folder: Path, base: str | None) -> dict[str, bytes]:
     return changed
 
 
-def read_start(content: str | bytes) -> bytes:
-    """Return the first SCANNED_BYTES of a file or of a content."""
+def searched(name: str, content: str | bytes) -> bytes:
+    """Return a content, or what a file holds; of a file of weights its first SCANNED_BYTES."""
     if isinstance(content, bytes):
-        return content[:SCANNED_BYTES]
+        return content
     with Path(content).open("rb") as file:
-        return file.read(SCANNED_BYTES)
+        return file.read(-1 if name.endswith(TEXTS) else SCANNED_BYTES)
 
 
-def refuse_secrets(starts: dict[str, bytes], folder: Path) -> None:
+def refuse_secrets(contents: dict[str, str | bytes], folder: Path) -> None:
     """Raise UserError for files with secrets, or with paths of this machine.
 
-    starts: the beginning of each file, by name.
+    contents: see `send`.
     """
     own = {
-        f"the value of {name} of the environment": re.escape(value.encode())
+        f"the value of {name} of the environment": either_way(value)
         for name, value in os.environ.items()
-        if SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET and not Path(value).exists()
+        if SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET and not os.path.exists(value)
     }
-    home = str(Path.home())
-    places = {"a path of this machine": re.escape(str(folder.resolve().parent).encode())}
-    if len(home) > 1:
-        places["a path of your home"] = re.escape(f"{home}/".encode())
+    # a vocabulary has tokens such as /data and /home
+    parent = folder.resolve().parent
+    place = parent if len(parent.parts) > 2 else folder.resolve()
+    places = {"a path of this machine": WHOLE % either_way(str(place))}
+    if len(Path.home().parts) > 1:
+        places["a path of your home"] = WHOLE % either_way(str(Path.home())) + rb"/\w"
     problems = []
-    for name, start in starts.items():
+    for name, content in contents.items():
+        text = searched(name, content)
         looked_for = SECRETS | own | (places if name.endswith(TEXTS) else {})
-        reasons = [what for what, pattern in looked_for.items() if re.search(pattern, start)]
+        reasons = [what for what, pattern in looked_for.items() if re.search(pattern, text)]
         problems += [Problem(name, f"holds {what}: take it out") for what in reasons]
     if problems:
         raise UserError(TITLE, problems)
 
 
+def either_way(text: str) -> bytes:
+    """Return a pattern for a text, as it is and as JSON writes it."""
+    written = os.fsencode(text), json.dumps(text)[1:-1].encode()
+    return b"(?:%s|%s)" % tuple(map(re.escape, written))
+
+
 def send(repo: str, contents: dict[str, str | bytes], private: bool) -> str:
     """Create the repository if there is none, and upload the files in one commit.
 
-    contents: the path or the bytes of each file, by its name there. Returns the address. A file
-    that a broken upload has sent is not sent again by the next. Raises UserError and RunFailed.
+    contents: the path or the bytes of each file, by its name there. Returns the address, and who
+    can read it. A file that a broken upload has sent is not sent again by the next. Raises
+    UserError and RunFailed.
     """
     try:
         from huggingface_hub import CommitOperationAdd, HfApi
@@ -173,13 +186,21 @@ def send(repo: str, contents: dict[str, str | bytes], private: bool) -> str:
         raise UserError(TITLE, [Problem(f"to={repo}", text)]) from None
     api = HfApi(library_name="fsdp_trainer")
     url = str(ask_hub(repo, lambda: api.create_repo(repo, private=private, exist_ok=True)))
-    if private and not ask_hub(repo, lambda: api.model_info(repo)).private:
+    there = ask_hub(repo, lambda: api.model_info(repo))
+    if private and not there.private:
         text = "exists and everybody can read it. Use  private=false  to push there"
+        raise UserError(TITLE, [Problem(f"to={repo}", text)])
+    old = {file.rfilename for file in there.siblings or ()} - contents.keys()
+    if weights := sorted(name for name in old if name.endswith(WEIGHTS) and "/" not in name):
+        text = (
+            f"has other weights, which may be loaded in place of these: {', '.join(weights)}.\n"
+            "Delete them there, or use another name"
+        )
         raise UserError(TITLE, [Problem(f"to={repo}", text)])
     files = [CommitOperationAdd(name, content) for name, content in contents.items()]
     message = "A model trained with fsdp_trainer"
     ask_hub(repo, lambda: api.create_commit(repo, files, commit_message=message))
-    return url
+    return f"{url}, {'private' if there.private else 'public'}"
 
 
 def ask_hub(repo: str, request: Callable[[], Any]) -> Any:

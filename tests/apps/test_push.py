@@ -16,7 +16,7 @@ class Hub:
 
     def __init__(self):
         self.private, self.files, self.objects, self.uploads = {}, {}, {}, []
-        self.breaks_off = False
+        self.breaks_off, self.old = False, []
 
     def answer(self, path, body, headers):
         name = path.removeprefix("/api/models/")
@@ -32,7 +32,12 @@ class Hub:
             return 200, {"warnings": [], "errors": []}
         if path.endswith("/commit/main"):
             return self.commit(map(json.loads, body.splitlines()))
-        return 200, {"id": name, "private": self.private[name], "sha": "0" * 40, "siblings": []}
+        return 200, {
+            "id": name,
+            "private": self.private[name],
+            "sha": "0" * 40,
+            "siblings": self.old,
+        }
 
     def create(self, name, body):
         if name in self.private:
@@ -110,6 +115,7 @@ def test_an_adapter_names_a_base_that_others_have(hub, ledger, capsys):
 
 def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SERVICE_TOKEN", "correct-horse-battery")
+    monkeypatch.setenv("LONG_TOKEN", "correct-horse" * 30)  # longer than names of files may be
     wrong = {
         "config.json": f"hf_{'a' * 34}", "a.txt": "correct-horse-battery", "b.md": str(tmp_path),
         "c.py": "https://me:secret@host/x", "d.pt": "pickle",
@@ -129,7 +135,13 @@ def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, cap
     assert main(["push", str(folder), "to=org/plain"]) == 2
     assert "link out of the folder" in capsys.readouterr().err
     (folder / "link.txt").unlink()
-    hub.private["org/open"] = False
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config.json").write_text("correct-horse-battery")
+    hub.private |= {"org/open": False, "org/old": True}
+    hub.old = [{"rfilename": name} for name in ("model-00001-of-2.safetensors", "config.json")]
+    assert main(["push", str(folder), "to=org/old"]) == 2
+    assert "other weights" in capsys.readouterr().err
+    hub.old = []
     for words, said in {
         ("to=org/open",): "private=false", ("to=open",): "is no repository", (): "to=org/name",
         ("to=org/plain", "base=org/base"): "only counts for an adapter",
@@ -140,6 +152,7 @@ def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, cap
     assert "fsdp-trainer export" in capsys.readouterr().err
     assert not hub.uploads
     assert main(["push", str(folder), "to=org/open", "private=false"]) == 0
+    assert ".git/config.json" not in hub.files
 
 
 def test_a_model_card_says_what_was_trained_and_names_no_folder_of_this_machine(ledger):

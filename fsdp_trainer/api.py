@@ -30,8 +30,8 @@ class TrainResult(int):
     history: list[dict[str, Any]]
     """The lines of the run's metrics.jsonl: one entry a step, those before a resume included."""
 
-    def __new__(cls, exit_code: int, folder: Path) -> "TrainResult":
-        return super().__new__(cls, exit_code)
+    def __new__(cls, exit_code: int, *_: Any) -> "TrainResult":
+        return super().__new__(cls, exit_code)  # a copy has no folder yet
 
     def __init__(self, exit_code: int, folder: Path):
         self.folder = folder

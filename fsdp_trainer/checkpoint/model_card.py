@@ -69,10 +69,12 @@ TASKS = {
 
 
 def write_model_card(folder: Path, checkpoint: Path, *, is_adapter: bool) -> None:
-    """Write README.md into an export of a checkpoint.
+    """Write README.md into an export of a checkpoint, unless its configuration is missing.
 
     It has no path of this machine and no password; the licence is left open.
     """
+    if not (checkpoint / "config.yaml").is_file():
+        return
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -99,9 +101,7 @@ class ModelCard:
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """Values of the run's keys, by dotted key; {} for a checkpoint without config.yaml."""
-        if not (self.checkpoint / "config.yaml").is_file():
-            return {}
+        """Values of the run's keys, by dotted key."""
         tree = checkpoint_configuration(self.checkpoint)
         return {key: reduce(part_of, key.split("."), tree) for key in flatten(TrainConfig)}
 

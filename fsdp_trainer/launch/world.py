@@ -286,7 +286,7 @@ def device_of_rank(device: str, rank: int, local_rank: int, ranks_per_gpu: int =
         return torch.device("cpu")
     number = local_rank // ranks_per_gpu
     if number >= (gpus := torch.cuda.device_count()):
-        enough = -(-(local_rank + 1) // gpus)
+        enough = -(-int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)) // gpus)
         reason = (
             f"this node has {gpus} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would "
             f"take number {number + 1}. Use  auto\n"

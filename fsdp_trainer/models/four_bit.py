@@ -150,7 +150,7 @@ def level_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 @lru_cache
 def quads(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of the four codes of each two bytes: [65536, 4]."""
-    each = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    each = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.uint8)
     return level_pairs(dtype, torch.device("cpu"))[each.int()].view(-1, 4).to(device)
 
 

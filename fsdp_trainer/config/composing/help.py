@@ -99,8 +99,8 @@ def _of_program(config_dir: str | None) -> str:
 
 
 def _of_group(cls: Any, verb: str, group: str, config_dir: str | None) -> str:
-    """Return the lines of a group's keys. Raises UserError if the verb has no such group."""
-    keys = {key: f for key, f in flatten(cls).items() if key.startswith(f"{group}.")}
+    """Return the lines of a group's keys, or of one. Raises UserError if the verb has none such."""
+    keys = {key: f for key, f in flatten(cls).items() if f"{key}.".startswith(f"{group}.")}
     if not keys:
         names = " ".join(dict.fromkeys(key.split(".")[0] for key in flatten(cls) if "." in key))
         reason = f"{verb} has no such group of keys" + (f". It has: {names}" if names else "")

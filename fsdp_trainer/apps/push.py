@@ -126,8 +126,8 @@ def with_base(folder: Path, base: str | None) -> dict[str, bytes]:
     config["base_model_name_or_path"] = repository(base)
     changed = {ADAPTER_CONFIG: json.dumps(config, indent=2).encode()}
     card = folder / "README.md"
-    if card.is_file() and "\nbase_model:" not in card.read_text(encoding="utf-8"):
-        text = card.read_text(encoding="utf-8")
+    if card.is_file():
+        text = re.sub(r"(?m)^base_model:.*\n", "", card.read_text(encoding="utf-8"), count=1)
         changed[card.name] = text.replace("---\n", f"---\nbase_model: {base}\n", 1).encode()
     return changed
 

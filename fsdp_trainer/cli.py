@@ -140,13 +140,14 @@ def _dispatch(argv: list[str] | None) -> int:
     if flags.shell_completion:
         return _complete(words)
     import_modules(flags.imported or [])
+    if flags.help and not words:
+        words, flags.help = [flags.help], ""  # of a verb
     typed, overrides = _split_verb(words)
     overrides = [*_recipe_flags(flags), *overrides]
-    if flags.help:
+    if flags.help is not None:
         from fsdp_trainer.config.composing.help import help_text
 
-        topic = next((word for word in overrides if "=" not in word), None)
-        print(visible(help_text(typed, topic, flags.config_dir)))
+        print(visible(help_text(typed, flags.help.partition("=")[0], flags.config_dir)))
         return 0
     return _run_or_show(typed or "train", overrides, flags)
 
@@ -180,7 +181,7 @@ def _unreadable(what: str, reason: str) -> UserError:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fsdp-trainer", add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--help", "-h", nargs="?", const="")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--shell-completion", "-sc", action="store_true")

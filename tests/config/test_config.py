@@ -387,6 +387,8 @@ def test_help_lists_verbs_groups_and_recipes(says):
         keys = [re.match(r"  (?:\w+\.)?(\w+)=", line) for line in lines[4:]]
         assert len(flatten(PRIMARY[verb])) == 0 or keys[0]
     assert "  optim.lr=1e-5  peak learning rate" in says("plan --help optim")
+    assert "  optim.lr=1e-5  peak learning rate" in says("plan --help optim.lr")
+    assert says("chat runs/x --help") == says("chat --help")
     assert "plan.gpu" in says("plan --help").partition("keys")[2].splitlines()[1]
     assert main(["plan", "--help", "optimizer"]) == 2
 

@@ -56,8 +56,8 @@ sweeps
 fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them all."""
 
 
-def help_text(verb: str | None, group: str | None, config_dir: str | None) -> str:
-    """Return the text of `--help`, of `VERB --help`, or of `VERB --help GROUP`."""
+def help_text(verb: str | None, group: str, config_dir: str | None) -> str:
+    """Return the text of `--help`, of `VERB --help`, or of `VERB --help GROUP`. group: or ""."""
     if verb is None:
         return _of_program(config_dir)
     cls: Any = PRIMARY[verb]

@@ -121,6 +121,12 @@ class Prompts(DocumentAttention):
     def __init__(self, lengths: list[int], device: torch.device):
         super().__init__([lengths], sum(lengths), device)
 
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
+    ) -> Tensor:
+        """See DocumentAttention. cuDNN, which plans each new length, is not tried first."""
+        return sdpa(q, k, v, mask, scoring)
+
 
 class NextTokens(PackedAttention):
     """One new token in each row, which attends to the row's cached tokens and to itself.

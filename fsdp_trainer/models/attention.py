@@ -154,16 +154,22 @@ class DocumentAttention(PackedAttention):
         if plan.width is not None:
             padding = q.shape[1] - plan.width
             q, k, v = (x[:, : plan.width] for x in (q, k, v))
-            out = _ordered_sdpa(q, k, v, None, scoring)
+            out = self.call(q, k, v, None, scoring)
             return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
         queries = _gather(q, plan.queries, [call.queries for call in calls])
         keys = _gather(k, plan.keys, [call.keys for call in calls])
         values = _gather(v, plan.keys, [call.keys for call in calls])
         results = [
-            _ordered_sdpa(*parts, call.mask, scoring).flatten(0, 1)
+            self.call(*parts, call.mask, scoring).flatten(0, 1)
             for call, parts in zip(calls, zip(queries, keys, values, strict=True), strict=True)
         ]
         return torch.cat(results).index_select(0, plan.order).view(q.shape)
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
+    ) -> Tensor:
+        """Return the attention of documents of similar length."""
+        return _ordered_sdpa(q, k, v, mask, scoring)
 
 
 class MaskedAttention(PackedAttention):

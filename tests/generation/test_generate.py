@@ -25,6 +25,7 @@ from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.logit_rules import with_rules
 from fsdp_trainer.generation.prompt_ranks import OwnPrompts, SamePrompts
 from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
+from fsdp_trainer.models import attention, attention_kernels
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters.adapters import adapter_parameters, add_adapters
 
@@ -107,6 +108,13 @@ def computed_tokens(model):
         yield sizes
     finally:
         hook.remove()
+
+
+def test_cudnn_does_not_plan_each_length_of_a_prompt(speaker, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "_chosen", ["cudnn"])
+    monkeypatch.setattr(attention, "sdpa_kernel", pytest.fail)
+    for prompts in (["abc"], ["abc", "x", "abcdefgh"]):
+        assert generate_tokens(speaker.model, encoded(speaker, *prompts), (), Sampling(1))
 
 
 def test_the_samples_of_a_prompt_share_its_prefill(speaker):

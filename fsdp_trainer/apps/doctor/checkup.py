@@ -141,7 +141,7 @@ def attention(device: torch.device) -> Iterator[Check]:
     here = replace(describe_device(device), dtype="bfloat16")
     text = f"model.attention_kernel=auto computes it {choose('auto', 'auto', here)}"
     best = BEST.get(here.capability or AMPERE)
-    if best in (None, *here.installed):
+    if best is None or best in here.installed:
         yield Check("ok", "attention", text)
         return
     advice = f"{NAMES[best]} is made for this GPU, and is not installed: docs/attention.md"

@@ -16,7 +16,7 @@ from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records import preference_records
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.data_statistics import left_out, length_for_most, lost_share
-from fsdp_trainer.data.store.findings import ImageWarnings
+from fsdp_trainer.data.store.findings import Finding, ImageWarnings
 from fsdp_trainer.data.store.token_cache import Prepared, Reporter, prepare
 from fsdp_trainer.data.stream.row_stream import stream_data
 from fsdp_trainer.data.templates.chat_template import Template, load_template
@@ -78,6 +78,28 @@ def new_rows(tokenizer: TextTokenizer, rows: int) -> list[str]:
     some = ", ".join([*texts[:5], *(["…"] if texts[5:] else [])])
     note = f"{len(texts):,} tokens have no row in the model's weights, and get one: {some}"
     return [note] if texts else []
+
+
+PADDING = 0.1, 512
+"""The share, and the number, of a model's tokens up to which its vocabulary may be padded."""
+
+
+def other_size(tokenizer: TextTokenizer, rows: int) -> list[Finding]:
+    """Return a finding if a model has more tokens than the tokenizer. rows: number of the model's.
+
+    It warns if they are more than a vocabulary is padded by.
+    """
+    if rows <= tokenizer.vocab_size:
+        return []
+    is_other = rows - tokenizer.vocab_size > max(rows * PADDING[0], PADDING[1])
+    fix = "as it should be where the model's vocabulary is padded"
+    if is_other:
+        fix = (
+            "the weights learnt their tokens with another one: put the model's tokenizer beside"
+            " them, or name it with  tokenizer.path"
+        )
+    text = f"the model has {rows:,} tokens, the tokenizer {tokenizer.vocab_size:,}"
+    return [Finding(text, fix, is_other)]
 
 
 ROUND_TRIP = "Natalia sold 48 clips to her friends in April,\nand half as many in May (24)."

@@ -25,7 +25,10 @@ MOST_METRICS = 8  # shown in the line of an evaluation
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 5.0  # least time between two lines of `paced`
 
 
-LEFT_OUT_FIRST = ("sources", "mfu", "memory", "seconds", "grad_norm", "lr", "speed", "eta")
+LEFT_OUT_FIRST = (
+    *("sources", "mfu", "memory", "seconds", "grad_norm", "margin", "lr", "speed", "eta"),
+    "accuracy",
+)
 """Parts of a progress line to leave out in a narrow terminal, in this order."""
 
 
@@ -109,6 +112,8 @@ def progress_line(
         "step": f"{line['step']:>{len(total)},}/{total} {percent:3}%",
         "loss": f"loss {_finite(line['loss'], '.4f')}",
         "reward": f"reward {line['reward']:.3f}" if "reward" in line else "",
+        "accuracy": _named(line, "reward_accuracy", "accuracy", ".0%"),
+        "margin": _named(line, "reward_margin", "margin", ".3f"),
         "lr": f"lr {line['lr']:.1e}",
         "grad_norm": f"|g| {_finite(line['grad_norm'], '.2f')}",
         "speed": f"{short(line['tokens_per_second'])} tok/s",
@@ -187,6 +192,10 @@ def error_name(metric: str) -> str:
     """Return the name of a metric's standard error."""
     name, comma, filters = metric.partition(",")
     return f"{name}_stderr{comma}{filters}"
+
+
+def _named(line: dict[str, Any], key: str, name: str, form: str) -> str:
+    return f"{name} {_finite(line[key], form)}" if key in line else ""
 
 
 def _finite(value: float | None, form: str) -> str:

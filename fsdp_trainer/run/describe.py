@@ -15,7 +15,7 @@ from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.schema import Launch, Optim, Precision
-from fsdp_trainer.data.prepared_data import lossy, new_rows, renumbered
+from fsdp_trainer.data.prepared_data import lossy, new_rows, other_size, renumbered
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapted_layers
@@ -64,6 +64,8 @@ def describe(
     if inputs.init_from:
         rows = stored_vocabulary(model_folder(inputs.init_from))
         token_notes += new_rows(inputs.tokenizer, rows)
+        warned = [str(one) for one in other_size(inputs.tokenizer, rows) if one.is_warning]
+        token_notes += [line.strip() for text in warned for line in text.splitlines()]
     number = getattr(torch, cfg.precision.param_dtype).itemsize
     if cfg.objective.method.second == "teacher":
         number = 4  # a comparison is made in float32

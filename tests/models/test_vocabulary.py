@@ -56,21 +56,22 @@ def test_padding_changes_no_loss_and_no_export_and_can_be_another_in_the_next_st
 
 
 def test_new_tokens_start_as_the_mean_of_the_others(train, folder):
-    grown = ["model.vocab_size=300", "model.vocab_multiple=128", "train.steps=0"]
+    grown = ["model.vocab_size=900", "model.vocab_multiple=128", "train.steps=0"]
     grown += [f"model.init_from={folder}", "checkpoint.export_hf=true"]
     run = train("run", *grown, base=HF, ranks=2)
     before, after = tensors(folder)[EMBEDDING], tensors(run.folder / "hf")[EMBEDDING]
-    assert after.shape == (300, 32)
+    assert after.shape == (900, 32)
     assert torch.equal(after[:264], before)
     assert torch.allclose(after[264:], before.mean(0), atol=1e-6)
     tokens = torch.randint(264, (1, 20), generator=torch.Generator().manual_seed(0))
     ours, theirs = (
         fsdp_trainer.load_model(path).logits(tokens) for path in (run.folder / "hf", folder)
     )
-    assert ours.shape[-1] == 300
+    assert ours.shape[-1] == 900
     assert torch.allclose(ours[..., :264], theirs, atol=1e-5)
     second = train("second", f"model.init_from={run.folder}", "train.steps=2", base=HF)
     assert second.column("step") == [1, 2]
+    assert "token  warning: the model has 900 tokens, the tokenizer 260" in second.out
 
 
 def test_rows_are_not_taken_away(train, folder):

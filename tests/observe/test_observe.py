@@ -213,6 +213,8 @@ def test_figures_are_short():
         "1,240/5,000  24%  loss 1.8342  lr 2.7e-05  |g| not finite  41.2k tok/s  MFU "
         "41.2% (causal 39.1%)  61.30 GiB  2.41 s  eta 2h31m"
     )
+    of_pairs = LINE | {"reward_accuracy": 0.625, "reward_margin": -0.01234}
+    assert "loss 1.8342  accuracy 62%  margin -0.012  lr" in progress_line(of_pairs, 5000, 9061)
     assert [short(n) for n in (3, 999, 41_234, 7.5e6, 2e9)] == ["3", "999", "41.2k", "7.5M", "2.0G"]
     assert [duration(s) for s in (5, 65, 9061)] == ["5s", "1m05s", "2h31m"]
 

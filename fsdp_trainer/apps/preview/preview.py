@@ -18,7 +18,7 @@ from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
-from fsdp_trainer.data.prepared_data import build_data, new_rows
+from fsdp_trainer.data.prepared_data import build_data, new_rows, other_size
 from fsdp_trainer.data.records.preference_records import SIDES
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.data_statistics import (
@@ -349,18 +349,7 @@ def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
     if cfg.model.init_from:
         rows = resolve_model(cfg.model).vocab_size
         notes += [Finding(note, is_warning=False) for note in new_rows(tokenizer, rows)]
-    if config.vocab_size == tokenizer.vocab_size:
-        return notes
-    text = f"the model has {config.vocab_size:,} tokens, the tokenizer {tokenizer.vocab_size:,}"
-    return [
-        *notes,
-        Finding(
-            text,
-            "as it should be where the model's vocabulary is padded; else this is not the"
-            " model's tokenizer",
-            is_warning=False,
-        ),
-    ]
+    return [*notes, *other_size(tokenizer, config.vocab_size)]
 
 
 def shown_row(

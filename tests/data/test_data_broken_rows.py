@@ -231,6 +231,7 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(prepared, tm
     (problem,) = raised.value.problems
     assert problem.what.startswith(str(tmp_path / name))
     assert line is None or problem.what.endswith(f":{line}")
+    assert ("on_error=skip" in str(raised.value)) != (reason == "holds no rows")
     paths = [tmp_path / name, tmp_path / "whole.jsonl"]
     skipped = prepared(*paths, on_error="skip", template="plain")
     assert len(skipped.train[0]) >= 1

@@ -49,6 +49,9 @@ class Record:
     error: str | None = None
 
 
+NO_ROWS = "the file holds no rows"
+
+
 @dataclass
 class Problems:
     """Collects rows that cannot be read.
@@ -88,10 +91,11 @@ class Problems:
     def raise_if_failing(self) -> None:
         """Raise a UserError with the collected rows, unless bad rows are to be skipped."""
         if self.will_raise:
-            raise UserError(
-                "rows of the data cannot be read. Fix them, or skip them with  data.on_error=skip",
-                self.first,
-            )
+            fix = "Fix them, or skip them with  data.on_error=skip"
+            title = f"rows of the data cannot be read. {fix}"
+            if {problem.reason for problem in self.first} == {NO_ROWS}:
+                title = "files of the data are empty. Fill them, or leave them out of  data.path"
+            raise UserError(title, self.first)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.data.files.file_splits import Unit, read_records, read_unit, token_blocks
-from fsdp_trainer.data.files.sources import Problems, Record, RecordError
+from fsdp_trainer.data.files.sources import NO_ROWS, Problems, Record, RecordError
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
@@ -307,7 +307,7 @@ class TaskTokenizer:
         file, start, stop = unit.unit.file, unit.unit.start, unit.unit.stop
         reader = self.reader
         if not (self.rows or start or stop is not None):
-            self.problems.add((file, 1), "the file holds no rows")
+            self.problems.add((file, 1), NO_ROWS)
         if self.rows or not start:
             self.result.rows.append((unit.number, str(reader or "of no known format"), self.rows))
         if reader and reader.unused:

@@ -1,6 +1,7 @@
 """The console's progress line: redrawn in a terminal, a new line per logging step in a file."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -32,12 +33,21 @@ LEFT_OUT_FIRST = (
 """Parts of a progress line to leave out in a narrow terminal, in this order."""
 
 
+COLOURS = {
+    re.compile(r"(\w+ +)?warning:|spike in step |skipped |stopped by "): 33,  # yellow
+    re.compile("done: "): 32,  # green
+}
+"""Colours of lines in a terminal, as numbers of ANSI, by how the lines begin."""
+
+
 class Console:
     """The console output of a run. It is quiet on all ranks except rank 0."""
 
     def __init__(self, quiet: bool, stream: TextIO | None = None):
         self.quiet, self.stream = quiet, stream or sys.stdout
         self.live = not quiet and self.stream.isatty()
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        self._colours = COLOURS if self.live and not plain else {}
         self._drawn = 0
         self._lock = threading.Lock()  # checkpoints are reported by the thread that writes them
 
@@ -45,7 +55,7 @@ class Console:
         """Print a line that stays."""
         if not self.quiet:
             with self._lock:
-                self._print(self._cleared() + safe(text) + "\n")
+                self._print(self._cleared() + self._coloured(safe(text)) + "\n")
 
     def progress(self, text: str, last: bool = False) -> None:
         """Print the line of a logging step; in a terminal the next one replaces it."""
@@ -78,6 +88,10 @@ class Console:
     def _print(self, text: str) -> None:
         with suppress(OSError):  # a full disk or a closed pipe must not end training
             print(text, end="", file=self.stream, flush=True)
+
+    def _coloured(self, text: str) -> str:
+        number = next((value for start, value in self._colours.items() if start.match(text)), None)
+        return text if number is None else f"\033[{number}m{text}\033[0m"
 
     def _cleared(self) -> str:
         drawn, self._drawn = self._drawn, 0

@@ -139,6 +139,21 @@ def test_a_terminal_sees_one_line_redrawn():
     assert quiet.getvalue() == ""
 
 
+@pytest.mark.parametrize("plain", [None, ("TERM", "dumb"), ("NO_COLOR", "1"), "a pipe"])
+def test_warnings_and_the_end_are_coloured_in_a_terminal_alone(monkeypatch, plain):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if isinstance(plain, tuple):
+        monkeypatch.setenv(*plain)
+    stream = io.StringIO()
+    stream.isatty = lambda: plain != "a pipe"
+    console = Console(quiet=False, stream=stream)
+    for line in ("data   warning: \x1b", "data   no warning: x", "done: runs/x"):
+        console.say(line)
+    starts = [line[:5] for line in stream.getvalue().splitlines()]
+    assert starts == (["data "] * 2 + ["done:"] if plain else ["\x1b[33m", "data ", "\x1b[32m"])
+
+
 LINE = {
     "step": 1240,
     "loss": 1.83421,

@@ -92,7 +92,9 @@ class GroupProcesses(RankProcesses):
         env = {**os.environ, PARENT: str(os.getpid()), DESCRIPTOR: str(file.fileno())}
         env.setdefault("OMP_NUM_THREADS", str(self._threads))
         env[TOKEN] = self._secret
-        return start_process(self._words, env, file.fileno())
+        process = start_process(self._words, env, file.fileno())
+        print(f"group  {number} is process {process.pid}", flush=True)
+        return process
 
     def wait(self) -> int:
         """Wait until all groups have ended.

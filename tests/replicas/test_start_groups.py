@@ -1,5 +1,6 @@
 """launch.groups: one command starts several groups on this machine, and starts lost ones again."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(sta
     started, _ = start(seam=inject.killed_once(tmp_path / "killed", step=3))
     assert started.wait() == 0, started.said
     assert " ended with code -9: started again" in started.said
+    named = re.findall(r"^group  (\d) is process \d+$", started.said, re.M)
+    assert sorted(named[:2]) == ["0", "1"]
+    assert len(named) == 3
     run = Run(tmp_path / "run")
     records = [tmp_path / "log", *filter(Path.is_file, run.folder.rglob("*"))]
     assert not any(SECRET.encode() in file.read_bytes() for file in records)

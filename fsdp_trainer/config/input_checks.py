@@ -2,6 +2,11 @@
 
 import glob
 import importlib.util
+import json
+import shlex
+from contextlib import suppress
+from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +102,7 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
     elif isinstance(cfg, ChainConfig):
         _check_chain(cfg, report)
     if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
-        report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's there")
+        report.add("source", cfg.source, _to_add_tokenizer(Path(cfg.source)))
     if isinstance(cfg, ExportConfig):
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
     if isinstance(cfg, VerifyConfig):
@@ -180,14 +185,37 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     _check_hosts(cfg.launch.hosts, report)
-    for key, (package, reason) in NOT_INSTALLED.items():
-        value = value_of(cfg, key)
-        if value and value != "none" and importlib.util.find_spec(package) is None:
-            report.add(key, value, reason)
+    _check_packages(cfg, report)
     resume = cfg.checkpoint.resume
     if resume not in ("auto", "never") and find_checkpoint(resume) is None:
         reason = "is neither auto nor never, nor a run or checkpoint that was committed"
         report.add("checkpoint.resume", resume, reason)
+
+
+def _check_packages(cfg: TrainConfig, report: Report) -> None:
+    for key, (package, reason) in NOT_INSTALLED.items():
+        value = value_of(cfg, key)
+        if value and value != "none":
+            spec = importlib.util.find_spec(package)
+            if spec:
+                reason = _other_torchft(spec) if package == "torchft" else ""
+            if reason:
+                report.add(key, value, reason)
+
+
+def _other_torchft(spec: ModuleSpec) -> str:
+    """Return why groups cannot use the torchft that is installed; "" if they can.
+
+    Two packages bring it, and the last release of one is older than what groups ask of a quorum.
+    """
+    if "reconfigure_handles" in Path(spec.origin or "").with_name("manager.py").read_text():
+        return ""
+    installed = []
+    for name in ("torchft", "torchft-nightly"):
+        with suppress(metadata.PackageNotFoundError):
+            installed.append(f"{name} {metadata.version(name)}")
+    fix = "pip uninstall torchft torchft-nightly ; pip install 'fsdp_trainer[replicas]'"
+    return f"{' with '.join(installed)} is too old, torchft-nightly is needed:\n{fix}"
 
 
 def _check_hosts(hosts: str | list[str] | None, report: Report) -> None:
@@ -288,6 +316,21 @@ def _lacks_tokenizer(path: str) -> bool:
     """Return True if a model has no tokenizer beside it. Checkpoints always have one."""
     described = is_described(model_folder(path)) and not find_checkpoint(path)
     return described and not has_tokenizer(tokenizer_folder(path))
+
+
+def _to_add_tokenizer(source: Path) -> str:
+    """Return what to type so that a model's tokenizer lies beside it."""
+    if source.suffix != ".gguf":
+        return f"{NO_TOKENIZER}: copy the model's there"
+    folder, name = json.dumps(str(source.parent)), json.dumps(source.name)
+    code = (
+        "from transformers import AutoTokenizer as T;"
+        f" T.from_pretrained({folder}, gguf_file={name}).save_pretrained({folder})"
+    )
+    return (
+        "has no tokenizer.json beside it: copy the model's there, or, with transformers,"
+        f" write out what the file holds:\npython -c {shlex.quote(code)}"
+    )
 
 
 def _unreadable(key: str, path: str) -> str | None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -186,6 +187,21 @@ def test_a_mistake_says_what_to_type_instead(refused):
         said = answers(refused(*reversed(mistakes), *usual))
         for typed, reason in mistakes.items():
             assert reason in said.get(typed, ""), typed
+
+
+def test_an_older_torchft_is_named_with_what_to_install(refused, tmp_path, monkeypatch):
+    (tmp_path / "manager.py").touch()
+    old = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: old)
+    said = refused("model=tiny", "replicas.method=sync", "launch.groups=2", *DEMO)
+    assert "is too old" in said
+    assert "pip install 'fsdp_trainer[replicas]'" in said
+
+
+def test_a_gguf_file_alone_says_how_its_tokenizer_is_written_out(refused, tmp_path):
+    (tmp_path / "x.gguf").touch()
+    said = refused("generate", f"source={tmp_path / 'x.gguf'}", "prompt=a")
+    assert f'T.from_pretrained("{tmp_path}", gguf_file="x.gguf").save_pretrained(' in said
 
 
 def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):

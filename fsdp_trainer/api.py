@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.remote_code import allow_remote_code
 from fsdp_trainer.config.check import as_value
 from fsdp_trainer.config.composing.compose import compose, config_flag
@@ -48,8 +49,8 @@ class TrainResult(int):
         return int(self)
 
     def __repr__(self) -> str:
-        steps = len(self.history)
-        return f"TrainResult(exit_code={int(self)}, folder={str(self.folder)!r}, {steps} steps)"
+        steps = counted(len(self.history), "step")
+        return f"TrainResult(exit_code={int(self)}, folder={str(self.folder)!r}, {steps})"
 
 
 def train(

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.config.verbs import RewardsConfig
@@ -55,7 +56,7 @@ def rewards(cfg: RewardsConfig) -> int:
     )
     scored = [Scored(where, attempt, list(own), total) for where, attempt, own, total in rows]
     if problems.count:
-        console.say(f"skipped  {problems.count:,} rows that cannot be used")
+        console.say(f"skipped  {counted(problems.count, 'row')} that cannot be used")
     if cfg.format == "json":
         print(visible(json.dumps(as_json(chosen, scored), ensure_ascii=False)))
         return 0

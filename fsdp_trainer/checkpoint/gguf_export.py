@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.export import exportable
@@ -37,7 +38,7 @@ def export_gguf(cfg: ExportConfig) -> int:
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FILE.gguf") from None
     if left_out:
-        print(safe(f"not in the export: {len(left_out):,} tensors such as {left_out[0]}"))
+        print(safe(f"not in the export: {counted(len(left_out), 'tensor')} such as {left_out[0]}"))
     print(f"exported {source} to {out}")
     return 0
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
@@ -76,7 +77,7 @@ def new_rows(tokenizer: TextTokenizer, rows: int) -> list[str]:
     id_of = tokenizer.backend.get_vocab()
     texts = [repr(text) for text in tokenizer.new if id_of[text] >= rows]
     some = ", ".join([*texts[:5], *(["…"] if texts[5:] else [])])
-    note = f"{len(texts):,} tokens have no row in the model's weights, and get one: {some}"
+    note = f"{counted(len(texts), 'token')} with no row in the model's weights, added there: {some}"
     return [note] if texts else []
 
 
@@ -211,5 +212,5 @@ def _build_data(
         data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
         prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, kind)
         validation, unused = prepared.train[0], [*unused, *prepared.unused]
-        report = [*report, f"validation on {len(validation):,} samples"]
+        report = [*report, f"validation on {counted(len(validation), 'sample')}"]
     return tokenizer, template, Prepared([], [], validation, report, streamed, unused=unused)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.checkpoint.store import CheckpointStore
@@ -281,7 +282,7 @@ class PolicyGradientMethod(Method):
         titles = ", ".join(self.makers.titles)
         together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
         return [
-            f"{rows:,} prompts a step × {choice.samples} answers of at most "
+            f"{counted(rows, 'prompt')} a step × {counted(choice.samples, 'answer')} of at most "
             f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}",
             *([f"{environment.about}, {choice.turns} at most"] if environment else []),
             *short_contexts(self.makers.rewards, self._longest_prompt, choice.max_new_tokens),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.recorded import as_written
 from fsdp_trainer.checkpoint.store import read_progress
@@ -201,7 +202,9 @@ class ReferenceColumn(StoredColumn):
 
     def compute(self, digest: str) -> list[SampleColumns]:
         count = sum(len(order.store) for order, _ in self.rows.stored)
-        self.say(f"refer  the reference reads {count:,} answers once, before the first step")
+        self.say(
+            f"refer  the reference reads {counted(count, 'answer')} once, before the first step"
+        )
         columns = []
         for order, rows in self.rows.stored:
             place, sums = self.place(order, digest), self._sums(order, rows)

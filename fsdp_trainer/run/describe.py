@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.checkpoint.other_tools.optimizer_states import OtherStates
 from fsdp_trainer.checkpoint.unread_tensors import Unread
 from fsdp_trainer.config.check import as_text
@@ -75,7 +76,8 @@ def describe(
     return [
         f"run    {setup.folder}",
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
-        f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
+        f"{counted(config.num_hidden_layers, 'block')}, "
+        f"{config.vocab_size:,} tokens, from {origin}",
         *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
         *unread_tensors(unread, config.vocab_size),
         *by_transformers(config, cfg.data.packing),
@@ -105,7 +107,7 @@ def length_of_run(setup: RunSetup, data: DataSource, progress: Progress) -> list
     steps, epochs = data.total_steps(progress), data.epochs(progress)
     by_keys = warmup_steps(cfg.schedule, steps)
     warmup = by_keys if progress.warmup_steps is None else progress.warmup_steps
-    amounts = [f"{steps:,} steps", f"{epochs:.2f} epochs" if epochs is not None else ""]
+    amounts = [counted(steps, "step"), f"{epochs:.2f} epochs" if epochs is not None else ""]
     rows, rows_per_epoch = (steps - progress.first_step) * cfg.batch.rows, 0
     if isinstance(data, StoredRows) and epochs is not None:
         rows_per_epoch = data.order.rows_per_epoch
@@ -237,7 +239,7 @@ def adapters(model: Decoder) -> list[str]:
     of_experts = f" and {len(experts)} stacks of experts" if experts else ""
     frozen = " and ".join("4 bits" if name == "uint8" else name for name in formats)
     return [
-        f"adapt  {kind} on {len(layers)} layers{of_experts} ({', '.join(names)}), "
+        f"adapt  {kind} on {counted(len(layers), 'layer')}{of_experts} ({', '.join(names)}), "
         f"rank {one_or_range(ranks)}, scale {one_or_range(scales)}; frozen weights in {frozen}"
     ]
 
@@ -315,12 +317,6 @@ def lines_on_states(states: OtherStates, optim: Optim, next_rate: float | None) 
 
 def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is 1."""
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 def step_arithmetic(layout: Layout, optim: Optim) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.base.process import STOPPED, freed_memory_stays, pid_namespace
@@ -518,7 +519,7 @@ def is_alone(trainer: Trainer) -> bool:
 def already_finished(trainer: Trainer) -> str:
     """Return the message for a run that has nothing left to do, with overrides to train on."""
     step, total = trainer.progress.step, trainer.timetable.total_steps(trainer.progress)
-    reason = f"{step:,} of {total:,} steps. More with  train.steps=…"
+    reason = f"{step:,} of {counted(total, 'step')}. More with  train.steps=…"
     if trainer.finished == "early_stop":
         reason = (
             f"stopped early after step {step:,}, {trainer.progress.stale} validations without a "
@@ -541,8 +542,8 @@ def report_end(trainer: Trainer, reason: str) -> None:
     if reason == "early_stop":
         say(f"stopped early: {progress.stale} validations in a row without a lower loss")
     if skipped := trainer.guard.skipped:
-        steps = progress.step - progress.first_step
-        say(f"skipped {skipped:,} of {steps:,} steps, which changed no weight: see events.jsonl")
+        many = counted(progress.step - progress.first_step, "step")
+        say(f"skipped {skipped:,} of {many}, which changed no weight: see events.jsonl")
     if trainer.observer.last_loss is not None:
         say(f"loss   {trainer.observer.last_loss:.4f} in the last step")
     for line in describe_validation(progress, trainer.cfg.checkpoint.best, trainer.checkpoints):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.checkpoint.atomic_files import complete_folder
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.new_folder import new_folder
@@ -54,7 +55,9 @@ def write_prepared(
                 WRITERS[form](partial, name, tokenizer.vocab_size, tokenizer.eos_id).write(
                     _documents(store)
                 )
-                lines.append(f"{len(store):,} documents of {name}, {store.token_count:,} tokens")
+                lines.append(
+                    f"{counted(len(store), 'document')} of {name}, {store.token_count:,} tokens"
+                )
     except OSError as error:
         raise RunFailed(f"cannot write {out}: {error}. Use  out=FOLDER") from None
     return [*lines, f"in {out}"]
@@ -76,8 +79,8 @@ def _require_plain_tokens(
     )
     if masked:
         reason = (
-            f"{masked:,} samples have tokens that are not learnt, and such files cannot say which."
-            "\nTo learn all of them:  data.loss_on=all"
+            f"{counted(masked, 'sample')} with tokens that are not learnt, and such files cannot"
+            " say which.\nTo learn all of them:  data.loss_on=all"
         )
         problems.append(Problem(f"out={given}", reason))
     if form == "nanogpt" and tokenizer.vocab_size > 1 << 16:

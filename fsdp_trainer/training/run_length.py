@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.schema import Batch, Optim, Schedule, Train
 from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.store.findings import Finding
@@ -59,10 +60,10 @@ class RunLength:
         more = self.more_steps() if is_few else ""
         if warmup > steps:
             rate, _ = self.highest_rate(1, steps, warmup)
-            text = f"the warm-up takes {warmup:,} steps and the run has {steps:,}: the learning"
-            text += f" rate ends at {rate:.3g}, below optim.lr={self.optim.lr:g}"
+            text = f"the warm-up takes {counted(warmup, 'step')} and the run has {steps:,}: "
+            text += f"the learning rate ends at {rate:.3g}, below optim.lr={self.optim.lr:g}"
             return [Finding(text, f"use  schedule.warmup=0.03{f' , and  {more}' if more else ''}")]
-        text = f"the run has {steps:,} step{'s' * (steps != 1)}, which change the weights little"
+        text = f"the run has {counted(steps, 'step')}, which change the weights little"
         return [Finding(text, f"use  {more}")] if is_few else []
 
     def more_steps(self) -> str:

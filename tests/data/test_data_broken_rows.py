@@ -235,7 +235,7 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(prepared, tm
     paths = [tmp_path / name, tmp_path / "whole.jsonl"]
     skipped = prepared(*paths, on_error="skip", template="plain")
     assert len(skipped.train[0]) >= 1
-    assert "skipped 1 rows" in "\n".join(skipped.report)
+    assert "skipped 1 row " in "\n".join(skipped.report)
     list_of_skipped = skipped.train[0].folder.with_name("skipped.jsonl")
     (listed,) = map(json.loads, list_of_skipped.read_text().splitlines())
     assert f"{listed['file']}:{listed['line']}" == problem.what

@@ -314,7 +314,7 @@ def test_rows_whose_images_and_places_differ_are_refused(prepared):
         with pytest.raises(UserError, match="has 0 images, and its turns have places for 1"):
             prepared(saying("<image>?", images=empty))
     for content in ("<image> or <image>?", "<image> or \ufffc?"):
-        with pytest.raises(UserError, match="has 1 images, and its turns have places for 2"):
+        with pytest.raises(UserError, match="has 1 image, and its turns have places for 2"):
             prepared(saying(content, images=["pictures/0.png"]))
 
 

@@ -528,7 +528,7 @@ CHATS = ["data.loss_on=assistant", "data.too_long=drop", "data.packing=best_fit"
         (["out=tokens", "form=parquet"], "form=parquet"),
         (
             ["out=tokens", "form=olmo", "data.path=chats.jsonl", "data.format=auto", *CHATS],
-            "1 samples have tokens that are not learnt",
+            "1 sample with tokens that are not learnt",
         ),
     ],
 )

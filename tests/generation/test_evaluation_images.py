@@ -141,7 +141,7 @@ def test_a_task_with_images_that_do_not_fit_is_refused(evaluate, tmp_path, pictu
     gemma = make_image_folder(tmp_path / "gemma3", "gemma3")
     wrong = {
         "use  implementation=transformers": (row | {"question": "?"}, gemma),
-        "has 1 images, and the chat template shows 2": (row, model),
+        "has 1 image, and the chat template shows 2": (row, model),
         "pictures/none.png": (row | {"question": "?", "images": ["pictures/none.png"]}, model),
         "the model reads only text": (row | {"question": "?"}, make_folder(tmp_path / "text")),
     }

@@ -361,7 +361,7 @@ def test_rows_that_cannot_be_scored_are_counted_beside_the_json(rewards, tmp_pat
     references = ["\\boxed{2\\sqrt{3}}", "#### 3"]
     file.write_text("".join(json.dumps({"question": "?", "answer": r}) + "\n" for r in references))
     done = rewards("data.on_error=skip", "format=json", f"data.path={file}")
-    assert "skipped  1 rows" in done.err
+    assert "skipped  1 row " in done.err
     assert by_row(done) == {"2": 1}
     assert "has no number" in rewards(f"data.path={file}", code=2).err
 
@@ -399,7 +399,7 @@ def test_a_row_that_cannot_be_scored_is_named_or_skipped(rewards, questions, tmp
     assert f"{questions}:2" in refused
     assert "has no number in its answer" in refused
     skips = "data.on_error=skip"
-    assert "skipped  1 rows" in rewards(skips).out
+    assert "skipped  1 row " in rewards(skips).out
     answers = tmp_path / "a.txt"
     answers.write_text("0\nno idea\n4\n")
     scored = rewards(f"answers={answers}", "format=json", skips)

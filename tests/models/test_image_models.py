@@ -345,7 +345,7 @@ def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path, capsys):
     [name] = write_pictures(tmp_path, 1)
     words = ["generate", f"source={folders('llava')}", "max_tokens=2"]
     assert main([*words, "prompt=<image> and <image>?", f"image={tmp_path / name}"]) == 2
-    assert "has 1 images, and its turns have places for 2" in capsys.readouterr().err
+    assert "has 1 image, and its turns have places for 2" in capsys.readouterr().err
     assert main([*words, "prompt=what?", f"image={tmp_path}/none.png"]) == 2
     assert "there is no" in capsys.readouterr().err
     Image.new("LA", (9, 9)).save(tmp_path / "clear.png")

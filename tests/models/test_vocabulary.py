@@ -116,7 +116,7 @@ def test_tokens_that_only_a_description_names_get_rows_if_the_others_fit(tmp_pat
     tokenizer = load_tokenizer(str(tmp_path / "tokens"))
     count, new = tokenizer.vocab_size, len(tokenizer.new)
     assert resolve_with_tokenizer(model, count, False, new).vocab_size == 262
-    assert "2 tokens have no row" in new_rows(tokenizer, 260)[0]
+    assert "2 tokens with no row" in new_rows(tokenizer, 260)[0]
     assert new_rows(tokenizer, 262) == []
     with pytest.raises(UserError, match="more than the model's embedding has rows"):
         resolve_with_tokenizer(model, count, False, 1)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.apps.doctor import speed
-from fsdp_trainer.apps.doctor.doctor_report import UNHEALTHY, DoctorReport, counted
+from fsdp_trainer.apps.doctor.doctor_report import UNHEALTHY, DoctorReport
 from fsdp_trainer.apps.doctor.group_links import group_links
 from fsdp_trainer.apps.doctor.layout_checks import check_layout, dimension_groups
 from fsdp_trainer.apps.doctor.machines import (
@@ -26,6 +26,7 @@ from fsdp_trainer.apps.doctor.machines import (
 )
 from fsdp_trainer.apps.doctor.state_disk import state_disk
 from fsdp_trainer.apps.doctor.storage import input_digests, inputs, storage
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.durations import parse_duration

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.launch.facts import Check
 
@@ -30,7 +31,7 @@ class DoctorReport:
         """Print the numbers of problems and warnings. Returns the exit code."""
         problems, warnings = self.counts["problem"], self.counts["warning"]
         if self.format == "text":
-            self._print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}")
+            self._print(f"\n{_some(problems, 'problem')}, {_some(warnings, 'warning')}")
         return UNHEALTHY if problems else 0
 
     def _print(self, text: str) -> None:
@@ -54,6 +55,5 @@ class DoctorReport:
         return "\n".join([*(["", section] if section != self.section else []), *lines])
 
 
-def counted(number: int, noun: str) -> str:
-    """Return `no problems`, `1 problem` or `2 problems`."""
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+def _some(number: int, noun: str) -> str:
+    return counted(number, noun) if number else f"no {noun}s"

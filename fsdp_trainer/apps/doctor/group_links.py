@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.apps.doctor import speed
-from fsdp_trainer.apps.doctor.doctor_report import counted
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.launch.facts import Check, gigabytes, judge
 from fsdp_trainer.launch.group_secret import TOKEN

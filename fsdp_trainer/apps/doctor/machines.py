@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from fsdp_trainer.apps.doctor.doctor_report import counted
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.launch.facts import Check, RankFacts, by_value, differences, host_name, spans, who
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.parallel.memory_check import gib

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdp_trainer.apps.doctor import speed
-from fsdp_trainer.apps.doctor.doctor_report import counted
 from fsdp_trainer.apps.doctor.machines import HostFacts
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.checkpoint.shards import host_memory
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.config.verbs import DoctorConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.apps.doctor import speed
-from fsdp_trainer.apps.doctor.doctor_report import counted
 from fsdp_trainer.apps.doctor.machines import HostFacts
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.data_files import is_url
 from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint, is_hub_id, run_folder
 from fsdp_trainer.config.verbs import DoctorConfig

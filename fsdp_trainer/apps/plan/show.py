@@ -8,6 +8,7 @@ from rich.text import Text
 
 from fsdp_trainer.apps.plan.device_plans import DevicePlans
 from fsdp_trainer.apps.plan.show_groups import groups_json, groups_rows
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
@@ -196,7 +197,7 @@ def show_head(console: Terminal, cfg: PlanConfig, config: ModelConfig, assumed: 
     """Print the model and the batch of the plan, and the assumptions."""
     size = short(config.parameters())
     model = cfg.model.name if cfg.model.name != "auto" else cfg.model.init_from or config.family
-    step = f"{cfg.batch.rows:,} rows × {cfg.batch.seq_len:,} tokens a step"
+    step = f"{counted(cfg.batch.rows, 'row')} × {cfg.batch.seq_len:,} tokens a step"
     console.print(f"{model}, {size} parameters: {step}")
     for line in assumed:
         console.print(Text(f"assumed: {line}", "dim"))
@@ -245,7 +246,8 @@ def worlds(plans: list[RunPlan]) -> Table:
 def verdict(plan: RunPlan) -> Text:
     """Return a line on whether the run fits, and on which devices."""
     ranks = f"{plan.world_size:,}"
-    devices = {"any": f"{ranks} devices", "cpu": f"{ranks} ranks on this machine"}
+    on_host = f"{counted(plan.world_size, 'rank')} on this machine"
+    devices = {"any": counted(plan.world_size, "device"), "cpu": on_host}
     where = devices.get(plan.device.name, f"{ranks} × {plan.device.name}")
     peak = f"{plan.peak_bytes / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB"
     answer, style = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
@@ -402,7 +404,7 @@ def length(cfg: PlanConfig, plan: RunPlan) -> str:
         return "depends on the data: set  plan.tokens=N  or  train.steps=N"
     days = [steps * seconds / 86400 for seconds in plan.step_seconds]
     fast, slow = (f"{day:,.1f} days" if days[0] >= 2 else duration(day * 86400) for day in days)
-    return f"{fast} – {slow} for {steps:,} steps, {short(steps * plan.tokens)} tokens"
+    return f"{fast} – {slow} for {counted(steps, 'step')}, {short(steps * plan.tokens)} tokens"
 
 
 def checkpoints(cfg: PlanConfig, plan: RunPlan) -> str:

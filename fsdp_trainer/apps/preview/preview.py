@@ -12,6 +12,7 @@ from fsdp_trainer.apps.preview import preview_html
 from fsdp_trainer.apps.preview.environment_tools import hidden_tools
 from fsdp_trainer.apps.preview.preview_images import ShownImages
 from fsdp_trainer.apps.preview.preview_page import Page, ShownDocument, ShownRow, TextPiece
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import CONTROL
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
@@ -240,9 +241,13 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
             f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled"
             f" ({cfg.data.packing})",
         ),
-        ("steps", f"{length.steps:,} of {cfg.batch.rows:,} rows, {passes:.2f} epochs"),
+        ("steps", f"{length.steps:,} of {counted(cfg.batch.rows, 'row')}, {passes:.2f} epochs"),
         ("documents a row", f"{documents:.1f}"),
-        *([("validation", f"{len(prepared.validation):,} samples")] if prepared.validation else []),
+        *(
+            [("validation", counted(len(prepared.validation), "sample"))]
+            if prepared.validation
+            else []
+        ),
     ]
 
 

@@ -15,6 +15,7 @@ from fsdp_trainer.apps.tokenizers.train import (
     train_byte_pairs,
     train_sentencepiece,
 )
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.checkpoint.atomic_files import complete_folder
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.verbs import TokenizerConfig
@@ -107,10 +108,10 @@ def train(cfg: TokenizerConfig, template: str, added: AddedTokens, console: Cons
     if isinstance(cfg.data.validation, str | list):
         corpus.read_held_out(sources_of(cfg, "data.validation", console))
     seconds = time.monotonic() - began
-    read = f"{corpus.bytes / MIB:,.1f} MiB of text in {corpus.rows:,} rows"
+    read = f"{corpus.bytes / MIB:,.1f} MiB of text in {counted(corpus.rows, 'row')}"
     console.say(f"read     {read}, {seconds:.1f} s")
     if corpus.problems.count:
-        console.say(f"skipped  {corpus.problems.count:,} rows that cannot be read")
+        console.say(f"skipped  {counted(corpus.problems.count, 'row')} that cannot be read")
     if trained.vocab_size < cfg.vocab_size:
         lacking = f"the text gives no more than {trained.vocab_size:,} of {cfg.vocab_size:,} tokens"
         console.say(f"warning: {lacking}: use a smaller  vocab_size  or more text")

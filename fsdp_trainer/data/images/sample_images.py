@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_files import (
     ImageFile,
@@ -112,8 +113,8 @@ class ImageReader:
         shown = len(pieces) - 1
         if shown > len(files) or (is_whole and shown < len(files)):
             raise RecordError(
-                f"has {len(files)} images, and the chat template shows {shown}: {mark} stands for"
-                " one"
+                f"has {counted(len(files), 'image')}, and the chat template shows {shown}: {mark}"
+                " stands for one"
             )
         expanded, images, spans, shifts, place = pieces[0], [], [], [], len(pieces[0])
         for file, after in zip(files, pieces[1:], strict=False):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.sources import RecordError
 
 MARK = "\ufffc"
@@ -124,7 +125,9 @@ def with_column(messages: list[dict[str, Any]], images: list[Image]) -> list[dic
         messages[first] = turn | {"content": text, "images": own}
         places = len(images)
     if places != len(images):
-        raise RecordError(f"has {len(images)} images, and its turns have places for {places}")
+        raise RecordError(
+            f"has {counted(len(images), 'image')}, and its turns have places for {places}"
+        )
     given = iter(images)
     return [
         turn | {"images": [next(given) if one == NEXT else one for one in turn["images"]]}

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
@@ -395,13 +396,13 @@ class ComponentStores:
         for number, format, rows in meta["rows"]:
             by_format.setdefault(format, []).append((number, rows))
         lines = []
-        for format, counted in by_format.items():
-            files = self._files_called([number for number, _ in counted])
-            lines.append(f"{files}: {sum(rows for _, rows in counted):,} rows, {format}")
+        for format, amounts in by_format.items():
+            files = self._files_called([number for number, _ in amounts])
+            lines.append(f"{files}: {counted(sum(rows for _, rows in amounts), 'row')}, {format}")
         if bad := meta["counts"].get("unreadable"):
             skipped = self.folder / SKIPPED
             listed = f", listed in {skipped}" if skipped.exists() else ""
-            lines.append(f"skipped {bad:,} rows that cannot be read{listed}:")
+            lines.append(f"skipped {counted(bad, 'row')} that cannot be read{listed}:")
             lines += [
                 f"    {_renamed(problem['what'], renamed)}  {problem['why'].splitlines()[0]}"
                 for problem in meta["problems"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.findings import (
     DROPPED,
@@ -133,12 +134,13 @@ def summary_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None
     packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
     held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
     has_prompts = prepared.train[0].questions is not None
-    what = "prompts" if has_prompts else "samples"
+    what = "prompt" if has_prompts else "sample"
     learnt = "" if has_prompts else f" {supervised / tokens:.1%} supervised,"
     if has_prompts:
         packed = ""
     return [
-        f"{samples:,} {what}, {tokens:,} tokens,{learnt} longest {longest:,}{packed}{held_out}",
+        f"{counted(samples, what)}, {tokens:,} tokens,{learnt}"
+        f" longest {longest:,}{packed}{held_out}",
         *images_line(prepared.train),
         left_out(prepared.train),
         *warning_lines(prepared, seq_len),
@@ -162,7 +164,7 @@ def images_line(stores: Sequence[TokenStore]) -> list[str]:
         sum(store.counts.get(key, 0) for store in stores) for key in (IMAGES, IMAGE_TOKENS)
     )
     _, tokens, _ = amounts(stores)
-    return [f"{images:,} images, {of_images / tokens:.1%} of the tokens"] if images else []
+    return [f"{counted(images, 'image')}, {of_images / tokens:.1%} of the tokens"] if images else []
 
 
 def amounts(stores: Sequence[TokenStore]) -> list[int]:
@@ -215,7 +217,7 @@ def left_out(stores: Sequence[TokenStore]) -> str:
     if count[LOST]:
         parts.append(f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost")
     if count["unreadable"]:
-        parts.append(f"{count['unreadable']:,} rows unreadable")
+        parts.append(f"{counted(count['unreadable'], 'row')} unreadable")
     if n := count["duplicate"]:
-        parts.append(f"{n:,} duplicate{'s' * (n != 1)} kept")
+        parts.append(f"{counted(n, 'duplicate')} kept")
     return ", ".join(parts) or "nothing dropped or cut, no duplicates"

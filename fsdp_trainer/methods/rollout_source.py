@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, islice, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,7 @@ def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
     answer, decode = rollout.answer, partial(tokenizer.decode, skip_special=False)
     line = {
         "prompt": tokenizer.decode(rollout.prompt),
+        "prompt_turns": turns_of_prompt(rollout.prompt, tokenizer),
         "text": decode(answer.tokens),
         "reward": rollout.reward,
     }
@@ -76,6 +77,13 @@ def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
     for turn, reward in zip(turns[::2], rollout.turn_rewards, strict=False):
         turn["reward"] = reward
     return {**line, "wrong_calls": rollout.episode.wrong_calls, "turns": turns}
+
+
+def turns_of_prompt(prompt: list[int], tokenizer: TextTokenizer) -> list[str]:
+    """Return the texts of a prompt's turns, as the model reads them: each ends in a stop token."""
+    ends = [i + 1 for i, token in enumerate(prompt) if token in tokenizer.stop_ids]
+    parts = [prompt[start:end] for start, end in pairwise([0, *ends, len(prompt)])]
+    return [tokenizer.decode(part, skip_special=False).strip() for part in parts if part]
 
 
 @dataclass

@@ -128,6 +128,7 @@ def test_rollouts_are_conversations_on_a_page_of_their_own(tmp_path):
         {"own": True, "text": "2"},
     ]
     sample = {"step": 5, "prompt": "1+1?", "text": "…", "reward": 2.0, "turns": turns}
+    sample["prompt_turns"] = ["<|user|>1+1?", "<|model|>"]
     plain = {"step": 6, "prompt": "<b>", "text": "</script><i>", "reward": -1.0}
     folder = write_run(tmp_path / "run", steps(1, 5, 1000.0), samples=[sample, plain])
     _, html = report(folder, out=tmp_path / "page.html")
@@ -139,6 +140,10 @@ def test_rollouts_are_conversations_on_a_page_of_their_own(tmp_path):
     assert "step 5, reward 2, 2 turns" in text
     assert "→ calculator({&#39;expression&#39;: &#39;1+1&#39;})" in text
     assert "model, reward 0.25" in text
+    asked = [
+        f'<pre class="faint turn">&lt;|{turn}</pre>' for turn in ("user|&gt;1+1?", "model|&gt;")
+    ]
+    assert "\n".join(asked) in text
     assert own_and_other[1] in text
     assert "&lt;/script&gt;&lt;i&gt;" in text
     assert text.index("step 6") < text.index("step 5"), "the newest first"

@@ -278,6 +278,9 @@ def test_a_run_learns_from_its_answers_and_a_report_shows_them(ledger, tmp_path)
     said = read_lines(run.folder / "samples.jsonl")[-1]
     for part in ("What the model said", "reward/regex", f'data-v="{said["reward"]}"'):
         assert part in page.read_text()
+    question, opening = said["prompt_turns"]
+    assert question.endswith("<|im_end|>")
+    assert opening.startswith("<|im_start|>")
 
 
 def test_the_base_of_adapters_is_what_the_divergence_is_from(ledger):

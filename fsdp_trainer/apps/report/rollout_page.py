@@ -27,12 +27,15 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownRollout:
-    """A rollout on the page. label: the run's name; wrong_calls: None for an answer of one turn."""
+    """A rollout on the page. label: the run's name; wrong_calls: None for an answer of one turn.
+
+    prompt: the texts of its turns.
+    """
 
     label: str
     step: int
     reward: float
-    prompt: str
+    prompt: list[str]
     turns: list[ShownTurn]
     wrong_calls: float | None
 
@@ -67,7 +70,7 @@ def rollouts_of(summary: Summary) -> list[ShownRollout]:
             summary.run.label,
             int(number(one.get("step")) or 0),
             reward,
-            str(one.get("prompt") or ""),
+            prompt_of(one),
             turns_of(one),
             number(one.get("wrong_calls")),
         )
@@ -79,6 +82,12 @@ def rollouts_of(summary: Summary) -> list[ShownRollout]:
 def number(value: Any) -> float | None:
     """Return a finite number of a file, None for anything else."""
     return value if is_finite(value) else None
+
+
+def prompt_of(sample: dict[str, Any]) -> list[str]:
+    """Return the turns of a rollout's prompt; runs of older versions recorded one text."""
+    turns = sample.get("prompt_turns")
+    return [*map(str, turns if isinstance(turns, list) else [sample.get("prompt") or ""])]
 
 
 def turns_of(sample: dict[str, Any]) -> list[ShownTurn]:

@@ -140,10 +140,10 @@ def test_rollouts_are_conversations_on_a_page_of_their_own(tmp_path):
     assert "step 5, reward 2, 2 turns" in text
     assert "→ calculator({&#39;expression&#39;: &#39;1+1&#39;})" in text
     assert "model, reward 0.25" in text
-    asked = [
+    shown = [
         f'<pre class="faint turn">&lt;|{turn}</pre>' for turn in ("user|&gt;1+1?", "model|&gt;")
     ]
-    assert "\n".join(asked) in text
+    assert "\n".join(shown) in text
     assert own_and_other[1] in text
     assert "&lt;/script&gt;&lt;i&gt;" in text
     assert text.index("step 6") < text.index("step 5"), "the newest first"

@@ -1,6 +1,7 @@
 """The verb `evaluate`: start ranks, or evaluate as one of them. It imports torch only in a rank."""
 
 import os
+import sys
 from pathlib import Path
 
 from fsdp_trainer.config.evaluation_inputs import require_tasks
@@ -19,6 +20,8 @@ def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
         return start_ranks(cfg, overrides, verb="evaluate")
     for name, value in cfg.launch.env.items():
         os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():  # a file has no use for bars; libraries read both when imported
+        os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     from fsdp_trainer.apps.evaluate.rank import evaluate_as_rank
 
     return evaluate_as_rank(cfg)

@@ -149,6 +149,7 @@ def make_model(folder: Path, vision: dict[str, Any] = VISION, text: dict[str, An
     vision, text: sizes of its parts.
     """
     import torch
+    import transformers
     from transformers import AutoModelForImageTextToText, LlavaConfig
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -164,6 +165,7 @@ def make_model(folder: Path, vision: dict[str, Any] = VISION, text: dict[str, An
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    transformers.logging.disable_progress_bar()  # one file of a megabyte
     model.save_pretrained(folder)
     tokenizer.save(folder, TEMPLATE)
     crop = {"height": size, "width": size}

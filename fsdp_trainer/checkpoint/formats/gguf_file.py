@@ -5,6 +5,7 @@ converted and written one after another.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ QWEN2_REGEX = (
 )
 REGEXES = {QWEN2_REGEX: "qwen2", QWEN2_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe"}
 """llama.cpp's names of how a text is cut before its pieces are encoded, by the expression."""
+# it warns of each token that a pair of texts begins with, as Llama 3's
+logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
 SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"
 """llama.cpp's names of tokenizers."""
 NEVER_MERGED = "ÿ þ"

@@ -242,6 +242,48 @@ def test_a_long_run_is_thinned_to_its_extremes(tmp_path):
     assert loss == {step: lines[step - 1]["loss"] for step in shown}
 
 
+def test_lines_beyond_those_in_memory_change_no_figure_but_the_median(tmp_path):
+    lines, rows = steps(1, 4000, 1005.0), 1024
+    for line in lines:
+        step = line["step"]
+        line |= {"loss": float("nan") if step == 7 else 5 + step * 7919 % 4001 / 4001}
+        line |= {"tokens_per_second": step, "mine": {"often": 1.0}, "own_metrics": ["mine"]}
+        if step % 130 == 1:
+            line |= {"validation_loss": 9 - step / 1000, "phases": STEP | {"validation": step}}
+    lines[1234]["loss"], lines[3999]["time"] = -1.0, None
+    events = [event("start", 1000.0, step=0), event("checkpoint", 9000.0, step=1600)]
+    events += [resume(6110.0, 1001, 3.0, (1003, 6015.0)), end(22_000.0, "signal", 75)]
+    events += [event("start", 22_100.0, step=3333, seconds=7.0), end(22_500.0, "finished")]
+    folder = write_run(tmp_path / "run", lines, events)
+    shown, runs = [], []
+    for limit in (2**16, rows):
+        with inject.setting("report_rows", limit):
+            shown += report(folder, out=tmp_path / "page.html")[0]["runs"]
+            runs += read.read_sources([str(folder)])
+    whole, thinned = runs
+    assert len(thinned.columns.counts) < rows < thinned.lines == whole.lines
+    assert "the median speed is of 1,024 lines" in " ".join(thinned.remarks)
+    assert abs(np.median(thinned.columns.speeds) - 2000) < 200
+    for name in whole.metrics.keys() - {f"phases/{phase}" for phase in whole.phases}:
+        assert (thinned.last(name), thinned.minimum(name)) == (
+            whole.last(name),
+            whole.minimum(name),
+        )
+    assert (thinned.groups, thinned.state) == (whole.groups, whole.state)
+    for figure in ("seconds", "lost_steps", "wall"):
+        values = [getattr(Summary(run).goodput, figure) for run in runs]
+        assert values[1] == pytest.approx(values[0], rel=1e-12), figure
+    assert Summary(thinned).phases == pytest.approx(Summary(whole).phases, rel=1e-12)
+    for curve in (min, max):
+        first, second = (curve(filter(None, run["lines"]["loss"])) for run in shown)
+        assert first == second
+    bars = [{group: sum(bar) for group, bar in run["phases"]["bars"].items()} for run in shown]
+    assert bars[1] == pytest.approx(bars[0])
+    assert [sum(run["phases"]["count"]) for run in shown] == [4000, 4000]
+    sums = [np.nansum(run.means("loss") * run.columns.counts) for run in runs]
+    assert sums[1] == pytest.approx(sums[0], rel=1e-3)
+
+
 def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(tmp_path, capsys):
     folder = write_run(tmp_path / "a", *crashed_and_resumed())
     whole = (folder / "metrics.jsonl").read_bytes()

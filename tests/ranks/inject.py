@@ -175,6 +175,7 @@ SETTINGS = {
     "tracker_close_seconds": ["fsdp_trainer.observe.trackers:CLOSE_SECONDS"],
     "tracker_waiting": ["fsdp_trainer.observe.trackers:WAITING"],
     "report_read_bytes": ["fsdp_trainer.apps.report.read:READ_BYTES"],
+    "report_rows": ["fsdp_trainer.apps.report.read:ROWS"],
     "logit_factors": ["fsdp_trainer.models.hf.probe:FACTORS"],
     "compile_backend": ["fsdp_trainer.parallel.compile:BACKEND"],
     "float8_emulated": ["fsdp_trainer.parallel.convert:EMULATED"],

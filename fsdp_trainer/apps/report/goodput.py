@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.apps.report.read import RecordedRun
+from fsdp_trainer.apps.report.read import RecordedRun, continued_from
 from fsdp_trainer.base.phases import CHECKPOINT
 
 PARTS = {
@@ -104,9 +104,9 @@ def attempts_of(run: RecordedRun) -> list[RunAttempt]:
     """
     attempts: list[RunAttempt] = []
     for event in run.events:
-        if event["event"] in ("start", "resume", "rewind"):
+        step = continued_from(event)
+        if step is not None:
             began = event["time"] - float(event.get("seconds") or 0.0)
-            step = int(event.get("to" if event["event"] == "rewind" else "step") or 0)
             attempts.append(RunAttempt(event, began, event["time"], step))
         if attempts and not attempts[-1].end:
             attempts[-1].events.append(event)

@@ -149,11 +149,11 @@ def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
     names = curves(run)
     began = beginning(run)
     seconds = np.fmax.accumulate(run.column("time")) - began
-    rows = thinned({name: run.metrics[name] for name in names}, run.lines, max_rows)
+    rows = thinned({name: run.metrics[name] for name in names}, len(seconds), max_rows)
     lines = {name: numbers(run.metrics[name][rows]) for name in names}
     if len(rows) < run.lines:  # a smoothed line of the extremes would not be one of the means
         for name in varying(run):
-            lines[f"mean of {name}"] = numbers(means(run.metrics[name], rows))
+            lines[f"mean of {name}"] = numbers(means(run.means(name), run.columns.counts, rows))
     return {
         "name": run.label,
         "rows": run.lines,
@@ -234,14 +234,20 @@ def thinned(columns: dict[str, np.ndarray], rows: int, max_rows: int) -> np.ndar
     return np.array(sorted(chosen))
 
 
-def means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the mean of a column around each of some rows, over 1/200 of all rows."""
-    half = max(1, len(values) // 400)
+def means(values: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the mean of a column around each of some rows, over 1/200 of all lines.
+
+    values: the means over the lines that each row stands for; counts: the numbers of these.
+    """
+    ends = counts.cumsum()
+    half = max(1, int(ends[-1]) // 400)
+    weights = counts * np.isfinite(values)
     known, sums = (
         np.concatenate([[0.0], np.cumsum(part)])
-        for part in (~np.isnan(values), np.nan_to_num(values))
+        for part in (weights, np.where(weights > 0, values, 0.0) * weights)
     )
-    low, high = np.maximum(rows - half, 0), np.minimum(rows + half + 1, len(values))
+    low = np.searchsorted(ends, ends[rows] - half)
+    high = np.searchsorted(ends, ends[rows] + half, "right")
     with np.errstate(invalid="ignore"):
         return (sums[high] - sums[low]) / (known[high] - known[low])
 
@@ -297,7 +303,7 @@ def intervals(run: RecordedRun, seconds: np.ndarray) -> dict[str, Any]:
                 float(np.nansum(values[rows])) for rows in chosen
             ]
     last = np.array([rows[-1] for rows in chosen])
-    count = np.diff(np.concatenate([[0], last + 1]))
+    count = np.diff(run.columns.counts.cumsum()[last], prepend=0)
     return {
         "x": axes(run, seconds, last),
         "count": count.tolist(),

@@ -4,14 +4,11 @@ A run may still be running, have crashed, or be of an older version, so any figu
 """
 
 import json
-import math
 import time
-from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -19,11 +16,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from fsdp_trainer.apps.report.columns import PHASES, ROWS, RunColumns
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.metric_groups import OWN_METRICS, group_of
-from fsdp_trainer.observe.records import flat, numbers, parse
+from fsdp_trainer.observe.records import flat, parse
 
 READ_BYTES = 2**30  # most bytes of all runs' metrics together; of longer files only the end is read
 EVENTS, SAMPLES = 20_000, 200  # the latest that are kept of each run
@@ -38,14 +36,14 @@ HOLDS_NO_RUN = (
 class RecordedRun:
     """All recorded data of a run.
 
-    metrics: a column for each figure, NaN where a line lacks it; entries of objects such as
-    `phases` are named `phases/forward`. configuration: values by dotted key. job: its line in
-    sweep.jsonl. remarks: notes on parts of the files that were not or could not be read.
+    columns: the figures by line; entries of objects such as `phases` are named `phases/forward`.
+    configuration: values by dotted key. job: its line in sweep.jsonl. remarks: notes on parts of
+    the files that were not or could not be read.
     """
 
     name: str
     folder: Path
-    metrics: dict[str, np.ndarray] = field(default_factory=dict)
+    columns: RunColumns = field(default_factory=RunColumns)
     events: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     configuration: dict[str, Any] = field(default_factory=dict)
@@ -63,9 +61,18 @@ class RecordedRun:
     def __post_init__(self) -> None:
         self.label = self.label or self.name
 
+    @property
+    def metrics(self) -> dict[str, np.ndarray]:
+        """The columns of the figures by name; see RunColumns.values."""
+        return self.columns.values
+
     def column(self, name: str) -> np.ndarray:
         """Return a column of the metrics; NaN for lines that lack the figure."""
-        return self.metrics.get(name, np.full(self.lines, np.nan))
+        return self.metrics.get(name, np.full(len(self.columns.counts), np.nan))
+
+    def means(self, name: str) -> np.ndarray:
+        """Return a column with the means over the lines that each of its rows stands for."""
+        return self.columns.means.get(name, self.column(name))
 
     @property
     def method(self) -> str | None:
@@ -83,7 +90,7 @@ class RecordedRun:
         return {
             name.partition("/")[2]: values
             for name, values in self.metrics.items()
-            if name.startswith("phases/")
+            if name.startswith(PHASES)
         }
 
     def last(self, name: str) -> float | None:
@@ -116,7 +123,7 @@ class RecordedRun:
     @property
     def lines(self) -> int:
         """The number of lines in the metrics."""
-        return len(self.metrics.get("step", ()))
+        return int(self.columns.counts.sum())
 
 
 def read_sources(sources: list[str]) -> list[RecordedRun]:
@@ -140,7 +147,8 @@ def read_sources(sources: list[str]) -> list[RecordedRun]:
     if problems:
         raise UserError("there is nothing to report on", problems)
     each = READ_BYTES // len(names)
-    runs = [read_run(folder, name, job, each) for folder, (name, job) in names.items()]
+    rows = max(ROWS // 8, min(ROWS, 4 * ROWS // len(names)))
+    runs = [read_run(folder, name, job, each, rows) for folder, (name, job) in names.items()]
     label_jobs(runs)
     return runs
 
@@ -231,9 +239,16 @@ def read_lines(
 
 
 def read_run(
-    folder: Path, name: str, job: dict[str, Any] | None = None, max_bytes: int = READ_BYTES
+    folder: Path,
+    name: str,
+    job: dict[str, Any] | None = None,
+    max_bytes: int = READ_BYTES,
+    max_rows: int = ROWS,
 ) -> RecordedRun:
-    """Read all files of a run, but only the last `max_bytes` of its metrics."""
+    """Read all files of a run, but only the last `max_bytes` of its metrics.
+
+    max_rows: see RunColumns.
+    """
     run = RecordedRun(name, folder, job=job)
 
     def lines(file: str, max_bytes: int) -> Iterator[dict[str, Any]]:
@@ -249,13 +264,17 @@ def read_run(
             )
         return read_lines(path, broken, max_bytes)
 
-    run.metrics = columns(steps(run, lines("metrics.jsonl", max_bytes)))
-    recorded = list(lines("events.jsonl", 2**26))
-    events = [line for line in recorded if is_event(line)]
-    run.events = events[-EVENTS:]
-    if wrong := len(recorded) - len(events):
+    events, wrong = deque[dict[str, Any]](maxlen=EVENTS), 0
+    for line in lines("events.jsonl", 2**26):
+        if is_event(line):
+            events.append(line)
+        else:
+            wrong += 1
+    run.events.extend(events)
+    if wrong:
         run.remarks.append(f"{wrong:,} line{'s' * (wrong != 1)} of events.jsonl are no events")
-    run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
+    read_metrics(run, lines("metrics.jsonl", max_bytes), max_rows)
+    run.samples.extend(deque(lines("samples.jsonl", 2**24), SAMPLES))
     try:
         run.configuration = dict(flat(load_yaml((folder / "config.yaml").read_text()) or {}))
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
@@ -265,15 +284,30 @@ def read_run(
     return run
 
 
-def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl that have a step; set expert_load, own_metrics from them."""
+def read_metrics(run: RecordedRun, lines: Iterator[dict[str, Any]], max_rows: int) -> None:
+    """Set a run's columns, expert_load and own_metrics from the lines that have a step."""
+    ends = [step for step in map(continued_from, run.events) if step is not None]
+    run.columns = RunColumns(max_rows, ends)
     for line in lines:
         if isinstance(line.get("step"), int) and is_finite(line["step"]):
             if "expert_load" in line:
                 run.expert_load = line["step"], line["expert_load"]
             if isinstance(line.get(OWN_METRICS), list):
                 run.own_metrics.update(map(str, line[OWN_METRICS]))
-            yield line
+            run.columns.add(line)
+    run.columns.finish()
+    if run.columns.width > 1:
+        run.remarks.append(
+            f"metrics.jsonl has {run.lines:,} lines: curves have the extremes and means of each"
+            f" {run.columns.width:,}, and the median speed is of {len(run.columns.speeds):,} lines"
+        )
+
+
+def continued_from(event: dict[str, Any]) -> int | None:
+    """Return the step after which an attempt begins; None for an event that begins none."""
+    if event["event"] not in ("start", "resume", "rewind"):
+        return None
+    return int(event.get("to" if event["event"] == "rewind" else "step") or 0)
 
 
 def is_event(line: dict[str, Any]) -> bool:
@@ -293,24 +327,6 @@ def is_event(line: dict[str, Any]) -> bool:
 def is_finite(value: Any) -> bool:
     """Return True for a number that is neither infinite nor NaN, and not too large for a float."""
     return isinstance(value, int | float) and abs(value) < 1e300
-
-
-def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Return lines as columns of numbers; entries of an object in a line are named `object/key`."""
-    dense: dict[str, array[float]] = {}
-    count = 0
-    for line in lines:
-        for name, number in numbers(line):
-            if name not in dense:
-                dense[name] = array("d")
-            column = dense[name]
-            column.extend(repeat(math.nan, count + 1 - len(column)))
-            # of a whole number that is too large, numpy can make no other
-            column[count] = number if isinstance(number, float) or is_finite(number) else math.inf
-        count += 1
-    for column in dense.values():
-        column.extend(repeat(math.nan, count - len(column)))
-    return {name: np.frombuffer(column) for name, column in dense.items()}
 
 
 def last_but_refusals(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:

@@ -135,9 +135,9 @@ class Summary:
         if sizes:
             worlds = (f"{size} rank{'s' * (size != 1)}" for size in sizes)
             facts.append(("world", " → ".join(worlds)))
-        speed = run.column("tokens_per_second")
-        if not np.isnan(speed).all():
-            facts.append(("speed", f"{short(float(np.nanmedian(speed)))} tokens/s (median)"))
+        speeds = run.columns.speeds
+        if len(speeds):
+            facts.append(("speed", f"{short(float(np.median(speeds)))} tokens/s (median)"))
         return facts
 
     def figures(self) -> dict[str, Any]:
@@ -250,12 +250,16 @@ def short(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def sparkline(values: np.ndarray) -> str:
-    """Draw a column in at most WIDTH characters, each for the mean of a part."""
-    known = values[np.isfinite(values)]
+def sparkline(values: np.ndarray, counts: np.ndarray) -> str:
+    """Draw a column in at most WIDTH characters, each for the mean of a part.
+
+    counts: numbers of lines of which the values are means.
+    """
+    known = np.flatnonzero(np.isfinite(values))
     if len(known) < 2:
         return ""
-    means = np.array([part.mean() for part in np.array_split(known, min(WIDTH, len(known)))])
+    parts = np.array_split(known, min(WIDTH, len(known)))
+    means = np.array([np.average(values[part], weights=counts[part]) for part in parts])
     height = (means - means.min()) / ((means.max() - means.min()) or 1.0)
     return "".join(SPARKS[round(h * (len(SPARKS) - 1))] for h in height.tolist())
 
@@ -306,7 +310,7 @@ def show_one(summary: Summary, console: Console) -> None:
     run = summary.run
     heading(console, run.name)
     rows = summary.facts
-    curve = sparkline(run.column("loss"))
+    curve = sparkline(run.means("loss"), run.columns.counts)
     if curve:
         rows.append(("", curve))
     if summary.phases:

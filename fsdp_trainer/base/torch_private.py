@@ -12,7 +12,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
@@ -354,15 +354,24 @@ def chunks_when_read() -> Iterator[None]:
     """Within, fully_shard makes a parameter's chunk of this rank, and not those of all ranks.
 
     It needs that and the first one. With thousands of ranks the others take most of its time, and
-    there is no option against it. Other versions of torch may make them elsewhere.
+    there is no option against it. A version of torch that makes them elsewhere makes all of them,
+    with a warning.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     name = "_chunk_with_empty"
-    with (
-        patch.object(_fsdp_param, name, RankChunks) if hasattr(_fsdp_param, name) else nullcontext()
-    ):
+    if not hasattr(_fsdp_param, name):
+        _warn_of_missing(name, "every rank makes the chunks of all ranks, slowly if they are many")
         yield
+        return
+    with patch.object(_fsdp_param, name, RankChunks):
+        yield
+
+
+@cache
+def _warn_of_missing(names: str, consequence: str) -> None:
+    """Warn, once, that FSDP2 lacks private names that a faster way needs."""
+    warnings.warn(f"FSDP2 of torch {torch.__version__} lacks {names}: {consequence}", stacklevel=3)
 
 
 @contextmanager
@@ -599,11 +608,7 @@ def _class_of_whole(usual: type) -> type:
         return usual
     if not missing:
         return type(usual.__name__, (_Whole, usual), {})
-    names = ", ".join(sorted(missing))
-    warnings.warn(
-        f"FSDP2 of torch {torch.__version__} lacks {names}: on one rank it copies every parameter",
-        stacklevel=2,
-    )
+    _warn_of_missing(", ".join(sorted(missing)), "on one rank it copies every parameter")
     return usual
 
 

@@ -211,3 +211,14 @@ def test_each_ranks_chunk_of_a_parameter_is_the_one_that_torch_makes(rows, ranks
     for chunk, same in zip(chunks, torchs, strict=True):
         assert chunk.tolist() == same.tolist()
         assert (chunk.numel() == 0) or chunk.data_ptr() == same.data_ptr()
+
+
+def test_where_torch_makes_chunks_in_another_way_it_makes_all_and_that_is_said_once(
+    monkeypatch, recwarn
+):
+    monkeypatch.delattr(_fsdp_param, "_chunk_with_empty")
+    for _ in range(2):
+        with chunks_when_read():
+            pass
+    [said] = recwarn
+    assert "lacks _chunk_with_empty: every rank makes" in str(said.message)

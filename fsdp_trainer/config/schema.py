@@ -685,8 +685,8 @@ class Sharding:
         "auto",
         "free a unit's gathered parameters after forward and gather again in backward;"
         " a number: keep a second copy of the blocks, divided among that many neighbouring ranks,"
-        " and gather from it; `auto`: true, but false in a pipeline, with ddp, and on one rank without"
-        " cpu_offload",
+        " and gather from it; `auto`: true, but false in a pipeline, with ddp, and on one rank"
+        " without cpu_offload",
         minimum=2,
     )
     blocks_per_unit: int = key(

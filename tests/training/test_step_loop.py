@@ -245,8 +245,8 @@ def counted(file):
 
 
 @pytest.mark.parametrize(
-    "adapter, limit", {"none": 36, "lora": 0, "qlora": 17.4}.items()
-)  # qlora decodes
+    "adapter, limit", {"none": 36, "lora": 0, "qlora": 47}.items()
+)  # qlora decodes twice: 12 bytes a number, of which a byte of codes holds 1.9
 def test_a_step_on_one_rank_passes_over_its_weights_no_more_than_it_must(
     world, input_words, tmp_path, adapter, limit
 ):

@@ -140,14 +140,15 @@ def _dispatch(argv: list[str] | None) -> int:
     if flags.shell_completion:
         return _complete(words)
     import_modules(flags.imported or [])
-    if flags.help and not words:
-        words, flags.help = [flags.help], ""  # of a verb
+    topic = flags.help
+    if topic and not words:
+        words, topic = [topic], ""  # it is the verb
     typed, overrides = _split_verb(words)
     overrides = [*_recipe_flags(flags), *overrides]
-    if flags.help is not None:
+    if topic is not None:
         from fsdp_trainer.config.composing.help import help_text
 
-        print(visible(help_text(typed, flags.help.partition("=")[0], flags.config_dir)))
+        print(visible(help_text(typed, topic.partition("=")[0], flags.config_dir)))
         return 0
     return _run_or_show(typed or "train", overrides, flags)
 

@@ -21,7 +21,7 @@ def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
     for name, value in cfg.launch.env.items():
         os.environ.setdefault(name, value)
     if not sys.stderr.isatty():  # a file has no use for bars; libraries read both when imported
-        os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        os.environ.update(TQDM_DISABLE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
     from fsdp_trainer.apps.evaluate.rank import evaluate_as_rank
 
     return evaluate_as_rank(cfg)

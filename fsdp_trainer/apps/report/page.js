@@ -21,6 +21,11 @@ function duration(s) {
   return h > 48 ? number(Math.round(h / 2.4) / 10) + " d" : h ? h + " h" + (m % 60 ? " " + m % 60 : "") : m + " m";
 }
 const tick = (v, log) => v === null || log && Number(v.toPrecision(1)) !== Number(v.toPrecision(6)) ? null : number(v);
+// A number of one digit near v: a logarithmic axis has its numbers there alone, and needs two.
+function digit(v, round) {
+  const unit = 10 ** Math.floor(Math.log10(v));
+  return Number((round(v / unit) * unit).toPrecision(1));
+}
 const place = v => state.x === "time" ? duration(v) : number(v), whole = v => state.x === "time" ? duration(v) : Math.round(v).toLocaleString("en");
 // The times of uPlot's own axis are dates; these are round numbers of seconds, minutes or hours.
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000];
@@ -169,7 +174,7 @@ function draw(parent, chart, shown, more = {}) {
   const u = new uPlot({
     width: figure.clientWidth, height: innerWidth < 600 ? 200 : 240, legend: { show: false }, padding: [8, 24, 0, 0],
     cursor: { sync: { key: "x", scales: ["x", null], filters: { pub: type => !["mousedown", "mouseup", "dblclick"].includes(type) } }, drag: { x: true, y: false, setScale: false, dist: 6 }, dataIdx: nearest, y: false, bind: { dblclick: () => null }, points: { size: 7 } },
-    scales: { x: { time: false, auto: false, min, max }, y: { distr: state.log.has(name) ? 3 : 1, ...(state.log.has(name) ? { range: (_, low, high) => [low * 0.9, high * 1.1] } : { range: (_, low, high) => low === null ? [null, null] : chart.share && high > 0.5 ? [Math.min(-0.02, low), Math.max(1.02, high)] : low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true) }), ...more.scale } },
+    scales: { x: { time: false, auto: false, min, max }, y: { distr: state.log.has(name) ? 3 : 1, ...(state.log.has(name) ? { range: (_, low, high) => low === null ? [null, null] : [digit(low * 0.97, Math.floor), digit(high * 1.03, Math.ceil)] } : { range: (_, low, high) => low === null ? [null, null] : chart.share && high > 0.5 ? [Math.min(-0.02, low), Math.max(1.02, high)] : low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true) }), ...more.scale } },
     axes: [{ ...axis, size: 32, values: (_, ticks) => ticks.map(place), ...(state.x === "time" ? { incrs: SECONDS, space: 70 } : { incrs: WHOLE }) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(v => tick(v, state.log.has(name))) }],
     series: [{}, ...shown.map(s => ({ stroke: s.colour, width: s.faint ? 1 : 1.75, alpha: s.faint ? 0.35 : 1, dash: s.dash, spanGaps: true, points: { show: s.ys.length < 40 || s.points || name.startsWith("validation") || name === "tasks/", size: 5, fill: s.colour }, ...s.more }))],
     hooks: { draw: [markers], setCursor: [tell], setSelect: [u => { const { left, width } = u.select; if (width) { zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ width: 0 }, false); } }] },

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.checkpoint.atomic_files import (
     complete_folder,
@@ -125,7 +126,8 @@ def read_tensors(folder: Path, config: ModelConfig) -> Mapping[str, TensorOnDisk
         raise UserError(f"the weights in {folder} cannot be read", problems)
     unread = {name: None for name in tensors if is_unread(name, config)}  # in their order
     if unread:
-        print(safe(f"not in the export: {len(unread):,} tensors such as {next(iter(unread))}"))
+        text = f"{counted(len(unread), 'tensor')} such as {next(iter(unread))}"
+        print(safe(f"not in the export: {text}"))
     return {name: tensor for name, tensor in tensors.items() if name not in unread}
 
 

@@ -527,7 +527,7 @@ def test_constants_of_old_folders_are_left_out_for_other_tools_and_named(tmp_pat
     old = {"\x1b[2J.rotary_emb.inv_freq": torch.ones(3)}
     save_file(load_file(file) | old, file, {"format": "pt"})
     out = export(folder, tmp_path / "out.gguf", f"form={form}")
-    said = "not in the export: 1 tensors such as \\u001b[2J.rotary_emb.inv_freq\n"
+    said = "not in the export: 1 tensor such as \\u001b[2J.rotary_emb.inv_freq\n"
     assert said in capsys.readouterr().out
     if form != "gguf":
         require_equal(folder, out)

@@ -20,6 +20,7 @@ from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.paths import checkpoint_configuration, is_hub_id
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
+from fsdp_trainer.observe.records import parse
 
 CARD = "README.md"
 GROUPS = (
@@ -136,10 +137,15 @@ class ModelCard:
         """The adapter's rank."""
         return int(self.configuration.get("adapter.rank") or 0)
 
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The checkpoint's MANIFEST.json, which lists all of its files."""
+        return read_manifest(self.checkpoint)
+
     @property
     def versions(self) -> dict[str, str]:
         """Versions of the programs that wrote the checkpoint."""
-        return read_manifest(self.checkpoint).get("versions") or {}
+        return self.manifest.get("versions") or {}
 
     @cached_property
     def task(self) -> Task:
@@ -185,7 +191,7 @@ class ModelCard:
     @property
     def step(self) -> int:
         """The checkpoint's step."""
-        return int(read_manifest(self.checkpoint).get("step") or 0)
+        return int(self.manifest.get("step") or 0)
 
     @property
     def data_lines(self) -> list[str]:
@@ -229,11 +235,8 @@ def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, An
         if last_bytes:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:  # the first may begin in its middle, the last be incomplete
-                continue
-            if isinstance(line, dict):
+            # the first may begin in its middle, the last be incomplete
+            if line := parse(text.decode(errors="replace")):
                 yield line
 
 

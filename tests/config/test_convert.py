@@ -405,7 +405,7 @@ REPEATED = "".join(f"    A{i + 1}: '{f'${{launch.env.A{i}}}' * 10}'\n" for i in 
 USED = "run: {name: '${launch.env.A9}'}\n"
 INTERPOLATIONS = {
     "repeats": (f"    A0: x\n{REPEATED}{USED}", "of them refer to values with others"),
-    "deep": (f"    A: '{'${a:' * 300}{'}' * 300}'\n", "a.yaml cannot be read: maximum recursion"),
+    "deep": (f"    A: '{'${a:' * 5000}{'}' * 5000}'\n", "a.yaml cannot be read: maximum recursion"),
 }
 
 

@@ -21,231 +21,234 @@ class ObjectiveChoice:
 
     name: str = key(
         "sft",
-        "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
-        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; `reward`: a reward"
-        " model, of pairs; `grpo`: the model's own answers to prompts, by their rewards; `distil`:"
-        " of a teacher's probabilities; or one that your own code registers (--import)",
+        "`sft`: cross-entropy of the supervised tokens (see the keys of loss); `dpo`, `ipo`, "
+        "`simpo`, `orpo`: losses of preference pairs; `kto`: of answers labelled good or bad; "
+        "`reward`: a reward model from pairs; `grpo`: the model's own answers to prompts, by "
+        "their rewards; `distil`: a teacher's probabilities; or an objective that your own code "
+        "registers (--import)",
     )
     beta: float = key(
         0.1,
-        "of pairs, kto: how much a difference between log-probabilities counts; dpo, ipo and kto"
-        " stay nearer to the reference with a higher one",
+        "methods on pairs, kto: scale of the difference of log-probabilities; with dpo, ipo and "
+        "kto a higher one keeps the model nearer to the reference",
         above=0,
         used_by=(*LIKELIHOODS, "kto"),
     )
     label_smoothing: float = key(
         0.0,
-        "dpo, simpo: the share of pairs whose answers are taken to be exchanged",
+        "dpo, simpo: assumed share of pairs whose labels are swapped",
         minimum=0,
         maximum=0.5,
         used_by=("dpo", "simpo"),
     )
     sft_weight: float = key(
         0.0,
-        "of pairs: adds so many times the chosen answer's mean loss of a token",
+        "methods on pairs: coefficient of the chosen answer's mean loss of a token, which is added",
         minimum=0,
         used_by=LIKELIHOODS,
     )
     gamma: float = key(
         0.0,
-        "simpo: the margin by which the chosen answer must be ahead",
+        "simpo: target margin of the chosen answer's reward",
         minimum=0,
         used_by=("simpo",),
     )
     center_weight: float = key(
         0.0,
-        "reward: adds so many times the square of the sum of a pair's scores, which draws scores"
-        " to 0",
+        "reward: coefficient of the square of the sum of a pair's scores, which centres scores "
+        "at 0",
         minimum=0,
         used_by=("reward",),
     )
-    desirable_weight: float = key(
-        1.0, "kto: the weight of good answers", minimum=0, used_by=("kto",)
-    )
-    undesirable_weight: float = key(
-        1.0, "kto: the weight of bad answers", minimum=0, used_by=("kto",)
-    )
+    desirable_weight: float = key(1.0, "kto: weight of good answers", minimum=0, used_by=("kto",))
+    undesirable_weight: float = key(1.0, "kto: weight of bad answers", minimum=0, used_by=("kto",))
     reference: str = key(
         "start",
-        "dpo, ipo, kto, grpo with kl: the model to stay near to. `start`: the one that the run"
-        " begins with; a run or a Hugging Face folder, for grpo of any size and family with the"
-        " same vocabulary, else of the same shape; `none`: none",
+        "dpo, ipo, kto, grpo with kl: the reference model. `start`: the model at the start of "
+        "the run; a run or a Hugging Face folder, for grpo of any size and family with the same "
+        "vocabulary, else of the same shape; `none`",
         used_by=("dpo", "ipo", "kto", "grpo"),
     )
     rewards: list[str | dict[str, Any]] = key(
         [],
-        "what scores answers: a list of exact, number, regex, length, code, http, model or your"
-        " own (--import), each a name or a mapping with its settings, as"
-        " [number, {name: length, max: 512}]",
+        "rewards that score answers: a list of exact, number, regex, length, code, http, model "
+        "or your own (--import), each a name or a mapping with its settings, as [number, {name: "
+        "length, max: 512}]",
     )
     environment: str | dict[str, Any] | None = key(
         None,
-        "grpo: what the model talks with over several turns: calculator, python, search, user,"
-        " endpoint (a program that calls the model), verifiers, openenv (a server), or a class of"
-        " your own as FILE.py:NAME, whose code runs on every rank; with settings as"
-        " {name: search, folder: documents}; null: an answer is one turn",
+        "grpo: the environment of rollouts over several turns: calculator, python, search, user, "
+        "endpoint (a program that calls the model), verifiers, openenv (a server), or a class of "
+        "your own as FILE.py:NAME, whose code runs on every rank; with settings as {name: "
+        "search, folder: documents}; null: an answer is one turn",
         used_by=("grpo",),
     )
     turns: int = key(
-        8, "grpo: the model's turns with an environment, at most", minimum=1, used_by=("grpo",)
+        8, "grpo: most turns of the model with an environment", minimum=1, used_by=("grpo",)
     )
     discount: float = key(
         1.0,
-        "grpo: what a reward counts for the turn before it, where an environment rewards each turn",
+        "grpo: discount factor per turn, where an environment rewards each turn",
         minimum=0,
         maximum=1,
         used_by=("grpo",),
     )
     environment_seconds: float = key(
         60.0,
-        "grpo: time that one call of an environment may take; then its rollout has failed",
+        "grpo: time limit of one call of an environment, after which its rollout has failed",
         above=0,
         used_by=("grpo",),
     )
     environment_output: int = key(
         8192,
-        "grpo: characters of an environment's turn, at most; the rest is cut",
+        "grpo: most characters of an environment's turn; the rest is cut",
         minimum=1,
         used_by=("grpo",),
     )
     environments_at_once: int = key(
-        32, "grpo: environments that a rank calls at the same time", minimum=1, used_by=("grpo",)
+        32,
+        "grpo: number of environments that a rank calls at the same time",
+        minimum=1,
+        used_by=("grpo",),
     )
     samples: int = key(
         8,
-        "grpo: answers to each prompt, which are compared with each other",
+        "grpo: group size, the number of answers to each prompt that are compared with each other",
         minimum=2,
         used_by=("grpo",),
     )
-    max_new_tokens: int = key(
-        256, "grpo: tokens of an answer, at most", minimum=1, used_by=("grpo",)
-    )
+    max_new_tokens: int = key(256, "grpo: most tokens of an answer", minimum=1, used_by=("grpo",))
     temperature: float = key(
         1.0,
-        "grpo: divides the logits in sampling, and in training too; distil: divides both models'"
-        " logits before they are compared",
+        "grpo: temperature of sampling, also applied to the logits in training; distil: of both "
+        "models' logits before they are compared",
         above=0,
         used_by=("grpo", "distil"),
     )
     answer_rows: int = key(
-        64, "grpo: answers that a rank generates at the same time", minimum=1, used_by=("grpo",)
+        64,
+        "grpo: number of answers that a rank generates at the same time",
+        minimum=1,
+        used_by=("grpo",),
     )
     weighting: str = key(
         "dapo",
-        "grpo: `dapo`: all tokens of a step count equally; `grpo`: all answers, whatever their"
-        " length; `dr_grpo`: tokens equally, divided by the maximum length of an answer, and"
-        " rewards are not divided by their deviation",
+        "grpo: `dapo`: all tokens of a step have equal weight; `grpo`: all answers have, "
+        "whatever their length; `dr_grpo`: all tokens, divided by the maximum length of an "
+        "answer, and rewards are not divided by their deviation",
         choices=("dapo", "grpo", "dr_grpo"),
         used_by=("grpo",),
     )
     surrogate: str = key(
         "clip",
-        "grpo: what is made of a token's probability now and at sampling: `clip`: their ratio,"
-        " clipped, as PPO; `gspo`: that of the whole answer, a mean over its tokens, with"
-        " weighting=grpo as in the paper; `cispo`: a clipped weight of the log-probability, so that"
-        " every token has a gradient",
+        "grpo: policy-gradient surrogate. `clip`: clipped ratio of each token's probability now "
+        "and at sampling (PPO); `gspo`: of the whole answer's, a mean over its tokens, with "
+        "weighting=grpo as in the paper; `cispo`: a clipped weight of the log-probability, so "
+        "that every token has a gradient",
         choices=("clip", "gspo", "cispo"),
         used_by=("grpo",),
     )
     clip_low: float = key(
         0.2,
-        "grpo: a token stops counting once its probability has fallen by this share",
+        "grpo: a token has no gradient once its probability has fallen by this share",
         minimum=0,
         used_by=("grpo",),
     )
     clip_high: float = key(
-        0.2, "grpo: the same where it has risen; DAPO: 0.28", minimum=0, used_by=("grpo",)
+        0.2,
+        "grpo: a token has no gradient once its probability has risen by this share; DAPO: 0.28",
+        minimum=0,
+        used_by=("grpo",),
     )
     kl: float = key(
         0.0,
-        "grpo: weight of the divergence from objective.reference; 0: there is none",
+        "grpo: coefficient of the KL divergence from objective.reference; 0: no reference",
         minimum=0,
         used_by=("grpo",),
     )
     updates: int = key(
         1,
-        "grpo: optimizer steps that learn from answers made at the same time, each from prompts of"
-        " its own",
+        "grpo: number of optimizer steps on answers that were generated with the same weights, "
+        "each with prompts of its own",
         minimum=1,
         used_by=("grpo",),
     )
     ahead: int = key(
         0,
-        "grpo: optimizer steps between the weights that begin answers and the step that learns from"
-        " them, a multiple of updates; generation then goes on while training does, on"
-        " launch.rollout_ranks or a server",
+        "grpo: off-policy steps, the number of updates by which rollouts may lag, a multiple of "
+        "updates; generation then goes on during training, on launch.rollout_ranks or a server",
         minimum=0,
         used_by=("grpo",),
     )
     round_tokens: int | None = key(
         None,
-        "grpo: tokens that the model adds to a rollout with the same weights, at most, unless its"
-        " step comes next; null: as many as it needs",
+        "grpo: partial rollouts: most tokens that one version of the weights adds to a rollout "
+        "before its step is due; null: no limit",
         minimum=1,
         used_by=("grpo",),
     )
     unfinished: str = key(
         "continue",
-        "grpo: rollouts that need more than round_tokens: `continue`: newer weights go on with"
-        " them; `drop`: nothing is learnt from them",
+        "grpo: rollouts with more than round_tokens: `continue`: newer weights go on with them; "
+        "`drop`: they are left out of training",
         choices=("continue", "drop"),
         used_by=("grpo",),
     )
     importance_cap: float = key(
         2.0,
-        "grpo: the most that a token counts for being likelier here than where it was sampled",
+        "grpo: cap of the truncated importance ratio, a token's probability here over that where "
+        "it was sampled",
         minimum=1,
         used_by=("grpo",),
     )
     mask_truncated: bool = key(
-        False, "grpo: learn nothing from answers that max_new_tokens has cut", used_by=("grpo",)
+        False, "grpo: leave answers that max_new_tokens has cut out of the loss", used_by=("grpo",)
     )
     teacher: str | None = key(
         None,
-        "distil: the model to learn from: a Hugging Face folder or hub id, a run, a checkpoint, or"
-        " an adapter of PEFT's; of any size and family with the same vocabulary",
+        "distil: the teacher: a Hugging Face folder or hub id, a run, a checkpoint, or a PEFT "
+        "adapter; of any size and family with the same vocabulary",
         used_by=("distil",),
     )
     share: float = key(
         0.5,
-        "distil: how much of the loss is the divergence from the teacher, times temperature²; the"
-        " rest is the loss of the data's own tokens",
+        "distil: share of the divergence from the teacher (times temperature²) in the loss; the "
+        "rest is the loss of the data's own tokens",
         minimum=0,
         maximum=1,
         used_by=("distil",),
     )
     divergence: str = key(
         "forward",
-        "distil: `forward`: KL(teacher ‖ student), which covers all that the teacher says;"
-        " `reverse`: KL(student ‖ teacher), which keeps to what it says most",
+        "distil: `forward`: KL(teacher ‖ student), which covers all that the teacher says; "
+        "`reverse`: KL(student ‖ teacher), which concentrates on what it says most",
         choices=("forward", "reverse"),
         used_by=("distil",),
     )
     top_k: int | None = key(
         None,
-        "distil: how many of the teacher's likeliest tokens are stored next to the token store, for"
-        " each supervised token, before the first step; then no teacher is in memory, and the"
-        " probability of all other tokens is divided as the student does; null: the teacher is in"
-        " memory",
+        "distil: number of the teacher's likeliest tokens that are stored for each supervised "
+        "token before the first step; then no teacher is in memory, and the probability of all "
+        "other tokens is divided as the student's is; null: the teacher is in memory",
         minimum=1,
         used_by=("distil",),
     )
     server: str | None = key(
         None,
-        "grpo: the address of a vLLM server that answers prompts, as http://localhost:8000; null:"
-        " the model answers on the training ranks",
+        "grpo: address of a vLLM server that answers prompts, as http://localhost:8000; null: "
+        "the model answers on the training ranks",
         used_by=("grpo",),
     )
     server_folder: str | None = key(
         None,
-        "the folder that the server reads weights from: with adapter=lora one for adapters, null:"
-        " the run's; else the model's own, that the server was started with",
+        "folder from which the server reads weights: with adapter=lora one for adapters, null: "
+        "the run's; else the folder of the model that the server was started with",
         used_by=("grpo",),
     )
     max_staleness: int = key(
         0,
-        "optimizer steps that the server's weights may be behind when it answers; more are sent"
-        " less often",
+        "number of optimizer steps that the server's weights may lag; with more, weights are "
+        "sent less often",
         minimum=0,
         used_by=("grpo",),
     )

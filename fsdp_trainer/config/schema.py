@@ -74,9 +74,9 @@ class Train:
     )
     freeze: list[str] = key(
         [],
-        "patterns of parameter names that are not trained, as `model.layers.[0-3].*`: "
-        "they have no gradient, no optimizer state and no place in checkpoints; of a model that"
-        " reads images also its parts: vision, projector, language",
+        "patterns of names of parameters that are frozen, as `model.layers.[0-3].*`: they have "
+        "no gradient and no optimizer state and are in no checkpoint; of a model that reads "
+        "images also its parts: vision, projector, language",
     )
     validate_every: int | float | None = key(
         None,
@@ -95,12 +95,11 @@ class Train:
         " data.validation",
     )
     sample_prompts: list[str] = key(
-        [], "what to ask the model at each validation; its answers go to samples.jsonl"
+        [], "prompts that the model answers at each validation; the answers go to samples.jsonl"
     )
     sample_tokens: int = key(
         64,
-        "longest answer to them, in tokens; sharded weights are gathered once for all if they"
-        " fit, else for each",
+        "most tokens of such an answer",
         minimum=1,
     )
     sample_raw: bool = key(
@@ -108,8 +107,8 @@ class Train:
     )
     time_limit: str | None = key(
         None,
-        "commit a checkpoint and exit 75 within this long, as far as the longest step and"
-        " save so far tell: `90s`, `30m`, `1h30m` or plain seconds; null: no limit",
+        "commit a checkpoint and exit 75 before this time is over, estimated from the longest "
+        "step and save: `90s`, `30m`, `1h30m` or plain seconds; null: no limit",
     )
     early_stop: int | None = key(
         None,
@@ -122,8 +121,8 @@ class Train:
     )
     gc_every: int | None = key(
         100,
-        "optimizer steps between Python's garbage collections, so that all ranks pause in the"
-        " same step; null: whenever Python likes",
+        "optimizer steps between Python's garbage collections, so that all ranks pause in the "
+        "same step; null: automatic garbage collection",
         minimum=1,
     )
     max_skipped: int = key(
@@ -134,30 +133,30 @@ class Train:
     )
     on_spike: str = key(
         "warn",
-        "what a loss or gradient norm far above the steps before leads to: `warn`; `skip`: no"
-        " update in that step; `rewind`: back to the checkpoint before, and on past these"
-        " rows",
+        "what to do on a spike of the loss or the gradient norm. `warn`; `skip`: no update in "
+        "that step; `rewind`: back to the checkpoint before, then on without these rows",
         choices=("ignore", "warn", "skip", "rewind"),
     )
     spike_score: float = key(
         10.0,
-        "how far above the median that is, in robust standard deviations (median absolute"
-        " deviation)",
+        "a spike is this many robust standard deviations (median absolute deviation) above the "
+        "median of the previous steps",
         above=0,
     )
     spike_window: int = key(
         128,
-        "previous steps that a step is compared with; none is judged until half of them exist",
+        "number of previous steps that a step is compared with; detection starts when half of "
+        "them exist",
         minimum=4,
     )
     rewind_margin: int = key(
         1,
-        "on_spike=rewind: steps before and after the spike's whose rows are left out too;"
-        " PaLM: 100",
+        "on_spike=rewind: number of steps before and after the spike whose rows are left out "
+        "too; PaLM: 100",
         minimum=0,
     )
     max_rewinds: int = key(
-        5, "on_spike=rewind: spikes beyond these many stop the run with exit code 1", minimum=1
+        5, "on_spike=rewind: more spikes than this stop the run with exit code 1", minimum=1
     )
     check_every: int | None = key(
         None,
@@ -167,8 +166,7 @@ class Train:
     )
     deterministic: bool = key(
         False,
-        "on a GPU, take kernels that give the same bits every time, so that a resumed run"
-        " ends with "
+        "on a GPU, use kernels with the same result every time, so that a resumed run ends with "
         "bitwise the same weights; slower, above all attention's backward",
     )
 
@@ -185,30 +183,31 @@ class Loss:
     )
     z_loss: float = key(
         0.0,
-        "weight of logsumexp² of each token's logits, which keeps them from drifting; PaLM: 1e-4",
+        "coefficient of the z-loss, logsumexp² of each token's logits, which keeps them from "
+        "drifting; PaLM: 1e-4",
         minimum=0,
     )
     load_balancing: float = key(
         0.0,
-        "of a model with experts: weight of a loss that draws tokens to experts with few, see"
-        " docs/experts.md; Mixtral: 0.001, OLMoE: 0.01",
+        "coefficient of the load-balancing auxiliary loss of a mixture of experts, see "
+        "docs/experts.md; Mixtral: 0.001, OLMoE: 0.01",
         minimum=0,
     )
     router_z_loss: float = key(
         0.0,
-        "of a model with experts: weight of logsumexp² of the routers' logits; ST-MoE: 1e-3",
+        "coefficient of the z-loss of the routers of a mixture of experts; ST-MoE: 1e-3",
         minimum=0,
     )
     bias_update_speed: float = key(
         0.0,
-        "deepseek_v3: no loss, but what each step adds to the bias of a router's experts with fewer"
-        " tokens than the mean, and takes from those with more; DeepSeek-V3: 0.001",
+        "deepseek_v3: step size of the routers' bias, which balances the experts without an "
+        "auxiliary loss; DeepSeek-V3: 0.001",
         minimum=0,
     )
     chunk_mib: int | None = key(
         None,
-        "MiB of logits that exist at once; few make small matrix products; null: those of 256"
-        " tokens on a CPU, of 4096 on a GPU, there of 2048 in float32",
+        "MiB of logits that exist at once; less memory makes smaller matrix products; null: the "
+        "logits of 256 tokens on a CPU, of 4096 on a GPU, there of 2048 in float32",
         minimum=1,
     )
 
@@ -219,21 +218,25 @@ class Evaluation:
 
     tasks: str | list[str] = key(
         [],
-        "names of lm-evaluation-harness's tasks, or paths of their YAML files or of folders with"
-        " some; paths of YAML files with an environment; `core`: DCLM's 22 tasks",
+        "names of lm-evaluation-harness's tasks, or paths of their YAML files or of folders with "
+        "some; paths of YAML files with an environment; `core`: DCLM's 22 tasks",
     )
     code: list[str] = key(
-        [], "Python files that the files of tasks may run, as FILE.py; typed, never in a file"
+        [],
+        "Python files that the files of tasks may run, as FILE.py; only allowed on the command "
+        "line",
     )
     core_data: str | None = key(
-        None, "of the task `core`: a folder with core.yaml, eval_data/ and eval_meta_data.csv"
+        None, "for the task `core`: a folder with core.yaml, eval_data/ and eval_meta_data.csv"
     )
-    limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
+    limit: int | None = key(
+        None, "evaluate only this many items of each task; null: all", minimum=1
+    )
     fewshot: int | None = key(
-        None, "examples before each question; null: as the task says", minimum=0
+        None, "number of examples before each question; null: as the task says", minimum=0
     )
-    chat: bool = key(False, "ask through the chat template, examples as turns before")
-    rows: int = key(32, "requests that a rank computes at the same time", minimum=1)
+    chat: bool = key(False, "ask through the chat template, with the examples as earlier turns")
+    rows: int = key(32, "number of requests that a rank computes at the same time", minimum=1)
 
 
 @dataclass
@@ -246,16 +249,16 @@ class Profile:
 
     steps: str | None = key(
         None,
-        "which optimizer steps, both included: `10..12`, or one; the first ones are slower"
-        " than the rest; null: none",
+        "the optimizer steps to record, both ends included: `10..12`, or one; the first steps "
+        "are slower than the rest; null: none",
     )
     ranks: list[int] | None = key(
-        None, "which ranks write one; null: those of the first node, 8 at most", minimum=0
+        None, "the ranks that write a profile; null: those of the first node, 8 at most", minimum=0
     )
     memory: bool = key(
         False,
-        "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz; without"
-        " steps: of the whole run, written where it runs out of memory",
+        "on a GPU also write a snapshot of every allocation, for pytorch.org/memory_viz; without "
+        "profile.steps: of the whole run, written when it runs out of memory",
     )
 
 
@@ -268,8 +271,8 @@ class Model:
 
     name: str = key(
         "auto",
-        "label of the named size; `auto`: the architecture of init_from, without one the tiny"
-        " model's",
+        "label of the named size; `auto`: the architecture of init_from, or of the tiny model "
+        "without it",
     )
     init_from: str | None = key(
         None,
@@ -287,13 +290,13 @@ class Model:
     )
     depth: int | None = key(
         None,
-        "blocks of a new model; width, heads, batch, steps and optim.lr follow by nanochat's rules,"
-        " but for those that are set; null: nothing follows",
+        "number of blocks of a new model; width, heads, batch, steps and optim.lr follow by "
+        "nanochat's rules unless they are set; null: nothing follows",
         minimum=1,
     )
     family: str | None = key(
         None,
-        "which family of config.json this is",
+        "model family, as model_type in config.json",
         choices=(
             "llama",
             "mistral",
@@ -313,22 +316,24 @@ class Model:
     )
     vocab_size: int | None = key(
         None,
-        "tokens that the embedding knows; null: the tokenizer's (random weights) or"
-        " config.json's; more than config.json's: new ones start as the mean of the others",
+        "rows of the embedding; null: the tokenizer's number of tokens (random weights) or "
+        "config.json's; more than config.json's: the new rows start as the mean of the others",
         minimum=1,
     )
     vocab_multiple: int = key(
         1,
-        "pad the embedding's rows to a multiple of this, e.g. 64 × ranks: even shards; the"
-        " padding is in no loss and no export",
+        "pad the embedding's rows to a multiple of this, e.g. 64 × ranks, for even shards; the "
+        "padding is in no loss and no export",
         minimum=1,
     )
     hidden_size: int | None = key(None, "width of the residual stream", minimum=1)
     intermediate_size: int | None = key(None, "width of the feed-forward layer", minimum=1)
-    num_hidden_layers: int | None = key(None, "decoder blocks", minimum=1)
-    num_attention_heads: int | None = key(None, "query heads", minimum=1)
+    num_hidden_layers: int | None = key(None, "number of decoder blocks", minimum=1)
+    num_attention_heads: int | None = key(None, "number of query heads", minimum=1)
     num_key_value_heads: int | None = key(
-        None, "key and value heads; fewer than query heads is grouped-query attention", minimum=1
+        None,
+        "number of key and value heads; fewer than query heads is grouped-query attention",
+        minimum=1,
     )
     head_dim: int | None = key(
         None, "channels per head; null: hidden_size / num_attention_heads", minimum=2
@@ -349,7 +354,7 @@ class Model:
     partial_rotary_factor: float | None = key(
         None, "share of each head's channels that is rotated; null: all", above=0, maximum=1
     )
-    rms_norm_eps: float | None = key(None, "added to the mean square under the root", above=0)
+    rms_norm_eps: float | None = key(None, "epsilon of RMSNorm, added to the mean square", above=0)
     tie_word_embeddings: bool | None = key(None, "embedding and output head share one matrix")
     attention_bias: bool | None = key(
         None, "query, key, value and output projections have a bias; qwen2's first three always do"
@@ -357,64 +362,69 @@ class Model:
     mlp_bias: bool | None = key(None, "llama: feed-forward projections have a bias")
     sliding_window: int | None = key(
         None,
-        "tokens that a token sees, itself included, in the blocks of a family with windows;"
-        " null: all before it",
+        "number of tokens that a token attends to, itself included, in the blocks with a window; "
+        "null: all before it",
         minimum=1,
     )
     query_pre_attn_scalar: float | None = key(
-        None, "gemma: attention scores are divided by its root; null: head_dim", above=0
+        None, "gemma: attention scores are divided by the root of this; null: head_dim", above=0
     )
     attn_logit_softcapping: float | None = key(
         None, "gemma2: soft limit on attention scores", above=0
     )
     final_logit_softcapping: float | None = key(None, "gemma2: soft limit on logits", above=0)
-    num_experts: int | None = key(
-        None, "feed-forwards side by side in a block, of which a token meets a few", minimum=1
+    num_experts: int | None = key(None, "number of experts in each MoE layer", minimum=1)
+    num_experts_per_tok: int | None = key(
+        None, "number of experts that each token is routed to", minimum=1
     )
-    num_experts_per_tok: int | None = key(None, "experts that each token is sent to", minimum=1)
-    moe_intermediate_size: int | None = key(None, "width of an expert", minimum=1)
+    moe_intermediate_size: int | None = key(
+        None, "width of an expert's feed-forward layer", minimum=1
+    )
     shared_expert_intermediate_size: int | None = key(
-        None, "qwen2_moe: width of what every token meets besides its experts", minimum=1
+        None, "qwen2_moe: width of the shared expert's feed-forward layer", minimum=1
     )
     norm_topk_prob: bool | None = key(
-        None, "the weights of a token's experts are divided by their sum"
+        None, "normalise the weights of a token's experts to a sum of 1"
     )
     mlp_only_layers: list[int] | None = key(
-        None, "blocks with a dense feed-forward in place of experts, from 0", minimum=0
+        None, "indices of the layers, from 0, that are dense in place of MoE", minimum=0
     )
     decoder_sparse_step: int | None = key(
-        None, "every so many-th block has experts, the others a dense feed-forward", minimum=1
+        None, "every n-th layer is an MoE layer, the others are dense", minimum=1
     )
     first_k_dense_replace: int | None = key(
         None,
-        "deepseek_v3: blocks in front with a dense feed-forward, not experts",
+        "deepseek_v3: number of leading dense layers",
         minimum=0,
     )
-    n_shared_experts: int | None = key(
-        None, "deepseek_v3: what every token meets besides is as wide as so many experts", minimum=0
-    )
-    n_group: int | None = key(None, "deepseek_v3: groups that the experts are in", minimum=1)
+    n_shared_experts: int | None = key(None, "deepseek_v3: number of shared experts", minimum=0)
+    n_group: int | None = key(None, "deepseek_v3: number of groups of experts", minimum=1)
     topk_group: int | None = key(
-        None, "deepseek_v3: groups that a token's experts are chosen from", minimum=1
+        None, "deepseek_v3: number of groups that a token's experts are chosen from", minimum=1
     )
     routed_scaling_factor: float | None = key(
-        None, "deepseek_v3: multiplies the weights of a token's experts", above=0
+        None, "deepseek_v3: factor of the weights of a token's experts", above=0
     )
     q_lora_rank: int | None = key(
         None,
-        "deepseek_v3: width of the vector that queries are made of; null: of the whole state",
+        "deepseek_v3: rank of the compressed queries; null: queries are not compressed",
         minimum=1,
     )
     kv_lora_rank: int | None = key(
         None,
-        "deepseek_v3: width of the vector that keys and values are made of",
+        "deepseek_v3: rank of the compressed keys and values",
         minimum=1,
     )
     qk_nope_head_dim: int | None = key(
-        None, "deepseek_v3: channels of a head's queries and keys that are not rotated", minimum=1
+        None,
+        "deepseek_v3: channels of a head's queries and keys without rotary embedding",
+        minimum=1,
     )
     qk_rope_head_dim: int | None = key(
-        None, "deepseek_v3: channels that are rotated; of keys all heads share them", minimum=2
+        None,
+        "deepseek_v3: channels of a head's queries and keys with rotary embedding; all heads "
+        "share those of keys",
+        minimum=2,
     )
     v_head_dim: int | None = key(None, "deepseek_v3: channels of a head's values", minimum=1)
     rope_interleave: bool | None = key(
@@ -423,21 +433,21 @@ class Model:
     initializer_range: float | None = key(None, "standard deviation of random weights", above=0)
     initializer: str = key(
         "plain",
-        "random weights of what adds to the residual stream: as all others, divided by √(2 ·"
-        " blocks), or by √(2 · the block's own number)",
+        "standard deviation of the random weights of output projections. `plain`: as of all "
+        "others; `depth`: divided by √(2 · blocks); `layer`: by √(2 · the block's number)",
         choices=("plain", "depth", "layer"),
     )
     attention: str = key(
         "auto",
-        "`documents`: kernel calls shared by documents of similar length; `mask`: one call per"
-        " row under a block mask, cost by row²; `varlen`, `flex`: one call over all documents"
-        " (GPU); `auto` picks by GPU, model and rows, and says why",
+        "`documents`: kernel calls shared by documents of similar length; `mask`: one masked "
+        "call per row, whose cost grows with the square of its length; `varlen`, `flex`: one "
+        "call over all documents (GPU); `auto` chooses by GPU, model and rows, and says why",
         choices=("auto", "documents", "mask", "varlen", "flex"),
     )
     attention_kernel: str = key(
         "auto",
-        "on a GPU, which kernel is tried first; fa3, fa4: FlashAttention 3 and 4, where"
-        " installed; `auto`: cuDNN on Hopper, FlashAttention elsewhere",
+        "on a GPU, the kernel that is tried first; fa3, fa4: FlashAttention 3 and 4, where "
+        "installed; `auto`: cuDNN on Hopper, FlashAttention elsewhere",
         choices=("auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"),
     )
 
@@ -448,23 +458,23 @@ class Data:
 
     path: str | list[str | dict[str, Any]] | None = key(
         None,
-        "a file, folder, glob, or a list of them, perhaps a mixture: [{path: a.jsonl, weight:"
-        " 0.7}, {path: b.jsonl, weight: 0.3}]; `demo:backwards` is a small task generated on"
-        " the spot",
+        "a file, folder, glob or URL, or a list of them, also with weights: [{path: a.jsonl, "
+        "weight: 0.7}, {path: b.jsonl, weight: 0.3}]; `demo:backwards` is a small task that is "
+        "generated",
     )
     format: str = key(
         "auto",
-        "how rows are read; `auto` finds it out and says so",
+        "format of the rows; `auto` detects it and says so",
         choices=FORMATS,
     )
     fields: dict[str, Any] | None = key(
         None,
-        "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out",
+        "the meaning of columns, e.g. {prompt: question, completion: answer}; null: detected",
     )
     end_of_text: str | int | None = key(
         None,
-        "the token, or its number, between documents of a token file that does not list them;"
-        " null: the tokenizer's end token",
+        "the token, or its number, between documents of a token file that does not list them; "
+        "null: the tokenizer's end token",
     )
     template: str | None = key(
         None,
@@ -473,23 +483,22 @@ class Data:
     )
     template_args: dict[str, Any] | None = key(
         None,
-        "more arguments of the template, e.g. {enable_thinking: true}; the exported"
-        " template has them as its defaults; null: none",
+        "further arguments of the template, e.g. {enable_thinking: true}; they become defaults "
+        "of the exported template; null: none",
     )
     template_date: str | None = key(
         None,
-        "the date for a template that writes today's, e.g. 2025-01-31; null:"
-        " 2024-07-26, on any day",
+        "the date that a template with today's date gets, e.g. 2025-01-31; null: always 2024-07-26",
     )
     loss_on: str = key(
         "assistant",
-        "which turns are supervised: every assistant turn, everything, or the last assistant turn",
+        "the supervised turns: every assistant turn, everything, or the last assistant turn",
         choices=("assistant", "all", "last"),
     )
     too_long: str = key(
         "drop",
-        "samples longer than batch.seq_len: leave out, cut at the end, or split into pieces,"
-        " no token lost (text, tokens)",
+        "what to do with samples longer than batch.seq_len: `drop`; `truncate`: cut at the end; "
+        "`split`: into pieces, without loss of a token (text, tokens)",
         choices=("drop", "truncate", "split"),
     )
     max_lost: float = key(
@@ -501,13 +510,15 @@ class Data:
     )
     on_error: str = key(
         "fail",
-        "a row that cannot be read: stop and name it, or leave it out and count it",
+        "what to do with a row that cannot be read: `fail`: stop and name it; `skip`: leave it "
+        "out and count it",
         choices=("fail", "skip"),
     )
     packing: str = key(
         "best_fit",
-        "fill rows with whole samples that never see each other; `none`: one sample a row,"
-        " padded; `stream`: texts one after another, cut where a row ends",
+        "`best_fit`: rows are filled with whole samples, which do not attend to each other; "
+        "`none`: one sample a row, padded; `stream`: texts one after another, cut where a row "
+        "ends",
         choices=("best_fit", "none", "stream"),
     )
     pad_to_multiple: int | None = key(
@@ -527,19 +538,19 @@ class Data:
     )
     streaming: bool = key(
         False,
-        "for data too large to store: rows are tokenized and packed while training reads"
-        " them, nothing is kept; needs train.steps",
+        "for data too large to store: rows are tokenized and packed while training reads them, "
+        "and not stored; needs train.steps",
     )
     workers: int | None = key(
         None,
-        "processes that tokenize, of each rank with data.streaming, and that load images, of each"
-        " rank; null: one for each core that may be used; 1: none besides this one",
+        "number of processes that tokenize, with data.streaming for each rank, and that load "
+        "images for each rank; null: one for each core; 1: none besides this one",
         minimum=1,
     )
     prefetch: int | None = key(
         None,
-        "micro-batches that a thread assembles and copies to the device ahead; 0: none, no"
-        " thread; null: 2 on a GPU, 0 on a CPU",
+        "number of micro-batches that a thread prepares and copies to the device ahead; 0: no "
+        "thread; null: 2 on a GPU, 0 on a CPU",
         minimum=0,
     )
 
@@ -550,14 +561,13 @@ class Tokenizer:
 
     path: str | None = key(
         None,
-        "a tokenizer.json, a .model of SentencePiece or tiktoken, or a folder with either or"
-        " with vocab.json and merges.txt; `demo:bytes` is made on the spot; null:"
-        " model.init_from's",
+        "a tokenizer.json, a .model of SentencePiece or tiktoken, or a folder with either or "
+        "with vocab.json and merges.txt; `demo:bytes` is built in; null: model.init_from's",
     )
     add_tokens: list[str] = key(
         [],
-        "special tokens that it lacks, e.g. ['<|im_start|>','<|im_end|>'] for"
-        " data.template=chatml; the model's vocabulary grows with them",
+        "special tokens to add, e.g. ['<|im_start|>','<|im_end|>'] for data.template=chatml; the "
+        "model's vocabulary grows with them",
     )
 
 
@@ -570,8 +580,8 @@ class Adapter:
 
     name: str = key(
         "none",
-        "`lora`: W + scale · B·A for each adapted matrix W; `dora`: with a trained length for"
-        " each row of that sum; `none`: all weights are trained",
+        "`lora`: W + scale · B·A for each adapted matrix W; `dora`: with a trained norm for each "
+        "row of that sum; `none`: all weights are trained",
         choices=("none", "lora", "dora"),
     )
     rank: int = key(16, "rows of A and columns of B", minimum=1)
@@ -589,12 +599,13 @@ class Adapter:
     )
     also: list[str] = key(
         [],
-        "modules that are trained in full besides: head, embedding, norms, or names and patterns",
+        "modules that are trained in full beside the adapters: head, embedding, norms, or names "
+        "and patterns",
     )
     base: str = key(
         "auto",
-        "number format in which frozen weights are kept: `auto`: precision.param_dtype;"
-        " `nf4`: the blocks' matrices in 4 bits, all else as with auto",
+        "number format of the frozen weights: `auto`: precision.param_dtype; `nf4`: the blocks' "
+        "matrices in 4 bits, all else as with auto",
         choices=("auto", "bf16", "fp32", "nf4"),
     )
     rank_pattern: dict[str, int] = key(
@@ -644,41 +655,39 @@ class Sharding:
     replicas: int = key(1, "hsdp: how many groups; must divide the number of ranks", minimum=1)
     tensor: int = key(
         1,
-        "ranks that split each block's heads and feed-forward channels, and the rows' tokens"
-        " between blocks; neighbours, inside a node",
+        "size of tensor and sequence parallelism: ranks that split each block's heads and "
+        "feed-forward channels, and the tokens between blocks; neighbours, inside a node",
         minimum=1,
     )
     context: int = key(
         1,
-        "ranks that split each row's tokens, for rows too long for one; neighbours, inside a node "
-        "if they can be",
+        "size of context parallelism: ranks that split each row's tokens, for long rows; "
+        "neighbours, inside a node if possible",
         minimum=1,
     )
     expert: int = key(
         1,
-        "ranks that divide the experts of a mixture among them; tokens go to them by all-to-all;"
-        " divides shard × context × tensor; neighbours, inside a node",
+        "size of expert parallelism: ranks that divide the experts among them; tokens reach them "
+        "by all-to-all; divides shard × context × tensor; neighbours, inside a node",
         minimum=1,
     )
     context_method: str = key(
         "auto",
-        "how ranks that split rows attend to them. `ulysses`: with some heads each, by all-to-all; "
-        "`gathered`: with the queries of their tokens each, to everyone's keys and values; "
-        "`ring`: to those of one rank after the other, merged; "
-        "`auto`: ulysses where the heads divide, else gathered, of rows from 32,768 tokens on ring",
+        "method of context parallelism. `ulysses`: all-to-all over heads; `gathered`: all-gather "
+        "of keys and values; `ring`: keys and values are passed around; `auto`: ulysses where "
+        "the heads divide, else gathered, from 32,768 tokens a row on ring",
         choices=("auto", "ulysses", "gathered", "ring"),
     )
     pipeline: int = key(
         1,
-        "ranks among which the blocks are divided, one stage after the other; the outermost"
-        " dimension, between nodes (torch 2.13)",
+        "number of pipeline stages; the outermost dimension, between nodes (torch 2.13)",
         minimum=1,
     )
     pipeline_schedule: str = key(
         "1f1b",
-        "order of the micro-batches in a pipeline. `1f1b`; `gpipe`: all forwards, then all"
-        " backwards; `interleaved`: two stages a rank, half the idle time, twice the messages;"
-        " `zbv`, `dualpipev`: two stages a rank, and the gradients of weights fill idle time",
+        "order of the micro-batches in a pipeline. `1f1b`; `gpipe`: all forwards, then all "
+        "backwards; `interleaved`: two stages a rank, half the idle time, twice the messages; "
+        "`zbv`, `dualpipev`: two stages a rank, with the gradients of weights in idle time",
         choices=("1f1b", "gpipe", "interleaved", "zbv", "dualpipev"),
     )
     reshard_after_forward: bool | int | Literal["auto"] = key(
@@ -693,14 +702,15 @@ class Sharding:
         1, "decoder blocks gathered together: larger messages, more memory", minimum=1
     )
     prefetch: int = key(
-        1, "units gathered ahead of the one that computes; 0: FSDP2's own order", minimum=0
+        1,
+        "number of units gathered ahead of the one that computes; 0: FSDP2's own order",
+        minimum=0,
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
     accumulate: str = key(
         "sharded",
-        "between micro-batches: `sharded` reduces each one's gradient (hsdp's all-reduce"
-        " waits for the last); `unsharded` reduces once, but every rank holds the whole"
-        " gradient",
+        "gradients between micro-batches. `sharded`: reduced after each (hsdp's all-reduce waits "
+        "for the last); `unsharded`: reduced once, but every rank holds the whole gradient",
         choices=("sharded", "unsharded"),
     )
     messages: str = key(
@@ -712,24 +722,24 @@ class Sharding:
     )
     quantize: str = key(
         "none",
-        "send messages of fully_shard in 8-bit numbers with a scale for every 256: `weights` that"
-        " are gathered, `gradients` that are reduced, `both`; not exact",
+        "send fully_shard's messages as 8-bit numbers with a scale for every 256: `weights` in "
+        "all-gathers, `gradients` in reduce-scatters, or `both`; not exact",
         choices=("none", "weights", "gradients", "both"),
     )
     error_feedback: bool = key(
         False,
-        "quantize=gradients or both: add what encoding has cut off to the next message; every rank"
-        " keeps as much as the whole gradient in float32, and a resume begins without it",
+        "quantize=gradients or both: add the quantisation error to the next message; every rank "
+        "keeps as much as the whole gradient in float32, and a resume begins without it",
     )
     separate_reduce_scatter: bool = key(
         False,
-        "reduce gradients over a process group of their own, so that backward's all-gathers"
-        " need not wait for them (torch 2.13)",
+        "reduce gradients over a process group of their own, so that backward's all-gathers do "
+        "not wait for them (torch 2.13)",
     )
     reduce_scatter_buffers: int = key(
         1,
-        "gradient reductions running at a time; 2 lets backward continue while one is late,"
-        " and keeps one more in memory (torch 2.13)",
+        "number of gradient reductions that run at the same time; 2 lets backward continue while "
+        "one is late, and keeps one more in memory (torch 2.13)",
         minimum=1,
     )
 
@@ -743,16 +753,18 @@ class Replicas:
 
     method: str = key(
         "none",
-        "`none`: all ranks are one group; `sync`: the groups divide the rows of each step and sum"
-        " their gradients; `diloco`: each group trains by itself, and every so many steps they"
-        " average what they have changed",
+        "`none`: all ranks are one group; `sync`: the groups divide the rows of each step and "
+        "sum their gradients; `diloco`: each group trains alone, and every replicas.every steps "
+        "they average their changes",
         choices=("none", "sync", "diloco"),
     )
-    id: int = key(0, "number of this group, another one for each", minimum=0)
+    id: int = key(0, "index of this group; unique", minimum=0)
     lighthouse: str | None = key(
-        None, "where the groups find each other: HOST:PORT of  fsdp-trainer lighthouse"
+        None, "address of the  fsdp-trainer lighthouse  where the groups find each other: HOST:PORT"
     )
-    min: int = key(1, "with fewer groups than this, those present wait", minimum=1)
+    min: int = key(
+        1, "smallest number of groups that train; with fewer, those present wait", minimum=1
+    )
     every: int = key(50, "diloco: optimizer steps between two averages", minimum=1)
     outer_lr: float = key(0.7, "diloco: learning rate of the outer step", above=0)
     outer_momentum: float = key(
@@ -760,18 +772,22 @@ class Replicas:
     )
     fragments: int = key(
         1,
-        "diloco: parts of the model, each averaged at another step of every `every`; 1: all at"
-        " once",
+        "diloco: number of parts of the model, each averaged at another step of every `every`; "
+        "1: all at once",
         minimum=1,
     )
-    delay: int = key(0, "diloco: steps that go on while a part's average is on its way", minimum=0)
+    delay: int = key(
+        0,
+        "diloco: number of steps that are computed while a fragment's average is on its way",
+        minimum=0,
+    )
     mixing: float = key(
         0.0,
         "diloco: share of a group's own weights that stays in the average",
         minimum=0,
         maximum=1,
     )
-    quantize: bool = key(False, "diloco: exchange what has changed as 8-bit numbers")
+    quantize: bool = key(False, "diloco: exchange the changes as 8-bit numbers")
 
 
 @dataclass
@@ -780,9 +796,8 @@ class ActivationCheckpoint:
 
     mode: str = key(
         "none",
-        "what backward computes again. `full`: whole blocks; `selective`: what"
-        " activation_checkpoint.save does not keep; `budget`: what the compiler finds"
-        " cheapest",
+        "what backward computes again. `full`: whole blocks; `selective`: all but "
+        "activation_checkpoint.save; `budget`: what the compiler finds cheapest",
         choices=("none", "full", "selective", "budget"),
     )
     every: int = key(
@@ -807,8 +822,8 @@ class ActivationCheckpoint:
     )
     offload: bool = key(
         False,
-        "what blocks keep for backward goes to pinned host memory, and comes back before it"
-        " is needed",
+        "move the activations that blocks keep for backward to pinned host memory, and back "
+        "before they are needed",
     )
 
 
@@ -818,30 +833,34 @@ class Precision:
 
     param_dtype: str = key(
         "bfloat16",
-        "forward and backward, and the all-gather; float16: for GPUs without bfloat16 (V100, T4),"
-        " with a loss scale",
+        "number format of forward, backward and the all-gather; float16: for GPUs without "
+        "bfloat16 (V100, T4), with a loss scale",
         choices=("bfloat16", "float32", "float16"),
     )
     reduce_dtype: str = key(
-        "float32", "the gradients' reduce-scatter", choices=("float32", "bfloat16")
+        "float32", "number format of the gradients' reduce-scatter", choices=("float32", "bfloat16")
     )
     master_dtype: str = key(
-        "float32", "sharded weights, gradients and optimizer state", choices=("float32", "bfloat16")
+        "float32",
+        "number format of sharded weights, gradients and optimizer state",
+        choices=("float32", "bfloat16"),
     )
     loss_scale: float = key(
         65536.0,
-        "float16: factor of the loss in backward, so that small gradients are not 0, at the start;"
-        " halved where a gradient is not finite, and that step is skipped",
+        "float16: loss scale at the start, so that small gradients are not 0; halved where a "
+        "gradient is not finite, and that step is skipped",
         minimum=1,
     )
     loss_scale_steps: int = key(
-        2000, "float16: steps in a row without such a gradient that double it", minimum=1
+        2000,
+        "float16: steps in a row with finite gradients after which the loss scale doubles",
+        minimum=1,
     )
     float8: str | None = key(
         None,
-        "matrix products of large linear layers in float8 on GPUs that can (extra: ao): one"
-        " scale for a matrix, or for each row; the last computes weight gradients in"
-        " bfloat16; null: none",
+        "matrix products of large linear layers in float8 on GPUs that have it (extra: ao): one "
+        "scale for a matrix, or for each row; the last computes weight gradients in bfloat16; "
+        "null: none",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     )
 
@@ -863,8 +882,8 @@ class Compile:
     )
     cache: str | None = key(
         None,
-        "folder for what was compiled, shared by ranks, restarts and runs; null:"
-        " TORCHINDUCTOR_CACHE_DIR, else run.root/.compile",
+        "folder of compiled kernels, shared by ranks, restarts and runs; null: "
+        "TORCHINDUCTOR_CACHE_DIR, else run.root/.compile",
     )
 
 
@@ -903,9 +922,9 @@ class Optim:
     )
     offload: str = key(
         "none",
-        "where moments and the weights in precision.master_dtype are kept: `none`: on the device;"
-        " `cpu`: in host memory, where the update runs; `disk`: in files, updated a part at a time."
-        " With both the device keeps weights in precision.param_dtype",
+        "where moments and the weights in precision.master_dtype are kept: `none`: on the "
+        "device; `cpu`: in host memory, where the update runs; `disk`: in files, updated a part "
+        "at a time. With `cpu` and `disk` the device keeps weights in precision.param_dtype",
         choices=("none", "cpu", "disk"),
     )
     offload_path: str | None = key(
@@ -913,8 +932,8 @@ class Optim:
     )
     rounding: str = key(
         "stochastic",
-        "of weights and mean squares that are kept in bfloat16: `stochastic` is right on"
-        " average, `nearest` loses updates below 1/256 of a number",
+        "rounding of weights and mean squares that are stored in bfloat16: `stochastic` is right "
+        "on average, `nearest` loses updates below 1/256 of a number",
         choices=("stochastic", "nearest"),
     )
     lr: float = key(1e-5, "peak learning rate", minimum=0)
@@ -932,7 +951,7 @@ class Optim:
     )
     momentum: float = key(
         0.95,
-        "muon, sgd: decay of the running sum of gradients; lars: of that of steps",
+        "muon, sgd: decay of the running sum of gradients; lars: of the running sum of updates",
         minimum=0,
         maximum=1,
         used_by=("muon", "sgd", "lars"),
@@ -942,13 +961,14 @@ class Optim:
     )
     trust_coefficient: float = key(
         0.001,
-        "lars: share of its norm that a parameter moves in a step, at lr=1 and without momentum",
+        "lars: trust coefficient, the norm of an update over the norm of its weight at lr=1 and "
+        "without momentum",
         above=0,
         used_by=("lars",),
     )
     ns_steps: int = key(
         5,
-        "muon: steps of Newton-Schulz, which makes updates orthogonal",
+        "muon: number of Newton-Schulz steps, which make updates orthogonal",
         minimum=1,
         used_by=("muon",),
     )
@@ -961,8 +981,8 @@ class Optim:
     )
     normuon: bool = key(
         False,
-        "muon: divide each row of an orthogonal update by the root of its running mean square"
-        " (NorMuon), so that all neurons move as far",
+        "muon: divide each row of an orthogonal update by the root of its running mean square "
+        "(NorMuon), so that all neurons change equally",
         used_by=("muon",),
     )
     normuon_beta: float = key(
@@ -985,8 +1005,8 @@ class Optim:
     )
     lr_scaling: str | None = key(
         None,
-        "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), its root"
-        " (the usual rule for Adam), or not (null)",
+        "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), by its root "
+        "(usual for Adam), or not (null)",
         choices=("sqrt", "linear"),
     )
     lr_batch_tokens: int | None = key(
@@ -1008,11 +1028,14 @@ class Schedule:
         "cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd")
     )
     warmup_steps: int = key(
-        0, "linear rise from 0, in steps; schedule.warmup is a share of all", minimum=0
+        0,
+        "number of warm-up steps, with a linear rise of the rate; schedule.warmup is a share of "
+        "all steps",
+        minimum=0,
     )
     warmup: float = key(
         0.0,
-        "the rise as a share of all steps, rounded up, in place of warmup_steps",
+        "warm-up as a share of all steps, rounded up, in place of warmup_steps",
         minimum=0,
         maximum=1,
     )
@@ -1039,7 +1062,9 @@ class Checkpoint:
         " always written at the end; null: only then",
         above=0,
     )
-    keep: int = key(2, "how many committed checkpoints stay; older ones are deleted", minimum=1)
+    keep: int = key(
+        2, "number of committed checkpoints that stay; older ones are deleted", minimum=1
+    )
     best: bool = key(
         False,
         "also save at every new lowest validation loss, and keep that checkpoint besides the"
@@ -1047,17 +1072,17 @@ class Checkpoint:
     )
     mode: str = key(
         "sync",
-        "`sync`: training waits for the write; `async`: only for a copy in host memory, which"
-        " a thread writes",
+        "`sync`: training waits for the write; `async`: only for a copy in host memory, which a "
+        "thread writes",
         choices=("sync", "async"),
     )
     patience: str = key(
         "10m",
-        "how long the last checkpoint of a run is tried again where it cannot be written, as"
-        " on a full disk",
+        "how long saving the last checkpoint of a run is repeated where it fails, as on a full "
+        "disk",
     )
     make_room: bool = key(
-        False, "delete the oldest checkpoint where there is no room for the last one"
+        False, "delete the oldest checkpoint where there is no space for the last one"
     )
     export_hf: bool = key(
         False,
@@ -1090,8 +1115,8 @@ class Logging:
 
     every: int | None = key(
         None,
-        "optimizer steps between writes; each step has its own line all the same; null: 1 on"
-        " CPU, 10 on GPU",
+        "optimizer steps between writes, in which each step has its own line; null: 1 on a CPU, "
+        "10 on a GPU",
         minimum=1,
     )
     wandb: str = key(
@@ -1109,13 +1134,13 @@ class Logging:
     )
     command: str | None = key(
         None,
-        "a program that gets the lines of metrics.jsonl and events.jsonl on its standard"
-        " input; typed, never in a file",
+        "a program that gets the lines of metrics.jsonl and events.jsonl on its standard input; "
+        "only allowed on the command line",
     )
     stragglers: str | None = key(
         "60s",
-        "how often to compare what ranks do outside collectives, and name one that the others"
-        " wait for; null: never",
+        "how often to compare the time of ranks outside collectives, and name the slowest; null: "
+        "never",
     )
 
 
@@ -1139,24 +1164,23 @@ class Launch:
     )
     rollout_ranks: int = key(
         0,
-        "grpo: how many of the ranks, the last ones, only generate answers while the others train;"
-        " 0: all do both in turn",
+        "grpo: number of ranks, the last ones, that only generate answers while the others "
+        "train; 0: all do both in turn",
         minimum=0,
     )
     groups: int = key(
         1,
-        "with replicas.method: groups of nproc_per_node ranks to start on this machine, and a"
-        " lighthouse for them; to try them out",
+        "with replicas.method: number of groups of nproc_per_node ranks to start on this "
+        "machine, and a lighthouse for them; to try groups out",
         minimum=1,
     )
     nodes: int = key(
         1,
-        "how many nodes are given the same command; each starts its own ranks. Slurm says so"
-        " itself",
+        "number of nodes that run this command, each with its own ranks; set by Slurm under srun",
         minimum=1,
     )
     rendezvous: str | None = key(
-        None, "where they meet: `HOST:PORT` of one of them, the same on all"
+        None, "address where the nodes meet: `HOST:PORT` of one of them, the same on all"
     )
     hosts: str | list[str] | None = key(
         None,
@@ -1168,30 +1192,30 @@ class Launch:
         "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
     )
     timeout: str = key(
-        "30m", "longest wait in a collective, and for all nodes to come, before the run is given up"
+        "30m", "longest wait in a collective, and for all nodes to join, before the run stops"
     )
     slurm_time_limit: bool = key(
         True, "in a Slurm job, stop as with train.time_limit before the job is over"
     )
     data_timeout: str = key(
         "24h",
-        "longest silence in which the other ranks wait for data preparation and downloads,"
-        " where tokenizing gives signs of life, and for the files of a stream",
+        "longest time without progress of data preparation, downloads or a stream's files before "
+        "the waiting ranks stop",
     )
     watchdog: bool = key(
         True,
-        "a process on each node finds ranks that died, were stopped or make no progress, keeps"
-        " their stacks and kills them",
+        "a process on each node finds ranks that died, were stopped or make no progress, saves "
+        "their stacks and kills them",
     )
     stall: str = key(
         "10s",
-        "how long no rank of a node may get on before the one that holds them up is killed;"
-        " never less than 5 times the phase's median",
+        "longest time without progress of all ranks of a node before the one that holds them up "
+        "is killed; at least 5 times the phase's median",
     )
     env: dict[str, str] = key(
         {},
-        "environment variables of the ranks; what the environment sets already stays, e.g."
-        " {NCCL_DEBUG: INFO}",
+        "environment variables of the ranks, e.g. {NCCL_DEBUG: INFO}; variables that are set "
+        "already are kept",
     )
 
 

@@ -26,8 +26,8 @@ class Preview:
         "`text` for people; `json`: one row a line, in the order and form of training",
         choices=("text", "json"),
     )
-    rows: int = key(4, "how many rows", minimum=1)
-    html: str | None = key(None, "also write all of it as one HTML page: a file name")
+    rows: int = key(4, "number of rows to show", minimum=1)
+    html: str | None = key(None, "file name of an HTML page with all of it")
 
 
 @dataclass
@@ -43,19 +43,19 @@ class Plan:
 
     gpu: str | list[str] | None = key(
         None,
-        "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …, or several to compare:"
-        " [h100,l40s]; null: the one in this machine",
+        "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …, or several to compare: "
+        "[h100,l40s]; null: the one in this machine",
     )
     memory_gib: float | None = key(
         None,
-        "memory of a device in GiB, in place of the table's; enough without plan.gpu, but"
-        " then times need plan.tflops",
+        "memory of a device in GiB, in place of the table's; suffices without plan.gpu, but then "
+        "times need plan.tflops",
         above=0,
     )
     world_size: int | list[int] | None = key(
         None,
-        "ranks, or several worlds to compare: [8,16,64]; null: those that launch would start,"
-        " without a GPU here 8",
+        "number of ranks, or several to compare: [8,16,64]; null: as many as launch would start, "
+        "without a GPU 8",
         minimum=1,
     )
     format: str = key(
@@ -74,20 +74,21 @@ class Plan:
     )
     expert_load: float = key(
         1.5,
-        "with sharding.expert: rows of the rank that gets most of them over the even number, for"
-        " which peak and time are shown next to those of even routing",
+        "with sharding.expert: rows of the busiest rank over the even number, for which peak and "
+        "time are shown beside those of even routing",
         minimum=1,
     )
     efficiency: float | None = key(
         None,
-        "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings",
+        "share of the GPU's peak that matrix products reach; null: a range from published "
+        "trainings",
         above=0,
         maximum=1,
     )
     tflops: float | None = key(
         None,
-        "dense bfloat16 TFLOP/s of a device, in place of the table's; with plan.memory_gib"
-        " enough for a GPU that the table does not have",
+        "dense bfloat16 TFLOP/s of a device, in place of the table's; suffices with "
+        "plan.memory_gib for a GPU that the table does not have",
         above=0,
     )
     network_gbps: float | None = key(
@@ -101,20 +102,20 @@ class Plan:
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
     offload_disk: float | None = key(
         None,
-        "optim.offload=disk: GB/s that each node reads and writes there at a time, added up, which"
-        " doctor measures; null: twice plan.disk",
+        "optim.offload=disk: GB/s of reads and writes together of each node, as doctor measures; "
+        "null: twice plan.disk",
         above=0,
     )
     image_share: float | None = key(
         None,
-        "of a model for images: share of a row's tokens that are of images; null: 0.5",
+        "of a model for images: share of image tokens in a row; null: 0.5",
         minimum=0,
         maximum=1,
     )
     tokens: float | None = key(
         None,
-        "tokens of the data: how long train.epochs over them take, 1 where train.steps is the"
-        " limit; null: as train.steps say",
+        "number of tokens of the data, for the time of train.epochs, 1 without train.steps; "
+        "null: train.steps decide",
         above=0,
     )
 
@@ -154,8 +155,8 @@ class Prepare:
 
     shard: str | None = key(
         None,
-        "`i/n`: part i of n of the work, counted from 0, for n machines; the last one to finish"
-        " puts the parts together; null: all of it",
+        "`i/n`: part i of n of the work, counted from 0, for n machines; the last to finish "
+        "joins the parts; null: all of it",
     )
 
 
@@ -184,8 +185,8 @@ class Doctor:
     )
     measure: bool = key(
         True,
-        "also measure devices, network and disk; false: only what `train` looks at when it"
-        " starts, and the settings",
+        "also measure devices, network and disk; false: only what `train` checks at its start, "
+        "and the settings",
     )
     slow: float = key(
         0.7,
@@ -216,17 +217,19 @@ class LaunchFiles:
         choices=("slurm", "kubernetes", "docker", "skypilot"),
     )
     out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
-    nodes: int = key(1, "how many nodes", minimum=1)
-    gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)
-    gpu: str = key("H100", "skypilot: which GPUs, as `sky show-gpus` lists them")
+    nodes: int = key(1, "number of nodes", minimum=1)
+    gpus_per_node: int = key(
+        8, "number of GPUs, and of ranks, of each node; 0: one rank without", minimum=0
+    )
+    gpu: str = key("H100", "skypilot: type of the GPUs, as in `sky show-gpus`")
     cpus_per_gpu: int = key(CORES_A_GPU, "slurm: cores", minimum=1)
-    time: str = key("24h", "slurm: until the job is requeued, as `30m` or `24h`")
-    partition: str | None = key(None, "slurm: where to queue")
+    time: str = key("24h", "slurm: time after which the job is requeued, as `30m` or `24h`")
+    partition: str | None = key(None, "slurm: the partition")
     account: str | None = key(None, "slurm: the account")
     setup: list[str] = key(
         [], "slurm, skypilot: lines of bash before the run, e.g. ['source venv/bin/activate']"
     )
-    restarts: int = key(3, "how often a run that failed is started again within the job", minimum=0)
+    restarts: int = key(3, "number of restarts of a failed run within the job", minimum=0)
     image: str = key(
         "fsdp_trainer",
         "kubernetes, docker: the container's; examples/launch/Dockerfile builds one."
@@ -269,10 +272,10 @@ class ExportConfig:
     )
     form: str = key(
         "merged",
-        "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter"
-        " alone, as PEFT stores it; a whole model as `gguf` for llama.cpp, `torchtitan`'s"
-        " checkpoint, `meta`'s files, or `compressed` for vLLM; `gguf_adapter`: the adapter alone"
-        " for llama.cpp",
+        "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter "
+        "alone, as PEFT stores it; a whole model as `gguf` for llama.cpp, `torchtitan`'s "
+        "checkpoint, `meta`'s files, or `compressed` for vLLM; `gguf_adapter`: the adapter alone "
+        "for llama.cpp",
         choices=(
             "merged",
             "adapter",
@@ -316,8 +319,8 @@ class ConvertConfig:
     )
     world_size: int = key(
         1,
-        "ranks that the recipe is for: a step has the rows of all of them; a command line may say"
-        " more",
+        "number of ranks that the recipe is for: a step has the rows of all of them; a command "
+        "line may give another number",
         minimum=1,
     )
 
@@ -346,27 +349,29 @@ class GenerateConfig:
     implementation: str = key("auto", COMPUTED, choices=("auto", "native", "transformers"))
     prompt: str | list[str] | None = key(
         None,
-        'what the user says, or a list, e.g. \'["Who are you?","Count to 3."]\'; null: a chat at'
-        " the terminal",
+        'the user\'s text, or a list, e.g. \'["Who are you?","Count to 3."]\'; null: a chat at the '
+        "terminal",
     )
     prompts: str | None = key(
         None, "a file of prompts: one a line, or .jsonl with a `prompt` in each line"
     )
     image: str | list[str] | None = key(
         None,
-        "an image of the prompt, or a list: files or URLs, for a model that reads images; <image>"
-        " in the prompt is the place of one",
+        "an image of the prompt, or a list: files or URLs, for a model that reads images; "
+        "<image> in the prompt marks its place",
     )
-    system: str | None = key(None, "a system turn before it")
+    system: str | None = key(None, "a system turn before the prompt")
     raw: bool = key(False, "continue the prompt as plain text, without the chat template")
-    max_tokens: int = key(256, "longest answer in tokens", minimum=1)
+    max_tokens: int = key(256, "most tokens of an answer", minimum=1)
     temperature: float = key(0.0, "0: always the likeliest token", minimum=0)
     top_p: float = key(
         1.0, "sample from the smallest set of tokens with this probability", above=0, maximum=1
     )
-    seed: int = key(0, "of the sampling", minimum=0)
-    samples: int = key(1, "answers to each prompt; at temperature 0 all are the same", minimum=1)
-    rows: int = key(32, "answers that are computed at the same time", minimum=1)
+    seed: int = key(0, "seed of the sampling", minimum=0)
+    samples: int = key(
+        1, "number of answers to each prompt; at temperature 0 all are the same", minimum=1
+    )
+    rows: int = key(32, "number of answers that are computed at the same time", minimum=1)
     format: str = key(
         "text",
         "`text` for people; `json`: an object a line, with prompt, sample and text",
@@ -393,15 +398,17 @@ class ChatConfig:
     port: int = key(8000, "port to listen at; 0: any that is free", minimum=0, maximum=65535)
     token: str | None = key(
         None,
-        "what each request must bring as its API key; null: what the environment variable"
-        " FSDP_TRAINER_CHAT_TOKEN says, which others on the machine do not see, else nothing",
+        "API key that each request must bring; null: the environment variable "
+        "FSDP_TRAINER_CHAT_TOKEN, which others on the machine do not see, else none is needed",
     )
     temperature: float = key(
-        0.7, "of requests that name none; 0: always the likeliest token", minimum=0
+        0.7, "of requests without one; 0: always the likeliest token", minimum=0
     )
-    top_p: float = key(1.0, "of requests that name none", above=0, maximum=1)
-    max_tokens: int = key(512, "longest answer of requests that name none, in tokens", minimum=1)
-    rows: int = key(32, "answers that are computed at the same time; further ones wait", minimum=1)
+    top_p: float = key(1.0, "of requests without one", above=0, maximum=1)
+    max_tokens: int = key(512, "most tokens of an answer, of requests without a limit", minimum=1)
+    rows: int = key(
+        32, "number of answers that are computed at the same time; further ones wait", minimum=1
+    )
     device: str = key(
         "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
     )
@@ -421,8 +428,8 @@ class Evaluate(Evaluation):
     )
     sharded: bool | None = key(
         None,
-        "the ranks hold parts of one model, not whole copies; null: where a rank has no room for"
-        " all of it",
+        "the ranks hold parts of one model in place of whole copies; null: where a rank has no "
+        "memory for the whole model",
     )
     format: str = key(
         "text",
@@ -447,8 +454,8 @@ class RewardsTrial:
         "a file of answers: a line for each row, or .jsonl with `prompt` and `text`, as generate"
         " format=json writes it; null: the data's own answers",
     )
-    limit: int = key(1000, "only the first so many rows of data.path", minimum=1)
-    show: int = key(5, "how many of the answers that score lowest are shown", minimum=0)
+    limit: int = key(1000, "score only this many rows of data.path", minimum=1)
+    show: int = key(5, "number of answers with the lowest scores to show", minimum=0)
     format: str = key(
         "text",
         "`text`: a table; `json`: one object, with all answers and their scores",
@@ -467,7 +474,9 @@ class NewTokenizer:
 
     out: str | None = key(None, "the folder to write; must not exist or be empty")
     vocab_size: int = key(
-        32768, "tokens in total: bytes, those of the chat template, and trained ones", minimum=1
+        32768,
+        "number of tokens in total: bytes, those of the chat template, and trained ones",
+        minimum=1,
     )
     kind: str = key(
         "bpe",
@@ -519,7 +528,7 @@ class PushConfig:
         None, "a run, of which hf/ or adapter/ is uploaded, or such a folder itself"
     )
     to: str | None = key(None, "the repository, org/name; it is created if there is none")
-    private: bool = key(True, "whether only its owners can read a repository that is created")
+    private: bool = key(True, "create a repository that only its owners can read")
     base: str | None = key(
         None,
         "of an adapter: the base model's name on the hub, in place of a folder of this machine",
@@ -553,7 +562,7 @@ class ChainConfig:
         None, "text for the tokenizer and for pretraining, as data.path"
     )
     good: str | list[str] | None = key(
-        None, "the best text there is, for mid-training; null: that stage is left out"
+        None, "the best text, for mid-training; null: that stage is left out"
     )
     chats: str | list[str] | None = key(None, "conversations, for the last training")
     questions: str | None = key(
@@ -562,7 +571,7 @@ class ChainConfig:
         " answer word for word",
     )
     demo: bool = key(
-        False, "texts made on the spot and a tiny model, instead of the above: minutes on two cores"
+        False, "generated texts and a tiny model, in place of the above: minutes on two cores"
     )
     depth: int = key(24, "model.depth of pretraining", minimum=1)
     vocab_size: int = key(32768, "tokens of the new tokenizer", minimum=1)
@@ -570,7 +579,9 @@ class ChainConfig:
         [], "tasks of lm-evaluation-harness for the model of each stage, as evaluation.tasks"
     )
     code: list[str] = key([], "Python files that the files of tasks may run, as evaluation.code")
-    limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
+    limit: int | None = key(
+        None, "evaluate only this many items of each task; null: all", minimum=1
+    )
     prompts: list[str] = key(
         [], "prompts that each stage's model continues at its end, to show its state"
     )
@@ -579,7 +590,7 @@ class ChainConfig:
     root: str = key("runs", "folder that holds it")
     again: str | None = key(
         None,
-        "delete what this stage and those after it have written, and do them again",
+        "delete the results of this stage and of those after it, and repeat them",
         choices=("tokenizer", "pretrain", "mid", "sft", "evaluation"),
     )
 
@@ -611,7 +622,7 @@ class LighthouseConfig:
         "60s",
         "how long groups that are ready wait for one that is alive but busy, as with a checkpoint",
     )
-    silence: str = key("3s", "a group that sends no sign of life for this long has left")
+    silence: str = key("3s", "a group without a sign of life for this long has left")
 
 
 PRIMARY: dict[str, type] = {

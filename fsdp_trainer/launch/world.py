@@ -258,9 +258,7 @@ def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> 
         in_use = "EADDRINUSE" in str(error) or getattr(error, "errno", 0) == errno.EADDRINUSE
         if not serves or not in_use:
             raise
-        reason = (
-            "is in use on this node (ss -ltnp says by whom): another run, or what is left of one"
-        )
+        reason = "is in use on this node (see  ss -ltnp ): another run, or a process that it left"
         problem = Problem(f"MASTER_PORT={port}", f"{reason}. Set another, the same for all ranks")
         raise UserError("the ranks cannot meet", [problem]) from None
 

@@ -1,4 +1,4 @@
-"""What generates rollouts, made of a run's settings."""
+"""Builders of what generates rollouts, from a run's settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from fsdp_trainer.rollouts.episode_player import EpisodePlayer
 from fsdp_trainer.rollouts.sampler import AnswerSampler
 
 NO_PART = (1, 1)
-"""The part of a rank that makes no rollouts: an empty one, behind the only one."""
+"""Index and number of parts for a rank without rollouts, whose part is empty."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rounds of generation: what one state of the weights adds to the rollouts of coming steps."""
+"""Rounds of generation: the tokens that one version of the weights adds to rollouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

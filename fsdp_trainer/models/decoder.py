@@ -43,7 +43,7 @@ NORMS: dict[str, tuple[str | None, ...]] = {
 
 
 AXES = 3
-"""Of positions of models whose images have some of their own: time, height and width."""
+"""Number of axes of an image token's position (M-RoPE): time, height and width."""
 
 
 @dataclass

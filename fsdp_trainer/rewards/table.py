@@ -56,7 +56,7 @@ def entry_problems(entries: Sequence[str | dict[str, Any]]) -> Iterator[str]:
             continue
         title = _make(entry).title
         if title in titles:
-            yield f"{title} is there twice: give one a label, as in  {{name: {title}, label: b}}"
+            yield f"{title} is listed twice: give one a label, as in  {{name: {title}, label: b}}"
         titles.add(title)
 
 

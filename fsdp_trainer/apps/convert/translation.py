@@ -1,4 +1,4 @@
-"""What becomes of a setting of another trainer."""
+"""The translation of a setting of another trainer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

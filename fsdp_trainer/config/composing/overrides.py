@@ -335,7 +335,7 @@ def _choose(
     names = chosen if is_overlay and isinstance(chosen, list) else [chosen]
     unknown = [name for name in names if name not in options[group]]
     if is_overlay and not argument.startswith("+"):
-        line.refuse(argument, f"a {group} is laid over the configuration: write  +{argument}")
+        line.refuse(argument, f"a {group} needs a plus: write  +{argument}")
     elif any(o.lstrip("+").startswith(f"{group}=") for o in line.hydra):
         advice = f": write  +{group}=[first,second]" if is_overlay else ""
         line.refuse(argument, f"{group} is chosen twice{advice}")

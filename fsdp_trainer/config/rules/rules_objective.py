@@ -112,7 +112,7 @@ def rounds_of_generation(cfg: TrainConfig, report: Report) -> Violations:
         return
     least = 2 * choice.updates
     if choice.unfinished == "continue" and choice.ahead < least:
-        reason = "one state of the weights makes whole rollouts, and no other goes on with them.\n"
+        reason = "rollouts are finished by the weights that began them: none is continued.\n"
         use = f"Use  objective.ahead={least}  or more, or  objective.unfinished=drop"
         yield "objective.round_tokens", reason + use
 
@@ -127,13 +127,13 @@ def rollout_ranks(cfg: TrainConfig, report: Report) -> Violations:
         yield name, "generate answers to learn from.\nOnly counts with  objective=grpo"
     elif cfg.objective.server is not None:
         use = "Use  objective.server=null  or  launch.rollout_ranks=0"
-        yield name, f"generate answers, and so does objective.server.\n{use}"
+        yield name, f"and objective.server are both set, and both generate answers.\n{use}"
     elif cfg.replicas.method != "none":
         use = "Use  replicas.method=none  or  launch.rollout_ranks=0"
         yield name, f"serve one group of training ranks.\n{use}"
     elif ranks % tensor:
         use = f"Use  launch.rollout_ranks={tensor * (1 + ranks // tensor)}"
-        yield name, f"hold the model in parts for sharding.tensor={tensor} ranks.\n{use}"
+        yield name, f"must be a multiple of sharding.tensor={tensor}.\n{use}"
 
 
 def prompts(cfg: TrainConfig, report: Report) -> Violations:

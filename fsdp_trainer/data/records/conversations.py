@@ -283,18 +283,18 @@ def _refuse_lists(parts: list[Any]) -> None:
 
 PARALLEL = ("prompt", "instruction", "completion", "output", "chosen")
 """Meanings of a prompt and its answer, each of which may be a list of texts, but not all."""
-ONLY_TEXT = """a turn holds an image, and what is asked for reads only text. Images are read by a
+ONLY_TEXT = """a turn holds an image, but this model or method reads only text. Images are read by a
 model with a tower for them, with  model.implementation=transformers  and  data.streaming=false ,
 and not by objective=grpo or reward. Leave such rows out with  data.on_error=skip"""
-PREFERENCE = """holds preference pairs (%s, %s), and what is asked for learns from single answers.
+PREFERENCE = """holds preference pairs (%s, %s), but this objective trains on single answers.
 To learn from pairs:  objective=dpo  ; from the better answers alone:  'data.fields={%s}'"""
 
 NO_PAIRS = """is read as %s, and this objective compares two answers to one prompt.
 Name their columns:  'data.fields={prompt: …, chosen: …, rejected: …}'  or use  objective=sft"""
 
 
-UNPAIRED_REFUSED = """holds answers that are good or bad (%s), and what is asked for
-learns from all alike.
+UNPAIRED_REFUSED = """holds answers labelled good or bad (%s), but this objective ignores
+labels.
 To learn from both:  objective=kto  ; else keep the rows that are true, or say that the label
 means something else with  data.format=…"""
 

@@ -73,6 +73,7 @@ lint: $(VENV)/.for-developers  ## ruff, mypy, and how much there is to read, wit
 	$(BIN)/python tools/measure.py
 
 docs: $(VENV)/.for-docs  ## the documentation as a site in build/site; a broken link fails
+	$(BIN)/python -m tools.reference --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "build/site/index.html opens in a browser. With search:  $(BIN)/python -m http.server -d build/site"
 

@@ -346,11 +346,6 @@ def is_one(value: Any) -> Callable[[Any], bool]:
     return lambda given: given == value
 
 
-def has_adapter(adapter: Any) -> bool:
-    """Return True for the group of a run with adapters."""
-    return adapter.name != "none"
-
-
 SUPERVISED_ONLY = "only counts with  objective=sft"
 LOSSES = (
     Refused("loss.label_smoothing", bool, SUPERVISED_ONLY),
@@ -400,8 +395,8 @@ OF_REWARD_MODELS = (
         "together with objective={name} is not in this version.\nUse  sharding.tensor=1",
     ),
     Refused(
-        "adapter",
-        has_adapter,
+        "adapter.name",
+        is_other_than("none"),
         "together with objective={name} is not in this version: the head is trained whole.\n"
         "Use  adapter=none",
     ),

@@ -12,7 +12,7 @@ HELPERS := tests/ranks:tests/inputs:tests/measures:tests/covering:tests/stranger
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same convert-truth lint docs bench bench-gpu first-gpu two-ranks cuda-shapes clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same convert-truth lint docs release bench bench-gpu first-gpu two-ranks cuda-shapes clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -76,6 +76,14 @@ docs: $(VENV)/.for-docs  ## the documentation as a site in build/site; a broken 
 	$(BIN)/python -m tools.reference --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "build/site/index.html opens in a browser. With search:  $(BIN)/python -m http.server -d build/site"
+
+release: $(VENV)/.for-developers  ## the wheel and the sdist in build/release, each tried in an empty environment
+	rm -rf build/release
+	$(BIN)/python -m hatchling build -d build/release
+	for file in build/release/*.whl build/release/*.tar.gz; do \
+	  rm -rf build/try && $(PYTHON) -m venv build/try && build/try/bin/pip install -q -c constraints.txt $$file \
+	  && (cd build/try && bin/fsdp-trainer --version && bin/fsdp-trainer quickstart) || exit 1; done
+	@ls -l build/release
 
 bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would use instead; ARGS=--check compares with the stored results
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done

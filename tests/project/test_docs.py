@@ -1,15 +1,20 @@
 """README, the pages in docs/ and their Chinese twins: sizes, links, commands, and the site."""
 
+import contextlib
+import functools
 import re
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from browser import browser_page, settle
 from folders import REPO
 
-PAGES = [*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")]
+PAGES = [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")]
 TWINS = [("README.md", "README.zh-CN.md"), ("docs/index.md", "docs/index.zh-CN.md")]
 BLOCK = re.compile(r"(?ms)^ *```[^\n]*\n(.*?)^ *```$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
@@ -77,6 +82,47 @@ def test_every_page_begins_with_what_it_is_for():
 def test_the_picture_of_the_benchmark_is_the_measured_one():
     measured = REPO / "benchmarks/results/2-cpu-cores-intel-r-xeon-r-processor/scaling.svg"
     assert (REPO / "docs/pictures/scaling.svg").read_text() == measured.read_text()
+
+
+FOUND = {
+    "out of memory": "out-of-memory", "learning rate": "learning-rate", "warmup": "learning-rate",
+    "resume": "checkpoints", "model card": "share", "push": "share", "lora": "adapters",
+    "tokenizer": "tokenizers", "dpo": "preferences", "grpo": "reinforcement", "images": "images",
+    "many nodes": "launching", "slurm": "launching", "checkpoint": "checkpoints",
+    "evaluate": "evaluation", "hang": "watchdog", "sweep": "sweeps",
+    "float8": "precision", "muon": "optimizers", "distillation": "distillation",
+}  # fmt: skip
+"""The page that a search of the site should show first."""
+
+
+@pytest.mark.slow
+def test_a_search_of_the_site_finds_the_page_that_one_expects_first(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path]
+    subprocess.run(command, cwd=REPO, check=True, capture_output=True)
+    results = ".md-search-result__item > a"
+    first = {}
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, contextlib.ExitStack() as stack:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        address = f"http://127.0.0.1:{server.server_port}"
+        page = stack.enter_context(browser_page(address))
+        page.goto(f"{address}/index.html")
+        link = None
+        for query in FOUND:
+            page.fill(".md-search__input", query)
+            page.press(".md-search__input", "End")  # the page listens to keys
+            before = link
+
+            def is_other(before=before) -> bool:
+                found = page.query_selector(results)
+                return bool(found) and found.get_attribute("href") != before
+
+            settle(is_other, page)
+            link = page.get_attribute(results, "href")
+            first[query] = link.partition("?")[0].rpartition("/")[2].removesuffix(".html")
+    assert first == FOUND
 
 
 def test_pictures_fetch_nothing():

@@ -1,9 +1,10 @@
-"""Writes docs/reference/ from the program: what its tables of parts and its rules say.
+"""Writes docs/reference/ and docs/llms.txt: what the program's tables and rules say.
 
 python -m tools.reference          # write the pages
 python -m tools.reference --check  # exit code 1 if a page differs
 """
 
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -377,6 +378,31 @@ def exports() -> str:
     return f"# Exports\n\n`fsdp-trainer export`. {WRITTEN}\n{keys}"
 
 
+def index() -> str:
+    """Return the list of all pages for language models, in the order of the site's navigation."""
+    lines = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines()
+    parts = [
+        "# fsdp_trainer\n",
+        "> Pretrains and fine-tunes language models with PyTorch's FSDP2, on a CPU, a GPU or many"
+        " nodes.\n",
+    ]
+    for line in lines:
+        title, _, file = line.strip().removeprefix("- ").partition(": ")
+        if not file:
+            parts.append(f"\n## {title.rstrip(':')}\n")
+        elif ".zh-CN." not in file:
+            parts.append(f"- [{title.strip(chr(34))}]({file}): {first_sentence(file)}")
+    return "\n".join(parts) + "\n"
+
+
+def first_sentence(file: str) -> str:
+    """Return the first sentence of a page below its title, as plain text."""
+    blocks = (REPO / "docs" / file).read_text().split("\n\n")
+    text = next(one for one in blocks if not one.startswith(("#", "|", "!", "```", "English ·")))
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
+    return re.split(r"(?<=[.:]) ", plain)[0].rstrip(":.") + "."
+
+
 PAGES = {
     "commands": commands,
     "data": data,
@@ -394,6 +420,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     """Yield the path and the text of each page."""
     for name, make in PAGES.items():
         yield FOLDER / f"{name}.md", make()
+    yield REPO / "docs" / "llms.txt", index()
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import math
 
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.parts.optimizers import OPTIMIZERS
 from fsdp_trainer.config.schema import Model, TrainConfig
 
 WIDTH_PER_BLOCK = 64
@@ -23,13 +24,6 @@ REFERENCE_BATCH = 2**19
 """The best number of tokens per step for 12 blocks, measured by nanochat."""
 BATCH_EXPONENT = 0.383
 """Exponent of the best batch size as a power of the total number of tokens (arXiv 2505.13738)."""
-REFERENCE_LR = {
-    # for 2**19 tokens a step and 12 blocks, as in the recipe chain_pretrain
-    "adamw": 1.0e-3,
-    # nanochat's 0.02 for orthogonal updates, in Moonlight's scale: 0.02 / (0.2 · √768)
-    "muon": 3.6e-3,
-}
-"""The learning rate of the model of 12 blocks, by optim.name."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
 """Model families with dense blocks, ordinary attention and a gated feed-forward layer."""
 
@@ -123,9 +117,9 @@ def best_batch(cfg: TrainConfig, tokens: float) -> int:
 
 def settle_learning_rate(cfg: TrainConfig, report: Report) -> None:
     """Set optim.lr, which falls with the square root of the width and rises with the batch's."""
-    reference = REFERENCE_LR.get(cfg.optim.name)
+    reference = cfg.optim.spec.depth_lr
     if reference is None:
-        known = "  or  ".join(f"optim={name}" for name in REFERENCE_LR)
+        known = "  or  ".join(f"optim={name}" for name, spec in OPTIMIZERS.items() if spec.depth_lr)
         reason = f"model.depth knows none for {cfg.optim.name}: write one, or  {known}"
         report.add("optim.lr", cfg.optim.lr, reason)
         return

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fsdp_trainer.config.schema import Optim
+from fsdp_trainer.config.parts.optimizers import Optim
 
 BLOCK = 256  # most elements of an 8-bit moment that share a scale
 MIN_BLOCK = 64  # a scale for fewer elements would cost more than it saves

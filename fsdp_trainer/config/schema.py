@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel, second_model
+from fsdp_trainer.config.parts.optimizers import Optim
 
 FORMATS = (
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "tokens",
@@ -884,139 +885,6 @@ class Compile:
         None,
         "folder of compiled kernels, shared by ranks, restarts and runs; null: "
         "TORCHINDUCTOR_CACHE_DIR, else run.root/.compile",
-    )
-
-
-WHOLE_MATRICES = ("muon", "lamb", "lars")
-"""Optimizers whose update of a number depends on others of its matrix."""
-
-
-@dataclass
-class Optim:
-    """The optimizer. Weight decay never applies to norms and biases."""
-
-    name: str = key(
-        "adamw",
-        "which optimizer; `muon`: for the matrices of the blocks, and AdamW for all else",
-        choices=("adamw", "muon", "lion", "sgd", "lamb", "lars"),
-    )
-    implementation: str = key(
-        "auto",
-        "torch's `fused` kernel; or its `foreach`, one operation at a time over all"
-        " parameters and a wait for the device each step; `auto`: fused, or this program's"
-        " own where torch lacks the number formats",
-        choices=("auto", "fused", "foreach"),
-        used_by=("adamw", "muon"),
-    )
-    init_from: str | None = key(
-        None,
-        "folder of another tool's checkpoint, whose AdamW states and step the run continues from:"
-        " torchtitan's, FSDP's, accelerate's or DeepSpeed's. Weights: model.init_from",
-        used_by=("adamw",),
-    )
-    state_dtype: str | None = key(
-        None,
-        "number format of the moments; `8bit`: blocks of up to 256 numbers share a scale;"
-        " null: precision.master_dtype",
-        choices=("float32", "bfloat16", "8bit"),
-    )
-    offload: str = key(
-        "none",
-        "where moments and the weights in precision.master_dtype are kept: `none`: on the "
-        "device; `cpu`: in host memory, where the update runs; `disk`: in files, updated a part "
-        "at a time. With `cpu` and `disk` the device keeps weights in precision.param_dtype",
-        choices=("none", "cpu", "disk"),
-    )
-    offload_path: str | None = key(
-        None, "offload=disk: folder of the files, on a local disk; null: the run's own folder"
-    )
-    rounding: str = key(
-        "stochastic",
-        "rounding of weights and mean squares that are stored in bfloat16: `stochastic` is right "
-        "on average, `nearest` loses updates below 1/256 of a number",
-        choices=("stochastic", "nearest"),
-    )
-    lr: float = key(1e-5, "peak learning rate", minimum=0)
-    weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
-    betas: list[float] = key(
-        [0.9, 0.95],
-        "decay of the running mean and mean square; lion: of the mean as used in the update, and as"
-        " stored",
-        minimum=0,
-        maximum=1,
-        used_by=("adamw", "muon", "lion", "lamb"),
-    )
-    eps: float = key(
-        1e-8, "added to the root of the mean square", above=0, used_by=("adamw", "muon", "lamb")
-    )
-    momentum: float = key(
-        0.95,
-        "muon, sgd: decay of the running sum of gradients; lars: of the running sum of updates",
-        minimum=0,
-        maximum=1,
-        used_by=("muon", "sgd", "lars"),
-    )
-    nesterov: bool = key(
-        True, "muon, sgd: look ahead by the gradient of this step", used_by=("muon", "sgd")
-    )
-    trust_coefficient: float = key(
-        0.001,
-        "lars: trust coefficient, the norm of an update over the norm of its weight at lr=1 and "
-        "without momentum",
-        above=0,
-        used_by=("lars",),
-    )
-    ns_steps: int = key(
-        5,
-        "muon: number of Newton-Schulz steps, which make updates orthogonal",
-        minimum=1,
-        used_by=("muon",),
-    )
-    ns_dtype: str = key(
-        "bfloat16",
-        "muon: number format of Newton-Schulz and of the messages to and from the rank that"
-        " computes it; in `float32` weights do not depend on the number of ranks",
-        choices=("bfloat16", "float32"),
-        used_by=("muon",),
-    )
-    normuon: bool = key(
-        False,
-        "muon: divide each row of an orthogonal update by the root of its running mean square "
-        "(NorMuon), so that all neurons change equally",
-        used_by=("muon",),
-    )
-    normuon_beta: float = key(
-        0.95, "NorMuon: decay of that running mean square", minimum=0, maximum=1, used_by=("muon",)
-    )
-    ns_coefficients: str = key(
-        "quintic",
-        "muon: polynomials of Newton-Schulz; `quintic`: Keller Jordan's, the same in each step;"
-        " `polar_express`: one for each step, closer to orthogonal",
-        choices=("quintic", "polar_express"),
-        used_by=("muon",),
-    )
-    scale: str = key(
-        "adamw",
-        "muon: factor of an orthogonal update. `adamw`: 0.2 · √max(rows, columns), for the lr"
-        " and weight decay of AdamW (Moonlight); `keller`: √max(1, rows / columns), for an lr"
-        " of about 0.02",
-        choices=("adamw", "keller"),
-        used_by=("muon",),
-    )
-    lr_scaling: str | None = key(
-        None,
-        "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), by its root "
-        "(usual for Adam), or not (null)",
-        choices=("sqrt", "linear"),
-    )
-    lr_batch_tokens: int | None = key(
-        None, "the batch size, in tokens of a step, for which lr is given", minimum=1
-    )
-    grad_clip: float | None = key(1.0, "largest global gradient norm; null: off", above=0)
-    grad_clip_value: float | None = key(
-        None,
-        "largest absolute value of a gradient's element, applied before the norm; null: off",
-        above=0,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fsdp_trainer.config.formats import BLOCK, block_size, is_compact, moments_format
-from fsdp_trainer.config.schema import Optim
+from fsdp_trainer.config.parts.optimizers import Optim
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 24}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_trainer.base.distributed import local_part
-from fsdp_trainer.config.schema import Optim
+from fsdp_trainer.config.parts.optimizers import Optim
 from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind
 from fsdp_trainer.optim.muon_owners import OwnMatrix, Round, deal, stack_shape
 from fsdp_trainer.optim.newton_schulz import orthogonalize

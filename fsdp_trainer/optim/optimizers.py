@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
-from fsdp_trainer.config.schema import Optim
+from fsdp_trainer.config.parts.optimizers import Optim
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import WeightNames
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd

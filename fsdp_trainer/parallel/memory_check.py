@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.schema import WHOLE_MATRICES, Optim, Precision, Sharding
+from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
@@ -249,17 +249,16 @@ def suggestions(fits: Callable[[StateSetup], bool], setup: StateSetup, cuda: boo
     shards = replace(layout, sharding=replace(sharding, strategy="fsdp", replicas=1))
     sharded = setup._replace(layout=shards)
     bfloat16 = replace(precision, param_dtype="bfloat16", master_dtype="bfloat16")
-    in_8_bits = "optim=adamw_8bit" if optim.name == "adamw" else "optim.state_dtype=8bit"
     others = {
         "sharding=fsdp": sharded,
-        in_8_bits: setup._replace(optim=replace(optim, state_dtype="8bit")),
+        optim.spec.in_8_bits: setup._replace(optim=replace(optim, state_dtype="8bit")),
     }
-    if cuda and optim.name != "muon":  # the host would compute Muon's matrix products
+    if cuda and not optim.spec.has_owners:  # the host would compute matrix products
         offloaded = replace(shards, sharding=replace(shards.sharding, cpu_offload=True))
         others["sharding.cpu_offload=true"] = setup._replace(layout=offloaded)
     kept = replace(shards, sharding=replace(shards.sharding, cpu_offload=False))
     for place in ("cpu", "disk") if cuda else ("disk",):
-        if optim.name not in WHOLE_MATRICES:
+        if not optim.spec.whole_matrices:
             elsewhere = setup._replace(layout=kept, optim=replace(optim, offload=place))
             others[f"optim.offload={place}"] = elsewhere
     overrides = [override for override, other in others.items() if fits(other)]

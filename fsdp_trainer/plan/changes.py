@@ -228,20 +228,20 @@ def smaller_head_chunks(run: Candidate) -> Iterator[Change]:
 def smaller_moments(run: Candidate) -> Iterator[Change]:
     """Yield smaller formats of the optimizer's moments."""
     key, stored = "optim.state_dtype", moments_format(run.cfg.optim, run.cfg.precision.master_dtype)
-    is_adamw = run.cfg.optim.name == "adamw"
+    spec = run.cfg.optim.spec
     if stored == "float32":
-        words = "optim=adamw_bf16" if is_adamw else f"{key}=bfloat16"
-        yield Change(words, {key: "bfloat16"}, "moments are kept in bfloat16", Effect.MOMENTS)
+        reason = "moments are kept in bfloat16"
+        yield Change(spec.in_bfloat16, {key: "bfloat16"}, reason, Effect.MOMENTS)
     if stored != "8bit":
-        words = "optim=adamw_8bit" if is_adamw else f"{key}=8bit"
-        yield Change(words, {key: "8bit"}, "moments are kept in 8 bits", Effect.MOMENTS)
+        yield Change(spec.in_8_bits, {key: "8bit"}, "moments are kept in 8 bits", Effect.MOMENTS)
 
 
 def one_moment(run: Candidate) -> Iterator[Change]:
-    """Yield Muon, if the model is trained from scratch."""
-    if run.cfg.optim.name == "adamw" and run.cfg.model.init_from is None:
+    """Yield an optimizer with one moment for matrices, if the model is trained from scratch."""
+    other = run.cfg.optim.spec.with_fewer_moments
+    if other and run.cfg.model.init_from is None:
         reason = "one moment of the blocks' matrices in place of two: other steps"
-        yield Change("optim=muon", {"optim.name": "muon"}, reason, Effect.COMPUTATION)
+        yield Change(f"optim={other}", {"optim.name": other}, reason, Effect.COMPUTATION)
 
 
 def shorter_numbers(run: Candidate) -> Iterator[Change]:

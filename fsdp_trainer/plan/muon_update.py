@@ -40,7 +40,7 @@ def owner_traffic(stages: RankStages, model: PlannedModel, per_node: int) -> Own
     all replicas.
     """
     ranks = model.layout.stage_ranks
-    if model.optim.name != "muon" or ranks == 1:
+    if not model.optim.spec.has_owners or ranks == 1:
         return OwnerTraffic()
     replicas = model.layout.sizes["replicate"]
     shards = ranks // replicas
@@ -58,7 +58,7 @@ def newton_schulz_flops(stages: RankStages, model: PlannedModel) -> float:
 
     stages: the stages that contain the owners' matrices.
     """
-    if model.optim.name != "muon":
+    if not model.optim.spec.has_owners:
         return 0.0
     shapes = tuple(matrices_of(stages, model.whole))
     return model.optim.ns_steps * _most_in_rounds(shapes, model.layout.stage_ranks)

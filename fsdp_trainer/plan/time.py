@@ -341,7 +341,7 @@ def owners_seconds(stages: RankStages, model: PlannedModel, device: Device, best
 
     stages: those that contain the owners' matrices.
     """
-    if model.optim.name != "muon":
+    if not model.optim.spec.has_owners:
         return 0.0
     spread = 1.0 if device.efficiency else spread_of(model, best)
     products = newton_schulz_flops(stages, model) / newton_schulz_rate(model.optim, device)
@@ -360,7 +360,7 @@ def gradient_passes(optim: Optim, master_dtype: str) -> int:
     A GPU's fused update clips; torch's kernel writes the clipped gradient back.
     """
     moments = moments_format(optim, master_dtype)
-    is_fused = optim.name == "adamw" and moments != "8bit"
+    is_fused = optim.spec.is_fused and moments != "8bit"
     if not is_fused or master_dtype != "float32" or optim.grad_clip_value is not None:
         return 4
     return 2 if is_compact(optim, master_dtype) else 3

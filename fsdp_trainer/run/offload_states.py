@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from fsdp_trainer.base.distributed import run_on_all_ranks
 from fsdp_trainer.checkpoint.state import stored_parameters
-from fsdp_trainer.config.schema import WHOLE_MATRICES
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.offload.offloaded_optimizer import (
@@ -38,8 +37,8 @@ def offload_states(
         return optimizer
     copies, named = WeightCopies(model, setup.cfg.sharding.cpu_offload), stored_parameters(model)
     if cfg.offload == "cpu":
-        whole = cfg.name in WHOLE_MATRICES
-        return OffloadedOptimizer(optimizer, copies, parts_in_memory(named, whole))
+        parts = parts_in_memory(named, cfg.spec.whole_matrices)
+        return OffloadedOptimizer(optimizer, copies, parts)
     folder = clean_folder(setup) / f"rank-{dist.get_rank()}"
     made: list[TrainerOptimizer] = []
 

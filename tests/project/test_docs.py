@@ -84,7 +84,7 @@ def test_the_picture_of_the_benchmark_is_the_measured_one():
     assert (REPO / "docs/pictures/scaling.svg").read_text() == measured.read_text()
 
 
-FOUND = {
+EXPECTED = {
     "out of memory": "out-of-memory", "learning rate": "learning-rate", "warmup": "learning-rate",
     "resume": "checkpoints", "model card": "share", "push": "share", "lora": "adapters",
     "tokenizer": "tokenizers", "dpo": "preferences", "grpo": "reinforcement", "images": "images",
@@ -110,19 +110,19 @@ def test_a_search_of_the_site_finds_the_page_that_one_expects_first(tmp_path):
         page = stack.enter_context(browser_page(address))
         page.goto(f"{address}/index.html")
         link = None
-        for query in FOUND:
+        for query in EXPECTED:
             page.fill(".md-search__input", query)
             page.press(".md-search__input", "End")  # the page listens to keys
             before = link
 
             def is_other(before=before) -> bool:
-                found = page.query_selector(results)
-                return bool(found) and found.get_attribute("href") != before
+                top = page.query_selector(results)
+                return bool(top) and top.get_attribute("href") != before
 
             settle(is_other, page)
             link = page.get_attribute(results, "href")
             first[query] = link.partition("?")[0].rpartition("/")[2].removesuffix(".html")
-    assert first == FOUND
+    assert first == EXPECTED
 
 
 def test_pictures_fetch_nothing():

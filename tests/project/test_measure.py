@@ -45,11 +45,16 @@ def test_a_folder_beside_the_package_is_one_room_whose_columns_have_limits(tmp_p
     assert exceeded(rooms, limits) == ["vague of tests is 3, of 2 allowed"]
 
 
+COUNTED = ("whole", "method", "optimizer", "foreign", "tall")
+
+
 def test_places_where_a_concept_lacks_an_owner_are_counted(tmp_path):
     whole = "def f(cfg: TrainConfig, *, other: int): ...\n"
     files = {
         "config/c.py": whole,
         "a/c.py": f"{whole}if cfg.objective.name == 'dpo': ...\n",
+        "a/d.py": "if cfg.optim.name != 'sgd': ...\n",
+        "optim/d.py": "if cfg.optim.name != 'sgd': ...\n",
         "a/verb.py": "def g():\n" + "    pass\n" * 81,
         "b/verb.py": "def h(self, ctx, part):\n"
         "    mine = Thing()\n    mine.a = self.b = ctx.c = 1\n"
@@ -57,11 +62,12 @@ def test_places_where_a_concept_lacks_an_owner_are_counted(tmp_path):
     }
     package = tree(tmp_path / "package", files)
     figures = measure(package)
-    places = {column: figures.places[column] for column in ("whole", "method", "foreign", "tall")}
+    places = {column: figures.places[column] for column in COUNTED}
     assert places == {
         "whole": ["a/c.py:1 f"],
         "method": ["a/c.py:1 "],
+        "optimizer": ["a/d.py:1 "],
         "foreign": ["b/verb.py:4 part.x", "b/verb.py:5 self.part.y"],
         "tall": ["a/verb.py:1 g: 82 lines"],
     }
-    assert of_folders(package) == {"files in a folder": 2, "names twice": 1}
+    assert of_folders(package) == {"files in a folder": 3}

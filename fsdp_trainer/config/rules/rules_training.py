@@ -11,7 +11,7 @@ from fsdp_trainer.config.check import Report, Violations, flatten, value_of
 from fsdp_trainer.config.durations import parse_duration, parse_steps
 from fsdp_trainer.config.host_list import read_hosts
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.config.schema import GROUPS, WHOLE_MATRICES, TrainConfig
+from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.extensions import IMPORTS
 
 # beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
@@ -94,28 +94,28 @@ def momentum(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def optimizer(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that Muon suits the run."""
-    if cfg.optim.name != "muon":
+    """Check that an optimizer whose ranks own whole matrices suits the run."""
+    if not cfg.optim.spec.has_owners:
         return
     if "optim.normuon_beta" in report.typed and not cfg.optim.normuon:
         yield "optim.normuon_beta", "only counts with  optim.normuon=true"
     if cfg.adapter.name != "none":
         yield (
             "optim.name",
-            "muon is for matrices that are trained whole, not for the low-rank ones of "
-            f"adapter={cfg.adapter.name}.\nUse  optim=adamw  or  adapter=none",
+            f"{cfg.optim.name} is for matrices that are trained whole, not for the low-rank ones"
+            f" of adapter={cfg.adapter.name}.\nUse  optim=adamw  or  adapter=none",
         )
     if cfg.sharding.cpu_offload:
         yield (
             "sharding.cpu_offload",
-            "the host would compute muon's matrix products.\n"
+            f"the host would compute {cfg.optim.name}'s matrix products.\n"
             "Use  optim=adamw  or  sharding.cpu_offload=false",
         )
 
 
 def states_to_begin_with(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the model and the optimizer can begin with another tool's states."""
-    if cfg.optim.init_from is None or cfg.optim.name != "adamw":
+    if cfg.optim.init_from is None or not cfg.optim.spec.takes_states:
         return
     if cfg.model.init_from is None:
         reason = "its states belong to trained weights, and the run would begin with random ones"
@@ -135,7 +135,7 @@ def offloading(cfg: TrainConfig, report: Report) -> Violations:
         yield "optim.offload_path", "only counts with  optim.offload=disk"
     if offload == "none":
         return
-    key, sharding = "optim.offload", cfg.sharding
+    key, sharding, spec = "optim.offload", cfg.sharding, cfg.optim.spec
     instead = f"Use  {key}=none"
     cannot = {
         "sharding=fsdp": ("ddp keeps everything on the device", sharding.strategy == "ddp"),
@@ -157,7 +157,7 @@ def offloading(cfg: TrainConfig, report: Report) -> Violations:
         ),
         "optim=adamw": (
             f"{cfg.optim.name} needs whole matrices or their norms, not parts of them",
-            cfg.optim.name in WHOLE_MATRICES and (offload == "disk" or cfg.optim.name == "muon"),
+            spec.has_owners or (spec.whole_matrices and offload == "disk"),
         ),
     }
     for other, (reason, holds) in cannot.items():

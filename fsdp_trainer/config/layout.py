@@ -11,6 +11,9 @@ from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.errors import Problem
 
+SMALL_MODEL = 2 * 2**30
+"""Bytes of gathered weights that stay gathered by themselves: a fortieth of a GPU of 80 GB."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -108,18 +111,19 @@ class Layout:
         """Fraction of a step in which a rank of the pipeline waits, if stages take equally long."""
         return self.stages.idle(self.micro_batches)
 
-    @property
-    def keeps_gathered(self) -> bool:
-        """True if units of blocks stay gathered from forward to backward.
+    def keeps_gathered(self, weights: float) -> bool:
+        """Return True if units of a model's blocks stay gathered from forward to backward.
 
-        auto: in a pipeline, where each micro-batch would gather them again, and where one rank has
-        all of them on its device. Gathering is then a cast, at most, and its result is as large as
-        what autocast keeps for backward.
+        weights: bytes of all of its weights in the computation's number format. auto: in a
+        pipeline, where each micro-batch would gather them again; if they are few; and where one
+        rank has all of them on its device. Gathering is then a cast, at most, and its result is as
+        large as what autocast keeps for backward.
         """
         chosen = self.sharding.reshard_after_forward
         if chosen == "auto":
-            alone = self._replica_ranks == 1 and not self.sharding.cpu_offload
-            return alone or self.sharding.strategy == "ddp" or self.sharding.pipeline > 1
+            cheap = self._replica_ranks == 1 or weights <= SMALL_MODEL
+            on_device = cheap and not self.sharding.cpu_offload
+            return on_device or self.sharding.strategy == "ddp" or self.sharding.pipeline > 1
         return not chosen
 
     @property
@@ -144,7 +148,7 @@ class Layout:
     @property
     def gathers_once(self) -> bool:
         """True if weights stay gathered from a step's first micro-batch to its last."""
-        return self.sharding.pipeline > 1 and self.keeps_gathered
+        return self.sharding.pipeline > 1 and self.keeps_gathered(math.inf)
 
     @property
     def reduces_once(self) -> bool:

@@ -695,8 +695,8 @@ class Sharding:
         "auto",
         "free a unit's gathered parameters after forward and gather again in backward;"
         " a number: keep a second copy of the blocks, divided among that many neighbouring ranks,"
-        " and gather from it; `auto`: true, but false in a pipeline, with ddp, and on one rank"
-        " without cpu_offload",
+        " and gather from it; `auto`: true, but false in a pipeline, with ddp, and without"
+        " cpu_offload on one rank and for models of at most 2 GiB in precision.param_dtype",
         minimum=2,
     )
     blocks_per_unit: int = key(

@@ -18,6 +18,7 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.parallel.parallelize import Computation, reshard
 
 REFERENCE_ARCHITECTURE = "reference_architecture"
@@ -69,4 +70,5 @@ def build_reference(
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = cfg.objective.temperature
     model = shard_frozen(model, Computation.of(cfg, compiled), dims, setup.adapters)
-    return ReferenceModel(model, setup.source, dims.layout.keeps_gathered)
+    stays = stays_gathered(dims.layout, setup.config, cfg.precision)
+    return ReferenceModel(model, setup.source, stays)

@@ -31,6 +31,7 @@ from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.models.soft_targets import TeacherLogits
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.parallel.parallelize import Computation, parallelize, reshard
 from fsdp_trainer.training.weights import digest_of_weights, fill
 
@@ -128,7 +129,8 @@ def shard_teacher(
     register_fsdp_forward_method(model, "states_for_head")
     known = min(config.vocab_size, student.vocab_size)
     weights = WeightSource(cfg.run.seed, source)
-    return Teacher(model, weights, dims.layout.keeps_gathered, known, cfg.objective)
+    stays = stays_gathered(dims.layout, config, cfg.precision)
+    return Teacher(model, weights, stays, known, cfg.objective)
 
 
 def shard_frozen(

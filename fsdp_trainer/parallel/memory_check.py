@@ -16,6 +16,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import count_trained
@@ -113,9 +114,16 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
     units = block_units(model, sharding)
     largest = max(units, key=lambda unit: gathered_bytes(unit, computed, whole))
     moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
-    if layout.keeps_gathered:  # there are no gradients yet
+    if stays_gathered(layout, model.config, precision):  # there are no gradients yet
         moments.append([gathered([model], "all units after forward", sizes["pipeline"])])
     return [*states, *max(moments, key=total)]
+
+
+def stays_gathered(layout: Layout, config: ModelConfig, precision: Precision) -> bool:
+    """Return True if a model's units stay gathered until backward. See Layout.keeps_gathered."""
+    return layout.keeps_gathered(
+        config.parameters() * getattr(torch, precision.param_dtype).itemsize
+    )
 
 
 def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:

@@ -82,6 +82,7 @@ from fsdp_trainer.parallel.memory_check import (
     free_bytes,
     gathered_on_rank,
     grouped_blocks,
+    stays_gathered,
 )
 from fsdp_trainer.parallel.pipeline import Stage, cut_into_stages, stages_of
 from fsdp_trainer.parallel.quantized_messages import quantize_messages
@@ -202,8 +203,9 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
         pins = dims.mesh.device_type == "cuda" and computation.offload != "disk"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
     of_blocks = options | {"shard_placement_fn": expert_placement(model, dims)}
+    reshard = not stays_gathered(dims.layout, model.config, precision)
     for part in parts_of(model):
-        shard_part(part, dims, options, of_blocks)
+        shard_part(part, dims, options, of_blocks, reshard)
 
     for module in fsdp_modules(model):
         # the loss is already divided by the step's global weight
@@ -265,13 +267,18 @@ def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
 
 @chunks_when_read()
 def shard_part(
-    part: ShardedPart, dims: Dims, options: dict[str, Any], of_blocks: dict[str, Any]
+    part: ShardedPart,
+    dims: Dims,
+    options: dict[str, Any],
+    of_blocks: dict[str, Any],
+    reshard: bool,
 ) -> None:
     """Apply fully_shard to a part's units, then to the part itself.
 
-    options: arguments of fully_shard; of_blocks: arguments for units of blocks.
+    options: arguments of fully_shard; of_blocks: arguments for units of blocks. reshard: free all
+    but the ends after forward.
     """
-    cfg, reshard = dims.layout.sharding, not dims.layout.keeps_gathered
+    cfg = dims.layout.sharding
     if part.embedding is not None:
         embedding: Any = fully_shard(part.embedding, reshard_after_forward=reshard, **options)
         # its backward needs only the tokens and the output's gradient: no second all-gather

@@ -19,6 +19,7 @@ from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.resolve import sharding_problems
+from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 
@@ -77,6 +78,11 @@ class Candidate:
     def layout(self) -> Layout:
         """The layout of the ranks."""
         return Layout(self.cfg.sharding, self.world, self.cfg.batch)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """True if units stay gathered from forward to backward."""
+        return stays_gathered(self.layout, self.config, self.cfg.precision)
 
     def changed(self, keys: dict[str, Any]) -> "Candidate":
         """Return the run with other values of keys, e.g. {"optim.state_dtype": "8bit"}."""
@@ -187,7 +193,7 @@ def divide_experts(run: Candidate) -> Iterator[Change]:
 def gather_less(run: Candidate) -> Iterator[Change]:
     """Yield ways to have fewer gathered parameters or unsharded gradients at a time."""
     sharding = run.cfg.sharding
-    if sharding.strategy != "ddp" and (run.layout.keeps_gathered or run.layout.copy_ranks):
+    if sharding.strategy != "ddp" and (run.keeps_gathered or run.layout.copy_ranks):
         reason = "blocks are gathered again in backward"
         yield set_key("sharding.reshard_after_forward", True, reason)
     if sharding.prefetch > 1:
@@ -330,7 +336,7 @@ def gather_more(run: Candidate) -> Iterator[Change]:
         return
     reason = "nothing is gathered; every rank holds all"
     yield Change("sharding=ddp", {"sharding.strategy": "ddp"}, reason)
-    if not run.layout.keeps_gathered:
+    if not run.keeps_gathered:
         reason = "blocks stay gathered until backward"
         yield set_key("sharding.reshard_after_forward", False, reason)
         if copy_fits(run.layout, per_node, run.cfg.precision.float8):

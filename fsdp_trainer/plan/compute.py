@@ -269,7 +269,7 @@ def weight_seconds(model: PlannedModel, device: Device) -> WeightSeconds:
     rate = device.memory_rate * MEMORY
     layout = model.layout
     in_forward = gathered / layout.micro_batches if layout.gathers_once else gathered
-    in_backward = (0.0 if layout.keeps_gathered else gathered) + reduced
+    in_backward = (0.0 if model.keeps_gathered else gathered) + reduced
     return WeightSeconds(
         forward=(in_forward + decoded + lengths) / rate,
         backward=(in_backward + decoded + (decoded + lengths) * again) / rate,

@@ -514,7 +514,7 @@ class Step:
         if layout.encodes_gradients and layout.sharding.error_feedback:
             kept = self.states.device.get("optimizer", 0.0) + whole.trained_padded * SUM_BYTES
             self.states.device["optimizer"] = kept
-        self.reshard = not layout.keeps_gathered
+        self.reshard = not model.keeps_gathered
         self.backward_from = stages.is_first * model.own.backward_from
         self.later = layout.batch.rows > layout.batch.micro_rows * layout.batch_ranks
         self.sums_whole = self.later and layout.reduces_once

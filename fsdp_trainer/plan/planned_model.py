@@ -9,6 +9,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import ActivationCheckpoint, Model, Optim, Precision, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig, RankConfig
+from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.plan.fsdp_units import Formats, KnownModels, ModelParts
 from fsdp_trainer.plan.planned_tower import PlannedTower
 
@@ -75,6 +76,11 @@ class PlannedModel:
         """The tower for images, None without."""
         dtype = self.precision.param_dtype
         return PlannedTower.of(self.own, self.image_share, self.layout, dtype, self.checkpointing)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """True if units stay gathered from forward to backward."""
+        return stays_gathered(self.layout, self.config, self.precision)
 
     @property
     def number(self) -> int:

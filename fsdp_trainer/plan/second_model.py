@@ -114,5 +114,5 @@ def teacher_units(model: PlannedModel, device: str = "cuda") -> TeacherUnits:
         last=units.last,
         block=block,
         gathered=units.all.gathered,
-        stays=layout.keeps_gathered,
+        stays=model.keeps_gathered,
     )

@@ -376,7 +376,7 @@ def teacher_message(teacher: PlannedTeacher | None) -> float:
 
 def freed_blocks(stages: RankStages, units: ModelUnits, model: PlannedModel) -> list[FsdpUnit]:
     """Return the blocks that backward gathers again."""
-    if model.layout.keeps_gathered:
+    if model.keeps_gathered:
         return []
     first = model.own.backward_from
     return [unit for i, unit in zip(stages.blocks, units.blocks, strict=True) if i >= first]
@@ -385,7 +385,7 @@ def freed_blocks(stages: RankStages, units: ModelUnits, model: PlannedModel) -> 
 def freed_images(units: ModelUnits, model: PlannedModel) -> FsdpUnit:
     """Return what backward gathers again of a tower for images, as one unit."""
     tower = model.tower
-    if tower is None or model.layout.keeps_gathered or not tower.trains_anything:
+    if tower is None or model.keeps_gathered or not tower.trains_anything:
         return FsdpUnit()
     return units.all_images if tower.is_reached else sum_of(units.images[tower.depth : -1])
 

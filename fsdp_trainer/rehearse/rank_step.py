@@ -26,6 +26,7 @@ from fsdp_trainer.optim.optimizers import TorchAdamW, build_optimizer
 from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.rehearse.collectives import Collective
 from fsdp_trainer.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
 from fsdp_trainer.rehearse.live_bytes import Peak
@@ -127,6 +128,8 @@ class RankParts:
             each = self._marked(batches, recorder, marks)
             phases.enter("data", 1)
             with watch, recorder.watching(self.model):
+                self._gather_second_models()
+                recorder.collectives.clear()
                 runner.train_step(batches, each, cfg.optim.lr)
             staged = staged_bytes(self.model, optimizer, runner, outer)
         return RankStep(
@@ -138,6 +141,12 @@ class RankParts:
             staged,
             names_of_groups(self.dims),
         )
+
+    def _gather_second_models(self) -> None:
+        """Gather those that stay gathered, as the first step of a run does, and no other one."""
+        for frozen in self.method.frozen_models:
+            for module in fsdp_modules(frozen.model) if frozen.stays_gathered else []:
+                module.unshard()
 
     def _outer_step(self, recorder: StepRecorder) -> OuterStep | None:
         """Return the outer optimizer of groups that train by themselves, and count its state."""

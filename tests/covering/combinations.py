@@ -222,7 +222,7 @@ LAYOUT: dict[str, list[Value]] = {
     "gather": [
         ("",),
         (
-            "sharding.reshard_after_forward=false",
+            "sharding.reshard_after_forward=true",
             "sharding.blocks_per_unit=2",
             "sharding.prefetch=2",
             "sharding.prefetch=0 sharding.blocks_per_unit=2",

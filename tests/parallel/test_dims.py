@@ -112,11 +112,28 @@ def test_a_layout_knows_what_a_rank_computes_in_a_step():
     assert (layout.fsdp_ranks, layout.stage_ranks) == (2, 8)
     assert (layout.row_tokens, layout.tokens, layout.micro_batches) == (32, 64, 3)
     assert layout.stages.count == 2
-    assert layout.keeps_gathered  # in a pipeline, unless sharding.reshard_after_forward says no
+    assert layout.keeps_gathered(1e12)  # in a pipeline, whatever the model's size is
     assert layout.problem is None
     assert layout.pipeline_problem is None
     few = replace(layout, batch=Batch(seq_len=64, rows=4, micro_rows=2))
     assert "batch.rows=8" in few.pipeline_problem.reason
+
+
+@pytest.mark.parametrize(
+    ("sharding", "gib", "stays"),
+    [
+        ({}, 2, True),
+        ({}, 2.1, False),
+        ({"reshard_after_forward": True}, 2, False),
+        ({"reshard_after_forward": 2}, 2, False),
+        ({"reshard_after_forward": False}, 2.1, True),
+        ({"cpu_offload": True}, 2, False),
+        ({"strategy": "ddp"}, 2.1, True),
+    ],
+    ids=str,
+)
+def test_a_model_of_at_most_two_gib_stays_gathered_until_backward(sharding, gib, stays):
+    assert Layout(Sharding(**sharding), 8, Batch()).keeps_gathered(gib * 2**30) == stays
 
 
 PLACEMENTS = {

@@ -4,6 +4,7 @@ of states that cannot fit."""
 import itertools
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import inject
@@ -140,7 +141,7 @@ def meta(**sizes) -> Decoder:
 
 
 def setup(ranks, dtype="float32", **sharding) -> StateSetup:
-    layout = Layout(Sharding(**sharding), ranks, Batch())
+    layout = Layout(Sharding(**{"reshard_after_forward": True} | sharding), ranks, Batch())
     return StateSetup(layout, Precision(master_dtype=dtype), Optim())
 
 
@@ -152,7 +153,7 @@ def setup(ranks, dtype="float32", **sharding) -> StateSetup:
         (setup(8, strategy="hsdp", replicas=2), lambda n, block: 16 * n / 4 + 2 * block),
         (setup(8, strategy="ddp"), lambda n, block: 16 * n + 2 * block),
         (setup(8, "bfloat16", strategy="ddp"), lambda n, block: 8 * n),
-        (setup(64, reshard_after_forward=False), lambda n, block: 12 * n / 64 + 2 * n),
+        (setup(64, reshard_after_forward="auto"), lambda n, block: 12 * n / 64 + 2 * n),
     ],
     ids=["fsdp", "pure, 3 blocks", "hsdp", "ddp", "ddp pure", "kept gathered"],
 )
@@ -199,6 +200,7 @@ def are_gathered(sharding: Sharding, sizes: dict, free: list[float]) -> list[boo
     """Return, for amounts of free memory, whether a model's blocks are still gathered after a
     forward without backward."""
     dist.init_process_group("gloo")
+    sharding = replace(sharding, reshard_after_forward=True)
     cfg = TrainConfig(sharding=sharding)
     dims = Dims(Layout(sharding, dist.get_world_size(), Batch()), "cpu", 60)
     model = parallelize(meta(**sizes), dims, Computation.of(cfg))

@@ -76,7 +76,7 @@ def test_memory_and_messages_of_a_step_with_images_are_the_planned_ones(world, t
         run = PlannedRun.of(cfg, config, 2)
         with only_tensors():
             planned = memory(run, "cpu").tensors
-        assert planned == pytest.approx(max(held for held, _ in ranks), rel=0.08), case
+        assert planned == pytest.approx(max(held for held, _ in ranks), rel=0.1), case
         sent, way = ranks[0][1], wire(run, DEVICES["h100"])["shard"]
         assert way.gathered == pytest.approx(sent["all_gather"], rel=0.01), case
         assert way.reduced == pytest.approx(sent["reduce_scatter"], rel=0.01), case

@@ -4,7 +4,7 @@ Steps are rehearsed: `test_layouts.py` compares the rehearsals of LAYOUTS with r
 """
 
 import pytest
-from named_runs import FULL, LAYOUTS, RUNS, SELECTIVE, STAGES, layout
+from named_runs import FREED, FULL, LAYOUTS, RUNS, SELECTIVE, STAGES, layout
 from recorded_step import rehearsal_of
 
 WIDE = (
@@ -20,10 +20,10 @@ MIXTURE = (
     " model.moe_intermediate_size=256 sharding.expert"
 )
 STEPS = {
-    "seven ranks, tied": (7, f"{TIED} {FULL} batch.rows=28"),
+    "seven ranks, tied": (7, f"{TIED} {FULL} {FREED} batch.rows=28"),
     "units, in eight bits": (
         2,
-        f"model.family=gemma3_text {UNITS} sharding.prefetch=2 optim=adamw_8bit {FULL}",
+        f"model.family=gemma3_text {UNITS} sharding.prefetch=2 optim=adamw_8bit {FULL} {FREED}",
     ),
     "a large vocabulary": (2, "model.vocab_size=64000"),
     "adapters on two matrices": (
@@ -46,9 +46,9 @@ STEPS = {
     "experts, selective": (
         8,
         f"{MIXTURE}=2 sharding=hsdp sharding.replicas=2 {SELECTIVE} sharding.prefetch=2"
-        " precision.param_dtype=bfloat16",
+        f" precision.param_dtype=bfloat16 {FREED}",
     ),
-    "experts and tensor": (8, f"{MIXTURE}=4 sharding.tensor=2 {FULL}"),
+    "experts and tensor": (8, f"{MIXTURE}=4 sharding.tensor=2 {FULL} {FREED}"),
     "a shared expert": (
         4,
         f"{MIXTURE}=1 model.family=qwen2_moe model.shared_expert_intermediate_size=96"
@@ -56,7 +56,7 @@ STEPS = {
     ),
     "experts with adapters in four bits": (
         4,
-        f"{MIXTURE}=2 adapter=qlora adapter.targets=[all,experts] {FULL}",
+        f"{MIXTURE}=2 adapter=qlora adapter.targets=[all,experts] {FULL} {FREED}",
     ),
     "muon of stages and tensor": (8, f"{STAGES} optim=muon sharding.tensor=2"),
 }

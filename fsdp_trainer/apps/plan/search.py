@@ -175,9 +175,9 @@ def _meshes(run: Candidate) -> Iterator[Choice]:
     one = ("sharding.replicas=1",) if cfg.sharding.replicas > 1 else ()
     whole = Choice(("sharding=fsdp", *one), _sharding("fsdp", 1))
     yield whole
-    per_node, layout = run.device.per_node, run.changed(whole.keys).layout
-    freed = cfg.sharding.reshard_after_forward == "auto" and not layout.keeps_gathered
-    if freed and copy_fits(layout, per_node, cfg.precision.float8):
+    per_node, sharded = run.device.per_node, run.changed(whole.keys)
+    freed = cfg.sharding.reshard_after_forward == "auto" and not sharded.keeps_gathered
+    if freed and copy_fits(sharded.layout, per_node, cfg.precision.float8):
         key = "sharding.reshard_after_forward"
         yield Choice((*whole.overrides, f"{key}={per_node}"), whole.keys | {key: per_node})
     for replicas in range(2, ranks):

@@ -496,6 +496,15 @@ class _OneBuffer:
         return self._first
 
 
+class _One(float):
+    """A factor that divides a tensor without making another."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        """Return the quotient, which is the tensor."""
+        return args[0]
+
+
 class _Whole:
     """Methods in place of those of FSDP2's parameter, where one rank holds all of it.
 
@@ -616,7 +625,8 @@ def spare_one_rank(module: Any) -> None:
     """Do without FSDP2's copies of parameters and gradients that no other rank shares.
 
     FSDP2 also divides gradients by the factor, even by 1, in a temporary, and copies the result to
-    a second buffer: 16 bytes a float32. A copy of a tensor to itself does nothing.
+    a second buffer: 16 bytes a float32. A copy of a tensor to itself does nothing. Replicas send
+    the second buffer, to which the first is copied undivided.
     set_custom_reduce_scatter refuses units with parameters on two meshes.
     """
     for group in _fsdp_groups(module):
@@ -624,6 +634,8 @@ def spare_one_rank(module: Any) -> None:
         if alone:
             group._reduce_scatter_comm = _OneBuffer()
             group.gradient_divide_factor = None
+        elif group.mesh_info.shard_mesh_size == 1:
+            group.gradient_divide_factor = _One(1)
         for parameter in group.fsdp_params if group.mesh_info.shard_mesh_size == 1 else []:
             moves = parameter.offload_to_cpu and parameter.device.type != "cpu"
             parameter.__class__ = _class_of_whole(parameter.__class__)

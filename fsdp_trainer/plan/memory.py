@@ -811,8 +811,8 @@ class Step:
         """Return the temporary bytes beside a message of gradients and its result."""
         if self.layout.encodes_gradients:  # what is sent, what is received, a sum and an addend
             return unit.trained_padded * 2 * BYTES + 2 * unit.own * SUM_BYTES
-        # without sharding FSDP2 sends nothing, but makes a copy, divided by 1.0
-        return message if self.units.ranks == 1 else self.units.gloo_copy(message)
+        # without sharding FSDP2 sends nothing
+        return 0.0 if self.units.ranks == 1 else self.units.gloo_copy(message)
 
     def update(self) -> None:
         """Record the moment of the optimizer's step."""

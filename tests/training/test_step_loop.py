@@ -245,11 +245,12 @@ def counted(file):
 
 
 @pytest.mark.parametrize(
-    "adapter, limit", {"none": 36, "lora": 0, "qlora": 47}.items()
+    "word, limit",
+    {"adapter=none": 36, "adapter=lora": 0, "adapter=qlora": 47, "sharding=ddp": 49}.items(),
 )  # qlora decodes twice: 12 bytes a number, of which a byte of codes holds 1.9
-def test_a_step_on_one_rank_passes_over_its_weights_no_more_than_it_must(
-    world, input_words, tmp_path, adapter, limit
+def test_a_step_of_whole_weights_passes_over_them_no_more_than_it_must(
+    world, input_words, tmp_path, word, limit
 ):
-    words = [*input_words, *FEW_TOKENS, f"adapter={adapter}"]
-    world.train(tmp_path / "run", *words, seam=counted(tmp_path / "bytes"))
+    words, ranks = [*input_words, *FEW_TOKENS, word], 1 + (word == "sharding=ddp")
+    world.train(tmp_path / "run", *words, ranks=ranks, seam=counted(tmp_path / "bytes"))
     assert float((tmp_path / "bytes").read_text()) <= limit

@@ -44,6 +44,7 @@ from fsdp_trainer.checkpoint.description import Description, read_description
 from fsdp_trainer.checkpoint.linked_files import LinkedFiles, link
 from fsdp_trainer.checkpoint.shards import ShardWriter, linked_file_of, write_file
 from fsdp_trainer.checkpoint.state import parameter_of
+from fsdp_trainer.checkpoint.uploads import Uploads
 from fsdp_trainer.config.paths import (
     BEST,
     LAG_SECONDS,
@@ -73,18 +74,21 @@ class CheckpointStore:
         timeout: float,
         write_assets: Callable[[Path, Json], None],
         on_commit: Callable[[Json], None],
+        mirror: Uploads | None = None,
     ):
         """Create the background thread and, with cfg.mode=async, its process group.
 
         write_assets: writes a checkpoint's files except tensors and progress; it gets the folder
         and the progress. on_commit: gets the details of a committed checkpoint. Rank 0 calls both,
-        with cfg.mode=async in the background thread. timeout: of a collective, in seconds.
+        with cfg.mode=async in the background thread. timeout: of a collective, in seconds. mirror:
+        uploads what is committed; None: nothing is uploaded, or rank 0 does it.
         """
         self.run = run
         self.folder = run / "checkpoints"
         self.cfg = cfg
         self.write_assets = write_assets
         self.on_commit = on_commit
+        self.mirror = mirror
         self.longest_save = 0.0
         """Seconds that the longest save took, from the decision to save."""
         self._commits = 0
@@ -198,6 +202,8 @@ class CheckpointStore:
             # the new one is committed; what cannot be deleted now is deleted at the next save
             with suppress(OSError):
                 self._retain(progress["best_step"] if self.cfg.best else None)
+            if self.mirror:
+                self.mirror.look()
         self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
     def _complete(self, half: Path, step: int, progress: Json, shards: list[dict]) -> None:
@@ -235,13 +241,16 @@ class CheckpointStore:
             )
 
     def _retain(self, best_step: int | None) -> None:
-        """Delete all but the newest checkpoints and the best one, and link `best` to that one."""
+        """Delete all but the newest checkpoints and the best one, and link `best` to that one.
+
+        Those that are not in the mirror yet, nor any newer one, stay.
+        """
         committed = committed_checkpoints(self.run)
         best = None if best_step is None else self.folder / checkpoint_name(best_step)
         if best in committed:
             link_best(self.folder / BEST, best)
         for old in committed[: -self.cfg.keep]:
-            if old != best:
+            if old != best and (self.mirror is None or self.mirror.covers(old)):
                 old.rename(unfinished(old))  # no longer committed, should the deletion be cut short
                 shutil.rmtree(unfinished(old))
         if self._commits >= self.cfg.keep:
@@ -309,6 +318,8 @@ class CheckpointStore:
                 rename_aside(later)
                 self._commits = 0
         unlink_if_dangling(self.folder / BEST)
+        if self.mirror:
+            self.mirror.go_back(step)
 
     def listed(self, folders: Callable[[Path], list[Path]] = committed_checkpoints) -> list[Path]:
         """Return the run's checkpoints, oldest first, as rank 0 sees them. Collective."""

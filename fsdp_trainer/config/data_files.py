@@ -371,7 +371,7 @@ def why_url_unusable(url: str) -> str | None:
     scheme = url.partition("://")[0]
     if scheme in PACKAGES and importlib.util.find_spec(PACKAGES[scheme][0]) is None:
         package, extra = PACKAGES[scheme]
-        return f"to read {scheme}://, {package} is needed:  pip install 'fsdp_trainer[{extra}]'"
+        return f"for {scheme}://, {package} is needed:  pip install 'fsdp_trainer[{extra}]'"
     if scheme == "hf" and (len(url.split("/")) < 5 or not url.startswith("hf://datasets/")):
         return (
             "a data set on the hub is named  hf://datasets/ORG/NAME ,"

@@ -186,6 +186,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         _check_exists("data.template", cfg.data.template, report)
     _check_hosts(cfg.launch.hosts, report)
     _check_packages(cfg, report)
+    _check_mirror(cfg.checkpoint.mirror, report)
     resume = cfg.checkpoint.resume
     if resume not in ("auto", "never") and find_checkpoint(resume) is None:
         reason = "is neither auto nor never, nor a run or checkpoint that was committed"
@@ -201,6 +202,15 @@ def _check_packages(cfg: TrainConfig, report: Report) -> None:
                 reason = _other_torchft(spec) if package == "torchft" else ""
             if reason:
                 report.add(key, value, reason)
+
+
+def _check_mirror(mirror: str | None, report: Report) -> None:
+    if mirror and is_url(mirror):
+        reason = why_url_unusable(mirror)
+        if mirror.startswith(("http://", "https://", "hf://")):
+            reason = "is for reading: name a bucket, such as  s3://bucket/runs,  or a folder"
+        if reason:
+            report.add("checkpoint.mirror", mirror, reason)
 
 
 def _other_torchft(spec: ModuleSpec) -> str:

@@ -947,7 +947,12 @@ class Checkpoint:
     patience: str = key(
         "10m",
         "how long saving the last checkpoint of a run is repeated where it fails, as on a full "
-        "disk",
+        "disk; and how long a run's end waits for a next file to reach its mirror",
+    )
+    mirror: str | None = key(
+        None,
+        "also upload checkpoints to this place, e.g. s3://bucket/runs, in the background; a machine"
+        " that lacks them resumes from there; null: not",
     )
     make_room: bool = key(
         False, "delete the oldest checkpoint where there is no space for the last one"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize, reshard
 from fsdp_trainer.run.describe import describe, lines_on_states
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
+from fsdp_trainer.run.mirrored import Mirror
 from fsdp_trainer.run.offload_states import offload_states
 from fsdp_trainer.run.resume import (
     check_unchanged,
@@ -412,7 +414,13 @@ def find_where_to_start(
 
     Collective. Raises UserError.
     """
-    checkpoint = find_start(setup.cfg.checkpoint.resume, store, setup.observer)
+    cfg, fetch = setup.cfg, None
+    if cfg.checkpoint.mirror:
+        patience = parse_duration(cfg.launch.data_timeout)
+        place = cfg.checkpoint.mirror, str(cfg.run.name), setup.folder
+        mirror = Mirror(*place, cfg.replicas.id, patience, setup.observer.say)
+        fetch = partial(mirror.fetch_again, setup.world)
+    checkpoint = find_start(cfg.checkpoint.resume, store, setup.observer, fetch)
     if checkpoint is None:
         return new_start(setup), order
     changes = check_unchanged(setup, order, checkpoint)

@@ -6,7 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fsdp_trainer.checkpoint.bucket import Bucket
 from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.checkpoint.uploads import Uploads
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.data.prepared_data import cache_root, image_reader
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
@@ -173,12 +175,18 @@ class LoopBuilder:
 
 def checkpoint_store(setup: RunSetup) -> CheckpointStore:
     """Return the store of the run's checkpoints. Collective."""
+    cfg, mirror = setup.cfg, None
+    if cfg.checkpoint.mirror and setup.world.main:
+        bucket = Bucket(cfg.checkpoint.mirror, str(cfg.run.name))
+        report = setup.observer.event, setup.observer.say
+        mirror = Uploads(bucket, setup.folder, cfg.checkpoint.keep, *report)
     return CheckpointStore(
         setup.folder,
         setup.cfg.checkpoint,
         setup.timeout,
         setup.write_assets,
         on_commit=lambda event: setup.observer.checkpoint_committed(**event),
+        mirror=mirror,
     )
 
 

@@ -1,6 +1,6 @@
 """The checkpoint that a run resumes from, and the changes allowed since then."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from fsdp_trainer.config.paths import (
     checkpoint_folders,
     find_checkpoint,
     is_hub_id,
+    step_of,
 )
 from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
 from fsdp_trainer.data.files.file_changes import describe_changed_files
@@ -80,12 +81,18 @@ OTHER_CONTENT, NEW, LEFT_OUT = "has other content", "is new", "is left out"
 REORDERED = "the same sources are in another order, or mixed otherwise"
 
 
-def find_start(resume: str, store: CheckpointStore, observer: Observer) -> Path | None:
+def find_start(
+    resume: str,
+    store: CheckpointStore,
+    observer: Observer,
+    fetch: Callable[[int], None] | None = None,
+) -> Path | None:
     """Return the checkpoint to resume from; None: start at the beginning. Collective.
 
     It is the one that `resume` (checkpoint.resume) names, else the newest undamaged one of the run.
     A path outside the run's folder is only used for the start: once the run has checkpoints of its
-    own, it resumes from those.
+    own, it resumes from those. fetch: brings a checkpoint of a later step than the given one from
+    the mirror, in place of damaged ones; None: there is no mirror.
     """
     if resume == "never":
         return None
@@ -95,6 +102,10 @@ def find_start(resume: str, store: CheckpointStore, observer: Observer) -> Path 
             require_whole(named)
             return named
     good = store.newest_good(partial(report_damaged, observer))
+    newest = store.listed(checkpoint_folders)[-1:]
+    if fetch and newest and newest != [good]:
+        fetch(step_of(good) if good else -1)
+        good = store.newest_good(partial(report_damaged, observer))
     if good is None and store.listed(checkpoint_folders):
         observer.say("no checkpoint of this run is intact: it starts from the beginning")
     return good

@@ -58,6 +58,7 @@ from fsdp_trainer.parallel.compile import summarize_compiler_errors
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.run.build import Start, build
 from fsdp_trainer.run.deterministic import deterministic_kernels
+from fsdp_trainer.run.mirrored import Mirror, end_with_mirror
 from fsdp_trainer.run.next_commands import next_commands
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
@@ -141,6 +142,7 @@ class Rank:
             self.cfg = replace(self.cfg, checkpoint=replace(self.cfg.checkpoint, resume="auto"))
         claim = RunLock(launchers, attempt, self.group)
         self.claim(world, claim)
+        self.look_into_mirror(world)
         inputs = world.rank0_then_nodes_then_all(
             "preparing the data",
             lambda: self.signals.stoppable(lambda: self.prepare(world)),
@@ -203,6 +205,25 @@ class Rank:
             self.open.enter_context(self.lock)
             if self.cfg.launch.slurm_time_limit:
                 self.signals.limits.watch_slurm()
+
+    def look_into_mirror(self, world: World) -> None:
+        """Have rank 0 fetch from checkpoint.mirror what this machine lacks. Raises UserError."""
+        cfg, say = self.cfg, self.console.say
+        if cfg.checkpoint.mirror is None:
+            return
+        place = cfg.checkpoint.mirror, str(cfg.run.name), self.run_folder
+        mirror = Mirror(*place, self.group, self.patience, say)
+        progress = progress_with_heartbeat(self.console, world)
+
+        def look_on_main() -> None:
+            if world.main:
+                mirror.begin(cfg.checkpoint.resume, cfg.run.overwrite, progress)
+
+        world.rank0_then_nodes_then_all(
+            "looking into the mirror",
+            lambda: self.signals.stoppable(look_on_main),
+            self.patience,
+        )
 
     def prepare(self, world: World) -> RunInputs:
         """Fetch the models and tokenize the data, unless an earlier rank or run has done so."""
@@ -303,6 +324,12 @@ class Rank:
                 trainer.checkpoints.store.wait()
             except BaseException as error:  # the error that ended the run is reported elsewhere
                 self.console.say(f"the checkpoint on its way was lost: {error}")
+        if mirror := trainer.checkpoints.store.mirror:
+            if code not in (0, STOPPED) and not self.signals.ended_ranks:
+                patience = parse_duration(self.cfg.checkpoint.patience)
+                if late := mirror.wait(patience, phases.seconds):
+                    self.console.say(late)
+            mirror.close()
         trainer.optimizer.close()
         trainer.groups.leave()
         trainer.profiler.close(alone=True)
@@ -370,6 +397,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
                 trainer.observer.records.cut_after(math.inf)
                 finish_deleting(trainer, start)
             export_hf(trainer, world)
+            end_with_mirror(trainer, world, code=0)
             say_next(trainer, code=0)
         return "already finished", 0
     enter_groups(trainer, start, world, attempt)
@@ -387,8 +415,10 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
         report_end(trainer, reason)
         if trainer.groups.leads:
             export_hf(trainer, world)
+        end_with_mirror(trainer, world, code)
         end = f"done: {run}"
     else:
+        end_with_mirror(trainer, world, code)
         step = trainer.progress.step
         saved = "checkpoint committed" if step else "nothing to save yet"
         advice = how_to_go_on(trainer.cfg.checkpoint.resume)

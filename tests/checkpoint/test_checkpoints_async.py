@@ -9,18 +9,9 @@ from unittest.mock import patch
 import inject
 import pytest
 from stored import assert_bitwise_equal, assert_undisturbed, checkpoint, end_of, stored
-from world import RankFailed, read_lines
+from world import RankFailed, wait_for_step
 
 ASYNC = ["schedule=constant", "checkpoint.every=3", "checkpoint.keep=9", "checkpoint=async"]
-
-
-def wait_for_step(step, run):
-    """Raise OSError if training waits for the write."""
-    deadline = time.monotonic() + 300
-    while len(read_lines(run / "metrics.jsonl")) < step:
-        if time.monotonic() > deadline:
-            raise OSError("training waited for the write")
-        time.sleep(0.01)
 
 
 def wait_for_two_steps(step, run):

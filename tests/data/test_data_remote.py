@@ -235,7 +235,7 @@ def test_a_web_file_is_read_where_it_lies(web, folder):
     ("path", "reason"),
     [
         ("/plain/nothing.jsonl", "no such file"),
-        ("/secret/a.jsonl?Signature=abc", r"(?s)may not be read \(403.*Credentials"),
+        ("/secret/a.jsonl?Signature=abc", r"(?s)access is denied \(403.*Credentials"),
         ("/plain/page", "has an unknown type"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_new_signature_is_the_same_data_and_an_expired_one_leaves_the_copy(web
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, "send_head", lambda self: self.send_error(403))
         assert source("?X-Amz-Date=3&X-Amz-Signature=expired") == first
-    assert "may not be read (403" in said[-1]
+    assert "access is denied (403" in said[-1]
     recorded = "".join(file.read_text() for file in (cache / "remote" / "found").iterdir())
     assert not any(word in recorded + "".join(said) for word in ("secret", "expired"))
 

@@ -74,6 +74,8 @@ POINTS = {
     "checkpoint_write": "fsdp_trainer.checkpoint.store:write_file",
     "checkpoint_complete": "fsdp_trainer.checkpoint.store:CheckpointStore._complete",
     "checkpoint_wait": "fsdp_trainer.checkpoint.store:CheckpointStore.wait",
+    "mirror_put": "fsspec.implementations.local:LocalFileSystem.put_file",
+    "mirror_read": "fsdp_trainer.checkpoint.bucket:Bucket._blocks",
     "tensor_read": "fsdp_trainer.checkpoint.formats.tensor_files:read",
     "frozen_digest": "fsdp_trainer.checkpoint.frozen_weights:_digest",
     "checksum": "fsdp_trainer.checkpoint.atomic_files:checksum",

@@ -114,6 +114,15 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def wait_for_step(step, run):
+    """Raise OSError if training waits for the write."""
+    deadline = time.monotonic() + 300
+    while len(read_lines(run / "metrics.jsonl")) < step:
+        if time.monotonic() > deadline:
+            raise OSError("training waited for the write")
+        time.sleep(0.01)
+
+
 def ranks_below(pid: int) -> dict[str, int]:
     """Return the process ids of all descendants of `pid` that are ranks, by RANK."""
     pids: dict[str, int] = {}

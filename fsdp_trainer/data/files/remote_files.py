@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -355,21 +356,30 @@ def _as_user_errors(url: str, key: str, cache: Path | None = None) -> Iterator[N
     except UserError:
         raise
     except Exception as error:
-        raise _user_error(url, key, cache, error) from error
+        raise user_error(url, key, error, cache) from error
 
 
-def _user_error(url: str, key: str, cache: Path | None, error: BaseException) -> UserError:
-    """Return an error of a store or of the cache's disk as a UserError with the URL."""
+def user_error(
+    url: str,
+    key: str,
+    error: BaseException,
+    cache: Path | None = None,
+    title: str = "the data cannot be used",
+) -> UserError:
+    """Return an error of a store or of the cache's disk as a UserError with the URL.
+
+    An Unreachable if the same may work later.
+    """
     if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, hides the cause
         error = error.__cause__
-    reason = why_url_unusable(url) or _reason(url, cache, error)
+    reason = (is_url(url) and why_url_unusable(url)) or _reason(url, cache, error)
     first = _first_line(url, error)
     expired = identity(url) != url and _is_refused(error, _status(error), first)
-    if reason and not expired:
-        return _unusable(url, key, reason)
     advice = "\nWhat was fetched is kept: start again" if cache else ""
     text = reason or f"cannot be reached ({type(error).__name__}: {first}){advice}"
-    return Unreachable("the data cannot be used", [Problem(f"{key}={shown(url)}", text)])
+    is_final = not is_url(url) or (reason and not expired)
+    failure = UserError if is_final else Unreachable
+    return failure(title, [Problem(f"{key}={shown(url)}", text)])
 
 
 def _reason(url: str, cache: Path | None, error: BaseException) -> str:
@@ -380,12 +390,13 @@ def _reason(url: str, cache: Path | None, error: BaseException) -> str:
         return f"cannot be kept in {cache}: {first}.\nUse  data.cache=FOLDER"
     if isinstance(error, ImportError):
         return f"{scheme}:// needs a package that is not installed: {first}"
-    if isinstance(error, FileNotFoundError) or status == 404 or "NotFound" in name:
+    if isinstance(error, FileNotFoundError) or status == 404 or re.match("NoSuch|.*NotFound", name):
         return "there is no such file or folder there"
     if _is_refused(error, status, first):
-        known = CREDENTIALS.get(scheme, "as fsspec's documentation of its file system says")
         code = f"{status} " if status else ""
-        return f"may not be read ({code}{name}: {first}).\nCredentials: {known}"
+        refusal = f"access is denied ({code}{name}: {first})"
+        known = CREDENTIALS.get(scheme, "as fsspec's documentation of its file system says")
+        return f"{refusal}.\nCredentials: {known}" if is_url(url) else refusal
     return ""
 
 

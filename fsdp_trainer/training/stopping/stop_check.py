@@ -59,9 +59,12 @@ class StopCheck:
         """Return an upper estimate of the seconds for the next step and a checkpoint after it.
 
         It is the longest step so far, plus 1.25 times the longest save so far (twice that with
-        checkpoint.mode=async), plus two seconds.
+        checkpoint.mode=async), plus two seconds. On the rank that uploads, the longest upload is
+        part of a save.
         """
         store = self.checkpoints.store
         seconds = store.longest_save or self.first_save_seconds
+        if store.mirror:
+            seconds += store.mirror.longest
         saves = 2 if store.cfg.mode == "async" else 1  # one may already be in progress
         return self.step_log.longest_interval + 1.25 * saves * seconds + 2.0

@@ -1,6 +1,7 @@
 """Native PyTorch FSDP2 training of large language models, configured by Hydra."""
 
 import importlib
+import sys
 from typing import Any
 
 from fsdp_trainer.extensions import Callback as Callback
@@ -8,6 +9,12 @@ from fsdp_trainer.extensions import RunInfo as RunInfo
 from fsdp_trainer.extensions import register as register
 from fsdp_trainer.version import __version__ as __version__
 
+if sys.platform == "win32":
+    print(
+        "fsdp-trainer runs on Linux and macOS. On Windows use it within WSL:  wsl --install",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 LAZY = {"train": "fsdp_trainer.api", "load_model": "fsdp_trainer.checkpoint.load"}
 """Functions imported at their first use, so that a wrong key is reported without loading torch."""
 __all__ = ["Callback", "RunInfo", "load_model", "register", "train"]

@@ -84,6 +84,17 @@ def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0
     return True
 
 
+def arrived_signal(seconds: float) -> str:
+    """Return the name of a blocked signal of SIGNALS that arrives within `seconds`; "" if none."""
+    if hasattr(signal, "sigtimedwait"):
+        received = signal.sigtimedwait(SIGNALS, seconds)
+        return signal.Signals(received.si_signo).name if received else ""
+    # macOS has no such call
+    if not wait_until(lambda: {*SIGNALS} & signal.sigpending(), seconds, pause=0.01):
+        return ""
+    return signal.Signals(signal.sigwait({*SIGNALS} & signal.sigpending())).name
+
+
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent dies (PR_SET_PDEATHSIG).
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -127,7 +126,10 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
     init_device_mesh has no argument for it: its groups have torch's default.
     """
-    _set_pg_timeout(timeout, group)
+    if hasattr(dist, "set_timeout"):  # torch 2.15
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 # Checkpoints
@@ -408,12 +410,16 @@ def reduced_gradients(unit: Any) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
+VOTE = "_initialize_pipeline_distributed_state"
+
+
 @contextmanager
 def no_pipeline_vote() -> Iterator[None]:
     """Within, stages of a pipeline take shapes as known, and exchange nothing about them first.
 
     Before its first step torch's pipeline lets the ranks vote on whether they know the shapes of
-    what they receive, and reads the result. There is no option against it. Needs torch 2.13.
+    what they receive, and reads the result. There is no option against it. Needs torch 2.13; in
+    2.15 the vote has another name.
     """
     from torch.distributed.pipelining import schedules
 
@@ -421,7 +427,9 @@ def no_pipeline_vote() -> Iterator[None]:
         for stage in stages:
             setattr(stage, "_inference_mode", schedules.InferenceMode.STATIC)  # noqa: B010
 
-    with patch.object(schedules._PipelineSchedule, "_warmup_p2p", known):
+    schedule, names = schedules._PipelineSchedule, ("_warmup_p2p", VOTE)
+    name = next((name for name in names if hasattr(schedule, name)), None)
+    with patch.object(schedule, name, known) if name else nullcontext():
         yield
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any
 
-from fsdp_trainer.base.process import HOST, PARENT, SIGNALS, STOPPED
+from fsdp_trainer.base.process import HOST, PARENT, SIGNALS, STOPPED, arrived_signal
 from fsdp_trainer.config.composing.overrides import quoted
 from fsdp_trainer.config.host_list import Host, hosts_of, ranks_of
 from fsdp_trainer.config.paths import run_folder
@@ -452,9 +452,8 @@ def wait_until_ready(nodes: Sequence[NodeOfHost]) -> None:
     """
     deadline = time.monotonic() + READY_SECONDS
     while [node for node in nodes if node.waits()] and time.monotonic() < deadline:
-        arrived = signal.sigtimedwait(SIGNALS, 0.05)
-        if arrived:
-            raise Stopped(signal.Signals(arrived.si_signo).name)
+        if arrived := arrived_signal(0.05):
+            raise Stopped(arrived)
     problems = [
         Problem(str(node.host), node.why_not_ready()) for node in nodes if node.port is None
     ]

@@ -11,7 +11,6 @@ import errno
 import json
 import random
 import re
-import signal
 import socket
 import socketserver
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.base.process import HOST, STOPPED
+from fsdp_trainer.base.process import HOST, STOPPED, arrived_signal
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import Launch
@@ -329,9 +328,8 @@ class Node:
             return None
 
     def _pause(self, seconds: float) -> None:
-        received = signal.sigtimedwait((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), seconds)
-        if received:
-            raise Stopped(signal.Signals(received.si_signo).name)
+        if arrived := arrived_signal(seconds):
+            raise Stopped(arrived)
 
     def _wrong(self, reason: str) -> UserError:
         return UserError("the nodes cannot meet", [Problem(self.where, reason)])

@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from errno import EINVAL, EIO, EOPNOTSUPP
+from errno import EINVAL, EIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.disk_space import reserve
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes, as_tensor
 from fsdp_trainer.checkpoint.linked_files import LinkedPlace
@@ -116,16 +117,6 @@ class StateFile:
             at = spans[-1].at + spans[-1].length if spans else 0
             spans.append(Span(first, last - first, at))
         return spans
-
-
-def reserve(file: int, size: int) -> None:
-    """Reserve space on the disk for an empty file. Raises OSError if there is not enough."""
-    try:
-        os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        if error.errno not in (EINVAL, EOPNOTSUPP):
-            raise
-        os.ftruncate(file, size)  # the file system cannot reserve
 
 
 def open_for_update(path: Path) -> int:

@@ -1,14 +1,19 @@
 """Someone who installs a wheel has everything, in any folder."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import zipfile
 
+import inject
 import pytest
 from folders import REPO
 
 from fsdp_trainer.apps.quickstart import quickstart
+from fsdp_trainer.base.process import arrived_signal
 from fsdp_trainer.cli import main
 
 USER = """
@@ -57,3 +62,34 @@ def test_the_quickstart_trains_and_asks_before_and_after(world, monkeypatch, tmp
     assert "What to type next" in said
     assert main(command) == 0
     assert "already finished" in capsys.readouterr().out
+
+
+WINDOWS = """
+import signal, sys
+sys.modules.update(fcntl=None, resource=None)
+del signal.SIGUSR1, signal.SIGURG
+sys.platform = "win32"
+import fsdp_trainer.__main__
+"""
+
+
+def test_windows_is_told_where_it_runs_in_one_sentence():
+    done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True)
+    said = "fsdp-trainer runs on Linux and macOS. On Windows use it within WSL:  wsl --install\n"
+    assert (done.returncode, done.stderr, done.stdout) == (2, said, "")
+
+
+def test_a_mac_trains_with_one_rank(train):
+    how = ["optim.offload=disk", "train.steps=2", "schedule=constant"]
+    run = train("run", *how, seam=inject.as_on_macos())
+    assert run.column("loss") == train("other", *how).column("loss")
+
+
+@pytest.mark.parametrize("system", [contextlib.nullcontext, inject.as_on_macos()])
+def test_a_blocked_signal_is_waited_for(system):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    with system():
+        assert arrived_signal(0.01) == ""
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        assert arrived_signal(10) == "SIGUSR1"
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

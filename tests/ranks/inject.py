@@ -645,6 +645,19 @@ def without_package(name: str):
         yield
 
 
+@fault
+def as_on_macos():
+    """Take away calls of Linux that macOS does not have."""
+    lacks = {os: ["posix_fallocate", "posix_fadvise", "copy_file_range", "sched_getaffinity"],
+             signal: ["sigtimedwait"]}  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for module, names in lacks.items():
+            for name in names:
+                stack.enter_context(patch.object(module, name))
+                delattr(module, name)
+        yield
+
+
 # --- processes that the product starts ----------------------------------------------------------
 
 

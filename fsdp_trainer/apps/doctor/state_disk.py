@@ -9,12 +9,13 @@ from pathlib import Path
 from fsdp_trainer.apps.doctor import speed
 from fsdp_trainer.apps.doctor.machines import HostFacts
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.disk_space import reserve
 from fsdp_trainer.checkpoint.shards import host_memory
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.launch.facts import Check, gigabytes, host_name, judge, who
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.offload.state_files import Span, Transfers, open_for_update, reserve
+from fsdp_trainer.offload.state_files import Span, Transfers, open_for_update
 from fsdp_trainer.run.offload_states import states_folder
 
 SLOW = 1e9

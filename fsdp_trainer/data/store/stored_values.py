@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.disk_space import reserve
 from fsdp_trainer.base.unpacked import FULL
 from fsdp_trainer.data.store.cache_folders import LOCK, clear_leftovers
 from fsdp_trainer.data.store.token_store import (
@@ -162,7 +163,9 @@ class TopKWriter:
             for name, (dtype, shape) in top_k_types(count, vocabulary).items():
                 file = self.aside / f"{name}.npy"
                 array = np.lib.format.open_memmap(file, "w+", dtype, (tokens, *shape))
-                reserve(file)  # otherwise a page without room on the disk would kill the process
+                reserve_all(
+                    file
+                )  # otherwise a page without room on the disk would kill the process
                 self.arrays[name] = array
         except OSError:
             self.close()
@@ -204,11 +207,11 @@ class TopKWriter:
         shutil.rmtree(self.aside, ignore_errors=True)
 
 
-def reserve(file: Path) -> None:
+def reserve_all(file: Path) -> None:
     """Allocate all blocks of a file on disk. Raises OSError if the disk is full."""
     with open(file, "r+b") as opened:
         try:
-            os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+            reserve(opened.fileno(), os.fstat(opened.fileno()).st_size)
         except OSError as error:
             if error.errno in FULL:
                 raise

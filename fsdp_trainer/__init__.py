@@ -6,6 +6,8 @@ from typing import Any
 
 from fsdp_trainer.extensions import Callback as Callback
 from fsdp_trainer.extensions import RunInfo as RunInfo
+from fsdp_trainer.extensions import TrackedRun as TrackedRun
+from fsdp_trainer.extensions import Tracker as Tracker
 from fsdp_trainer.extensions import register as register
 from fsdp_trainer.version import __version__ as __version__
 
@@ -17,7 +19,7 @@ if sys.platform == "win32":
     raise SystemExit(2)
 LAZY = {"train": "fsdp_trainer.api", "load_model": "fsdp_trainer.checkpoint.load"}
 """Functions imported at their first use, so that a wrong key is reported without loading torch."""
-__all__ = ["Callback", "RunInfo", "load_model", "register", "train"]
+__all__ = ["Callback", "RunInfo", "TrackedRun", "Tracker", "load_model", "register", "train"]
 
 
 def __getattr__(name: str) -> Any:

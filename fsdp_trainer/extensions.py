@@ -1,23 +1,27 @@
-"""The user's own code in a run: callbacks, metrics, objectives and rewards. Imports no torch.
+"""The user's own code in a run: callbacks, metrics, objectives, rewards and trackers.
 
-Code is named on the command line (`--import my_module`) or registered from Python, never by a
-configuration file.
+Code is named on the command line (`--import my_module`, FILE.py:NAME), registered from Python or
+offered by an installed package, never named by a configuration file. Imports no torch.
 """
 
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.own_code import import_file, names_in
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.errors import Problem, UserError
 
 IMPORTS = "FSDP_TRAINER_IMPORT"
 """Environment variable with the modules of --import, separated by commas. Ranks and jobs that this
 program starts import them too."""
+PARTS = "fsdp_trainer.parts"
+"""Group of entry points by which installed packages offer parts, each named KIND.NAME."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,68 @@ class Callback:
         """Handle the orderly end of the run, finished or stopped."""
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker is opened for.
+
+    folder: the run's folder. name, id: those of its run in the tracker, the same at each restart.
+    is_new: False at a restart. newest: the last step that the tracker has, as far as this program
+    knows; -1 for none. step: the last step that the run has done. config: the resolved
+    configuration, by group. mode: the value of the tracker's key, such as `offline`.
+    """
+
+    folder: Path
+    name: str = ""
+    id: str = ""
+    is_new: bool = True
+    newest: int = -1
+    step: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    project: str = ""
+    mode: Any = None
+
+
+class Tracker:
+    """A receiver of a run's metrics; a subclass overrides `log`, and opens it in `__init__`.
+
+    Only rank 0 has trackers, each in a thread of its own. An exception is reported once and ends
+    the tracker, never the run.
+    """
+
+    takes_back = False
+    """True if a step that is logged again replaces the earlier values, and later steps.
+
+    Otherwise each step is logged once, and a run that goes back to an earlier step continues in
+    another run of the tracker, a new object that gets all steps before.
+    """
+    is_durable = True
+    """False if a killed process may lose what was logged since the start: it is logged again."""
+    id_bytes = 4
+    """Bytes of a new id, which has two digits for each; 0: a restart need not know of this one."""
+
+    def __init__(self, run: TrackedRun):
+        """Open the tracker. A subclass may set `id`, and `newest`, the last step that it has."""
+        newest = min(run.newest, run.step) if self.takes_back else run.newest
+        self.run, self.id, self.newest = run, run.id, newest
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log the numbers of a step, by the names that docs/seeing.md has for trackers."""
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Log a text, such as an answer to one of train.sample_prompts."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        """Handle a line of metrics.jsonl or events.jsonl, unchanged."""
+
+    def close(self, exit_code: int) -> None:
+        """Send what is not sent yet. exit_code: 0, too, for a run that will be resumed."""
+
+
 CALLBACKS: dict[str, Callback] = {}
 METRICS: dict[str, Callable[[], Any]] = {}
 OBJECTIVES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., list[float]]] = {}
+TRACKERS: dict[str, type[Tracker]] = {}
 BUILT_IN = {
     "objective": tuple(METHODS),
     "metric": ("loss", "objective", "loss_by_source", "method"),
@@ -81,6 +143,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "metric": METRICS,
     "objective": OBJECTIVES,
     "reward": REWARDS,
+    "tracker": TRACKERS,
 }
 
 
@@ -92,7 +155,8 @@ def register(kind: str, name: str, what: Any = None) -> Any:
     `name` as its own name. objective: a function of (scores, weights) that returns a scalar tensor,
     chosen with  objective.name=NAME. reward: a function of a list of attempts (see
     rewards/reward.py) that returns a number for each, used as an entry of objective.rewards; its
-    further parameters are keys of that entry.
+    further parameters are keys of that entry. tracker: a subclass of `Tracker`, chosen with
+    logging.trackers=[NAME].
     Raises UserError for another kind, and for a name that is in use.
     """
     if kind not in KINDS:
@@ -144,3 +208,37 @@ def registered_by_user(choice: ObjectiveChoice) -> Callable[..., Any] | None:
 def objective_names() -> list[str]:
     """Return the possible values of objective.name."""
     return [*BUILT_IN["objective"], *OBJECTIVES]
+
+
+def own_part(kind: str, name: str) -> Any:
+    """Return the part that `why_no_part` has no problem with. Raises what its code raises."""
+    file, _, attribute = name.rpartition(":")
+    if file:
+        return getattr(import_file(Path(file)), attribute)
+    return KINDS[kind].get(name) or _offered(kind)[name].load()
+
+
+def why_no_part(kind: str, name: str) -> str | None:
+    """Return an error message if no code is named so; None if there is some. Runs none of it.
+
+    name: a registered name, FILE.py:NAME, or NAME of an entry point KIND.NAME.
+    """
+    file, _, attribute = name.rpartition(":")
+    if not file:
+        known = [*KINDS[kind], *_offered(kind)]
+        if name in known:
+            return None
+        there = f"There are: {' '.join(known)}" if known else "None is registered or installed"
+        return f"there is no {kind} {name}. {there}.\nOne in a file is  FILE.py:NAME"
+    try:
+        names = names_in(Path(file))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{file} cannot be read: {error}"
+    own = f"{file} has no {attribute}. It has: {' '.join(names) or 'nothing'}"
+    return None if attribute in names else own
+
+
+def _offered(kind: str) -> dict[str, EntryPoint]:
+    """Return the parts of a kind that installed packages offer, by name."""
+    parts = [part for part in entry_points(group=PARTS) if part.name.startswith(f"{kind}.")]
+    return {part.name.removeprefix(f"{kind}."): part for part in parts}

@@ -1,8 +1,12 @@
-"""Places in users' own code, for messages about errors in it."""
+"""Users' own Python files: their import, the names in them, and where an error is in them."""
 
+import ast
+import hashlib
+import importlib.util
 import sysconfig
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 LIBRARIES = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib")))
 """Folders of this package, of Python's library and of installed packages."""
@@ -13,3 +17,31 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def import_file(file: Path) -> ModuleType:
+    """Return the module of a user's file. Raises what its code raises."""
+    name = f"own_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_in(file: Path) -> list[str]:
+    """Return the names that a Python file defines or imports, without running it.
+
+    Raises OSError, or SyntaxError.
+    """
+    names = []
+    for node in ast.parse(file.read_bytes()).body:
+        match node:
+            case ast.ClassDef() | ast.FunctionDef():
+                names.append(node.name)
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                names.append(name)
+            case ast.Import() | ast.ImportFrom():
+                names += [alias.asname or alias.name for alias in node.names]
+    return names

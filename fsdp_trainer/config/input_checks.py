@@ -68,6 +68,15 @@ NOT_INSTALLED = {
         "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'",
     ),
     "logging.mlflow": ("mlflow", "MLflow is not installed:  pip install 'fsdp_trainer[mlflow]'"),
+    "logging.trackio": (
+        "trackio",
+        "Trackio is not installed:  pip install 'fsdp_trainer[trackio]'",
+    ),
+    "logging.comet": ("comet_ml", "Comet is not installed:  pip install 'fsdp_trainer[comet]'"),
+    "logging.swanlab": (
+        "swanlab",
+        "SwanLab is not installed:  pip install 'fsdp_trainer[swanlab]'",
+    ),
     "replicas.method": (
         "torchft",
         "torchft is not installed:  pip install 'fsdp_trainer[replicas]'",
@@ -196,7 +205,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
 def _check_packages(cfg: TrainConfig, report: Report) -> None:
     for key, (package, reason) in NOT_INSTALLED.items():
         value = value_of(cfg, key)
-        if value and value != "none":
+        if value and value not in ("none", "disabled"):
             spec = importlib.util.find_spec(package)
             if spec:
                 reason = _other_torchft(spec) if package == "torchft" else ""

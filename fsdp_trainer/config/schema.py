@@ -997,13 +997,32 @@ class Logging:
         "Weights & Biases; a restarted run continues in the same one",
         choices=("online", "offline", "disabled"),
     )
-    project: str = key("fsdp_trainer", "Weights & Biases project")
+    project: str = key("fsdp_trainer", "the project, or experiment, of all trackers")
     tensorboard: bool = key(
         False, "write TensorBoard events to the run folder (extra: tensorboard)"
     )
     mlflow: bool = key(
         False,
         "log to MLflow, where MLFLOW_TRACKING_URI says, else in the run's folder (extra: mlflow)",
+    )
+    trackio: bool = key(
+        False,
+        "log to Trackio, on this machine or where its TRACKIO_… variables say (extra: trackio)",
+    )
+    comet: str = key(
+        "disabled",
+        "Comet; offline: archives in the run's folder, for `comet upload` (extra: comet)",
+        choices=("online", "offline", "disabled"),
+    )
+    swanlab: str = key(
+        "disabled",
+        "SwanLab; offline: folders in the run's folder, for `swanlab sync` (extra: swanlab)",
+        choices=("online", "offline", "disabled"),
+    )
+    trackers: list[str] = key(
+        [],
+        "trackers of your own: FILE.py:NAME, the name of a registered one, or of an installed"
+        " package's; typed, never in a file",
     )
     command: str | None = key(
         None,

@@ -1,7 +1,5 @@
 """All environments by name, and construction of the one in a configuration. Imports no torch."""
 
-import hashlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -9,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.own_code import import_file
 from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
@@ -137,16 +136,10 @@ def _code_problem(kind: type[Environment], values: dict[str, Any]) -> str | None
 
 def _imported(entry: Entry, file: Path) -> Any:
     """Return the module of a user's file. Raises UserError with the error of its code."""
-    name = f"environment_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return import_file(file)
     except Exception as error:
         raise _bad(entry, f"{file} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _attribute(module: Any, name: str, entry: Entry) -> Any:

@@ -66,7 +66,7 @@ from fsdp_trainer.run.rollout_rank import generate_as_rank
 from fsdp_trainer.run.run_lock import RunLock, are_groups_beside, clear_unused
 from fsdp_trainer.run.trained_model import check_room, resolve_for, resolve_setup
 from fsdp_trainer.training.after_step.saving import CheckpointManager
-from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.progress import AMENDS_LINE, Progress
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 from fsdp_trainer.training.stopping.stop import Rewind, StopSignals
 from fsdp_trainer.training.trainer import Outcome, Trainer
@@ -503,7 +503,8 @@ def open_records(trainer: Trainer, start: Start) -> dict[str, Any]:
     except OSError as error:  # not fatal, since each checkpoint has its own config.yaml
         observer.say(f"{file} cannot be written: {error}; training continues")
     goes_back = repeats_steps(start.changes, last, step)
-    observer.open_trackers(cfg.logging, store.run, resolved, step, goes_back)
+    whole = step if AMENDS_LINE.isdisjoint(trainer.progress.pending) else step - 1
+    observer.open_trackers(cfg.logging, store.run, resolved, whole, goes_back)
     return {name: last.get(name) for name in ("step", "time")}
 
 

@@ -20,9 +20,10 @@ from world import read_lines
 from zoo import make_folder
 
 from fsdp_trainer.config.schema import Logging
+from fsdp_trainer.extensions import Tracker
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.observe.records import Records
-from fsdp_trainer.observe.trackers import Tracker, Trackers
+from fsdp_trainer.observe.trackers.tracker_threads import Trackers
 
 HOW = ["schedule=constant", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9"]
 
@@ -273,7 +274,7 @@ def hang(*_):
 
 
 def test_a_tracker_that_hangs_costs_nothing(train):
-    hangs = inject.around("wandb", hang), inject.setting("tracker_close_seconds", 0.3)
+    hangs = inject.around("open_tracker", hang), inject.setting("tracker_close_seconds", 0.3)
     run = train("run", "train.steps=3", "logging.wandb=offline", seam=together(*hangs))
     assert "wandb did not close within" in run.out
     assert end_of(run) == ("end", 0)
@@ -285,13 +286,17 @@ def test_a_tracker_that_lags_behind_loses_lines_says_so_once_and_is_closed_at_th
 ):
     begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
-    def log(values, step):
-        begun.set()
-        go_on.wait(30)
-        go_on.set()
+    class Slow(Tracker):
+        def log(self, values, step):
+            begun.set()
+            go_on.wait(30)
+            go_on.set()
 
-    slow = Tracker("wandb", log, lambda code: closed.set())
-    with inject.around("wandb", lambda *_: slow), inject.setting("tracker_waiting", 2):
+        def close(self, exit_code):
+            closed.set()
+
+    slow = inject.around("open_tracker", lambda real, kind, run: Slow(run))
+    with slow, inject.setting("tracker_waiting", 2):
         trackers = Trackers(Logging(wandb="online"), tmp_path, {}, said.append)
         trackers.log({"step": 0, "loss": 1.0})
         assert begun.wait(60)

@@ -544,8 +544,10 @@ def test_every_verb_has_a_configuration():
 
 # --- what strangers write -----------------------------------------------------------------------
 
+TABLE = f"{REPO}/examples/extend/tracker.py:Table"
 NAMES_CODE = {  # settings that run code, as a file has them and as they are typed
     "logging.command": ("logging: {command: sh}", "logging.command=sh"),
+    "logging.trackers": (f"logging: {{trackers: [{TABLE}]}}", f"logging.trackers=[{TABLE}]"),
     "model.trust_remote_code": ("model: {trust_remote_code: true}", "model.trust_remote_code=true"),
     "evaluation.code": ("evaluation: {code: [a.py]}", "evaluation.code=[a.py]"),
     "objective.environment": (

@@ -98,7 +98,7 @@ def test_nothing_is_suggested_for_a_name_like_no_other(name):
 def test_config_key_answers_as_the_command_line_does(capsys):
     assert main(["config", "key=lora"]) == 0
     assert "adapter.rank" in capsys.readouterr().out
-    for name, said in {"comet": "three trackers", "fp16": "precision=bf16"}.items():
+    for name, said in {"neptune": "has the trackers", "fp16": "precision=bf16"}.items():
         assert main(["config", f"key={name}"]) == 2
         assert said in capsys.readouterr().err
 

@@ -16,8 +16,9 @@ import threading
 import time
 from collections import Counter
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
+from pkgutil import resolve_name
 
 import inject
 import pytest
@@ -27,11 +28,13 @@ from named_runs import CHATS
 from rich.text import Text
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from tracker_services import SERVICES, SIGNATURES
 from world import SMALL, Run, command
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.schema import Adapter, Logging
+from fsdp_trainer.extensions import Tracker
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
@@ -41,10 +44,10 @@ from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
 from fsdp_trainer.observe.flops import causal_flops, palm_flops, trained_work
 from fsdp_trainer.observe.metric_groups import group_of
-from fsdp_trainer.observe.records import numbers
+from fsdp_trainer.observe.records import Records, numbers
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
 from fsdp_trainer.observe.terminal import Terminal
-from fsdp_trainer.observe.trackers import Tracker, Trackers
+from fsdp_trainer.observe.trackers.tracker_threads import Trackers
 from fsdp_trainer.run.run import repeats_steps
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -410,13 +413,17 @@ def test_a_profile_of_steps_or_ranks_that_are_not_there_is_refused(train):
 
 def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path):
     logged = []
-    recorder = Tracker("wandb", lambda values, step: logged.append(values), lambda code: None)
+
+    class Recorder(Tracker):
+        def log(self, values, step):
+            logged.append(values)
+
     line = {
         "step": 1, "time": 9.0, "loss": 1.0, "reward": 0.5, "reward/exact": 0.25, "answers": 3,
         "mine": {"a": 2}, "own_metrics": ["mine"], "tasks": {"arc/acc": 0.5}, "flag": True,
         "phases": {"forward": 0.5}, "expert_load": ["44"],
     }  # fmt: skip
-    with inject.around("wandb", lambda *_: recorder):
+    with inject.around("open_tracker", lambda real, kind, run: Recorder(run)):
         config = {"objective": {"name": "grpo"}}
         trackers = Trackers(Logging(wandb="online"), tmp_path, config, lambda text: None)
         trackers.log(line)
@@ -429,45 +436,92 @@ def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path
     ]  # fmt: skip
 
 
-class WandbRuns(dict):
-    """Stands in for wandb: the losses that each of its runs has, by id and step."""
-
-    def init(self, id, **options):
-        losses = self.setdefault(id, {})
-
-        def log(values, step):
-            assert step >= run.step, "W&B drops it"
-            losses[step], run.step = values["loss"], step
-
-        run = SimpleNamespace(step=max(losses, default=0), log=log, finish=lambda exit_code: None)
-        return run
+def steps_of_mlflow(folder: Path) -> list[list]:
+    """Return the steps with their losses of each run, the last run first."""
+    client = pytest.importorskip("mlflow").MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'fsdp_trainer'")
+    runs = client.search_runs([experiment.experiment_id])
+    assert all(run.data.params["optim.lr"] == "1" for run in runs)
+    histories = [client.get_metric_history(run.info.run_id, "loss") for run in runs]
+    return [[(one.step, one.value) for one in history] for history in histories]
 
 
-def test_steps_that_are_repeated_with_other_values_replace_the_earlier_ones_in_trackers(
-    tmp_path, monkeypatch
-):
-    mlflow, wandb, said = pytest.importorskip("mlflow"), WandbRuns(), []
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+def steps_of_tensorboard(folder: Path) -> list[list]:
+    """Return the steps with their losses that TensorBoard shows."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [[(scalar.step, scalar.value) for scalar in shown.Scalars("loss")]]
+
+
+REAL = {"mlflow": steps_of_mlflow, "tensorboard": steps_of_tensorboard}
+"""What reads the trackers that need no service."""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["wandb=online", "wandb=offline", "trackio=true", "comet=online", "comet=offline",
+     "swanlab=offline", "mlflow=true", "tensorboard=true"],
+)  # fmt: skip
+def test_each_tracker_shows_each_step_once_whatever_ends_a_run(tmp_path, monkeypatch, mode):
+    name, _, value = mode.partition("=")
+    package = {"comet": "comet_ml"}.get(name, name)
+    if package in SERVICES:
+        service = SERVICES[package]()
+        monkeypatch.setitem(sys.modules, package, service)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    file, cfg = tmp_path / "metrics.jsonl", Logging(wandb="online", mlflow=True)
+    cfg, said = Logging(**{name: True if value == "true" else value}), []
+    records = Records(tmp_path, said.append)
 
-    def logged(steps, **start):
-        trackers = Trackers(cfg, tmp_path, {"optim": {"lr": 1}}, said.append, **start)
-        for step, loss in steps:
-            trackers.log({"step": step, "loss": loss})
-        trackers.close(0)
-        client = mlflow.MlflowClient()
-        history = client.get_metric_history((tmp_path / "mlflow_id").read_text(), "loss")
-        assert {one.step: one.value for one in history} == [*wandb.values()][-1]
-        return [*wandb.values()][-1], len(wandb)
+    def session(losses, step=0, is_killed=False, **start):
+        records.cut_after(step)
+        trackers = Trackers(cfg, tmp_path, {"optim": {"lr": 1}}, said.append, step, **start)
+        for step, loss in losses:
+            line = {"step": step, "loss": loss, "lr": 1.0}
+            records.cut_after(step - 1)
+            records.write([line])
+            trackers.log(line)
+        if is_killed:
+            idle = threading.Event()
+            trackers.threads[0].put(lambda steps: idle.set())
+            assert idle.wait(60)
+        else:
+            trackers.close(0)
 
-    file.write_text("".join(json.dumps({"step": i, "loss": i}) + "\n" for i in (1, 2)))
-    assert logged([(1, 1), (2, 2), (3, 3)])[1] == 1
-    assert logged([(3, 3), (4, 4)], step=2) == ({1: 1, 2: 2, 3: 3, 4: 4}, 1), "after a crash"
-    assert logged([(3, 30), (4, 40)], step=2, goes_back=True) == ({1: 1, 2: 2, 3: 30, 4: 40}, 2)
-    assert logged([(5, 5), (3, 7)], step=4) == ({1: 1, 2: 2, 3: 7}, 3), "after a spike"
-    assert said[0].startswith("wandb has steps after 2 that are now repeated")
+    def shown():
+        if name in REAL:
+            return REAL[name](tmp_path)
+        for stored in service.runs.values():
+            assert len({*stored.names}) == 1, "its name stays"
+            assert "lr" in str(stored.config)
+        return [stored.steps for stored in reversed(service.runs.values())]
+
+    session([(1, 1), (2, 2), (3, 3)])
+    session([(3, 3), (4, 4)], step=2)  # after a crash
+    session([(5, 5), (6, 6)], step=4, is_killed=True)
+    session([(7, 7)], step=6)
+    assert shown() == [[(i, i) for i in range(1, 8)]]
+    assert said == []
+    session([(6, 60)], step=5, goes_back=True)  # with another learning rate
+    session([(7, 70), (8, 80), (7, 700)], step=6)  # a spike
+    last = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60), (7, 700)]
+    assert shown()[0] == last
+    assert len(said) == len(shown()) - 1 == (0 if name == "tensorboard" else 2)
+    assert "are now repeated" in "".join(said) or name == "tensorboard"
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_stand_ins_of_trackers_take_what_the_packages_do(function):
+    pytest.importorskip(function.split(":")[0])
+    real = signature(resolve_name(function)).parameters
+    used = [name for name in signature(SIGNATURES[function]).parameters if name != "self"]
+    assert {*used} <= real.keys()
+    assert [name for name in real if name in used][:1] == used[:1], "the first is given by place"
+
+
+def test_what_repeats_steps_with_other_values_is_known():
     assert repeats_steps({"optim.lr": [1, 2]}, {"step": 4}, 2)
     assert not repeats_steps({"optim.lr": [1, 2]}, {"step": 2}, 2)
     assert not repeats_steps({"logging.every": [1, 2], "world_size": [1, 2]}, {"step": 4}, 2)
@@ -479,7 +533,7 @@ def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
         train("run", f"train.steps={steps}", "logging.wandb=offline", timeout=200)
         for steps in (1, 2)
     )
-    (name,) = [path.read_text() for path in first.folder.rglob("wandb_id")]
+    (name,) = [json.loads(path.read_text())["id"] for path in first.folder.rglob("wandb_id")]
     folders = sorted((again.folder / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     assert all(folder.name.endswith(name) and list(folder.glob("*.wandb")) for folder in folders)

@@ -29,7 +29,7 @@ def nothing_registered_afterwards(monkeypatch):
     for kind, names in extensions.KINDS.items():
         names.clear()
         names.update(before[kind])
-    for name in ("callback", "metric", "objective", "reward"):
+    for name in ("callback", "metric", "objective", "reward", "tracker"):
         sys.modules.pop(name, None)
 
 
@@ -119,7 +119,9 @@ def test_overrides_are_a_list_a_line_or_a_dictionary():
 
 def test_the_package_shows_what_there_is():
     names = [name for name in dir(fsdp_trainer) if not name.startswith("_")]
-    assert names == ["Callback", "RunInfo", "load_model", "register", "train"]
+    assert {"Callback", "RunInfo", "TrackedRun", "Tracker", "load_model", "register", "train"} == {
+        *names
+    }
     assert all(hasattr(fsdp_trainer, name) for name in names)
 
 
@@ -130,6 +132,11 @@ def test_the_package_shows_what_there_is():
         (["objective.name=focal"], "is not one of: sft"),
         (["launch.env={FSDP_TRAINER_IMPORT: callback}"], "FSDP_TRAINER_IMPORT"),
         (["logging.command=no_such_program"], "there is no program no_such_program"),
+        (["logging.trackers=[no.py:X]"], "no.py cannot be read"),
+        ([f"logging.trackers=[{EXAMPLES}/tracker.py:X]"], "It has: csv fsdp_trainer Table"),
+        (["logging.trackers=[diary]"], "there is no tracker diary"),
+        (["logging.trackers=[comet]"], "logging.comet"),
+        (["logging.comet=offline"], "pip install 'fsdp_trainer[comet]'"),
     ],
 )
 def test_what_cannot_be_is_refused(words, typed, said, capsys):
@@ -147,10 +154,22 @@ def test_a_name_is_registered_once():
         fsdp_trainer.register("optimizer", "mine", object)
 
 
+def test_an_installed_package_offers_a_tracker(tmp_path, monkeypatch):
+    about = tmp_path / "mine-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[fsdp_trainer.parts]\ntracker.rows = tracker:Table\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert extensions.why_no_part("tracker", "rows") is None
+    assert issubclass(extensions.own_part("tracker", "rows"), fsdp_trainer.Tracker)
+
+
 @pytest.mark.slow
-def test_a_program_gets_every_line_and_a_recipe_cannot_name_one(words, tmp_path, capsys):
+def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, tmp_path, capsys):
     copy = f"logging.command=tee {tmp_path / 'copy.jsonl'}"
-    assert main([*words, copy]) == 0
+    assert main([*words, copy, f"logging.trackers=[{EXAMPLES}/tracker.py:Table]"]) == 0
+    table = (tmp_path / "run" / "run.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in table[1:]] == ["1", "2"]
     lines = read_lines(tmp_path / "copy.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     assert "checkpoint" in [line.get("event") for line in lines]
@@ -163,10 +182,16 @@ def test_a_program_gets_every_line_and_a_recipe_cannot_name_one(words, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_program_that_fails_stops_no_run(words, tmp_path, capfd):
-    assert main([*words, "logging.command=cat /no/such/file"]) == 0
+def test_a_program_or_tracker_that_fails_stops_no_run(words, tmp_path, capfd):
+    (tmp_path / "mine.py").write_text(
+        "import fsdp_trainer\nclass Mine(fsdp_trainer.Tracker):\n    def log(*_): 1 / 0\n"
+    )
+    own = f"logging.trackers=[{tmp_path}/mine.py:Mine]"
+    assert main([*words, "logging.command=cat /no/such/file", own]) == 0
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
-    assert "command" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "command" in said
+    assert said.count("Mine: division by zero") == 1
 
 
 @pytest.mark.slow

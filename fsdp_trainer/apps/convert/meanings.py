@@ -523,23 +523,22 @@ def trackers(value: Any, file: ForeignFile) -> Answer:
     names = value if isinstance(value, list) else [str(value)]
     known: dict[str, tuple[str, Any]] = {
         "wandb": ("logging.wandb", "online"), "tensorboard": ("logging.tensorboard", True),
-        "mlflow": ("logging.mlflow", True),
+        "mlflow": ("logging.mlflow", True), "trackio": ("logging.trackio", True),
+        "comet_ml": ("logging.comet", "online"), "swanlab": ("logging.swanlab", "online"),
     }  # fmt: skip
     chosen = dict(known[name] for name in names if name in known)
     if chosen:
         return sets(**chosen)
     if names in (["none"], ["all"]):
         return nothing("metrics.jsonl and the report in the run's folder are always written")
-    return impossible(
-        "there is  logging.wandb=online  logging.tensorboard=true  logging.mlflow=true"
-    )
+    return impossible(f"there are  {'  '.join(key for key, _ in known.values())}")
 
 
 def logger_component(value: Any, file: ForeignFile) -> Answer:
     """Return the tracker that a logger of torchtune's writes to."""
-    for part, name in (("WandB", "wandb"), ("TensorBoard", "tensorboard"), ("MLflow", "mlflow")):
-        if part.lower() in str(value).lower():
-            return trackers(name, file)
+    for part in ("wandb", "tensorboard", "mlflow", "comet"):
+        if part in str(value).lower():
+            return trackers("comet_ml" if part == "comet" else part, file)
     return nothing("metrics.jsonl and the report in the run's folder are always written")
 
 
@@ -630,6 +629,7 @@ OPTION: dict[str, dict[str, Any]] = {  # switches that are an option of a group 
     "enable_activation_offloading": {"activation_checkpoint.offload": True},
     "activation_offloading": {"activation_checkpoint.offload": True},
     "use_wandb": {"logging.wandb": "online"},
+    "use_swanlab": {"logging.swanlab": "online"},
 }
 
 
@@ -768,8 +768,8 @@ RULES: dict[str, Rule] = {
     "dataset_dir": fixed("the folder of dataset_info.json"),
     "disable_dropout": fixed("models of these families are trained without dropout"),
     **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), of_hub),
-    "project": lambda value, file: nothing("of Trackio's, which is not in this version")
-    if file.tool == OWN_TOOL
+    "project": lambda value, file: nothing("Trackio's default")
+    if value == "huggingface"
     else sets(logging__project=str(value)),
     "adam_beta1": betas,
     "adam_beta2": betas,
@@ -851,7 +851,7 @@ SECTIONS: dict[str, Rule] = {
     "tokens.": fixed("the tokenizer's own are used; new ones: tokenizer.add_tokens"),
     "checkpointer.checkpoint_files.": fixed("all files of the folder are read"),
     "gradient_checkpointing_kwargs.": fixed("activation_checkpoint  has its own keys"),
-    "monitor_config.": fixed("trackers are switched on by  logging.wandb , tensorboard, mlflow"),
+    "monitor_config.": fixed("trackers are switched on one by one, by keys of  logging"),
     "diffusion.": lacking("only models that predict the next token are trained"),
     "ebft.": lacking("there is  objective=grpo  for rewards"),
 }

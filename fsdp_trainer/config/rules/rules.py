@@ -64,13 +64,13 @@ from fsdp_trainer.config.rules.rules_training import (
     offloading,
     optimizer,
     overwriting,
+    own_trackers,
     profiled_steps,
     rendezvous,
     rewinding,
     run_folder,
     shared_gpus,
     states_to_begin_with,
-    tracking_command,
     width_of_heads,
 )
 from fsdp_trainer.config.schema import SELECTORS, Schedule, Train, TrainConfig
@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     divergence,
     stored_teacher,
     server,
-    tracking_command,
+    own_trackers,
     typed_code,
     intervals,
     rewinding,

@@ -9,6 +9,7 @@ from fsdp_trainer.environments.known_environments import ENVIRONMENTS, code_of
 
 RUN_CODE = {
     "logging.command": "a file cannot start a program",
+    "logging.trackers": "a file cannot name code",
     "model.trust_remote_code": "a file cannot trust code",
     "evaluation.code": "a file cannot name code",
     "code": "a file cannot name code",

@@ -12,7 +12,7 @@ from fsdp_trainer.config.durations import parse_duration, parse_steps
 from fsdp_trainer.config.host_list import read_hosts
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
-from fsdp_trainer.extensions import IMPORTS
+from fsdp_trainer.extensions import IMPORTS, why_no_part
 
 # beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
 RUNS_CODE = (
@@ -165,11 +165,16 @@ def offloading(cfg: TrainConfig, report: Report) -> Violations:
             yield key, f"{reason}.\n{instead}  or  {other}"
 
 
-def tracking_command(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the program of logging.command exists."""
+def own_trackers(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the program of logging.command and the code of logging.trackers exist."""
     command = cfg.logging.command
     if command and not shutil.which(shlex.split(command)[0]):
         yield "logging.command", f"there is no program {shlex.split(command)[0]}"
+    for name in cfg.logging.trackers:
+        if hasattr(cfg.logging, name):
+            yield "logging.trackers", f"{name} has a key of its own:  logging.{name}"
+        elif reason := why_no_part("tracker", name):
+            yield "logging.trackers", reason
 
 
 def run_folder(cfg: TrainConfig, report: Report) -> Violations:

@@ -1,0 +1,185 @@
+"""The trackers of a run, each in its own thread: they receive the lines of metrics.jsonl.
+
+One that fails or hangs is reported once and never stops a run.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any
+
+from fsdp_trainer.config.methods import method_in
+from fsdp_trainer.config.schema import Logging
+from fsdp_trainer.extensions import TrackedRun
+from fsdp_trainer.observe.metric_groups import OWN_METRICS, tracked_name
+from fsdp_trainer.observe.records import flat, numbers, whole_lines
+from fsdp_trainer.observe.trackers.known_trackers import chosen_trackers, open_tracker
+from fsdp_trainer.observe.trackers.tracked_steps import CONTINUES, TrackedSteps, tracked_run
+
+WAITING = 20_000  # lines that a tracker may lag behind; further lines are dropped
+CLOSE_SECONDS = 60.0  # for sending the remaining lines at the end of a finished run
+STOP_SECONDS = 10.0  # for sending the remaining lines of any other run: a launcher may wait for it
+Work = Callable[[TrackedSteps], Any]
+
+
+class TrackerThread:
+    """One tracker, opened and written to by its own thread."""
+
+    def __init__(
+        self, name: str, open_tracker: Callable[[], TrackedSteps], say: Callable[[str], None]
+    ):
+        self.name, self.open_tracker, self.say, self.missed = name, open_tracker, say, 0
+        self._queue: Queue[Work | None] = Queue(WAITING)
+        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work) -> None:
+        """Queue work for the thread without waiting; drop it if too much is queued.
+
+        Work that returns TrackedSteps replaces the present ones.
+        """
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put_nowait(work)
+        except Full:
+            if not self.missed:
+                lacks = "does not keep up and lacks some metrics"
+                self.say(f"{self.name} {lacks}; metrics.jsonl has everything.")
+            self.missed += 1
+
+    def close(self, exit_code: int, seconds: float) -> None:
+        """Let the tracker send the remaining lines, waiting at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        for work in (lambda steps: steps.close(exit_code), None):  # None ends the thread
+            if self._thread.is_alive():
+                with suppress(Full):
+                    self._queue.put(work, timeout=max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            late = f"did not close within {seconds:.0f} s"
+            self.say(f"{self.name} {late}; metrics.jsonl has everything.")
+
+    def _work(self) -> None:
+        try:
+            steps = self.open_tracker()
+        except Exception as error:
+            self.say(f"{self.name} cannot be opened: {error}. metrics.jsonl has everything.")
+            return
+        try:
+            while work := self._queue.get():
+                result = work(steps)
+                steps = result if isinstance(result, TrackedSteps) else steps
+        except Exception as error:  # any error of an external service
+            ends = "It gets no more metrics of this run; metrics.jsonl continues."
+            self.say(f"{self.name}: {error}. {ends}")
+
+
+class Trackers:
+    """All trackers of a run. Only rank 0 has them."""
+
+    def __init__(
+        self,
+        cfg: Logging,
+        run: Path,
+        config: dict[str, Any],
+        say: Callable[[str], None],
+        step: int = 0,
+        goes_back: bool = False,
+    ):
+        """Open the trackers that `cfg` names.
+
+        config: the resolved configuration. step: the last step that the run has done and whose line
+        is whole. goes_back: True if it had done later ones, and will repeat them with other values.
+        """
+        self._run = TrackedRun(run, step=step, config=config, project=str(cfg.project))
+        self._lines, self._say, self._newest = run / "metrics.jsonl", say, -1
+        self._chosen = chosen_trackers(cfg)
+        self.method = method_in(dict(flat(config)))
+        after = step if goes_back else None
+        self.threads = [
+            TrackerThread(name, partial(self._opened, name, after), say) for name in self._chosen
+        ]
+
+    def _opened(self, name: str, after: int | None) -> TrackedSteps:
+        """Return an open tracker that has all steps up to now.
+
+        after: the step to go on after, while the tracker has later ones; None: there are none.
+        """
+        choice, file = self._chosen[name], self._run.folder / f"{name}_id"
+        kind = choice.find()
+        run = tracked_run(replace(self._run, mode=choice.mode), file, kind, after)
+        if run.is_new and CONTINUES in run.config:
+            self._say(
+                f"{name} has steps after {after:,} that are now repeated: the run goes on in"
+                f" another one of {name}, which has all steps"
+            )
+        steps = TrackedSteps(open_tracker(kind, run), file)
+        first, last = steps.newest, run.step if after is None else after
+        for line in whole_lines(self._lines) if first < last else ():
+            if first < line["step"] <= last:
+                steps.log(self._values(line), line["step"])
+        return steps
+
+    def _go_back(self, after: int) -> None:
+        """Go on after an earlier step, in other runs of the trackers that keep all steps."""
+
+        def reopened(name: str, steps: TrackedSteps) -> TrackedSteps | None:
+            if steps.tracker.takes_back:
+                return None
+            steps.close(0)
+            return self._opened(name, after)
+
+        for thread in self.threads:
+            thread.put(partial(reopened, thread.name))
+
+    def _values(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Return the numbers of a line of metrics.jsonl, in the groups of the report."""
+        own = line.get(OWN_METRICS, ())
+        return {
+            tracked_name(name, self.method, own): number
+            for name, number in numbers(line)
+            if name not in ("step", "time")
+        }
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Log the numbers of a line of metrics.jsonl."""
+        if line["step"] <= self._newest:
+            self._go_back(line["step"] - 1)
+        self._newest = line["step"]
+        values = self._values(line)
+
+        def send(steps: TrackedSteps) -> None:
+            steps.log(values, line["step"])
+            steps.tracker.line(line)
+
+        for thread in self.threads:
+            thread.put(send)
+
+    def event(self, line: dict[str, Any]) -> None:
+        """Pass a line of events.jsonl or metrics.jsonl to the trackers unchanged."""
+        for thread in self.threads:
+            thread.put(lambda steps: steps.tracker.line(line))
+
+    def texts(self, texts: dict[str, str], step: int) -> None:
+        """Log texts by name."""
+
+        def send(steps: TrackedSteps) -> None:
+            for name, text in texts.items():
+                steps.tracker.text(name, text, step)
+
+        for thread in self.threads:
+            thread.put(send)
+
+    def close(self, exit_code: int) -> None:
+        """Close all trackers. A run that was stopped to be resumed is not marked as failed."""
+        for thread in self.threads:
+            thread.close(
+                0 if exit_code == 75 else exit_code,
+                CLOSE_SECONDS if exit_code == 0 else STOP_SECONDS,
+            )

@@ -1,0 +1,173 @@
+"""Stand for the packages of trackers and their services: what was logged to each run, by id.
+
+Each function has those parameters of the package's that are used, so another one raises TypeError.
+SIGNATURES lists them, to be compared with the packages where they are installed: wandb 0.31,
+trackio 0.43, comet_ml 3.58, swanlab 0.10.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+
+@dataclass
+class StoredRun:
+    """A run of a service: its steps with their losses, in the order of their arrival."""
+
+    steps: list = field(default_factory=list)
+    names: list = field(default_factory=list)
+    config: dict = field(default_factory=dict)
+
+    def open(self, name: str, config: dict) -> "StoredRun":
+        """Return the run, after a start with these."""
+        self.names.append(name)
+        self.config |= config
+        return self
+
+    def newest(self) -> int:
+        """Return the last step; -1 if there is none."""
+        return max((step for step, _ in self.steps), default=-1)
+
+
+class WandbRun:
+    """Offline, each start counts from 0."""
+
+    def __init__(self, stored: StoredRun, mode: str):
+        self.stored, self.step = stored, stored.newest() + 1 if mode == "online" else 0
+
+    def log(self, data, step):
+        assert step >= self.step, "W&B drops it"
+        self.stored.steps.append((step, data["loss"]))
+        self.step = step
+
+    def finish(self, exit_code):
+        pass
+
+
+class Wandb:
+    """Stands for the package wandb."""
+
+    def __init__(self):
+        self.runs = defaultdict(StoredRun)
+
+    def init(self, project, name, id, resume, mode, dir, config):
+        return WandbRun(self.runs[id].open(name, config), mode)
+
+
+class TrackioRun:
+    """Sends at `finish` and every half second, which does not come before a kill here."""
+
+    def __init__(self, stored: StoredRun):
+        self.stored, self.unsent, self._next_step = stored, [], stored.newest() + 1
+
+    def log(self, metrics, step):
+        self.unsent.append((step, metrics["loss"]))
+
+    def finish(self):
+        self.stored.steps += self.unsent
+
+
+class Trackio:
+    """Stands for the package trackio, whose runs are found by their name."""
+
+    def __init__(self):
+        self.runs, self.Markdown = defaultdict(StoredRun), str
+
+    def init(self, project, name, config, resume, embed):
+        return TrackioRun(self.runs[name].open(name, config))
+
+
+class CometExperiment:
+    """Online, steps are sent at once; offline, `end` writes the archive."""
+
+    def __init__(self, stored: StoredRun, online: bool):
+        self.stored, self.unsent = stored, stored.steps if online else []
+
+    def log_metrics(self, dic, step):
+        self.unsent.append((step, dic["loss"]))
+
+    def log_parameters(self, parameters):
+        self.stored.config |= parameters
+
+    def log_text(self, text, step, metadata):
+        pass
+
+    def end(self):
+        if self.unsent is not self.stored.steps:
+            self.stored.steps += self.unsent
+
+
+class Comet:
+    """Stands for the package comet_ml."""
+
+    def __init__(self):
+        self.runs = defaultdict(StoredRun)
+
+    def start(self, project_name, experiment_key, mode, online, experiment_config):
+        assert 32 <= len(experiment_key) <= 50
+        assert mode == "get_or_create" or experiment_key not in self.runs
+        stored = self.runs[experiment_key].open(experiment_config.name, {})
+        return CometExperiment(stored, online)
+
+    def ExperimentConfig(
+        self, name, offline_directory, log_code, log_graph, parse_args, auto_param_logging,
+        auto_metric_logging, auto_output_logging,
+    ):  # fmt: skip
+        return SimpleNamespace(name=name)
+
+    def API(self):
+        return self
+
+    def get_experiment_by_key(self, experiment_key):
+        stored = self.runs[experiment_key]
+        summary = {"stepCurrent": stored.newest()} if stored.steps else []
+        return SimpleNamespace(get_metrics_summary=lambda metric: summary)
+
+
+class SwanlabRun:
+    """Drops steps that the service has."""
+
+    def __init__(self, stored: StoredRun):
+        self.stored, self.newest = stored, stored.newest()
+
+    def log(self, data, step):
+        if step > self.newest:
+            self.stored.steps.append((step, data["loss"]))
+
+    def log_text(self, *, key, data, step):
+        pass
+
+    def finish(self, state="success", error=None):
+        pass
+
+
+class Swanlab:
+    """Stands for the package swanlab."""
+
+    def __init__(self):
+        self.runs = defaultdict(StoredRun)
+
+    def init(self, *, project, name, id, resume, mode, log_dir, config, reinit):
+        return SwanlabRun(self.runs[id].open(name, config))
+
+
+SERVICES = {"wandb": Wandb, "trackio": Trackio, "comet_ml": Comet, "swanlab": Swanlab}
+SIGNATURES = {
+    "wandb:init": Wandb.init,
+    "wandb:Run.log": WandbRun.log,
+    "wandb:Run.finish": WandbRun.finish,
+    "trackio:init": Trackio.init,
+    "trackio:Run.log": TrackioRun.log,
+    "trackio:Run.finish": TrackioRun.finish,
+    "comet_ml:start": Comet.start,
+    "comet_ml:ExperimentConfig": Comet.ExperimentConfig,
+    "comet_ml:CometExperiment.log_metrics": CometExperiment.log_metrics,
+    "comet_ml:CometExperiment.log_parameters": CometExperiment.log_parameters,
+    "comet_ml:CometExperiment.log_text": CometExperiment.log_text,
+    "comet_ml:CometExperiment.end": CometExperiment.end,
+    "comet_ml:API.get_experiment_by_key": Comet.get_experiment_by_key,
+    "swanlab:init": Swanlab.init,
+    "swanlab:Run.log": SwanlabRun.log,
+    "swanlab:Run.log_text": SwanlabRun.log_text,
+    "swanlab:Run.finish": SwanlabRun.finish,
+}

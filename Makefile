@@ -63,7 +63,7 @@ soak: $(VENV)/.for-developers  ## random faults in runs of every method and layo
 same: $(VENV)/.for-users  ## compare with the commit before a rebuild: BASE=COMMIT; all numbers, plans and weights must be equal
 	$(BIN)/python tools/same.py $(BASE)
 
-convert-truth: $(VENV)/.for-benchmarks  ## train ten configurations of transformers and ten of TRL for real, and compare: ARGS=--ours trains the recipes too
+convert-truth: $(VENV)/.for-benchmarks  ## train configurations of transformers and TRL for real, and their recipes here, and compare: ARGS=--ours trains only here
 	$(BIN)/python -m tools.convert_truth $(ARGS)
 
 lint: $(VENV)/.for-developers  ## ruff, mypy, and how much there is to read, with its limits

@@ -1,34 +1,48 @@
 """What transformers' Trainer and TRL train, run for real on a CPU with a tiny model.
 
-    python -m tools.convert_truth              # runs all and compares with what is stored
-    python -m tools.convert_truth --write      # runs all and stores the result
-    python -m tools.convert_truth --ours       # also trains the recipes, and compares losses
+    python -m tools.convert_truth              # runs all there and here, compares with the stored
+    python -m tools.convert_truth --write      # runs all there and stores the result
+    python -m tools.convert_truth --ours       # only trains the recipes; needs no TRL
 
 What is stored is in tests/config/convert_truth.json.
 
 Each configuration is what a user writes into a YAML file. Stored are the number of steps, the
 learning rate of every step, the steps of checkpoints and validations, the trained parameters, and
-the losses of the first steps, in float32 and in the order of the file. tests/config/test_truth.py
-compares the recipes that `convert` makes of them.
+the losses of the first steps, in float32 and in the order of the file. Both start from the same
+weights, an adapter's and a scoring head's too, which are random in a run of a user's.
+tests/config/test_truth.py compares the recipes that `convert` makes of them, and trains them.
 """
 
 import argparse
 import json
 import math
-import subprocess
+import os
 import sys
 import tempfile
-from itertools import pairwise
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdp_trainer.apps.convert.converter import convert, settings_text
+from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
+from fsdp_trainer.config.schema import Adapter
+
 TRUTH = Path(__file__).parent.parent / "tests/config/convert_truth.json"
 WORDS = 60
 ROWS = 100
+BATCH = 8
+"""Samples of a device's micro-batch by default."""
 LOSSES = 4
 TOLERANCE = 1e-4
+WITHOUT_LOSSES = ("grpo",)
+"""Trainers whose samples are drawn: no two runs have the same losses."""
+TEMPLATE = (
+    "{% for one in messages %}{{ ' w1 ' if one.role == 'user' else ' w2 ' }}{{ one.content }}"
+    "{% if one.role == 'assistant' %} {{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} w2 {% endif %}"
+)
 QUIET = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
 """Settings of every run there, besides those of its case; they change no number."""
 SEQUENTIAL = {"output_dir": "out", "train_sampling_strategy": "sequential", "save_strategy": "no",
@@ -36,6 +50,8 @@ SEQUENTIAL = {"output_dir": "out", "train_sampling_strategy": "sequential", "sav
 SFT = SEQUENTIAL | {"bf16": False, "dataset_text_field": "text"}
 LORA = SFT | {"use_peft": True, "lora_dropout": 0.0, "max_steps": 6, "lora_r": 4}
 PAIRS = SEQUENTIAL | {"bf16": False, "dataset_name": "pairs.jsonl", "num_train_epochs": 1}
+LARGE_RATE = {"learning_rate": 1e-3}
+"""With TRL's own of 10⁻⁶ the losses of the first steps would be those of the untrained model."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "defaults": ("trainer", SEQUENTIAL),
     "accumulated": ("trainer", SEQUENTIAL | {
@@ -68,10 +84,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft lora": ("sft", LORA),
     "sft lora of all": ("sft", LORA | {
         "lora_target_modules": ["all-linear"], "use_rslora": True, "lora_alpha": 8}),
-    "dpo": ("dpo", PAIRS | {"beta": 0.2, "loss_type": ["sigmoid"]}),
-    "ipo": ("dpo", PAIRS | {"loss_type": ["ipo"], "learning_rate": 1e-3, "warmup_steps": 0.25}),
-    "kto": ("kto", PAIRS | {"desirable_weight": 1.5, "dataset_name": "labelled.jsonl"}),
-    "reward": ("reward", PAIRS | {"center_rewards_coefficient": 0.01, "max_length": 64}),
+    "dpo": ("dpo", PAIRS | LARGE_RATE | {"beta": 0.2, "loss_type": ["sigmoid"]}),
+    "ipo": ("dpo", PAIRS | LARGE_RATE | {"loss_type": ["ipo"], "warmup_steps": 0.25}),
+    "kto": ("kto", PAIRS | LARGE_RATE | {
+        "desirable_weight": 1.5, "dataset_name": "labelled.jsonl"}),
+    "reward": ("reward", PAIRS | {
+        "center_rewards_coefficient": 0.01, "max_length": 64, "model_name_or_path": "scorer"}),
+    "grpo": ("grpo", PAIRS | {
+        "dataset_name": "prompts.jsonl", "num_generations": 4, "max_completion_length": 4,
+        "gradient_accumulation_steps": 2}),
 }  # fmt: skip
 """The trainer of each, and its file."""
 
@@ -86,56 +107,81 @@ def numbers(count: int, seed: int) -> list[int]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write a model with a tokenizer and data into a folder, the same in every version."""
-    import torch
+    """Write models with a tokenizer and data into a folder, the same in every version."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
 
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            bos_token_id=62,
-            eos_token_id=63,
-            pad_token_id=61,
-            tie_word_embeddings=False,
-        )
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=62,
+        eos_token_id=63,
+        pad_token_id=61,
+        tie_word_embeddings=False,
+        num_labels=1,
     )  # fmt: skip
-    with torch.no_grad():
-        for i, (name, parameter) in enumerate(model.named_parameters()):
-            places = torch.arange(parameter.numel(), dtype=torch.float64)
-            values = (torch.sin(places * 12.9898 + i) * 43758.5453) % 1 - 0.5
-            values = 1 + 0.1 * values if "norm" in name else values
-            parameter.copy_(values.view(parameter.shape))
-    model.save_pretrained(folder / "model")
     words = {f"w{i}": i for i in range(WORDS)} | {"<unk>": 60, "<pad>": 61, "<s>": 62, "</s>": 63}
     tokenizer = Tokenizer(WordLevel(words, "<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    own = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<s>",
-        eos_token="</s>",
-    ).save_pretrained(folder / "model")  # fmt: skip
+        eos_token="</s>", chat_template=TEMPLATE,
+    )  # fmt: skip
+    for place, kind in (("model", LlamaForCausalLM), ("scorer", LlamaForSequenceClassification)):
+        model = kind(config)
+        fill(model.named_parameters())
+        model.save_pretrained(folder / place)
+        own.save_pretrained(folder / place)
     lengths = numbers(ROWS, 1)
     rows = [
         [n % WORDS for n in numbers(5 + length % 20, 7 + i)] for i, length in enumerate(lengths)
     ]
     texts = [" ".join(f"w{i}" for i in row) for row in rows]
-    pairs = [{"prompt": one, "chosen": " " + other, "rejected": " " + third}
-             for one, other, third in zip(texts, texts[1:], texts[2:], strict=False)]  # fmt: skip
-    labelled = [{"prompt": one, "completion": " " + other, "label": i % 2 == 0}
-                for i, (one, other) in enumerate(pairwise(texts))]  # fmt: skip
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    pairs = [{"prompt": one, "chosen": good, "rejected": bad}
+             for one, good, bad in zip(asked, said[1:], said[2:], strict=False)]  # fmt: skip
+    # a batch's first answer is mismatched there with its batch's last, here with that of the batch
+    # before: these are the same text, for the same samples
+    answers = [said[-1] if i % BATCH == BATCH - 1 else each for i, each in enumerate(said)]
+    labelled = [{"prompt": one, "completion": other, "label": i % 2 == 0}
+                for i, (one, other) in enumerate(zip(asked, answers, strict=True))]  # fmt: skip
+    labelled = labelled[: ROWS // BATCH * BATCH]
+    prompts = [{"prompt": one} for one in asked]
     of_tokens = [{"input_ids": row} for row in rows]
     for name, content in (("rows", of_tokens), ("held", of_tokens[:10]), ("pairs", pairs),
-                          ("labelled", labelled)):  # fmt: skip
+                          ("labelled", labelled), ("prompts", prompts)):  # fmt: skip
         lines = "".join(f"{json.dumps(row)}\n" for row in content)
         (folder / f"{name}.jsonl").write_text(lines)
+
+
+def fill(parameters: Iterable[tuple[str, Any]]) -> None:
+    """Give parameters values that look random and are the same everywhere."""
+    import torch
+
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(parameters):
+            places = torch.arange(parameter.numel(), dtype=torch.float64)
+            values = (torch.sin(places * 12.9898 + i) * 43758.5453) % 1 - 0.5
+            values = 1 + 0.1 * values if "norm" in name else values
+            parameter.copy_(values.view(parameter.shape))
+
+
+def fill_adapter(model: Any) -> None:
+    """Give the random matrices of PEFT's adapter such values; its others begin as 0."""
+    fill((name, each) for name, each in model.named_parameters() if "lora_A" in name)
 
 
 def run_there(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -161,7 +207,7 @@ def run_there(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, An
     own = {k: v for k, v in settings.items() if k not in ("dataset_name", "dataset_test_split")}
     own |= QUIET | {"output_dir": str(folder / "out")}
     held = rows_of(settings["dataset_test_split"]) if "dataset_test_split" in settings else None
-    trainer, options = of_kind(kind, own, str(folder / "model"))
+    trainer, options = of_kind(kind, own, str(folder / settings["model_name_or_path"]))
     trainer = summed(trainer, done["losses"])(
         train_dataset=rows_of(settings["dataset_name"]),
         eval_dataset=held,
@@ -169,8 +215,10 @@ def run_there(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, An
         **options,
     )
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    fill_adapter(trainer.model)
     trainer.train()
-    losses = [round(loss, 6) for loss in done["losses"][:LOSSES]]
+    losses = [] if kind in WITHOUT_LOSSES else done["losses"][:LOSSES]
+    losses = [round(loss, 6) for loss in losses]
     return done | {"steps": trainer.state.global_step, "trained": trained, "losses": losses}
 
 
@@ -210,10 +258,14 @@ def of_kind(kind: str, settings: dict[str, Any], model: str) -> tuple[Any, dict[
         }
     import trl
 
-    names = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward"}
+    names = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
     parser = HfArgumentParser((getattr(trl, f"{names[kind]}Config"), trl.ModelConfig))
     arguments, about = parser.parse_dict(settings)
     options: dict[str, Any] = {"args": arguments, "model": model, "processing_class": tokenizer}
+    if kind == "grpo":
+        options["reward_funcs"] = lambda completions, **_: [
+            float(len(each[0]["content"])) for each in completions
+        ]
     return getattr(trl, f"{names[kind]}Trainer"), options | {
         "peft_config": trl.get_peft_config(about)
     }
@@ -231,27 +283,42 @@ def write_case(name: str, folder: Path) -> Path:
 
 
 def train_here(name: str, folder: Path) -> list[float]:
-    """Convert the file of a case, train the recipe in a folder, and return its first losses."""
-    file = write_case(name, folder)
-    program = [sys.executable, "-m", "fsdp_trainer"]
-    recipe = subprocess.run([*program, "convert", file.name], cwd=folder, check=True,
-                            capture_output=True, text=True).stdout  # fmt: skip
-    (folder / "recipe.yaml").write_text(recipe)
-    words = [
-        "run.name=ours",
-        "precision=fp32",
-        "launch.device=cpu",
-        "logging.every=1",
-        "checkpoint.export_hf=false",
-        "run.overwrite=true",
-        "checkpoint.resume=never",
-    ]
-    run = subprocess.run([*program, "train", "recipe.yaml", *words], cwd=folder, text=True,
-                         capture_output=True)  # fmt: skip
-    if run.returncode:
-        raise RuntimeError(f"{name}: {run.stdout}{run.stderr}")
-    lines = (folder / "out/ours/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)][:LOSSES]
+    """Convert the file of a case, train the recipe here, and return its first losses.
+
+    The folder has the inputs, and is the one that this process is in.
+    """
+    from fsdp_trainer.api import train
+
+    result = convert(read_foreign_file(write_case(name, folder)), 1)
+    (folder / "recipe.yaml").write_text(settings_text(result))
+    words = {
+        "+recipe": "recipe.yaml",
+        "run.name": "ours",
+        "run.overwrite": True,
+        "precision": "fp32",
+        "launch.device": "cpu",
+        "logging.every": 1,
+        "checkpoint.export_hf": False,
+        "checkpoint.resume": "never",
+        "data.cache": folder / "cache",
+    }
+    if result.cfg and result.cfg.adapter.name != "none":
+        write_adapter(result.cfg.adapter, folder)
+        words["adapter.init_from"] = folder / "adapter"
+    return [line["loss"] for line in train(words).history][:LOSSES]
+
+
+def write_adapter(adapter: Adapter, folder: Path) -> None:
+    """Write the first weights of a recipe's adapter, as `run_there` has them, for PEFT."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    targets = "all-linear" if adapter.targets == "all" else adapter.targets
+    config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets,
+                        use_rslora=adapter.scaling == "rslora", task_type="CAUSAL_LM")  # fmt: skip
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), config)
+    fill_adapter(model)
+    model.save_pretrained(folder / "adapter")
 
 
 def differences(stored: dict[str, Any], done: dict[str, Any]) -> list[str]:
@@ -268,6 +335,18 @@ def differences(stored: dict[str, Any], done: dict[str, Any]) -> list[str]:
     return lines
 
 
+def check_case(name: str, stored: dict[str, Any], flags: argparse.Namespace) -> list[str]:
+    """Run a case there, here or both in this folder, and return what is not as stored."""
+    lines = []
+    if not flags.ours:
+        done = run_there(*CASES[name], Path.cwd())
+        lines = [] if flags.write else differences(stored.get(name, {}), done)
+        stored[name] = done if flags.write else stored.get(name, done)
+    if not flags.write and (losses := stored[name]["losses"]):
+        lines += differences({"losses": losses}, {"losses": train_here(name, Path.cwd())})
+    return lines
+
+
 def main() -> int:
     """Run all cases and return the exit code: 1 if a result is not the stored one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -277,21 +356,16 @@ def main() -> int:
     flags = parser.parse_args()
     stored = json.loads(TRUTH.read_text()) if TRUTH.exists() else {}
     code = 0
-    for name, (kind, settings) in CASES.items():
-        if flags.only not in name:
-            continue
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            write_inputs(folder)
-            done = run_there(kind, settings, folder)
-            lines = [] if flags.write else differences(stored.get(name, {}), done)
-            if flags.ours:
-                lines += differences(
-                    {"losses": done["losses"]}, {"losses": train_here(name, folder)}
-                )
-        stored[name] = done if flags.write else stored.get(name, done)
-        code |= bool(lines)
-        print(f"{name}: {done['steps']} steps, {done['trained']:,} parameters", *lines, sep="\n  ")
+    with tempfile.TemporaryDirectory() as place:
+        write_inputs(Path(place))
+        os.chdir(place)
+        for name in CASES:
+            if flags.only not in name:
+                continue
+            lines = check_case(name, stored, flags)
+            code |= bool(lines)
+            about = f"{stored[name]['steps']} steps, {stored[name]['trained']:,} parameters"
+            print(f"{name}: {about}", *lines, sep="\n  ", flush=True)
     if flags.write:
         text = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in stored.items())
         TRUTH.write_text(f"{{\n{text}\n}}\n")

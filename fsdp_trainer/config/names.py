@@ -17,8 +17,8 @@ SURE = 0.85  # from this similarity on, it is a typing mistake
 class KnownName(NamedTuple):
     """The meaning of a name: a key, a group or a complete override (`meant`), else a sentence.
 
-    missing: True if the sentence is about a feature that this version does not have. by_hand: True
-    if what the name sets is to be set anew here, or the run is another one.
+    missing: True if the sentence is about a part that this version lacks or sets up in another way.
+    by_hand: True if what the name sets is to be set anew here, or the run is another one.
     """
 
     meant: str = ""
@@ -221,6 +221,9 @@ def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Ite
     def key_of(name: str, where: dict[str, str]) -> KnownName:
         return KnownName(meant=where.get(name, ""))
 
+    known = known_elsewhere(key)
+    if same_leaf and key == leaf and known and known.missing:  # only of its pattern
+        yield KnownName(meant=nearest(key, same_leaf) or same_leaf[0])
     yield _by_path(parts) or KnownName()
     yield key_of(spelt(siblings, SURE), siblings)
     yield _by_section_or_leaf(parts) or KnownName()

@@ -4,18 +4,22 @@ other_trainers.txt has the options of their main configuration files, and where 
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from answers import ANSWERS
 
-from fsdp_trainer.cli import main
+from fsdp_trainer.cli import VERBS, main
+from fsdp_trainer.config import names as names_module
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import options
 from fsdp_trainer.config.composing.overrides import takes, why_unknown
 from fsdp_trainer.config.names import OPTION_SYNONYMS, known_elsewhere, meant_by, table
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
+from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.extensions import BUILT_IN
 
 KEYS = flatten(TrainConfig)
 GROUPS = options("train")
@@ -27,6 +31,11 @@ OF_OTHER_VERBS = {
     for verb in ("plan", "export", "generate", "chat", "evaluate", "tokenizer", "rewards", "push")
     for key in flatten(PRIMARY[verb])
 } - KEYS.keys()
+NAMES = Path(names_module.__file__).with_name("names.yaml")
+NEGATIVE = re.compile(
+    r"\b(this version|three|one of|all there is|is no|nothing (to|else)|no (other|part|levels)"
+    r"|not (used|set))\b"
+)
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
 
 
@@ -66,6 +75,31 @@ def test_what_a_sentence_says_to_type_exists():
             if key == "key" or key in OF_OTHER_VERBS or key.startswith("hydra."):
                 continue
             assert key in KEYS or value in GROUPS.get(key, ()), (key, sentence)
+
+
+def test_what_a_sentence_says_not_to_exist_does_not():
+    tree = load_yaml(NAMES.read_text())
+    every = {key: f for verb in PRIMARY for key, f in flatten(PRIMARY[verb]).items()}
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    words = {*every, *GROUPS, *VERBS, *extras["project"]["optional-dependencies"]}
+    words |= {str(choice) for f in every.values() for choice in f.metadata.get("choices") or ()}
+    words |= {word for names in [*GROUPS.values(), *BUILT_IN.values()] for word in names}
+    for entry in [*tree["missing"].values(), *tree["instead"]]:
+        say = entry["say"]
+        assert "without" in entry or "lists" in entry or not NEGATIVE.search(say), say
+        for word in entry.get("without", "").split():
+            there = [one for one in words if re.search(rf"(^|[._-]){word}([._-]|$)", one)]
+            assert not there, (word, say)
+        for name, besides in entry.get("lists", {}).items():
+            of_leaf = [key for key in KEYS if key.endswith(f".{name}")]
+            listed = GROUPS.get(name) or (of_leaf or KEYS[name].metadata["choices"])
+            absent = [one for one in listed if not re.search(rf"\b{one}\b", say)]
+            assert sorted(absent) == sorted(besides), (name, say)
+
+
+def test_a_key_that_exists_is_named_before_what_other_trainers_mean():
+    for name in ("moe_intermediate_size", "q_lora_rank", "normuon", "num_local_experts"):
+        assert meant_by(name, KEYS, GROUPS).meant in KEYS
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ def load_model(
     if checkpoint:
         require_undamaged(checkpoint)
     config = model_config(Path(path).expanduser(), implementation)
-    if config.scalar_head != scores:
-        kind = "a reward model, which writes no text" if config.scalar_head else "a language model"
+    if config.scores != scores:
+        kind = "a model of scores, which writes no text" if config.scores else "a language model"
         use = "one trained with  objective=reward" if scores else "the model that it began with"
         raise UserError(
             "the model has another head", [Problem(str(path), f"is {kind}.\nUse  {use}")]

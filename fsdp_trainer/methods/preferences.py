@@ -6,7 +6,7 @@ computed in float64, so that packing and chunks do not affect the results.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_trainer.base import phases
-from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.document_sums import answer_sums, counted_once
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import ReferenceColumn, RunRows
@@ -28,9 +27,8 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan
-from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
-from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
+from fsdp_trainer.training.step import ForwardBackward
 
 ANSWERS = ("chosen", "rejected")
 """The documents of a pair, in their order in the data."""
@@ -58,7 +56,7 @@ class Pairs:
     @classmethod
     def of(cls, scores: Scores, batch: MicroBatch, dims: Dims | None) -> "Pairs":
         """Return the pairs of a micro-batch. Collective: see answer_sums."""
-        values = scores.log_probability if scores.reward is None else scores.reward
+        values = scores.log_probability if scores.numbers is None else scores.numbers[:, 0]
         policy, tokens = answer_sums(torch.stack([values, torch.ones_like(values)]), batch, dims)
         reference = torch.zeros_like(policy) if batch.reference is None else batch.reference
         return cls(*(part.view(-1, len(ANSWERS)) for part in (policy, reference, tokens)))
@@ -214,34 +212,14 @@ class BaseReference:
 
 
 @dataclass(kw_only=True)
-class PairForwardBackward(ForwardBackward):
+class PairForwardBackward(DocumentForwardBackward):
     """Runs micro-batches of pairs. The reported loss is the objective's, a mean over the pairs."""
 
     choice: ObjectiveChoice
     reference: Callable[[MicroBatch], MicroBatch] = field(default=no_reference)
 
-    def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
-        phases.enter("forward")
-        batch = self.reference(with_step_token_share(batch, plan))
-        count = self.weight(plan) or 1.0
-        scale = to_device_of(self.loss_scale.scale, batch.weights) if self.loss_scale else 1.0
-        scaled = self.comparison(batch, count / scale)
-        value, scores, auxiliary = self.model(batch, scaled)
-        phases.enter("backward")
-        value.backward()
-        loss = self.loss(batch, scores) / count
-        return MicroBatchResult(batch, scores, loss, value.detach() / scale, auxiliary)
-
-    def scores(
-        self, step: StepBatches, before: Callable[[], None]
-    ) -> Iterator[tuple[MicroBatch, Scores]]:
-        for batch in step:
-            before()
-            with_reference = self.reference(batch)
-            yield with_reference, self.model(with_reference).scores
-
-    def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
-        return self.comparison(batch, 1.0)(scores, slice(0, len(batch.targets)))
+    def complete(self, batch: MicroBatch) -> MicroBatch:
+        return self.reference(batch)
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
         """Return the objective of a micro-batch, Σ loss / count."""

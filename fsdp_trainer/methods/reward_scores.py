@@ -87,7 +87,7 @@ class RewardModel:
                 length, 1, 1, 0, 1, self.device, number_documents=True, last_tokens=True
             )
             batch = assembler.assemble(rows)
-            by_text = self.model(batch).scores.reward[: len(numbers)]
+            by_text = self.model(batch).scores.numbers[: len(numbers), 0]
             scores[numbers] = by_text.float().cpu()
         return scores.tolist()
 

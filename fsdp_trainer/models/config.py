@@ -57,8 +57,8 @@ MOST_FACTOR = 2**50
 """The largest number in a description of RoPE."""
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 """Suffixes of transformers' class names; a reward model is a classifier with one label."""
-ONE_LABEL: Json = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-"""Keys of config.json for a classifier with one label."""
+ONE_LABEL = ("score",)
+"""The labels of a model that gives a text one score."""
 DENSE = "gated"
 EXPERTS = "experts"
 """Kinds of feed-forward: keys of `decoder.FEED_FORWARDS`."""
@@ -272,8 +272,10 @@ class ModelConfig:
     vocab_multiple: int = 1
     """The embedding's rows are padded from vocab_size to the next multiple of this."""
     initializer: str = "plain"
-    scalar_head: bool = False
-    """True: the head returns one score per token in place of logits (a reward model)."""
+    labels: tuple[str, ...] = ()
+    """Names of the scores that the head returns in place of logits; empty: a language model."""
+    problem: str = ""
+    """What the labels of a classifier are: a value of config.json's problem_type; "": not known."""
     by_transformers: bool = False
     """True: transformers' own class computes the model, False: `models.decoder`."""
     counted: tuple[int, int] = (0, 0)
@@ -322,9 +324,14 @@ class ModelConfig:
         read = {name: v for name, v in self.source.items() if name not in WITHOUT_EFFECT}
         return values | {f"config.json: {name}": value for name, value in read.items()}
 
-    def as_reward_model(self) -> "ModelConfig":
-        """Return this architecture with a head that returns a score in place of logits."""
-        return replace(self, scalar_head=True, tie_word_embeddings=False)
+    @property
+    def scores(self) -> int:
+        """Number of scores that the head gives a text; 0 for a language model."""
+        return len(self.labels)
+
+    def with_labels(self, labels: tuple[str, ...] = ONE_LABEL, problem: str = "") -> "ModelConfig":
+        """Return this architecture with a head that returns a score of each label, not logits."""
+        return replace(self, labels=labels, problem=problem, tie_word_embeddings=False)
 
     @property
     def architecture(self) -> str:
@@ -333,7 +340,7 @@ class ModelConfig:
         if self.by_transformers:
             name = str((self.source.get("architectures") or [""])[0])
             name = name.replace("LMHeadModel", LANGUAGE_MODEL)
-        return name.replace(LANGUAGE_MODEL, CLASSIFIER) if self.scalar_head else name
+        return name.replace(LANGUAGE_MODEL, CLASSIFIER) if self.scores else name
 
     def dense_stand_in(self) -> "ModelConfig":
         """Return a Llama whose blocks have as many weights per token as this model's, on average.
@@ -478,8 +485,8 @@ class ModelConfig:
             return self.counted[active]
         hidden = self.hidden_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
-        if self.scalar_head:
-            embeddings = (self.vocab_size + 1) * hidden
+        if self.scores:
+            embeddings = (self.vocab_size + self.scores) * hidden
         mixers = self.num_hidden_layers * (self._mixer_parameters() + self._norm_parameters())
         fed = sum(self._feed_forward_parameters(kind, active) for kind in self.feed_forwards)
         return mixers + fed + embeddings + hidden
@@ -557,7 +564,7 @@ class ModelConfig:
         if config.parameters() > MOST_PARAMETERS:
             problem = Problem(str(path), f"describes {config.parameters():.1e} parameters")
             raise UserError("there is no model of this size", [problem])
-        return config.as_reward_model() if is_classifier(raw) else config
+        return config.with_labels(*stored_labels(raw)) if is_classifier(raw) else config
 
     def to_hf(
         self, dtype: str, bos_id: int | None = None, eos_ids: list[int] | None = None
@@ -582,8 +589,7 @@ class ModelConfig:
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
         exported.pop("quantization_config", None)  # exported weights are decoded
-        if self.scalar_head:
-            exported |= ONE_LABEL
+        exported |= self._export_labels()
         if self.family_spec.further_blocks:
             exported[self.family_spec.further_blocks] = 0
         exported |= self._export_windows() | self._export_rope()
@@ -601,9 +607,18 @@ class ModelConfig:
             exported["text_config"] = text | {"vocab_size": self.vocab_size}
         else:
             exported["vocab_size"] = self.vocab_size
-        if self.scalar_head:
-            exported |= {"architectures": [self.architecture], **ONE_LABEL}
+        if self.scores:
+            exported |= {"architectures": [self.architecture], **self._export_labels()}
         return exported
+
+    def _export_labels(self) -> Json:
+        """Return the keys of config.json that describe the scores of a classifier."""
+        if not self.labels:
+            return {}
+        numbered: Json = {str(i): label for i, label in enumerate(self.labels)}
+        label2id = {label: i for i, label in enumerate(self.labels)}
+        named = {"problem_type": self.problem} if self.problem else {}
+        return {"id2label": numbered, "label2id": label2id, **named}
 
     def _exported_name(self, name: str) -> str:
         """Return the name of a key in config.json: the source's, if the family has several."""
@@ -845,6 +860,18 @@ def is_classifier(raw: Json) -> bool:
     """Return True for a model that returns scores in place of logits."""
     names = raw.get("architectures")
     return isinstance(names, list) and str(next(iter(names), "")).endswith(CLASSIFIER)
+
+
+def stored_labels(raw: Json) -> tuple[tuple[str, ...], str]:
+    """Return the labels of a classifier's config.json in the order of its scores, and its problem.
+
+    Without names they are transformers' own, LABEL_0 and LABEL_1 unless num_labels says otherwise.
+    """
+    named = raw.get("id2label")
+    if not isinstance(named, dict) or not all(str(number).isdecimal() for number in named):
+        named = {i: f"LABEL_{i}" for i in range(int(raw.get("num_labels") or 2))}
+    labels = tuple(str(named[number]) for number in sorted(named, key=int))
+    return labels, str(raw.get("problem_type") or "")
 
 
 # --- checking config.json -------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         self.config, self.balance = config, balance
         self.model = Backbone(config)
         self.lm_head: Any
-        if config.scalar_head:
+        if config.scores:
             self.score = ScoreHead(config)
             self.__dict__["lm_head"] = self.score  # one module, by transformers' name
         else:

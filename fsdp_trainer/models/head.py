@@ -36,8 +36,8 @@ class Scores(NamedTuple):
     mean_log_probability: mean over the vocabulary; None unless the objective needs it.
     divergence: KL divergence between a teacher's and the student's probabilities.
     teacher_log_probability: teacher's log-probability of the target, a constant. The last two are
-    None without a teacher. reward: a reward model's score, None for other models; it predicts no
-    tokens, and its other values are zeros.
+    None without a teacher. numbers: [tokens, labels], the scores of a model with labels, None for
+    a language model; it predicts no tokens, and its other values are zeros.
     """
 
     log_probability: Tensor
@@ -45,7 +45,7 @@ class Scores(NamedTuple):
     mean_log_probability: Tensor | None = None
     divergence: Tensor | None = None
     teacher_log_probability: Tensor | None = None
-    reward: Tensor | None = None
+    numbers: Tensor | None = None
 
 
 class Objective(Protocol):
@@ -288,12 +288,12 @@ class Head(nn.Module):
 
 
 class ScoreHead(Head):
-    """`score`: weight [1, hidden], returns one score per hidden state in place of logits."""
+    """`score`: weight [labels, hidden], returns scores per hidden state in place of logits."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
-        self.columns = 1
+        self.weight = nn.Parameter(torch.empty(config.scores, config.hidden_size))
+        self.columns = config.scores
 
     @record_function("loss")
     def forward(
@@ -303,19 +303,26 @@ class ScoreHead(Head):
         objective: Objective | None = None,
         soft: SoftTargets | None = None,
     ) -> Tensor | tuple[Tensor | None, Scores]:
-        """Return value and scores as `Head` does; without targets return the scores, [..., 1].
+        """Return value and scores as `Head` does; without targets return the scores, [..., labels].
 
         The values of targets and soft are not used.
         """
         numbers = F.linear(hidden, self.weight)
         if targets is None:
             return numbers
-        rewards = numbers[:, 0].float()
-        zeros = torch.zeros_like(rewards)
-        scores = Scores(zeros, zeros, reward=rewards.detach())
-        if objective is None:
-            return None, scores
-        return objective(scores._replace(reward=rewards), slice(0, len(rewards))), scores
+        return scored(numbers.float(), objective)
+
+
+def scored(numbers: Tensor, objective: Objective | None) -> tuple[Tensor | None, Scores]:
+    """Return an objective's value and the scores of a model that predicts no tokens.
+
+    numbers: [tokens, labels] float32; the objective gets them with their gradient.
+    """
+    zeros = torch.zeros_like(numbers[:, 0])
+    scores = Scores(zeros, zeros, numbers=numbers.detach())
+    if objective is None:
+        return None, scores
+    return objective(scores._replace(numbers=numbers), slice(0, len(numbers))), scores
 
 
 class FusedLinearLoss(torch.autograd.Function):

@@ -98,7 +98,7 @@ def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> lis
     """Return a problem for each set key that contradicts init_from's config.json."""
     is_named = model.name != "auto"
     free = {*NOT_COMPUTED, "vocab_size", *(() if is_named else CONTEXT_KEYS)}
-    free |= {"tie_word_embeddings"} if stored.scalar_head else set()
+    free |= {"tie_word_embeddings"} if stored.scores else set()
     different = {
         name: getattr(stored, name)
         for name, value in keys.items()

@@ -712,7 +712,7 @@ class Step:
     def _logits(self, trained: int) -> float:
         """Return the bytes of a chunk's logits. trained: size of the head's matrix, 0 if frozen."""
         model, compute = self.model, self.model.number
-        if model.config.scalar_head:
+        if model.config.scores:
             return 0.0  # one score for each answer
         copy = trained * compute if compute < 4 and self.device == "cpu" else 0
         return logit_bytes(model, self.device, self.compared) + copy

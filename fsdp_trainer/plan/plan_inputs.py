@@ -58,7 +58,7 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
         assumed.append(depth_in_words(cfg))
     config = resolve_model(model, tokens)
     if cfg.objective.method.scores:
-        config = config.as_reward_model()
+        config = config.with_labels()
     if config.by_transformers:
         assumed.append(
             f"transformers' class computes {config.family}: its weights are counted, its "

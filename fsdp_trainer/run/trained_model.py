@@ -116,8 +116,8 @@ def with_head(config: ModelConfig, method: MethodSpec, source: str | None) -> Mo
     source: model.init_from. Raises UserError for a reward model if the method trains on text.
     """
     if method.scores:
-        return config.as_reward_model()
-    if config.scalar_head:
+        return config.with_labels()
+    if config.scores:
         what = f"model.init_from={source}"
         reason = "is a reward model, which has a head for scores alone.\nUse  objective=reward"
         raise UserError("the model writes no text", [Problem(what, reason)])

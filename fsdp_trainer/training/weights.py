@@ -129,7 +129,7 @@ def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
     if checkpoint:
         require_whole(checkpoint)
     stored = stored_config(init_from, model.config)
-    has_other_head = model.config.scalar_head != stored.scalar_head
+    has_other_head = model.config.scores != stored.scores
     is_whole = not is_adapted(model) and not has_other_head
     if checkpoint and is_whole and not read_base(checkpoint).adapters:
         load_weights(model, checkpoint, {})
@@ -158,9 +158,9 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     """
     formats: dict[str, str] = {}
     config, stored = model.config, stored_config(source, model.config)
-    if config.scalar_head and not stored.scalar_head:
+    if config.scores and not stored.scores:
         tied = stored.tie_word_embeddings
-        config = replace(config, scalar_head=False, tie_word_embeddings=tied)
+        config = replace(config, labels=(), tie_word_embeddings=tied)
 
     is_derived = is_adapter(source) or find_checkpoint(source)
     if is_derived:

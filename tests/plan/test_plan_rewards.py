@@ -13,7 +13,7 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.methods.reward_scores import RewardModel
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.plan.fsdp_units import KnownModels
@@ -24,7 +24,7 @@ REWARDER = replace(
         vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=3,
         num_attention_heads=8, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
     ),
-    tie_word_embeddings=False, scalar_head=True,
+    tie_word_embeddings=False, labels=ONE_LABEL,
 )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """The number of parameters that a recipe trains. Imports torch."""
 
-from dataclasses import replace
-
 import torch
 
 from fsdp_trainer.config.schema import Adapter, Model
@@ -16,7 +14,9 @@ def trained_here(model: Model, adapter: Adapter, scores: bool) -> int:
 
     scores: True for a model that scores texts.
     """
-    config = replace(resolve_model(model), scalar_head=scores)
+    config = resolve_model(model)
+    if scores:
+        config = config.with_labels()
     spec = resolve_adapters(adapter, config)
     if spec is None:
         return config.parameters()

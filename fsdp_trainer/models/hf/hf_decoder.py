@@ -64,15 +64,15 @@ class TransformersDecoder(Decoder):
         """Buffers that no file holds, such as the frequencies of rotations, by name."""
         before = hf.get_output_embeddings()
         head = new_head(config, before)
-        replace_module(hf, before, None if config.scalar_head else head)
+        replace_module(hf, before, None if config.scores else head)
         for name, child in hf.named_children():
             self.add_module(name, child)
-        if config.scalar_head:
+        if config.scores:
             require_classifier(config)
             self.add_module("score", head)
         self.__dict__["lm_head"] = head
         self.__dict__["own_blocks"] = block_list(hf)[1]
-        tower = ImageTower(hf) if config.reads_images and not config.scalar_head else None
+        tower = ImageTower(hf) if config.reads_images and not config.scores else None
         self.__dict__["tower"] = tower
         self.watch = RouterWatch(routers(hf, self.blocks()))
         self.tie_weights()
@@ -254,7 +254,7 @@ class TransformersDecoder(Decoder):
 
     def repeats_head(self, name: str) -> bool:
         """Return True for a stored head that is the embedding, or in whose place a score is."""
-        is_tied = self.config.tie_word_embeddings or self.config.scalar_head
+        is_tied = self.config.tie_word_embeddings or self.config.scores > 0
         return is_tied and name.endswith(self.config.names.head)
 
     def unread(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -278,7 +278,7 @@ class TransformersDecoder(Decoder):
     def logits_of(self, states: Tensor) -> Tensor:
         """Return the logits for states after the last norm, [..., vocabulary]."""
         product = self.lm_head(self.normed(states))
-        return product if self.config.scalar_head else self.lm_head.capped(product)
+        return product if self.config.scores else self.lm_head.capped(product)
 
     @torch.no_grad()
     def both_logits(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,7 +336,7 @@ class TransformersDecoder(Decoder):
 def new_head(config: ModelConfig, before: Any) -> Head:
     """Return the head in place of transformers' output layer, as wide as that."""
     config = replace(config, hidden_size=before.weight.shape[1])
-    if config.scalar_head:
+    if config.scores:
         return ScoreHead(config)
     return TransformersHead(config) if before.bias is None else BiasedHead(config)
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
-from fsdp_trainer.models.config import COMPUTED_BY, Json, ModelConfig, is_classifier
+from fsdp_trainer.models.config import COMPUTED_BY, Json, ModelConfig, is_classifier, stored_labels
 from fsdp_trainer.models.hf.hf_config import build_hf_model, config_object, describe, sizes_of
 from fsdp_trainer.models.hf.probe import probe
 
@@ -46,4 +46,4 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
         mixing=found.mixing,
         logit_factor=found.logit_factor,
     )
-    return config.as_reward_model() if is_classifier(raw) else config
+    return config.with_labels(*stored_labels(raw)) if is_classifier(raw) else config

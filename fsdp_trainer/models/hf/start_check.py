@@ -38,7 +38,7 @@ def check_model(
 
 def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
     """Return the problem of logits that are not transformers' own."""
-    if model.config.scalar_head:
+    if model.config.scores:
         return []
     first = tokens[:, : LENGTHS[0]]
     both = model.both_logits(first, positions_of(first))

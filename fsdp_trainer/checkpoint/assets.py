@@ -29,11 +29,28 @@ def write_hf_assets(
     folder.mkdir(parents=True, exist_ok=True)
     stop_ids = sorted(tokenizer.stop_ids, key=lambda i: (i != tokenizer.eos_id, i))
     hf_config = config.to_hf(dtype, tokenizer.bos_id, stop_ids or None)
-    write_json(folder / "config.json", hf_config)
+    write_json(folder / "config.json", hf_config | padding(config, tokenizer))
     copied = [*Path(config.folder).glob("*.py")] if config.folder else []
     copied += [source / name for name in OF_IMAGES] if source and config.reads_images else []
     for file in filter(Path.is_file, copied):
         shutil.copyfile(file, folder / file.name)
+    write_json(folder / "generation_config.json", generation_settings(tokenizer, stop_ids, source))
+    tokenizer.save(folder, chat_template)
+
+
+def padding(config: ModelConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return the key of config.json by which transformers finds the last token, which it scores.
+
+    Not the token of padding if the tokenizer itself ends texts with it.
+    """
+    is_last = config.scores > 0 and tokenizer.ends_with_pad
+    return {"pad_token_id": None if is_last else tokenizer.pad_id} if config.scores else {}
+
+
+def generation_settings(
+    tokenizer: TextTokenizer, stop_ids: list[int], source: Path | None
+) -> dict[str, Any]:
+    """Return the content of generation_config.json. source: see write_hf_assets."""
     generation: dict[str, Any] = {
         "bos_token_id": tokenizer.bos_id,
         "pad_token_id": tokenizer.pad_id,
@@ -45,6 +62,4 @@ def write_hf_assets(
     ends = ends if isinstance(ends, list) else [ends]
     # a base model's list lacks the end of turn that fine-tuning teaches
     generation["eos_token_id"] = list(dict.fromkeys([*ends, *stop_ids]))
-    known = {key: value for key, value in generation.items() if value not in (None, [])}
-    write_json(folder / "generation_config.json", known)
-    tokenizer.save(folder, chat_template)
+    return {key: value for key, value in generation.items() if value not in (None, [])}

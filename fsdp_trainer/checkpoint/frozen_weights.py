@@ -21,7 +21,7 @@ from fsdp_trainer.base.distributed import (
 from fsdp_trainer.checkpoint.adapters.adapter_import import adapted_model, peft_adapter
 from fsdp_trainer.checkpoint.adapters.merge import merged
 from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, encoded
-from fsdp_trainer.checkpoint.formats.huggingface import parameters_on_disk, read_parameters
+from fsdp_trainer.checkpoint.formats.huggingface import SCORE, parameters_on_disk, read_parameters
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
     as_tensor,
@@ -329,7 +329,8 @@ def unmerged_weights(
 ) -> dict[str, TensorOnDisk]:
     """Return every weight of a checkpoint and its base by name, adapters not merged.
 
-    only_adapter: only what an adapter's folder holds; the base may be gone then.
+    A language model's has no scores, which begin as new ones. only_adapter: only what an adapter's
+    folder holds; the base may be gone then.
     """
     base = read_base(checkpoint)
     model = adapted_model(config, base.adapters)
@@ -339,6 +340,8 @@ def unmerged_weights(
     frozen = {name: digest for name, digest in base.digests.items() if name in weights}
     from_base = base_weights(config, replace(base, digests=frozen))
     stored = StoredTensors(checkpoint)
+    if WEIGHTS + SCORE not in stored.entries:
+        weights.pop(SCORE, None)
     return from_base | {
         name: stored.tensor(WEIGHTS + name, _known_rows(config, name, weight))
         for name, weight in weights.items()

@@ -24,8 +24,8 @@ class ObjectiveChoice:
         "`sft`: cross-entropy of the supervised tokens (see the keys of loss); `dpo`, `ipo`, "
         "`simpo`, `orpo`: losses of preference pairs; `kto`: of answers labelled good or bad; "
         "`reward`: a reward model from pairs; `grpo`: the model's own answers to prompts, by "
-        "their rewards; `distil`: a teacher's probabilities; or an objective that your own code "
-        "registers (--import)",
+        "their rewards; `distil`: a teacher's probabilities; `classify`: a classifier of labelled "
+        "texts; or an objective that your own code registers (--import)",
     )
     beta: float = key(
         0.1,
@@ -36,10 +36,11 @@ class ObjectiveChoice:
     )
     label_smoothing: float = key(
         0.0,
-        "dpo, simpo: assumed share of pairs whose labels are swapped",
+        "dpo, simpo: assumed share of pairs whose labels are swapped; classify: share of each "
+        "label that is spread over all labels",
         minimum=0,
         maximum=0.5,
-        used_by=("dpo", "simpo"),
+        used_by=("dpo", "simpo", "classify"),
     )
     sft_weight: float = key(
         0.0,
@@ -253,6 +254,26 @@ class ObjectiveChoice:
         used_by=("grpo",),
     )
 
+    labels: list[str] = key(
+        [],
+        "classify: names of the labels, in the order of the head's scores; []: those of the head in"
+        " model.init_from, else those in the data, sorted",
+        used_by=("classify",),
+    )
+    problem: str = key(
+        "auto",
+        "classify: `single`: a text has one label of several; `multi`: any number of them;"
+        " `regression`: a number, or several; `auto`: multi for lists, regression for fractions",
+        choices=("auto", "single", "multi", "regression"),
+        used_by=("classify",),
+    )
+    class_weights: str | dict[str, Any] | None = key(
+        None,
+        "classify: how much the loss of a text with each label counts: {spam: 4}, others 1, or"
+        " `balanced`: in inverse proportion to its number in the training data; null: all 1",
+        used_by=("classify",),
+    )
+
     @property
     def samples_elsewhere(self) -> bool:
         """True if tokens are sampled by other weights or other code than those that train."""
@@ -291,15 +312,16 @@ class Refused(NamedTuple):
 class MethodSpec:
     """The needs of a training method: of the data, the model and the rest of the configuration.
 
-    reads: the kind of data, one of those in data/records/preference_records.py.
+    reads: the kind of data, one of those in data/records/preference_records.py or a format of
+    OF_HEADS in record_formats.py.
     second: the role of a second, frozen model, which a run has unless its keys say otherwise.
-    scores: True for a model that gives an answer one number, and writes no text.
+    scores: True for a model that gives a text numbers, and writes none.
     extra_forwards: forwards of a step's rows without gradients, besides that of a second model.
     title: the method's name in reports. main_metric: the one of its own metrics that says most
     about progress; "" for a method without metrics of its own.
     """
 
-    reads: Literal["single", "pairs", "unpaired", "prompts"] = "single"
+    reads: Literal["single", "pairs", "unpaired", "prompts", "labelled"] = "single"
     second: Literal["teacher", "reference"] | None = None
     scores: bool = False
     extra_forwards: int = 0
@@ -310,7 +332,7 @@ class MethodSpec:
     @property
     def compares_answers(self) -> bool:
         """True if the loss is one of whole answers, and not a sum over tokens."""
-        return self.reads in ("pairs", "unpaired")
+        return self.reads not in ("single", "prompts")
 
     @property
     def samples(self) -> bool:
@@ -388,17 +410,12 @@ def whole_answers(compared: str, smoothing: str) -> tuple[Refused, ...]:
 
 
 OF_PAIRS = whole_answers("both answers of a pair", "Pairs have  objective.label_smoothing")
-OF_REWARD_MODELS = (
+OF_TEXTS = whole_answers("whole texts", "Texts have  objective.label_smoothing")
+OF_SCORES = (
     Refused(
         "sharding.tensor",
         is_divided,
         "together with objective={name} is not in this version.\nUse  sharding.tensor=1",
-    ),
-    Refused(
-        "adapter.name",
-        is_other_than("none"),
-        "together with objective={name} is not in this version: the head is trained whole.\n"
-        "Use  adapter=none",
     ),
     Refused(
         "train.sample_prompts",
@@ -489,14 +506,19 @@ METHODS: dict[str, MethodSpec] = {
         title="KTO",
         main_metric="reward_margin",
     ),
-    "reward": replace(
-        ON_PAIRS, title="Reward model", scores=True, refused=(*OF_PAIRS, *OF_REWARD_MODELS)
-    ),
+    "reward": replace(ON_PAIRS, title="Reward model", scores=True, refused=(*OF_PAIRS, *OF_SCORES)),
     "grpo": MethodSpec(
         "prompts", "reference", refused=OF_SAMPLED_ANSWERS, title="GRPO", main_metric="reward"
     ),
     "distil": MethodSpec(
         second="teacher", refused=OF_STUDENTS, title="Distillation", main_metric="kl"
+    ),
+    "classify": MethodSpec(
+        "labelled",
+        scores=True,
+        refused=(*OF_TEXTS, *OF_SCORES),
+        title="Classification",
+        main_metric="accuracy",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fsdp_trainer.methods.classification import LabelMethod
 from fsdp_trainer.methods.distillation import DistillationMethod
 from fsdp_trainer.methods.kto import KtoMethod
 from fsdp_trainer.methods.method import Method
@@ -20,6 +21,7 @@ CLASSES: dict[str, type[Method]] = {
     "kto": KtoMethod,
     "grpo": PolicyGradientMethod,
     "distil": DistillationMethod,
+    "classify": LabelMethod,
 }
 
 

@@ -980,10 +980,6 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
         name = spec.architecture
         own = f'If its weights are there, write  "architectures": ["{name}"]  {IN_A_COPY}'
         yield Problem(f"architectures={architectures}", f"only {name} is trained\n{own}")
-    labels = raw.get("num_labels", len(raw.get("id2label") or "--"))
-    if architectures == [classifier] and labels != 1:
-        reason = "a reward model has one: other classifiers are not trained"
-        yield Problem(f"num_labels={labels}", reason)
     yield from _refused_keys(raw, spec)
     activation = _read_values(raw, spec)["hidden_act"]
     if activation not in ACTIVATIONS:

@@ -81,6 +81,8 @@ class MicroBatch:
     None: all are answers.
     columns: further values for each target by name, [supervised, ...].
     soft: a teacher's probabilities for the targets; None without a teacher.
+    label_values: [documents, numbers] float64, what a head is to learn of each; None for a language
+    model.
     images: None for data without images.
     """
 
@@ -98,6 +100,7 @@ class MicroBatch:
     kinds: Tensor | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
     soft: SoftTargets | None = None
+    label_values: Tensor | None = None
     images: ImageInputs | None = None
 
 

@@ -109,6 +109,11 @@ TITLES = {
     "staleness_max": Title("Age of the answers' weights, steps", "oldest"),
     "dropped": Title("Unfinished rollouts that are dropped", is_share=True),
     "teacher_loss": Title("The teacher's loss on the same tokens"),
+    "accuracy": Title("Texts whose labels are all right", is_share=True),
+    "f1_macro": Title("F1 of the labels", "mean of the labels", is_share=True),
+    "f1_micro": Title("F1 of the labels", "of all texts", is_share=True),
+    "absolute_error": Title("Mean absolute error"),
+    "correlation": Title("Correlation with the data's numbers"),
 }
 """Titles of the methods' metrics, in the order of their charts; METHOD/NAME is for one method."""
 ORDER = {name: order for order, name in enumerate(TITLES)}

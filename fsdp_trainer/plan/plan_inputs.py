@@ -28,7 +28,7 @@ from fsdp_trainer.config.schema import Model, Sharding, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
 from fsdp_trainer.models.resolve import resolve_model, sharding_problems
 from fsdp_trainer.parallel.memory_check import host_bytes
 from fsdp_trainer.plan.planned_model import IMAGE_SHARE
@@ -57,8 +57,8 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     if model.depth:
         assumed.append(depth_in_words(cfg))
     config = resolve_model(model, tokens)
-    if cfg.objective.method.scores:
-        config = config.with_labels()
+    if cfg.objective.method.scores and not config.scores:
+        config = config.with_labels(tuple(cfg.objective.labels) or ONE_LABEL)
     if config.by_transformers:
         assumed.append(
             f"transformers' class computes {config.family}: its weights are counted, its "

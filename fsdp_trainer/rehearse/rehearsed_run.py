@@ -131,7 +131,7 @@ def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
     """
     cfg, device = rows_of_answers(run.cfg), "cuda" if run.on_gpu else "cpu"
     planned = PlannedModel.of(cfg, run.config, run.world, run.known)
-    config = with_head(run.config, cfg.objective.method, cfg.model.init_from)
+    config = with_head(run.config, cfg.objective, cfg.model.init_from, ())
     ranks = cfg.sharding.tensor
     second = cfg.second_model
     other = None

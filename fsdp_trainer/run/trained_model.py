@@ -1,5 +1,6 @@
 """The model that a run trains: checks before any data is read, then its ModelSetup."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +8,14 @@ from pathlib import Path
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.methods import MethodSpec
+from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
+from fsdp_trainer.data.records.labelled_texts import LABELLED
+from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.methods.labels import labelled
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.hf_rules import transformers_problems
@@ -97,7 +101,7 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     many as of the vocabulary of a second model, if there is one.
     """
     resolved = resolve_for(cfg, inputs.init_from, inputs.tokenizer)
-    config = with_head(resolved, cfg.objective.method, cfg.model.init_from)
+    config = with_head(resolved, cfg.objective, cfg.model.init_from, inputs.data.train)
     if inputs.second_folder:
         return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
@@ -110,16 +114,25 @@ def resolve_for(cfg: TrainConfig, init_from: Path | None, tokenizer: TextTokeniz
     return resolve_with_tokenizer(model, tokenizer.vocab_size, grows, len(tokenizer.new))
 
 
-def with_head(config: ModelConfig, method: MethodSpec, source: str | None) -> ModelConfig:
+def with_head(
+    config: ModelConfig, choice: ObjectiveChoice, source: str | None, stores: Sequence[TokenStore]
+) -> ModelConfig:
     """Return the architecture with the head that the method trains.
 
-    source: model.init_from. Raises UserError for a reward model if the method trains on text.
+    source: model.init_from. stores: of the training data. Raises UserError for a model of scores if
+    the method trains on text.
     """
+    method = choice.method
+    if method.reads == LABELLED:
+        return labelled(config, choice, stores)
+    what = f"model.init_from={source}"
+    if method.scores and config.scores > 1:
+        reason = f"has {config.scores} labels, and a reward model one.\nUse  objective=classify"
+        raise UserError("the model has another head", [Problem(what, reason)])
     if method.scores:
         return config.with_labels()
     if config.scores:
-        what = f"model.init_from={source}"
-        reason = "is a reward model, which has a head for scores alone.\nUse  objective=reward"
+        reason = "is a model of scores.\nUse  objective=reward  for one score, or  classify"
         raise UserError("the model writes no text", [Problem(what, reason)])
     return config
 

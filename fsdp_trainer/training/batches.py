@@ -195,7 +195,7 @@ class Assembler(BatchOptions):
                 return None
             return to_device(np.array([*chain(*values)], dtype), self.device)
 
-        documents = groups = reference = kinds = None
+        documents = groups = reference = label_values = kinds = None
         if self.number_documents:
             rows_before = np.arange(len(own))[:, None] * length
             places = (own + rows_before).reshape(-1)[index]
@@ -203,6 +203,7 @@ class Assembler(BatchOptions):
             documents = padded(numbers, fill=len(group_numbers))
             groups = to_device(group_numbers, self.device)
             reference = of_documents(rows.reference, np.float64)
+            label_values = of_documents(rows.label_values, np.float64)
             kinds = of_documents(rows.kinds, np.int64)
         return MicroBatch(
             part(rows.tokens),
@@ -218,6 +219,7 @@ class Assembler(BatchOptions):
             reference,
             kinds,
             {name: supervised(values) for name, values in rows.columns.items()},
+            label_values=label_values,
             images=self.images.inputs(rows, images, length, self.device) if self.images else None,
         )
 

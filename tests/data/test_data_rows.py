@@ -13,7 +13,7 @@ from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.preference_records import PAIRS, PROMPTS, SINGLE, UNPAIRED
 from fsdp_trainer.data.records.prompts import make_prompt_reader
-from fsdp_trainer.data.records.record_formats import FORMATS
+from fsdp_trainer.data.records.record_formats import FORMATS, OF_HEADS
 from fsdp_trainer.data.store.data_statistics import all_findings, length_for_most
 from fsdp_trainer.data.store.findings import list_findings
 from fsdp_trainer.data.store.token_cache import prepare
@@ -73,7 +73,7 @@ ROWS = {
 
 
 def test_every_format_can_be_chosen():
-    assert set(CHOICES) == {"auto", *FORMATS}
+    assert set(CHOICES) == {"auto", *FORMATS} - {*OF_HEADS}
 
 
 @pytest.mark.parametrize("row", ROWS)

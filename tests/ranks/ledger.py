@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import recorded_step
+from heads import write_classes
 from named_runs import ROW, RUNS, NamedRun
 from pairs import write_labelled, write_pairs
 from world import SMALL, Run, World, write_chats
@@ -36,7 +37,8 @@ from fsdp_trainer.apps.rehearse.comparison import PlanComparison
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
     "fsdp_trainer", "conf", "recipes", "hydra_plugins", "tests/ranks/ledger.py",
-    "tests/ranks/world.py", "tests/inputs/pairs.py", "tests/measures/recorded_step.py",
+    "tests/ranks/world.py", "tests/inputs/pairs.py", "tests/inputs/heads.py",
+    "tests/measures/recorded_step.py",
 ]  # fmt: skip
 """Files, and folders of files, that decide a run's results beside its words."""
 BASE = [*SMALL, "tokenizer.path=demo:bytes", "launch.device=cpu"]
@@ -160,6 +162,7 @@ def write_data(folder: Path) -> None:
     write_chats(folder / "chats.jsonl", 100)
     write_pairs(folder / "pairs.jsonl", 40)
     write_labelled(folder / "labelled.jsonl", 40)
+    write_classes(folder)
     rows = [
         {"text": "".join(chr(97 + (i * j * j + i) % 26) for j in range(ROW - 1))}
         for i in range(ROWS)

@@ -180,9 +180,14 @@ def title_of(store: TokenStore, sample: int) -> str:
 
 
 def reference_of(store: TokenStore, sample: int) -> str | None:
-    """Return the reference answer to a prompt, control characters made visible; None without."""
+    """Return a line on a prompt's reference answer or a text's label; None without either.
+
+    Control characters are made visible.
+    """
+    if store.labels is not None:
+        return CONTROL.sub(_visible, f"label: {store.labels.text(sample)}")
     answer = None if store.questions is None else store.question(sample)["reference"]
-    return None if answer is None else CONTROL.sub(_visible, str(answer))
+    return None if answer is None else CONTROL.sub(_visible, f"reference answer: {answer}")
 
 
 def build_stream_page(

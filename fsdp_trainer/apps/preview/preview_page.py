@@ -35,7 +35,7 @@ class ShownDocument:
     next_label: int = -100
     """The target of the last position, if the document continues in another row."""
     reference: str | None = None
-    """The reference answer of a prompt."""
+    """A line on the reference answer of a prompt, or on the label of a text."""
 
     @property
     def tokens(self) -> int:

@@ -24,7 +24,7 @@ def show_rows(page: Page, console: Console, colour: bool) -> None:
                 console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
             console.print(body(document, colour), soft_wrap=True)
             if document.reference is not None:
-                console.print(Text(f"reference answer: {document.reference}", "dim italic"))
+                console.print(Text(document.reference, "italic cyan"))
 
 
 def show(page: Page, console: Console | None = None) -> None:

@@ -17,6 +17,7 @@ from fsdp_trainer.checkpoint.adapters.expert_export import (
     trained_experts,
 )
 from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
+from fsdp_trainer.checkpoint.formats.huggingface import SCORE
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
@@ -301,7 +302,7 @@ def adapter_config(
     saved = sorted({n.rpartition(".")[0] for n in tensors if ".lora_" not in n})
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if SCORE in layout.parameters else "CAUSAL_LM",
         "base_model_name_or_path": base_name(base),
         "inference_mode": True,
         "r": rank,

@@ -61,6 +61,8 @@ class Rows:
     """True for each document that starts a group of documents that belong together."""
     reference: list[list[float]] | None = None
     """Σ log-probability of each document under the reference model; None if there is none."""
+    label_values: list[list[list[float]]] | None = None
+    """What a head is to learn of each document; None for a language model."""
     kinds: list[list[int]] | None = None
     """The kind of each document, as in samples.py; None if all are answers."""
     images: list[list[SampleImage]] | None = None
@@ -88,7 +90,7 @@ class Rows:
         for name, column in rows.columns.items():
             empty = np.zeros((*self.weights.shape, *column.shape[2:]), column.dtype)
             self.columns.setdefault(name, empty)[places] = column
-        for name in ("reference", "kinds", "images"):
+        for name in ("reference", "label_values", "kinds", "images"):
             given = getattr(rows, name)
             if given is not None:
                 own = getattr(self, name) or [[] for _ in self.documents]
@@ -253,10 +255,7 @@ class RowOrder:
         rows.group_starts = by_row(
             np.ones(len(samples), np.bool_) if starts_group is None else starts_group[samples]
         )
-        if self.columns.reference is not None:
-            rows.reference = by_row(self.columns.reference[samples])
-        if self.store.kinds is not None:
-            rows.kinds = by_row(self.store.kinds[samples])
+        self._add_values(rows, samples, by_row)
         if self.store.samples_with_images:
             images = [self.store.images(sample) for sample in samples.tolist()]
             firsts_of_rows = [*first_documents.tolist(), len(images)]
@@ -270,6 +269,17 @@ class RowOrder:
                 column[places[is_supervised]] = values
                 rows.columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
         return rows
+
+    def _add_values(
+        self, rows: Rows, samples: np.ndarray, by_row: Callable[[np.ndarray], list[list[Any]]]
+    ) -> None:
+        """Add the kinds of these documents, and the values that the columns have for them."""
+        for name in ("reference", "label_values"):
+            values = getattr(self.columns, name)
+            if values is not None:
+                setattr(rows, name, by_row(values[samples]))
+        if self.store.kinds is not None:
+            rows.kinds = by_row(self.store.kinds[samples])
 
     def _supervised_numbers(
         self, is_supervised: np.ndarray, documents: DocumentPieces

@@ -16,6 +16,11 @@ from fsdp_trainer.data.records.flags import (
     whole_numbers,
 )
 from fsdp_trainer.data.records.images import images_in
+from fsdp_trainer.data.records.labelled_texts import (
+    LABELLED,
+    LabelledTexts,
+    read_labelled_text,
+)
 from fsdp_trainer.data.records.messages import (
     LISTS,
     Message,
@@ -38,6 +43,7 @@ from fsdp_trainer.data.records.record_formats import (
     FORMATS,
     IMAGES,
     LABELS,
+    OF_HEADS,
     REQUIRED,
     column_value,
     columns_by_name,
@@ -118,7 +124,9 @@ class Segments:
     where: tuple[str, int]
 
 
-Readable = Conversation | Document | Pretokenized | Segments | Preference | LabelledAnswer
+Readable = (
+    Conversation | Document | Pretokenized | Segments | Preference | LabelledAnswer | LabelledTexts
+)
 
 
 def turns_of(readable: Readable) -> list[Message]:
@@ -327,6 +335,8 @@ def make_reader(
     Raises UserError if the format cannot be detected or is of another kind.
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
+    if kind in OF_HEADS:
+        return _head_reader(str(kind), str(format), columns, fields, file)
     format = _or_tokens(str(format), fields, columns, file)
     automatic = format == "auto" and not fields
     if format == "auto":
@@ -346,6 +356,24 @@ def make_reader(
     return Reader(
         str(format), matched, frozenset(columns), text_only, with_images, form, has_fields
     )
+
+
+def _head_reader(
+    format: str, named: str, columns: dict[str, Any], fields: dict[str, str], file: str
+) -> Reader:
+    """Return the reader of rows for a head. named: data.format. UserError for other rows."""
+    if named != "auto":
+        reason = f"this objective reads {format} texts alone.\nUse  data.format=auto"
+        raise _unusable(f"data.format={named}", reason)
+    _require_fields_of(format, fields)
+    by_value = match(format, columns, fields)
+    matched = by_value if is_complete(format, by_value) else match(format, columns, fields, False)
+    if missing := [key for key in REQUIRED[format] if key not in matched]:
+        shown = ", ".join(f"{key}: …" for key in REQUIRED[format])
+        reason = f"has no column for {missing[0]}; its columns: {' '.join(columns) or 'none'}"
+        raise _unusable(file, f"{reason}\nSay what they mean:  'data.fields={{{shown}}}'")
+    has_fields = bool(fields)
+    return Reader(format, matched, frozenset(columns), has_fields=has_fields, learns=False)
 
 
 def _detected(
@@ -617,6 +645,7 @@ READERS: dict[str, Callable[[Values], Readable]] = {
     "alpaca": partial(_read_answer, prompt="instruction", completion="output"),
     "prompt_completion": partial(_read_answer, prompt="prompt", completion="completion"),
     "text": _read_document,
+    LABELLED: read_labelled_text,
 }
 
 

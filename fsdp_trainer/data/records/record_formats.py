@@ -288,8 +288,23 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         IMAGES: PICTURES,
     },
     "text": {"text": Meaning(("text", "content"), is_text, required=True)},
+    "labelled": {
+        "label": Meaning(
+            ("label", "labels", "class", "category", "score", "target", "stars"),
+            is_anything,
+            required=True,
+        ),
+        "text": Meaning(
+            ("text", "sentence", "sentence1", "premise", "content", "review", "comment", *PROMPTS),
+            is_text,
+            required=True,
+        ),
+        "second": Meaning(("text_pair", "sentence2", "hypothesis"), is_text),
+    },
 }
 """Meanings of each format; a file's columns are compared with the formats in this order."""
+OF_HEADS = ("labelled",)
+"""Formats of methods whose head gives a text numbers, which no other method reads."""
 FIELDS = {name: tuple(meanings) for name, meanings in FORMATS.items()}
 REQUIRED = {
     name: tuple(key for key, meaning in meanings.items() if meaning.required)
@@ -374,7 +389,7 @@ def find_format(
     fields: columns that are set by the user. Values decide first, column names alone second.
     """
     for by_value in (True, False):
-        for format in FORMATS:
+        for format in (name for name in FORMATS if name not in OF_HEADS):
             chat = only_chat(columns) if format == "text" and not fields else None
             if chat:
                 return find_format(columns, {"messages": chat})

@@ -25,6 +25,7 @@ from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.images.image_files import changed_files
 from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
 from fsdp_trainer.data.records.prompts import QUESTION_VERSION
+from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.data.store.cache_folders import clear_leftovers, locked_folder
 from fsdp_trainer.data.store.findings import list_findings
 from fsdp_trainer.data.store.fingerprint import Content, fingerprint
@@ -116,7 +117,7 @@ class ComponentStores:
         data = options.data
         keys = [data.format, data.fields, data.loss_on, data.too_long, data.on_error]
         decisive = [read, [*keys, options.seq_len, options.share]]
-        decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS) else []
+        decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS, *OF_HEADS) else []
         decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
         if options.images:  # paths of images are relative to the folder of the file
             folders = [os.path.dirname(os.path.abspath(file)) for file in component.files]

@@ -43,14 +43,16 @@ CRC_BYTES = 4
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """Values that a second model gives to the samples of a store. None: it gives none.
+    """Values of the samples of a store beside what it holds. None: there are none.
 
-    reference: [samples] float64, Σ log-probability of each under the reference. of_tokens: returns
+    reference: [samples] float64, Σ log-probability of each under a reference.
+    label_values: [samples, numbers] float64, what a head is to learn of each. of_tokens: returns
     values of supervised tokens, [tokens, ...] by name, given their indices among all supervised
     tokens of the store.
     """
 
     reference: np.ndarray | None = None
+    label_values: np.ndarray | None = None
     of_tokens: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
 
 

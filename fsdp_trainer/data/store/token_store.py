@@ -38,9 +38,9 @@ OPTIONAL: dict[str, tuple[Any, int]] = {
 """Columns of [samples] that are only written if some value differs from the usual one.
 group_starts: False where a sample shares the row of the sample before it. kinds: kinds of
 samples.py. begins, types: see linked_tokens.py. Values: (dtype, usual value)."""
-QUESTIONS, IMAGES = TEXTS = ("questions", "images")
+QUESTIONS, IMAGES, LABELS = TEXTS = ("questions", "images", "labels")
 """Columns of JSON, one after the other, that some stores have: what the answers to a prompt are
-judged by, and the images of a sample, if it has any."""
+judged by, the images of a sample, if it has any, and what a head is to learn of it."""
 SIZES = "_sizes"
 """Suffix of the column with the bytes of each text: [samples] int64."""
 BLOCK = 1 << 24  # bytes copied between two calls of `tick`
@@ -95,6 +95,8 @@ class TokenStore:
         self.kinds = _map_optional(folder, KINDS)
         self.questions = TextColumn.of(folder, QUESTIONS)
         """None if the samples are not prompts."""
+        self.labels = TextColumn.of(folder, LABELS)
+        """None if the samples have no labels."""
         self._images = TextColumn.of(folder, IMAGES)
         for column in (self.tokens, self.weights):
             # shuffled samples are scattered over the file, so reading ahead is useless
@@ -307,6 +309,7 @@ class StoreWriter:
         optional[KINDS] = np.array([sample.kind for sample in samples])
         self._append(columns, optional, source)
         self._write_texts(QUESTIONS, [s.question for s in samples if s.question is not None])
+        self._write_texts(LABELS, [s.label for s in samples if s.label is not None])
         if self._with_images:
             self._write_texts(IMAGES, [images_json(s.images) for s in samples])
 
@@ -371,12 +374,12 @@ class StoreWriter:
 
 
 def digest_of(sample: Sample) -> int:
-    """Return a hash of a sample's tokens, weights, question and images, of 64 bits."""
+    """Return a hash of a sample's tokens, weights, question, label and images, of 64 bits."""
     content = (
         sample.tokens.astype(np.int32, copy=False).tobytes()
         + sample.weights.astype(np.float32, copy=False).tobytes()
     )
-    content += (sample.question or "").encode()
+    content += (sample.question or "").encode() + (sample.label or "").encode()
     content += "".join(image.file.digest for image in sample.images).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 

@@ -10,6 +10,7 @@ from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.conversations import Readable, Reader, make_reader
 from fsdp_trainer.data.records.preference_records import SINGLE, UNPAIRED
+from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.token_files.known_token_files import is_token_file
 from fsdp_trainer.data.tokens.samples import Rendered, Sample, SampleBuilder
@@ -155,6 +156,7 @@ def choose_reader(
         # packing=stream needs too_long=split
         packing = "data.packing=best_fit " if data.packing == "stream" else ""
         kind = "segments" if reader.format == "segments" else "conversations"
+        kind = "labelled texts" if reader.format in OF_HEADS else kind
         use = f"Use  {packing}data.too_long=drop  or  {packing}data.too_long=truncate"
         reason = f"only text and tokens can be cut into pieces, and {file} holds {kind}.\n{use}"
         raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])

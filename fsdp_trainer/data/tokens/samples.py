@@ -21,6 +21,7 @@ from fsdp_trainer.data.records.conversations import (
     Segments,
 )
 from fsdp_trainer.data.records.images import images_in
+from fsdp_trainer.data.records.labelled_texts import LabelledText, LabelledTexts
 from fsdp_trainer.data.records.messages import BAD_KEY, MESSAGE_KEYS, UNREAD_KEY, Message
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
@@ -82,6 +83,8 @@ class Sample:
     kind: int = GOOD
     question: str | None = None
     """DataQuestion.as_json, for prompts only."""
+    label: str | None = None
+    """What a head is to learn of it, as JSON."""
     images: tuple[SampleImage, ...] = ()
     """The images that its tokens stand for, in order."""
     link: tuple[int, np.dtype] | None = None
@@ -114,6 +117,8 @@ class Rendered:
     """The same as in Sample, for the text of a prompt."""
     images: tuple[SampleImage, ...] = ()
     """The images of the text, in order."""
+    labelled: tuple[LabelledText, ...] = ()
+    """Texts with labels; this text is then empty."""
     can_be_split: bool = False
     """True if it may continue in another row."""
 
@@ -131,6 +136,7 @@ class Rendered:
     def size(self) -> int:
         """Number of characters, estimated as 4 per token for tokenized data."""
         own = len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
+        own += sum(len(one.text) + len(one.second or "") for one in self.labelled)
         return own + (self.rejected.size if self.rejected else 0)
 
 
@@ -214,6 +220,8 @@ class SampleBuilder:
             texts = [self._segments(row)]
         elif isinstance(row, Preference) and not self.splits_pairs:
             texts = [self._pair(row)]
+        elif isinstance(row, LabelledTexts):
+            texts = self._labelled(row)
         elif isinstance(row, Preference | LabelledAnswer):
             texts = self._verdicts(row)
         else:
@@ -231,6 +239,13 @@ class SampleBuilder:
             self.count("no_end_token", row.where)
         spans = [(0, len(row.text), 1.0)]
         return [Rendered(row.text, spans, row.where, is_document=True, can_be_split=True)]
+
+    def _labelled(self, row: LabelledTexts) -> list[Rendered]:
+        written = [text for one in row.texts for text in (one.text, one.second) if text is not None]
+        if not all(text.strip() for text in written):
+            return self._left_out("empty", row.where)
+        require_whole_characters(*written)
+        return [Rendered("", [], row.where, labelled=tuple(row.texts))]
 
     def _pretokenized(self, row: Pretokenized) -> Rendered:
         """Return tokens unchanged. Raises RecordError if the tokenizer does not know one."""
@@ -446,12 +461,19 @@ class SampleBuilder:
     def _tokenized(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         sides = [side for text in texts for side in text.sides]
         plain = [text.text for text in sides if text.is_document]
-        weighed = [text.text for text in sides if not text.is_document and text.sample is None]
+        weighed = [
+            text.text
+            for text in sides
+            if not (text.is_document or text.labelled) and text.sample is None
+        ]
         documents = iter(self.tokenizer.encode_plain(plain))
         chats = iter(self.tokenizer.encode_batch(weighed))
         for text in texts:
             if text.rejected is not None:
                 yield self._keep_pair([self._weigh(next(chats), side) for side in text.sides], text)
+                continue
+            if text.labelled:
+                yield self._group(text)
                 continue
             if text.question is not None:
                 yield self._prompt(next(chats), text)
@@ -501,6 +523,33 @@ class SampleBuilder:
         if not (chosen_kept and rejected_kept):
             return []
         return [chosen, replace(rejected, starts_group=False)]
+
+    def _group(self, text: Rendered) -> list[Sample]:
+        """Return the labelled texts of a row, or none: one row of tokens must hold all.
+
+        The first one's last token has a weight of 1, so that the weight of a step is its number of
+        groups.
+        """
+        room = self.seq_len // len(text.labelled)
+        pairs = [one.pair for one in text.labelled]
+        tokens = self.tokenizer.encode_published(pairs)
+        length = sum(map(len, tokens))
+        if length > self.seq_len and self.data.too_long == "truncate":
+            tokens = self.tokenizer.encode_published(pairs, room)
+            self._note_too_long(length, length - sum(map(len, tokens)), text)
+            self.count("truncated", text.where)
+        elif length > self.seq_len:
+            return self._too_long(length, text)
+        if not all(map(len, tokens)):
+            return self._left_out("empty", text.where)
+        samples = []
+        for place, (own, one) in enumerate(zip(tokens, text.labelled, strict=True)):
+            weights = np.zeros(len(own), np.float32)
+            weights[-1] = not place
+            samples.append(
+                Sample(own, weights, starts_group=not place, kind=one.kind, label=one.label)
+            )
+        return samples
 
     def _prompt(self, encoding: Encoding | EncodedWords, text: Rendered) -> list[Sample]:
         """Return the prompt, without supervised tokens; nothing if it is too long."""

@@ -262,6 +262,30 @@ class TextTokenizer:
         """Return the tokenizer unchanged; it may add bos and eos by itself."""
         return Tokenizer.from_str(self._saved)
 
+    def encode_published(
+        self, texts: Sequence[str | tuple[str, str]], most: int | None = None
+    ) -> list[np.ndarray]:
+        """Return the tokens of texts, or of pairs of texts, with what the tokenizer itself adds.
+
+        most: tokens of each, at most; the longer text is cut, before that is added.
+        """
+        if most is None:
+            self._published.no_truncation()
+        else:
+            self._published.enable_truncation(most)
+        return [np.array(one.ids, np.int32) for one in self._published.encode_batch(texts)]
+
+    @property
+    def ends_with_pad(self) -> bool:
+        """True if the tokenizer, as published, ends each text with the token that pads."""
+        return self._published.encode("a").ids[-1:] == [self.pad_id]
+
+    @cached_property
+    def _published(self) -> Tokenizer:
+        backend = self.as_published()
+        backend.no_padding()
+        return backend
+
     def notes_on_class(
         self, config: Mapping[str, Any], model: Mapping[str, Any] | None
     ) -> list[str]:

@@ -32,6 +32,8 @@ MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"
 """Words for adapter.also, in addition to names and patterns of modules."""
 GLOB = set("*?[")
 """Characters that make a name a pattern."""
+CLASSIFIER_HEAD = "score"
+"""The module of a classifier's head, which is new and so is trained beside adapters."""
 WIDTH = 90  # columns of a line of names in a message
 
 
@@ -50,7 +52,8 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     targets = chosen_layers(cfg.targets, model, problems)
     ranks = by_pattern("rank_pattern", cfg.rank_pattern, targets, config, problems)
     alphas = by_pattern("alpha_pattern", cfg.alpha_pattern, targets, config, problems)
-    also = fully_trained(cfg.also, model, targets, problems)
+    head = [CLASSIFIER_HEAD] if config.scores else []  # as PEFT does for classifiers
+    also = fully_trained(dict.fromkeys([*cfg.also, *head]), model, targets, problems)
     shapes = {name: list(model.get_parameter(matrix_name(name)).shape) for name in targets}
     problems += too_high_ranks(cfg, ranks, shapes) + dora_on_experts(cfg, targets)
     if problems:
@@ -239,7 +242,7 @@ def by_pattern(
 
 
 def fully_trained(
-    patterns: Sequence[str], model: Decoder, targets: list[str], problems: list[Problem]
+    patterns: Iterable[str], model: Decoder, targets: list[str], problems: list[Problem]
 ) -> tuple[str, ...]:
     """Return the parameters of the modules in adapter.also, each under its first name."""
     modules = modules_with_parameters(model)

@@ -1,0 +1,283 @@
+"""Classification of texts, and regression: transformers' losses of …ForSequenceClassification."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.data.store.stored_values import SampleColumns
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.methods.document_step import DocumentForwardBackward
+from fsdp_trainer.methods.document_sums import answer_sums, counted_once
+from fsdp_trainer.methods.labels import MULTI, REGRESSION, SINGLE, label_values
+from fsdp_trainer.methods.method import Method, StepParts
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Objective, Scores
+from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.step import ForwardBackward
+
+FEW, SHOWN = 10, 20
+"""Texts of a label that are hardly enough to learn it, and labels that are named in a line."""
+
+
+def document_numbers(scores: Scores, batch: MicroBatch, dims: Dims | None) -> Tensor:
+    """Return the head's numbers for each document, [documents, labels] float64. Collective."""
+    assert scores.numbers is not None
+    return answer_sums(scores.numbers.T, batch, dims).T
+
+
+def wanted_numbers(batch: MicroBatch, width: int) -> Tensor:
+    """Return what the head is to learn of each document, [documents, width] float64."""
+    if batch.label_values is None:  # this rank has no data
+        return torch.zeros(0, width, dtype=torch.float64, device=batch.weights.device)
+    return batch.label_values
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+Loss = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+"""Returns the loss of each document, [documents], of the head's numbers, what is wanted, the weight
+of each label, and label smoothing."""
+
+
+def cross_entropy(
+    numbers: Tensor, wanted: Tensor, weight: Tensor | None, smoothing: float
+) -> Tensor:
+    """Return the cross-entropy of one label of several."""
+    targets = wanted[:, 0].long()
+    return F.cross_entropy(numbers, targets, weight, reduction="none", label_smoothing=smoothing)
+
+
+def binary_cross_entropy(
+    numbers: Tensor, wanted: Tensor, weight: Tensor | None, smoothing: float
+) -> Tensor:
+    """Return the mean over all labels of the cross-entropy of having it or not."""
+    targets = wanted * (1 - smoothing) + smoothing / 2
+    losses = F.binary_cross_entropy_with_logits(numbers, targets, weight, reduction="none")
+    return losses.mean(1)
+
+
+def squared_error(
+    numbers: Tensor, wanted: Tensor, weight: Tensor | None, smoothing: float
+) -> Tensor:
+    """Return the mean of the squared errors."""
+    return (numbers - wanted).square().mean(1)
+
+
+LOSSES: dict[str, Loss] = {
+    SINGLE: cross_entropy,
+    MULTI: binary_cross_entropy,
+    REGRESSION: squared_error,
+}
+
+
+@dataclass(frozen=True)
+class LabelObjective:
+    """Σ loss of a micro-batch's texts / count. The head calls it once.
+
+    problem: a key of LOSSES. weight: of each label, [labels] float64; None: all are 1. dims: as in
+    PairObjective.
+    """
+
+    batch: MicroBatch
+    problem: str
+    smoothing: float = 0.0
+    weight: Tensor | None = None
+    count: float | Tensor = 1.0
+    dims: Dims | None = None
+    needs_mean = False
+    needs_all_tokens = True
+
+    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
+        """Return the sum over all texts. scores: those of all tokens."""
+        numbers = document_numbers(scores, self.batch, self.dims)
+        wanted = wanted_numbers(self.batch, numbers.shape[1])
+        losses = LOSSES[self.problem](numbers, wanted, self.weight, self.smoothing)
+        return counted_once((losses.sum() / self.count).float(), self.dims)
+
+
+@dataclass(kw_only=True)
+class LabelForwardBackward(DocumentForwardBackward):
+    """Runs micro-batches of labelled texts. The reported loss is the objective's."""
+
+    problem: str
+    smoothing: float
+    class_weight: Tensor | None = None
+
+    def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
+        return LabelObjective(
+            batch, self.problem, self.smoothing, self.class_weight, count, self.dims
+        )
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+class ClassMetrics:
+    """The share of texts whose labels are all right, and F1 over the labels.
+
+    Sums: number of texts, number of right ones; then for each label the number of texts that have
+    it and are given it, that are given it, and that have it.
+    """
+
+    keys: tuple[str, ...] = ("accuracy", "f1_macro", "f1_micro")
+    of_tokens = False
+
+    def __init__(self, labels: int, problem: str, dims: Dims | None = None):
+        self.labels, self.problem, self.dims = labels, problem, dims
+        self.size = 2 + 3 * labels
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [size] float64. Collective: see answer_sums."""
+        numbers = document_numbers(result.scores, result.batch, self.dims)
+        wanted = wanted_numbers(result.batch, self.labels)
+        if self.problem == MULTI:
+            given, have = numbers > 0, wanted > 0
+        else:
+            given = F.one_hot(numbers.argmax(1), self.labels).bool()
+            have = F.one_hot(wanted[:, 0].long(), self.labels).bool()
+        right = (given == have).all(1)
+        totals = torch.stack([given & have, given, have]).sum(1).flatten()
+        counts = torch.stack([torch.ones_like(right).sum(), right.sum()])
+        return counted_once(torch.cat([counts, totals]).double(), self.dims)
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the metrics; F1's mean is over the labels that a text has or is given."""
+        count, right, *totals = sums
+        if not count:
+            return {}
+        hits, given, have = (totals[i * self.labels :][: self.labels] for i in range(3))
+        of_labels = [*zip(hits, map(sum, zip(given, have, strict=True)), strict=True)]
+        each = [2 * both / either for both, either in of_labels if either]
+        macro = sum(each) / len(each) if each else 0.0
+        micro = 2 * sum(hits) / max(1, sum(given) + sum(have))
+        return {"accuracy": right / count, "f1_macro": macro, "f1_micro": micro}
+
+
+class RegressionMetrics:
+    """The mean absolute error, and the correlation of given and wanted numbers (Pearson's r).
+
+    Sums: number of numbers, Σ |x - y|, Σ x, Σ y, Σ x², Σ y², Σ x · y.
+    """
+
+    keys: tuple[str, ...] = ("absolute_error", "correlation")
+    of_tokens = False
+    size = 7
+
+    def __init__(self, dims: Dims | None = None):
+        self.dims = dims
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [size] float64. Collective: see answer_sums."""
+        numbers = document_numbers(result.scores, result.batch, self.dims)
+        x, y = numbers.flatten(), wanted_numbers(result.batch, numbers.shape[1]).flatten()
+        each = [torch.ones_like(x), (x - y).abs(), x, y, x * x, y * y, x * y]
+        return counted_once(torch.stack(each).sum(1), self.dims)
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the metrics; no correlation of numbers that are all the same."""
+        count, error, x, y, xx, yy, xy = sums
+        if not count:
+            return {}
+        written = {"absolute_error": finite_or_none(error / count)}
+        spread = (xx - x * x / count) * (yy - y * y / count)
+        if spread > 0:
+            written["correlation"] = finite_or_none((xy - x * y / count) / spread**0.5)
+        return written
+
+
+# --- the method -----------------------------------------------------------------------------------
+
+
+class LabelMethod(Method):
+    """Training on labelled texts."""
+
+    objective_differs = True
+
+    def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
+        """See Method. Raises UserError for a label that the head does not have."""
+        config = setup.config
+        held_out = len(rows.validation.orders) if rows.validation else 0
+        orders = [order for order, _ in rows.stored]
+        first = len(orders) - held_out
+        values = [
+            label_values(order.store, config, "data.path" if i < first else "data.validation")
+            for i, order in enumerate(orders)
+        ]
+        columns = [SampleColumns(label_values=each) for each in values]
+        super().__init__(setup, rows.with_columns(columns), checkpoint)
+        self.counts = label_counts(np.concatenate(values[:first]), config)
+        """The number of training texts with each label; None for numbers."""
+        self.weight = class_weight(self.choice, config, self.counts)
+
+    def about(self) -> list[str]:
+        """Return a line on the labels, and one on those that hardly any text has."""
+        if self.counts is None:
+            return []
+        counts = dict(zip(self.setup.config.labels, self.counts.tolist(), strict=True))
+        shown = ", ".join(f"{name} {count:,.0f}" for name, count in [*counts.items()][:SHOWN])
+        more = f" … and {len(counts) - SHOWN:,} more" if len(counts) > SHOWN else ""
+        lines = [f"labels {shown}{more}"]
+        rare = [name for name, count in counts.items() if count < FEW]
+        if rare:
+            names = ", ".join(rare[:SHOWN])
+            lines.append(f"labels with fewer than {FEW} texts are hardly learnt: {names}")
+        return lines
+
+    def metric(self) -> MethodMetric:
+        config, dims = self.setup.config, self.setup.dims
+        if config.problem == REGRESSION:
+            return RegressionMetrics(dims)
+        return ClassMetrics(len(config.labels), config.problem, dims)
+
+    def step(self, parts: StepParts) -> ForwardBackward:
+        weight = None if self.weight is None else self.weight.to(self.setup.device)
+        return LabelForwardBackward(
+            *parts,
+            problem=self.setup.config.problem,
+            smoothing=self.choice.label_smoothing,
+            class_weight=weight,
+        )
+
+
+def label_counts(values: np.ndarray, config: ModelConfig) -> np.ndarray | None:
+    """Return the number of texts with each label, [labels] float64; None for numbers.
+
+    values: [samples, numbers], see label_values.
+    """
+    if config.problem == REGRESSION:
+        return None
+    if config.problem == MULTI:
+        return values.sum(0)
+    return np.bincount(values[:, 0].astype(int), minlength=config.scores).astype(np.float64)
+
+
+def class_weight(
+    choice: ObjectiveChoice, config: ModelConfig, counts: np.ndarray | None
+) -> Tensor | None:
+    """Return the weight of each label, [labels] float64, of objective.class_weights; None: all 1.
+
+    `balanced`: in inverse proportion to the number of texts with it, 1 for labels of equal numbers.
+    counts: see label_counts. Raises UserError.
+    """
+    chosen, labels = choice.class_weights, config.labels
+    if chosen is None:
+        return None
+    if chosen == "balanced" and counts is not None:
+        return torch.from_numpy(counts.sum() / (len(labels) * counts.clip(min=1)))
+    is_known = isinstance(chosen, dict) and counts is not None and {*chosen} <= {*labels}
+    if not isinstance(chosen, dict) or not is_known:
+        reason = f"is neither balanced nor weights of labels, which are: {', '.join(labels)}"
+        raise UserError("the weights cannot be used", [Problem("objective.class_weights", reason)])
+    return torch.tensor([float(chosen.get(label, 1)) for label in labels], dtype=torch.float64)

@@ -1,0 +1,144 @@
+"""The labels of texts: their names, found in the data or in a model's folder, and their numbers."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.data.records.flags import number_of
+from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
+
+SINGLE, MULTI, REGRESSION = (
+    "single_label_classification",
+    "multi_label_classification",
+    "regression",
+)
+"""transformers' names for one label of several, any number of them, and numbers."""
+PROBLEMS = {"single": SINGLE, "multi": MULTI, "regression": REGRESSION}
+"""The values of objective.problem but `auto`."""
+
+
+def labelled(
+    config: ModelConfig, choice: ObjectiveChoice, stores: Sequence[TokenStore]
+) -> ModelConfig:
+    """Return the architecture with a head for the labels of the training data.
+
+    The order of the labels is that of objective.labels, else of the model's own head, else they are
+    sorted. stores: of the training data; empty in a rehearsal. Raises UserError.
+    """
+    if not stores:
+        return config if config.scores else config.with_labels(tuple(choice.labels) or ONE_LABEL)
+    values = [json.loads(text) for text in dict.fromkeys(_texts(stores))]
+    problem = PROBLEMS.get(choice.problem) or config.problem or problem_of(values)
+    names = tuple(choice.labels) or config.labels or names_in(values, problem)
+    if problem == SINGLE and len(names) < 2:
+        given = f"all texts have the label {names[0]!r}" if names else "there are no labels"
+        raise UserError("there is nothing to learn", [Problem("objective.labels", given)])
+    return config.with_labels(names, problem)
+
+
+def names_in(values: Sequence[Any], problem: str) -> tuple[str, ...]:
+    """Return the labels in the data, sorted. values: the different labels of texts."""
+    if problem != REGRESSION:
+        return tuple(sorted({name_of(one) for value in values for one in listed(value)}, key=rank))
+    width = max(len(listed(value)) for value in values)
+    return ONE_LABEL if width == 1 else tuple(f"LABEL_{i}" for i in range(width))
+
+
+def problem_of(values: Sequence[Any]) -> str:
+    """Return what labels are: lists: any number of them; fractions: numbers; else one of several.
+
+    values: the different labels of texts.
+    """
+    if any(isinstance(value, list) for value in values):
+        return MULTI
+    if any(isinstance(value, float) and not value.is_integer() for value in values):
+        return REGRESSION
+    return SINGLE
+
+
+def label_values(store: TokenStore, config: ModelConfig, key: str) -> np.ndarray:
+    """Return the numbers of each text's label: [samples, numbers] float64.
+
+    They are the number of its label; for any number of labels a 1 for each that it has; or its own
+    numbers. key: of the configuration that names the data. Raises UserError for a label that the
+    head does not have.
+    """
+    numbers = {name: number for number, name in enumerate(config.labels)}
+    known: dict[str, list[float]] = {}
+    rows = []
+    for sample, text in enumerate(_texts([store])):
+        if text not in known:
+            values = listed(json.loads(text))
+            row = _row(values, numbers, config.problem)
+            if row is None:
+                raise _unknown(values, config, f"{key}: {store.where(sample)}")
+            known[text] = row
+        rows.append(known[text])
+    return np.array(rows, np.float64)
+
+
+def _row(values: list[Any], numbers: dict[str, int], problem: str) -> list[float] | None:
+    """Return the numbers of a label; None if the head does not have it."""
+    if problem == REGRESSION:
+        read = [number_of(value) for value in values]
+        is_whole = None not in read and len(read) == len(numbers)
+        return [float(number) for number in read] if is_whole else None
+    places = [_place(value, numbers) for value in values]
+    if None in places or (problem == SINGLE and len(places) != 1):
+        return None
+    if problem == SINGLE:
+        return [float(place) for place in places if place is not None]
+    return [float(place in places) for place in range(len(numbers))]
+
+
+def _place(value: Any, numbers: dict[str, int]) -> int | None:
+    """Return the number of a label, by its name or, for a whole number without one, itself."""
+    name = name_of(value)
+    if name in numbers:
+        return numbers[name]
+    is_number = type(value) is int and 0 <= value < len(numbers)
+    return value if is_number else None
+
+
+def _unknown(values: list[Any], config: ModelConfig, where: str) -> UserError:
+    shown = ", ".join(map(str, values))
+    if config.problem == REGRESSION:
+        reason = f"is {shown}, and a label is {len(config.labels)} numbers"
+    else:
+        reason = f"is {shown}, and the head has the labels {', '.join(config.labels)}"
+        many = "" if config.problem == MULTI else " and one for each text"
+        reason += (
+            f"{many}.\nThey are those of the training data, of the folder that training begins"
+        )
+        reason += " with, or  objective.labels=[…]"
+    return UserError("a label is not known", [Problem(where, reason)])
+
+
+def name_of(value: Any) -> str:
+    """Return the name of a label that is a word or a number."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def rank(name: str) -> tuple[float, str]:
+    """Return the sort key of a label: numbers first, by their value."""
+    number = number_of(name)
+    return (np.inf if number is None else float(number), name)
+
+
+def listed(value: Any) -> list[Any]:
+    """Return the labels of a text as a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def _texts(stores: Sequence[TokenStore]) -> Iterator[str]:
+    """Yield the label of each sample, as JSON."""
+    for store in stores:
+        assert store.labels is not None
+        yield from map(store.labels.text, range(len(store)))

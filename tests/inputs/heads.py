@@ -1,0 +1,48 @@
+"""Data for heads that give texts numbers, and the gradients of a run's first step."""
+
+import json
+
+from safetensors.torch import load_file
+
+WORDS = {"fruit": "apple pear plum", "grain": "rye oats rice", "root": "beet leek yam"}
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def words(i, label):
+    """A few words of a label, of different lengths."""
+    known = WORDS[label].split()
+    return " ".join(known[(i + j * j) % 3] for j in range(1 + i % 4)) + "." * (i % 3)
+
+
+def write_classes(folder):
+    """Write texts with one label, with several, and with a number."""
+    names = [*WORDS]
+    labels = [names[i * i % 7 % 3] for i in range(24)]
+    texts = [words(i, label) for i, label in enumerate(labels)]
+    one = [{"text": t, "label": label} for t, label in zip(texts, labels, strict=True)]
+    write_rows(folder / "classes.jsonl", one)
+    some = [{**row, "label": [row["label"], names[i % 3]][: i % 3]} for i, row in enumerate(one)]
+    write_rows(folder / "several.jsonl", some)
+    write_rows(folder / "numbers.jsonl", [{**row, "label": len(row["text"]) / 8} for row in one])
+
+
+STEP = [
+    "optim=sgd", "optim.momentum=0", "optim.nesterov=false", "optim.weight_decay=0", "optim.lr=1",
+    "optim.grad_clip=null", "schedule=constant", "schedule.warmup_steps=0", "train.steps=1",
+    "batch.rows=16", "batch.seq_len=96", "checkpoint.export_hf=true",
+]  # fmt: skip
+"""One step over all of the data, by a plain update: its gradient is what the weights lose."""
+
+
+def weights(run):
+    return load_file(run.folder / "hf" / "model.safetensors")
+
+
+def gradients(before, run):
+    """Return the gradient of each weight in the only step of a run that began with `before`."""
+    start, end = weights(before), weights(run)
+    assert start.keys() == end.keys()
+    return {name: start[name] - end[name] for name in start}

@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.atomic_files import write_json
+from fsdp_trainer.checkpoint.sentence_files import write_sentence_files
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
 
@@ -20,11 +21,13 @@ def write_hf_assets(
     chat_template: dict[str, str] | None,
     dtype: str,
     source: Path | None,
+    prompts: dict[str, str] | None = None,
 ) -> None:
     """Write config.json, generation_config.json, files of tokenizer and images, and the template.
 
     chat_template: texts by name, in place of the tokenizer's own.
-    source: the folder that the model came from, whose generation_config.json is kept.
+    source: the folder that the model came from, whose generation_config.json is kept. prompts: of
+    an embedding model, by the kind of text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stop_ids = sorted(tokenizer.stop_ids, key=lambda i: (i != tokenizer.eos_id, i))
@@ -35,6 +38,8 @@ def write_hf_assets(
     for file in filter(Path.is_file, copied):
         shutil.copyfile(file, folder / file.name)
     write_json(folder / "generation_config.json", generation_settings(tokenizer, stop_ids, source))
+    if config.pooling:
+        write_sentence_files(folder, config, prompts or {})
     tokenizer.save(folder, chat_template)
 
 

@@ -43,6 +43,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
 )
 from fsdp_trainer.checkpoint.model_card import write_model_card
 from fsdp_trainer.checkpoint.origin import ORIGIN, identity, merged_into, origin, read_origin
+from fsdp_trainer.checkpoint.sentence_files import MODULES
 from fsdp_trainer.checkpoint.unread_tensors import Carried, carry, notes_on
 from fsdp_trainer.config.other_tools.other_weights import kind_of_weights
 from fsdp_trainer.config.paths import (
@@ -189,6 +190,9 @@ def copy_assets(source: Path, out: Path) -> None:
             for file in folder.glob(pattern):
                 if file.name not in NOT_COPIED and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, out / file.name)
+        for name in filter(None, MODULES):  # of an embedding model
+            if (folder / name).is_dir():
+                shutil.copytree(folder / name, out / name, dirs_exist_ok=True)
 
 
 def record(source: Path, dtype: str | None, merge_into: str) -> dict[str, Any]:

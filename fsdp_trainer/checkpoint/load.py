@@ -41,8 +41,10 @@ def load_model(
     if checkpoint:
         require_undamaged(checkpoint)
     config = model_config(Path(path).expanduser(), implementation)
-    if config.scores != scores:
-        kind = "a model of scores, which writes no text" if config.scores else "a language model"
+    if not (config.scores == 1 if scores else config.predicts):
+        kind = "a language model"
+        if not config.predicts:
+            kind = "a model of scores or embeddings, which writes no text"
         use = "one trained with  objective=reward" if scores else "the model that it began with"
         raise UserError(
             "the model has another head", [Problem(str(path), f"is {kind}.\nUse  {use}")]

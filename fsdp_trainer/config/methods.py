@@ -25,7 +25,8 @@ class ObjectiveChoice:
         "`simpo`, `orpo`: losses of preference pairs; `kto`: of answers labelled good or bad; "
         "`reward`: a reward model from pairs; `grpo`: the model's own answers to prompts, by "
         "their rewards; `distil`: a teacher's probabilities; `classify`: a classifier of labelled "
-        "texts; or an objective that your own code registers (--import)",
+        "texts; `embed`: embeddings of queries and documents; or an objective that your own code "
+        "registers (--import)",
     )
     beta: float = key(
         0.1,
@@ -122,9 +123,9 @@ class ObjectiveChoice:
     temperature: float = key(
         1.0,
         "grpo: temperature of sampling, also applied to the logits in training; distil: of both "
-        "models' logits before they are compared",
+        "models' logits before they are compared; embed: divides similarities, 0.05 there",
         above=0,
-        used_by=("grpo", "distil"),
+        used_by=("grpo", "distil", "embed"),
     )
     answer_rows: int = key(
         64,
@@ -274,6 +275,39 @@ class ObjectiveChoice:
         used_by=("classify",),
     )
 
+    comparison: str = key(
+        "infonce",
+        "embed: `infonce`: each query's document among all of a step; of data with scores:"
+        " `cosent`: pairs that are more alike than others; `margin_mse`, `kl`: a teacher's scores",
+        choices=("infonce", "cosent", "margin_mse", "kl"),
+        used_by=("embed",),
+    )
+    symmetric: bool = key(
+        False,
+        "embed: half of infonce is that of each document's query among all queries",
+        used_by=("embed",),
+    )
+    false_negatives: float | None = key(
+        None,
+        "embed: documents that are more similar to a query than its own positive one, by more than"
+        " this, are not compared with it; null: only those with the same text are not",
+        used_by=("embed",),
+    )
+    widths: list[int] = key(
+        [],
+        "embed: the first so many numbers of an embedding are trained to be one by themselves"
+        " (Matryoshka), as [1024, 256, 64]; []: the whole alone",
+        minimum=1,
+        used_by=("embed",),
+    )
+    pooling: str = key(
+        "last",
+        "embed: the state that embeds a text: of its `last` token, of its first (`cls`), or the"
+        " `mean` of all",
+        choices=("last", "mean", "cls"),
+        used_by=("embed",),
+    )
+
     @property
     def samples_elsewhere(self) -> bool:
         """True if tokens are sampled by other weights or other code than those that train."""
@@ -321,7 +355,7 @@ class MethodSpec:
     about progress; "" for a method without metrics of its own.
     """
 
-    reads: Literal["single", "pairs", "unpaired", "prompts", "labelled"] = "single"
+    reads: Literal["single", "pairs", "unpaired", "prompts", "labelled", "queries"] = "single"
     second: Literal["teacher", "reference"] | None = None
     scores: bool = False
     extra_forwards: int = 0
@@ -411,6 +445,15 @@ def whole_answers(compared: str, smoothing: str) -> tuple[Refused, ...]:
 
 OF_PAIRS = whole_answers("both answers of a pair", "Pairs have  objective.label_smoothing")
 OF_TEXTS = whole_answers("whole texts", "Texts have  objective.label_smoothing")
+OF_EMBEDDINGS = (
+    *whole_answers("whole texts", "Use  0"),
+    Refused(
+        "replicas.method",
+        is_other_than("none"),
+        "all texts of a step are compared, which groups of ranks divide.\n"
+        "Use  replicas.method=none",
+    ),
+)
 OF_SCORES = (
     Refused(
         "sharding.tensor",
@@ -519,6 +562,14 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_TEXTS, *OF_SCORES),
         title="Classification",
         main_metric="accuracy",
+    ),
+    "embed": MethodSpec(
+        "queries",
+        scores=True,
+        extra_forwards=1,
+        refused=(*OF_EMBEDDINGS, *OF_SCORES),
+        title="Embeddings",
+        main_metric="mrr",
     ),
 }
 

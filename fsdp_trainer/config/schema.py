@@ -472,6 +472,11 @@ class Data:
         None,
         "the meaning of columns, e.g. {prompt: question, completion: answer}; null: detected",
     )
+    prompts: dict[str, str] | None = key(
+        None,
+        "objective=embed: texts before each query and each document, as {query: 'query: ',"
+        " document: 'passage: '}; exports name them; null: none",
+    )
     end_of_text: str | int | None = key(
         None,
         "the token, or its number, between documents of a token file that does not list them; "

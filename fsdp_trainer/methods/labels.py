@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -111,9 +112,9 @@ def _unknown(values: list[Any], config: ModelConfig, where: str) -> UserError:
         reason = f"is {shown}, and a label is {len(config.labels)} numbers"
     else:
         reason = f"is {shown}, and the head has the labels {', '.join(config.labels)}"
-        many = "" if config.problem == MULTI else " and one for each text"
+        rule = "" if config.problem == MULTI else " and one for each text"
         reason += (
-            f"{many}.\nThey are those of the training data, of the folder that training begins"
+            f"{rule}.\nThey are those of the training data, of the folder that training begins"
         )
         reason += " with, or  objective.labels=[…]"
     return UserError("a label is not known", [Problem(where, reason)])
@@ -142,3 +143,20 @@ def _texts(stores: Sequence[TokenStore]) -> Iterator[str]:
     for store in stores:
         assert store.labels is not None
         yield from map(store.labels.text, range(len(store)))
+
+
+def text_values(stores: Sequence[TokenStore]) -> list[np.ndarray]:
+    """Return each text's score, NaN without one, and equal numbers for equal texts.
+
+    They are [samples, 2] float64 for each store. A text's score is its label.
+    """
+    known: dict[bytes, int] = {}
+    values = []
+    for store in stores:
+        scores = [json.loads(text) for text in _texts([store])]
+        tokens = (store.read(sample)[0].tobytes() for sample in range(len(store)))
+        same = [
+            known.setdefault(blake2b(each, digest_size=12).digest(), len(known)) for each in tokens
+        ]
+        values.append(np.stack([np.array(scores, np.float64), np.array(same, np.float64)], 1))
+    return values

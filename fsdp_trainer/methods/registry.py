@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fsdp_trainer.methods.classification import LabelMethod
 from fsdp_trainer.methods.distillation import DistillationMethod
+from fsdp_trainer.methods.embedding import EmbeddingMethod
 from fsdp_trainer.methods.kto import KtoMethod
 from fsdp_trainer.methods.method import Method
 from fsdp_trainer.methods.policy_gradient import PolicyGradientMethod
@@ -22,6 +23,7 @@ CLASSES: dict[str, type[Method]] = {
     "grpo": PolicyGradientMethod,
     "distil": DistillationMethod,
     "classify": LabelMethod,
+    "embed": EmbeddingMethod,
 }
 
 

@@ -84,7 +84,7 @@ class RewardModel:
         for numbers, rows in packed_rows(texts):
             length = rows.tokens.shape[1]
             assembler = Assembler(
-                length, 1, 1, 0, 1, self.device, number_documents=True, last_tokens=True
+                length, 1, 1, 0, 1, self.device, number_documents=True, pooling="last"
             )
             batch = assembler.assemble(rows)
             by_text = self.model(batch).scores.numbers[: len(numbers), 0]

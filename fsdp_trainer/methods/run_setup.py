@@ -77,4 +77,7 @@ class RunSetup:
         as_it_came = inputs.tokenizer.chat_templates and not chosen
         template = None if as_it_came else inputs.template.exported
         dtype = state["dtypes"]["default"]
-        write_hf_assets(folder / "hf", self.config, inputs.tokenizer, template, dtype, source)
+        prompts = cfg.data.prompts
+        write_hf_assets(
+            folder / "hf", self.config, inputs.tokenizer, template, dtype, source, prompts
+        )

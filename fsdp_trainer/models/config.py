@@ -55,7 +55,7 @@ LOGARITHMS = {"yarn": ("rope_theta",), "longrope": ("original_max_position_embed
 LISTS_OF_FACTORS = ("short_factor", "long_factor")
 MOST_FACTOR = 2**50
 """The largest number in a description of RoPE."""
-LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+LANGUAGE_MODEL, CLASSIFIER, BARE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
 """Suffixes of transformers' class names; a reward model is a classifier with one label."""
 ONE_LABEL = ("score",)
 """The labels of a model that gives a text one score."""
@@ -276,6 +276,9 @@ class ModelConfig:
     """Names of the scores that the head returns in place of logits; empty: a language model."""
     problem: str = ""
     """What the labels of a classifier are: a value of config.json's problem_type; "": not known."""
+    pooling: str = ""
+    """The states of a text that are its embedding: last, mean or cls; "": it is no embedding model.
+    """
     by_transformers: bool = False
     """True: transformers' own class computes the model, False: `models.decoder`."""
     counted: tuple[int, int] = (0, 0)
@@ -329,6 +332,15 @@ class ModelConfig:
         """Number of scores that the head gives a text; 0 for a language model."""
         return len(self.labels)
 
+    @property
+    def predicts(self) -> bool:
+        """True for a language model: its head makes logits."""
+        return not (self.labels or self.pooling)
+
+    def with_pooling(self, pooling: str) -> "ModelConfig":
+        """Return this architecture without a head: the last states embed texts."""
+        return replace(self, pooling=pooling, labels=(), problem="", tie_word_embeddings=False)
+
     def with_labels(self, labels: tuple[str, ...] = ONE_LABEL, problem: str = "") -> "ModelConfig":
         """Return this architecture with a head that returns a score of each label, not logits."""
         return replace(self, labels=labels, problem=problem, tie_word_embeddings=False)
@@ -340,6 +352,8 @@ class ModelConfig:
         if self.by_transformers:
             name = str((self.source.get("architectures") or [""])[0])
             name = name.replace("LMHeadModel", LANGUAGE_MODEL)
+        if self.pooling:
+            return name.replace(LANGUAGE_MODEL, BARE_MODEL)
         return name.replace(LANGUAGE_MODEL, CLASSIFIER) if self.scores else name
 
     def dense_stand_in(self) -> "ModelConfig":
@@ -485,7 +499,7 @@ class ModelConfig:
             return self.counted[active]
         hidden = self.hidden_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
-        if self.scores:
+        if not self.predicts:
             embeddings = (self.vocab_size + self.scores) * hidden
         mixers = self.num_hidden_layers * (self._mixer_parameters() + self._norm_parameters())
         fed = sum(self._feed_forward_parameters(kind, active) for kind in self.feed_forwards)
@@ -564,6 +578,8 @@ class ModelConfig:
         if config.parameters() > MOST_PARAMETERS:
             problem = Problem(str(path), f"describes {config.parameters():.1e} parameters")
             raise UserError("there is no model of this size", [problem])
+        if is_embedding(raw):
+            return config.with_pooling(stored_pooling(Path(folder)))
         return config.with_labels(*stored_labels(raw)) if is_classifier(raw) else config
 
     def to_hf(
@@ -862,6 +878,29 @@ def is_classifier(raw: Json) -> bool:
     return isinstance(names, list) and str(next(iter(names), "")).endswith(CLASSIFIER)
 
 
+def is_embedding(raw: Json) -> bool:
+    """Return True for a model without a head, whose last states are its results."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and str(next(iter(names), "")).endswith(BARE_MODEL)
+
+
+POOLING = "1_Pooling/config.json"
+"""The file of sentence-transformers that says how a text's states become its embedding."""
+POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
+"""Our names of sentence-transformers' ways, by the ends of their keys; newer versions have a value,
+without what follows the underscore."""
+
+
+def stored_pooling(folder: Path) -> str:
+    """Return how a folder's model pools, if it is named there and known here, else `last`."""
+    if not (folder / POOLING).is_file():
+        return "last"
+    raw = read_config_file(folder / POOLING)
+    named = [own for key, own in POOLINGS.items() if raw.get(f"pooling_mode_{key}")]
+    newer = {key.partition("_")[0]: own for key, own in POOLINGS.items()}
+    return named[0] if named else newer.get(str(raw.get("pooling_mode")), "last")
+
+
 def stored_labels(raw: Json) -> tuple[tuple[str, ...], str]:
     """Return the labels of a classifier's config.json in the order of its scores, and its problem.
 
@@ -976,7 +1015,8 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     """Yield a problem for each well-formed value that the decoder does not support."""
     architectures = raw.get("architectures") or [spec.architecture]
     classifier = spec.architecture.replace(LANGUAGE_MODEL, CLASSIFIER)
-    if architectures not in ([spec.architecture], [classifier]):
+    bare = spec.architecture.replace(LANGUAGE_MODEL, BARE_MODEL)
+    if architectures not in ([spec.architecture], [classifier], [bare]):
         name = spec.architecture
         own = f'If its weights are there, write  "architectures": ["{name}"]  {IN_A_COPY}'
         yield Problem(f"architectures={architectures}", f"only {name} is trained\n{own}")

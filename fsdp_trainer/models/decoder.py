@@ -18,7 +18,7 @@ from fsdp_trainer.models.balance import Balance, Balancing
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.families import LATENT
 from fsdp_trainer.models.feed_forward import MLP
-from fsdp_trainer.models.head import Head, Objective, ScoreHead, Scores
+from fsdp_trainer.models.head import Head, Objective, ScoreHead, Scores, StatesHead
 from fsdp_trainer.models.latent_attention import CosSin, LatentAttention
 from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.models.norm import RMSNorm
@@ -263,7 +263,7 @@ class Decoder(nn.Module):
             self.score = ScoreHead(config)
             self.__dict__["lm_head"] = self.score  # one module, by transformers' name
         else:
-            self.lm_head = Head(config)
+            self.lm_head = StatesHead(config) if config.pooling else Head(config)
         """None in a pipeline stage without the head, as are embedding and norm."""
         self.tie_weights()
         # True: RoPE of the blocks with a window; created in the first forward, not as buffers,

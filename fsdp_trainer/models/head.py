@@ -313,6 +313,25 @@ class ScoreHead(Head):
         return scored(numbers.float(), objective)
 
 
+class StatesHead(Head):
+    """No head: the hidden states are the results, of a model that embeds texts."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        del self.weight
+
+    @record_function("loss")
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        objective: Objective | None = None,
+        soft: SoftTargets | None = None,
+    ) -> Tensor | tuple[Tensor | None, Scores]:
+        """Return value and scores as `ScoreHead` does; without targets return the states."""
+        return hidden if targets is None else scored(hidden.float(), objective)
+
+
 def scored(numbers: Tensor, objective: Objective | None) -> tuple[Tensor | None, Scores]:
     """Return an objective's value and the scores of a model that predicts no tokens.
 

@@ -48,11 +48,13 @@ def trained_work(model: Decoder) -> TrainedWork:
         any_trained = any_trained or trained > 0
         reached.append(any_trained)
         weights += 2 * total + 2 * total * any_trained + 2 * trained
-    head = config.vocab_size * config.hidden_size
+    weight = getattr(model.lm_head, "weight", None)
+    head = config.vocab_size * config.hidden_size if weight is not None else 0
     norm, trained_norm = count_numbers(model.final_norm)
     any_trained = any_trained or trained_norm > 0
     weights += 2 * norm + 2 * norm * any_trained + 2 * trained_norm
-    weights += 2 * head + 2 * head * any_trained + 2 * head * model.lm_head.weight.requires_grad
+    is_trained = weight is not None and weight.requires_grad
+    weights += 2 * head + 2 * head * any_trained + 2 * head * is_trained
     return TrainedWork(weights, (1 + 2 * sum(reached) / len(reached)) / 3)
 
 

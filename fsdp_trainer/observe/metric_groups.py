@@ -112,6 +112,10 @@ TITLES = {
     "accuracy": Title("Texts whose labels are all right", is_share=True),
     "f1_macro": Title("F1 of the labels", "mean of the labels", is_share=True),
     "f1_micro": Title("F1 of the labels", "of all texts", is_share=True),
+    "mrr": Title("Mean reciprocal rank of the right document", is_share=True),
+    "recall_1": Title("Right documents among the first k", "k = 1", is_share=True),
+    "recall_10": Title("Right documents among the first k", "k = 10", is_share=True),
+    "ndcg_10": Title("NDCG of the first 10 documents", is_share=True),
     "absolute_error": Title("Mean absolute error"),
     "correlation": Title("Correlation with the data's numbers"),
 }

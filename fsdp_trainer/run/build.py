@@ -366,7 +366,7 @@ def batch_options(
         pad_to_multiple=cfg.data.pad_to_multiple,
         context=context_ranks(dims, method, config.windows),
         attention=attention,
-        last_tokens=cfg.objective.method.scores,
+        pooling=config.pooling or ("last" if config.scores else ""),
         number_documents=cfg.objective.compares_answers,
         images=images,
     )

@@ -10,7 +10,7 @@ from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
-from fsdp_trainer.data.records.labelled_texts import LABELLED
+from fsdp_trainer.data.records.labelled_texts import LABELLED, QUERIES
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -123,6 +123,11 @@ def with_head(
     the method trains on text.
     """
     method = choice.method
+    if method.reads == QUERIES:
+        if config.by_transformers:
+            reason = f"{method.title} are for the trainer's own decoder in this version"
+            raise UserError("transformers' class is not trained", [Problem("model", reason)])
+        return config.with_pooling(choice.pooling)
     if method.reads == LABELLED:
         return labelled(config, choice, stores)
     what = f"model.init_from={source}"
@@ -131,8 +136,9 @@ def with_head(
         raise UserError("the model has another head", [Problem(what, reason)])
     if method.scores:
         return config.with_labels()
-    if config.scores:
-        reason = "is a model of scores.\nUse  objective=reward  for one score, or  classify"
+    if not config.predicts:
+        uses = "objective=reward  for one score,  classify  for labels,  embed  for embeddings"
+        reason = f"is a model of scores or embeddings.\nUse  {uses}"
         raise UserError("the model writes no text", [Problem(what, reason)])
     return config
 

@@ -93,8 +93,9 @@ class BatchOptions:
     stages: number of pipeline stages of a group, each with ranks / groups · same_rows ranks.
     context: the ranks among which each row is divided; None: this rank holds complete rows.
     attention: a key of `LAYOUTS`. number_documents: True for an objective that is not a sum over
-    single tokens, see MicroBatch.documents. last_tokens: True for a model that scores documents:
-    only the last token of each document has a target. mark_tokens: see MicroBatch.token_share.
+    single tokens, see MicroBatch.documents. pooling: of a model that scores or embeds
+    documents, the tokens that have a target: `last`, `cls` (the first) or `mean` (all); "": as the
+    data says. mark_tokens: see MicroBatch.token_share.
     images: loads the images of rows; None for data without any.
     """
 
@@ -105,7 +106,7 @@ class BatchOptions:
     pad_to_multiple: int | None = None
     attention: str = "documents"
     number_documents: bool = False
-    last_tokens: bool = False
+    pooling: str = ""
     mark_tokens: bool = False
     same_rows: int = 1
     stages: int = 1
@@ -171,8 +172,8 @@ class Assembler(BatchOptions):
         if len(rows.documents) < self.micro_rows:
             given, rows = rows, Rows.empty(self.micro_rows, self.seq_len)
             rows.put(range(len(given.documents)), given)
-        if self.last_tokens:
-            rows = at_last_tokens(rows)
+        if self.pooling:
+            rows = at_pooled_tokens(rows, self.pooling)
         length = self.length(rows)
         layout = self.layout(rows.documents, length)
         own = layout.local_positions()
@@ -346,12 +347,13 @@ class Batches(RowBatches):
         return StepPlan(plan.step, first, stop, *totals, documents, of_all=plan)
 
 
-def at_last_tokens(rows: Rows) -> Rows:
-    """Return the rows with targets only at the last token of each document, which is scored."""
+def at_pooled_tokens(rows: Rows, pooling: str) -> Rows:
+    """Return the rows with targets at the tokens that are pooled. pooling: see BatchOptions."""
     labels, weights = np.full_like(rows.labels, -100), np.zeros_like(rows.weights)
     for row, documents in enumerate(rows.documents):
-        ends = np.cumsum(documents, dtype=np.int64) - 1
-        labels[row, ends], weights[row, ends] = 0, 1.0
+        ends = np.cumsum(documents, dtype=np.int64)
+        places = {"last": ends - 1, "cls": ends - documents, "mean": np.arange(sum(documents))}
+        labels[row, places[pooling]], weights[row, places[pooling]] = 0, 1.0
     return replace(rows, labels=labels, weights=weights)
 
 

@@ -130,6 +130,7 @@ def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
         require_whole(checkpoint)
     stored = stored_config(init_from, model.config)
     has_other_head = model.config.scores != stored.scores
+    has_other_head |= model.config.predicts != stored.predicts
     is_whole = not is_adapted(model) and not has_other_head
     if checkpoint and is_whole and not read_base(checkpoint).adapters:
         load_weights(model, checkpoint, {})
@@ -158,9 +159,9 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     """
     formats: dict[str, str] = {}
     config, stored = model.config, stored_config(source, model.config)
-    if config.scores and not stored.scores:
+    if stored.predicts and not config.predicts:
         tied = stored.tie_word_embeddings
-        config = replace(config, labels=(), tie_word_embeddings=tied)
+        config = replace(config, labels=(), pooling="", tie_word_embeddings=tied)
 
     is_derived = is_adapter(source) or find_checkpoint(source)
     if is_derived:

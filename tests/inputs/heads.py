@@ -29,10 +29,27 @@ def write_classes(folder):
     write_rows(folder / "numbers.jsonl", [{**row, "label": len(row["text"]) / 8} for row in one])
 
 
+def write_queries(folder):
+    """Write queries with one or two documents that answer them, and up to two others; scores."""
+    names = [f"{chr(97 + i)}{i * i}" for i in range(16)]
+    rows = [
+        {
+            "query": name * 2,
+            "positive": [name[::-1], f"{name}!"][: 1 + i % 2],
+            "negatives": [f"no {name}", f"{name}?"][: i % 3],
+        }
+        for i, name in enumerate(names)
+    ]
+    write_rows(folder / "queries.jsonl", rows)
+    pairs = [{"sentence1": n, "sentence2": n[1:] + n, "score": i % 5} for i, n in enumerate(names)]
+    write_rows(folder / "alike.jsonl", pairs)
+
+
 STEP = [
     "optim=sgd", "optim.momentum=0", "optim.nesterov=false", "optim.weight_decay=0", "optim.lr=1",
     "optim.grad_clip=null", "schedule=constant", "schedule.warmup_steps=0", "train.steps=1",
-    "batch.rows=16", "batch.seq_len=96", "checkpoint.export_hf=true",
+    "batch.rows=64", "batch.across_epochs=false", "batch.micro_rows=1", "batch.seq_len=96",
+    "checkpoint.export_hf=true",
 ]  # fmt: skip
 """One step over all of the data, by a plain update: its gradient is what the weights lose."""
 

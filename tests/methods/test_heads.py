@@ -6,14 +6,19 @@ import pytest
 import torch
 from heads import STEP, WORDS, gradients
 from peft import AutoPeftModelForSequenceClassification
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
+
+COSENT = "objective.comparison=cosent"
 KINDS = {"classes": "single_label", "several": "multi_label", "numbers": "regression"}
 PLAIN = ["model.init_from=RUN(plain)", "objective=classify"]
 
 
 def run_of(ledger, kind, *more, ranks=1):
-    words = [*PLAIN, *STEP, "batch.micro_rows=2", f"data.path=DATA/{kind}.jsonl", *more]
+    objective = "embed" if kind in ("queries", "alike") else "classify"
+    words = [PLAIN[0], f"objective={objective}", *STEP, f"data.path=DATA/{kind}.jsonl", *more]
     return ledger.run(words=words, ranks=ranks)
 
 
@@ -56,21 +61,67 @@ def test_classes_have_transformers_loss_and_gradients(ledger, kind):
     assert_equal(gradients(start, run), expected)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        (2, ""),
-        (4, "batch.micro_rows=1"),
-        (2, "sharding.context=2"),
-        (1, "data.packing=none batch.rows=24"),
-    ],
-)
-def test_the_step_is_the_same_on_any_ranks(ledger, ranks, words):
-    """However rows are shared, packed and cut."""
-    start = run_of(ledger, "classes", "optim.lr=1e-9")
-    one, other = run_of(ledger, "classes"), run_of(ledger, "classes", *words.split(), ranks=ranks)
-    assert one.column("loss") == pytest.approx(other.column("loss"), rel=1e-6)
+SHARED = {
+    "two ranks": (2, "batch.micro_rows=2"),
+    "four ranks": (4, ""),
+    "ranks that split rows": (2, "sharding.context=2"),
+    "unpacked": (1, "data.packing=none batch.micro_rows=8"),
+}
+MEAN = "objective.pooling=mean objective.symmetric=true"
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize(("kind", "words"), [("classes", ""), ("queries", MEAN), ("alike", COSENT)])
+def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, shared):
+    ranks, share = SHARED[shared]
+    start = run_of(ledger, kind, *words.split(), "optim.lr=1e-9")
+    one = run_of(ledger, kind, *words.split())
+    other = run_of(ledger, kind, *words.split(), *share.split(), ranks=ranks)
+    assert one.column("objective") == pytest.approx(other.column("objective"), rel=1e-6)
     assert_equal(gradients(start, other), gradients(start, one))
+
+
+def embedded(model, tokenizer, rows, pooling):
+    """The normalised embeddings of the queries and documents of rows, and their groups."""
+    texts = [
+        (group, kind, text)
+        for group, row in enumerate(rows)
+        for kind, name in enumerate(["query", "positive", "negatives"])
+        for text in ([row[name]] if name == "query" else row[name])
+    ]
+    vectors = []
+    for _, _, text in texts:
+        states = model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0]
+        vectors.append(states.mean(0) if pooling == "mean" else states[-1])
+    groups, kinds = (torch.tensor([text[i] for text in texts]) for i in range(2))
+    return torch.nn.functional.normalize(torch.stack(vectors).double(), dim=1), groups, kinds
+
+
+@pytest.mark.parametrize("words", ["", MEAN])
+def test_queries_are_compared_with_all_documents_of_the_step(ledger, words):
+    """The textbook's loss, over a step of several micro-batches, by transformers' model."""
+    start = run_of(ledger, "queries", *words.split(), "optim.lr=1e-9")
+    folder = start.folder / "hf"
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pooling = "mean" if words else "last"
+    vectors, groups, kinds = embedded(model, tokenizer, rows_of(ledger, "queries"), pooling)
+    logits = vectors[kinds == 0] @ vectors[kinds > 0].T / 0.05
+    of_document, is_positive = groups[kinds > 0], kinds[kinds > 0] == 1
+    losses, turned = [], []
+    for query, row in enumerate(logits):
+        own = (of_document == query) & is_positive
+        others = row[~own].exp().sum()
+        losses.append((-(row.exp() / (row.exp() + others)).log())[own].mean())
+        turned.append(-logits.log_softmax(0)[query, own].mean())
+    loss = torch.stack(losses).mean()
+    loss = (loss + torch.stack(turned).mean()) / 2 if words else loss
+    assert start.column("loss") == pytest.approx([loss.item()], rel=1e-6)
+    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    loss.backward()
+    run = run_of(ledger, "queries", *words.split(), f"model.init_from={folder}")
+    named = {f"model.{name}": p.grad for name, p in model.named_parameters()}
+    assert_equal(gradients(start, run), named)
 
 
 def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger, tmp_path):
@@ -117,3 +168,35 @@ def test_labels_that_the_head_does_not_have_are_refused(ledger, train, tmp_path)
             code=2,
         ).err
     )
+
+
+def test_losses_are_those_of_sentence_transformers():
+    """The same vectors have the same losses and gradients there, if it is installed."""
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    torch.manual_seed(0)
+    columns = [torch.randn(8, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    normal = [torch.nn.functional.normalize(each, dim=1) for each in columns]
+    scores = torch.randn(8, 2, dtype=torch.float64)
+    margins = scores[:, :1] - scores[:, 1:]
+    model = torch.nn.Module()  # is not called
+    cases = {
+        "infonce": (losses.MultipleNegativesRankingLoss(model), 3, None),
+        "cosent": (losses.CoSENTLoss(model), 2, scores[:, 0]),
+        "margin_mse": (losses.MarginMSELoss(model), 3, margins[:, 0]),
+    }
+    for comparison, (theirs, count, labels) in cases.items():
+        expected = theirs.compute_loss_from_embeddings(normal[:count], labels)
+        if comparison == "infonce":
+            cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3)
+            parts = [[*each.split(3)] for each in normal]
+            assert cached.calculate_loss(parts).item() == pytest.approx(expected.item(), rel=1e-6)
+        vectors = torch.stack(normal[:count], 1).flatten(0, 1)
+        of_texts = torch.nn.functional.pad(scores[:, : count - 1], (1, 0), value=torch.nan)
+        kinds = torch.arange(count).repeat(8)
+        texts = StepTexts(vectors, kinds, of_texts.flatten(), torch.arange(8.0 * count))
+        ours = loss_of_texts(texts, ObjectiveChoice(comparison=comparison, temperature=0.05)) / 8
+        assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
+        both = [
+            torch.autograd.grad(each, columns[0], retain_graph=True)[0] for each in (ours, expected)
+        ]
+        assert torch.allclose(*both, rtol=1e-6, atol=1e-9)

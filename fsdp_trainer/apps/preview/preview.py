@@ -172,7 +172,8 @@ def build_page(
 def title_of(store: TokenStore, sample: int) -> str:
     """Return FILE:LINE of a sample, with its kind, side or number if its line has several."""
     if store.kinds is not None:
-        return f"{store.where(sample)} ({KIND_NAMES[store.kinds[sample]]})"
+        names = KIND_NAMES if store.labels is None else TEXT_NAMES
+        return f"{store.where(sample)} ({names[store.kinds[sample]]})"
     if store.group_starts is not None:
         return f"{store.where(sample)} ({SIDES[not store.group_starts[sample]]})"
     number, count = store.number_in_line(sample)
@@ -218,6 +219,8 @@ def build_stream_page(
 
 KIND_NAMES = ("good", "bad", "mismatched")
 """Names of the kinds of samples.py."""
+TEXT_NAMES = ("query", "positive", "negative")
+"""Names of the kinds of labelled_texts.py."""
 QUANTILES = (("shortest", 0), ("median", 50), ("90%", 90), ("99%", 99), ("longest", 100))
 NO_MARKERS = (
     "the chat template does not mark what the assistant says by {% generation %}",
@@ -258,6 +261,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
     """Return (name, value) of statistics about preference pairs; empty if there are no pairs."""
+    stores = [store for store in stores if store.labels is None]
     unpaired = [store for store in stores if store.kinds is not None]
     paired = [store for store in stores if store.group_starts is not None]
     if unpaired:

@@ -119,7 +119,7 @@ def export_adapter(
     }
     with complete_folder(out) as partial:
         for file in (checkpoint / "hf").iterdir():
-            if file.name not in NOT_COPIED:
+            if file.name not in NOT_COPIED and file.is_file():
                 shutil.copyfile(file, partial / file.name)
         write_json(partial / ADAPTER_CONFIG, files.config)
         of_base = {

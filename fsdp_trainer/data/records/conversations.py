@@ -18,8 +18,10 @@ from fsdp_trainer.data.records.flags import (
 from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.labelled_texts import (
     LABELLED,
+    QUERIES,
     LabelledTexts,
     read_labelled_text,
+    read_query,
 )
 from fsdp_trainer.data.records.messages import (
     LISTS,
@@ -646,6 +648,7 @@ READERS: dict[str, Callable[[Values], Readable]] = {
     "prompt_completion": partial(_read_answer, prompt="prompt", completion="completion"),
     "text": _read_document,
     LABELLED: read_labelled_text,
+    QUERIES: read_query,
 }
 
 

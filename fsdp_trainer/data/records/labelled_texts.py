@@ -1,4 +1,4 @@
-"""Reads rows of texts that a head gives numbers to: texts with labels.
+"""Reads rows of texts that a head gives numbers to: texts with labels, queries with documents.
 
 A text is encoded as the tokenizer itself does, without a chat template.
 """
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.records.flags import parsed, shown_value
+from fsdp_trainer.data.records.flags import number_of, parsed, shown_value
+from fsdp_trainer.data.records.messages import text_of
 from fsdp_trainer.data.records.record_values import Values
 
-LABELLED = "labelled"
-"""Kind of training data, and the format of its rows: a text, or two, with its labels."""
+LABELLED, QUERIES = "labelled", "queries"
+"""Kinds of training data, and the formats of their rows: a text, or two, with its labels; a query
+with documents that answer it, and others."""
+QUERY, POSITIVE, NEGATIVE = range(3)
+"""Kinds of the texts of a query, as in samples.py."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,41 @@ def read_labelled_text(values: Values) -> LabelledTexts:
             )
     text = LabelledText(values.text("text"), second, json.dumps(label, ensure_ascii=False))
     return LabelledTexts([text], values.where)
+
+
+def read_query(values: Values) -> LabelledTexts:
+    """Return a query, its positive and then its negative documents, with their scores if any.
+
+    Raises RecordError without a positive document, or if there are not as many scores as documents.
+    """
+    positives, negatives = (texts_of(values, name) for name in ("positive", "negative"))
+    if not positives:
+        raise RecordError(f"{values.name('positive')!r} holds no text")
+    scores = parsed_list(values["score"])
+    scores = scores if isinstance(scores, list) else [scores] * (scores is not None)
+    documents = [*positives, *negatives]
+    if scores and len(scores) != len(documents):
+        raise RecordError(
+            f"{values.name('score')!r} has {len(scores)} scores, for {len(documents)} documents"
+        )
+    numbers = [number_of(score) for score in scores] or [None] * len(documents)
+    if scores and None in numbers:
+        raise RecordError(f"{values.name('score')!r} is not a number: {shown_value(scores)}")
+    kinds = [POSITIVE] * len(positives) + [NEGATIVE] * len(negatives)
+    texts = [LabelledText(values.text("query"), None, "NaN", QUERY)]
+    for text, number, kind in zip(documents, numbers, kinds, strict=True):
+        label = "NaN" if number is None else json.dumps(float(number))
+        texts.append(LabelledText(text, None, label, kind))
+    return LabelledTexts(texts, values.where)
+
+
+def texts_of(values: Values, meaning: str) -> list[str]:
+    """Return a column that holds a text or a list of texts; [] if there is none."""
+    value = parsed_list(values[meaning])
+    if value is None:
+        return []
+    name = values.name(meaning)
+    return [text_of(text, name) for text in (value if isinstance(value, list) else [value])]
 
 
 def parsed_list(value: Any) -> Any:

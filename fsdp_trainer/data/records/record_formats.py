@@ -184,6 +184,11 @@ def is_segments(value: Any) -> bool:
     return bool(_every(value, (dict,))) and all("text" in s and "label" in s for s in value)
 
 
+def is_text_or_list(value: Any) -> bool:
+    """Return True for a string or a list of strings, perhaps empty."""
+    return isinstance(value, str) or value == [] or _every(value, (str,))
+
+
 def _every(value: Any, types: tuple[type, ...]) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, types) for v in value)
 
@@ -301,9 +306,32 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         ),
         "second": Meaning(("text_pair", "sentence2", "hypothesis"), is_text),
     },
+    "queries": {
+        "query": Meaning(
+            ("query", "anchor", "sentence1", "text1", "premise", *PROMPTS), is_text, required=True
+        ),
+        "positive": Meaning(
+            (
+                "positive",
+                "positives",
+                "pos",
+                "document",
+                "passage",
+                "sentence2",
+                "text2",
+                "hypothesis",
+                *COMPLETIONS,
+                "context",
+            ),
+            is_text_or_texts,
+            required=True,
+        ),
+        "negative": Meaning(("negative", "negatives", "neg", "hard_negatives"), is_text_or_list),
+        "score": Meaning(("score", "scores", "label", "similarity"), is_anything),
+    },
 }
 """Meanings of each format; a file's columns are compared with the formats in this order."""
-OF_HEADS = ("labelled",)
+OF_HEADS = ("labelled", "queries")
 """Formats of methods whose head gives a text numbers, which no other method reads."""
 FIELDS = {name: tuple(meanings) for name, meanings in FORMATS.items()}
 REQUIRED = {

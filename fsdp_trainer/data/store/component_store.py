@@ -118,6 +118,7 @@ class ComponentStores:
         keys = [data.format, data.fields, data.loss_on, data.too_long, data.on_error]
         decisive = [read, [*keys, options.seq_len, options.share]]
         decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS, *OF_HEADS) else []
+        decisive += [data.prompts] if options.kind in OF_HEADS else []
         decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
         if options.images:  # paths of images are relative to the folder of the file
             folders = [os.path.dirname(os.path.abspath(file)) for file in component.files]

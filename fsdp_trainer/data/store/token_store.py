@@ -393,7 +393,7 @@ def group_digests(store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
     firsts = np.arange(len(digests))
     if store.group_starts is not None:
         firsts = np.flatnonzero(store.group_starts)
-    if store.kinds is not None:
+    if store.kinds is not None and store.labels is None:
         return firsts, digests[firsts] + np.asarray(store.kinds)[firsts].astype(np.uint64)
     if store.group_starts is None:
         return firsts, digests

@@ -21,7 +21,7 @@ from fsdp_trainer.data.records.conversations import (
     Segments,
 )
 from fsdp_trainer.data.records.images import images_in
-from fsdp_trainer.data.records.labelled_texts import LabelledText, LabelledTexts
+from fsdp_trainer.data.records.labelled_texts import QUERY, LabelledText, LabelledTexts
 from fsdp_trainer.data.records.messages import BAD_KEY, MESSAGE_KEYS, UNREAD_KEY, Message
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
@@ -245,7 +245,14 @@ class SampleBuilder:
         if not all(text.strip() for text in written):
             return self._left_out("empty", row.where)
         require_whole_characters(*written)
-        return [Rendered("", [], row.where, labelled=tuple(row.texts))]
+        texts = tuple(map(self._prompted, row.texts))
+        return [Rendered("", [], row.where, labelled=texts)]
+
+    def _prompted(self, one: LabelledText) -> LabelledText:
+        """Return a text after the prompt that data.prompts has for its kind."""
+        prompts = self.data.prompts or {}
+        prompt = prompts.get("query" if one.kind == QUERY else "document", "")
+        return replace(one, text=prompt + one.text)
 
     def _pretokenized(self, row: Pretokenized) -> Rendered:
         """Return tokens unchanged. Raises RecordError if the tokenizer does not know one."""

@@ -395,7 +395,8 @@ def length_to_match(model: Decoder, length: int) -> int:
 
     Padding would change states of a model that do not come from attention alone.
     """
-    return 0 if model.config.packs else length
+    config = model.config
+    return 0 if config.packs and not config.document_layers else length
 
 
 def cut(answers: list[Continuation], rows: int) -> Iterator[list[Continuation]]:

@@ -290,6 +290,8 @@ class ModelConfig:
     """With by_transformers: `models.attention` computes attention, without a mask."""
     mixing: float = field(default=0.0, compare=False)
     """By how much documents of one row change each other's results; infinite: not known."""
+    document_layers: tuple[str, ...] = field(default=(), compare=False)
+    """With by_transformers: classes of layers that compute packed documents one by one."""
     logit_factor: float = field(default=1.0, compare=False)
     """With by_transformers: the head's logits are multiplied by it."""
     folder: str = field(default="", compare=False)

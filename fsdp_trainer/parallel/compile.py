@@ -84,8 +84,11 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
 
 
 def is_one_graph(block: nn.Module) -> bool:
-    """Return False for a block with experts on several ranks, which split it into two graphs."""
-    return not divides_experts(block)
+    """Return False for a block that is split into two graphs.
+
+    It has experts on several ranks, or layers that compute each document by itself.
+    """
+    return not divides_experts(block) and not hasattr(block, "document_layers")
 
 
 @contextmanager

@@ -25,7 +25,12 @@ from fsdp_trainer.checkpoint.unread_tensors import Unread, unread_beside
 from fsdp_trainer.config.context_methods import ContextChoice, context_method
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.paths import compile_cache, model_folder, step_of
+from fsdp_trainer.config.paths import (
+    checkpoint_configuration,
+    compile_cache,
+    model_folder,
+    step_of,
+)
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
@@ -89,6 +94,7 @@ SOURCES: dict[type, Callable[[Any, Progress, SourceContext], DataSource]] = {
 """What makes a data source, by the class of its order of rows."""
 
 
+UNPACKED = "data   rows hold one document each, as when the run began: a new run packs them"
 WORTH_WORKERS = 2000
 """With fewer images, starting processes takes longer than it saves."""
 
@@ -138,8 +144,12 @@ def build(
 
     # what the run reads, and where it starts
     store = checkpoint_store(setup)
-    order, held_out = orders_of_data(cfg, inputs, config)
-    start, order = find_where_to_start(setup, store, order, held_out)
+    checkpoint = find_checkpoint_to_resume(setup, store)
+    packs = config.packs and not begun_unpacked(setup, checkpoint)
+    order, held_out = orders_of_data(cfg, inputs, config, packs)
+    start, order = find_where_to_start(setup, checkpoint, store, order, held_out)
+    if config.packs and not packs:
+        start.notes.append(UNPACKED)
     progress, make_source = start.progress, SOURCES[type(order)]
 
     # the model, without storage, and the rows as its ranks read them
@@ -295,13 +305,29 @@ def build_step(
 
 
 def orders_of_data(
-    cfg: TrainConfig, inputs: RunInputs, config: ModelConfig
+    cfg: TrainConfig, inputs: RunInputs, config: ModelConfig, packs: bool
 ) -> tuple[Order, Mixture | None]:
-    """Return the order of the training data's rows, and that of the held-out data, if any."""
-    maker = OrderMaker.of(cfg, config.attention_cost, config.packs)
+    """Return the order of the training data's rows, and that of the held-out data, if any.
+
+    packs: False: rows hold one document each.
+    """
+    maker = OrderMaker.of(cfg, config.attention_cost, packs)
     held_out = inputs.data.validation
     order = inputs.data.streamed or maker.training(cfg.data, inputs.data)
     return order, maker.validation(held_out) if held_out else None
+
+
+def begun_unpacked(setup: RunSetup, checkpoint: Path | None) -> bool:
+    """Return True for a checkpoint of a version that did not pack the rows of this model."""
+    cfg, config, data = setup.cfg, setup.config, setup.inputs.data
+    if not checkpoint or not config.document_layers or cfg.data.packing != "best_fit":
+        return False
+    segments = read_progress(checkpoint).get("segments")
+    then = checkpoint_configuration(checkpoint).get("data", {}).get("packing", cfg.data.packing)
+    if not segments or data.streamed or then != cfg.data.packing:
+        return False
+    alone = OrderMaker.of(cfg, config.attention_cost, packs=False).training(cfg.data, data)
+    return bool(segments[-1]["key"] == alone.key)
 
 
 def attention_of(
@@ -404,23 +430,28 @@ def new_start(setup: RunSetup) -> Start:
     return Start(None, progress, -1, {}, lines_on_states(states, cfg.optim, rate), states)
 
 
-def find_where_to_start(
-    setup: RunSetup,
-    store: CheckpointStore,
-    order: Order,
-    held_out: Mixture | None,
-) -> tuple[Start, Order]:
-    """Return the start of the run, and the order of rows from there on.
-
-    Collective. Raises UserError.
-    """
+def find_checkpoint_to_resume(setup: RunSetup, store: CheckpointStore) -> Path | None:
+    """Return the checkpoint from which the run goes on, perhaps one of its mirror. Collective."""
     cfg, fetch = setup.cfg, None
     if cfg.checkpoint.mirror:
         patience = parse_duration(cfg.launch.data_timeout)
         place = cfg.checkpoint.mirror, str(cfg.run.name), setup.folder
         mirror = Mirror(*place, cfg.replicas.id, patience, setup.observer.say)
         fetch = partial(mirror.fetch_again, setup.world)
-    checkpoint = find_start(cfg.checkpoint.resume, store, setup.observer, fetch)
+    return find_start(cfg.checkpoint.resume, store, setup.observer, fetch)
+
+
+def find_where_to_start(
+    setup: RunSetup,
+    checkpoint: Path | None,
+    store: CheckpointStore,
+    order: Order,
+    held_out: Mixture | None,
+) -> tuple[Start, Order]:
+    """Return the start of the run, and the order of rows from there on.
+
+    checkpoint: where it resumes. Collective. Raises UserError.
+    """
     if checkpoint is None:
         return new_start(setup), order
     changes = check_unchanged(setup, order, checkpoint)

@@ -184,6 +184,9 @@ def by_transformers(config: ModelConfig, packing: str) -> list[str]:
     lines = [f"computed by transformers' class {config.architecture}"]
     if config.folder:
         lines[0] += f", with Python code of {config.folder} (model.trust_remote_code)"
+    if config.document_layers and packing != "none":
+        named = " ".join(config.document_layers)
+        lines.append(f"documents of a row are computed one by one in {named}")
     if not config.packs and packing == "best_fit":
         known = math.isfinite(config.mixing)
         change = f"change each other by {config.mixing:.1g} of the largest state"

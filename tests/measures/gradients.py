@@ -79,7 +79,7 @@ def stored_gradients(ours):
             continue  # a buffer
         gradient = zero_if_none(parameters[part.parameter])
         gradient = gradient.T if part.parameter in transposed else gradient
-        matrix = gradient.flatten(0, -2) if gradient.ndim > 1 else gradient
+        matrix = gradient.flatten(0, 1) if gradient.ndim > 2 else gradient
         parts[part.tensor].append(matrix[part.parameter_row :][: part.rows])
     return parts
 

@@ -154,7 +154,7 @@ def exported(run):
     return load_file(run.folder / "hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*zip(CONFIGS, (1, 2, 1, 3), strict=True)])
+@pytest.mark.parametrize(("kind", "ranks"), [*zip(CONFIGS, (1, 2, 2, 1, 3), strict=True)])
 def test_each_gradient_is_that_of_transformers(train, folders, data, kind, ranks):
     """Rows are packed. Of three ranks some have no image."""
     file, chats = data

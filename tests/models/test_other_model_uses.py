@@ -22,7 +22,7 @@ from fsdp_trainer.models.hf import read_architecture
 SETTINGS = ["batch.seq_len=64", "batch.rows=4", "train.steps=2", *RUN]
 REWARD = ["objective=reward"]
 MIXING = "lfm2"
-"""An architecture with convolutions, whose packed documents would change each other."""
+"""An architecture with convolutions, whose documents are computed one by one."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def run(train, folders):
     """Return `run("name", kind, *overrides)`, which does a small training."""
 
     def start(name, kind, *own, ranks=1, **options):
-        model = f"model.init_from={folders(kind)}"
+        model = f"model.init_from={kind if '/' in str(kind) else folders(kind)}"
         return train(name, model, *SETTINGS, *own, ranks=ranks, base=[], **options)
 
     return start
@@ -62,9 +62,27 @@ def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(run):
         assert torch.allclose(value, on_one[name], atol=1e-5), name
 
 
-def test_compiled_blocks_compute_the_same(run, compiled):
-    plain = run("plain", "granite")
-    other = run("other", "granite", *compiled, seam=inject.no_kernels())
+def no_layer(*_given):
+    return ()
+
+
+def test_a_run_of_one_document_a_row_resumes_as_it_was_and_a_new_one_packs(run, folders, tmp_path):
+    earlier = inject.around("mixing_kinds", no_layer)
+    other = copytree(folders(MIXING), tmp_path / "read" / "as_earlier")  # each is tried once
+    whole = weights(run("whole", other, seam=earlier))
+    begun = run("parts", other, "train.steps=1", seam=earlier)
+    assert "rows hold one document each, padded: packed ones change each other" in begun.out
+    resumed = run("parts", MIXING)
+    assert "rows hold one document each, as when the run began" in resumed.out
+    for name, value in weights(resumed).items():
+        assert torch.allclose(value, whole[name], atol=1e-6), name
+    assert run("new", MIXING).metrics[0]["tokens"] > begun.metrics[0]["tokens"]
+
+
+@pytest.mark.parametrize("kind", ["granite", MIXING])
+def test_compiled_blocks_compute_the_same(run, compiled, kind):
+    plain = run("plain", kind)
+    other = run("other", kind, *compiled, seam=inject.no_kernels())
     assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-4)
 
 
@@ -232,7 +250,7 @@ def test_without_the_extra_one_message_says_what_to_install(folders, monkeypatch
 
 @pytest.mark.slow
 def test_a_preview_has_one_document_in_a_row_where_they_would_mix(folders, capsys):
-    for kind, packs in (("granite", True), ("mamba", False)):
+    for kind, packs in (("granite", True), ("mamba", True), ("falcon", False)):
         own = ["data.path=demo:backwards", "preview.format=json", "preview.rows=4"]
         assert main(["preview", f"model.init_from={folders(kind)}", *own]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -76,7 +76,7 @@ RUNS = {
     "qwen3_next": (
         2,
         ["activation_checkpoint=selective", "sharding.accumulate=unsharded", "batch.micro_rows=1"],
-        "rows hold one document each, padded: packed ones change each other by",
+        "documents of a row are computed one by one in Qwen3NextGatedDeltaNet",
     ),
     "mamba": (1, [], "computed by transformers' class MambaForCausalLM"),
     "cohere2": (2, ["sharding.cpu_offload=true", "sharding.blocks_per_unit=2"], "Cohere2"),
@@ -144,6 +144,10 @@ def row_of_table(kind, folder):
     packing = "one document in a row"
     if config.packs:
         packing = "our attention" if config.documents_attention else "transformers' mask"
+        if config.document_layers:
+            attends = config.num_attention_heads > 1
+            packing = f"{packing}, other layers" * attends or "all layers"
+            packing += " document by document"
     factor = "" if config.logit_factor == 1 else "a factor of the logits"
     tied = "head tied to the embedding" if config.tie_word_embeddings else ""
     experts = "experts" if config.num_experts else ""

@@ -131,7 +131,8 @@ def sizes_of(hf_config: Any) -> dict[str, Any]:
         "max_position_embeddings": first(UNLIMITED, "max_position_embeddings", "n_positions"),
         "num_experts": first(0, *ALL_EXPERTS),
         "num_experts_per_tok": first(0, *CHOSEN_EXPERTS),
-        "final_logit_softcapping": setting(text, "final_logit_softcapping"),
+        "final_logit_softcapping": setting(text, "final_logit_softcapping")
+        or setting(text, "logits_soft_cap"),  # RecurrentGemma
         "attn_logit_softcapping": setting(text, "attn_logit_softcapping"),
         "sliding_window": window if in_windows else None,
         "layer_types": tuple(types) if in_windows else (),

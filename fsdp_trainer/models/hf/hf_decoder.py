@@ -5,7 +5,7 @@ that they have there. Only the output head is replaced, and matrices that are st
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, ImageInputs
 from fsdp_trainer.models.head import Head, ScoreHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
+from fsdp_trainer.models.hf.document_layers import DocumentRows, keep_apart
 from fsdp_trainer.models.hf.further_blocks import is_further
 from fsdp_trainer.models.hf.hf_config import block_list, build_hf_model, mark_experts
 from fsdp_trainer.models.hf.hf_head import BiasedHead, TransformersHead
@@ -74,6 +75,8 @@ class TransformersDecoder(Decoder):
         self.__dict__["own_blocks"] = block_list(hf)[1]
         tower = ImageTower(hf) if config.reads_images and not config.scores else None
         self.__dict__["tower"] = tower
+        self.document_rows = DocumentRows()
+        self.keep_apart(config.document_layers)
         self.watch = RouterWatch(routers(hf, self.blocks()))
         self.tie_weights()
         self.train(False)
@@ -132,6 +135,10 @@ class TransformersDecoder(Decoder):
     def image_blocks(self) -> list[nn.Module]:
         """Return the blocks of the tower for images."""
         return [] if self.tower is None else self.tower.blocks
+
+    def keep_apart(self, kinds: Sequence[str]) -> None:
+        """Let layers of these classes compute the documents of packed rows one by one."""
+        keep_apart([*self.own_blocks.values()], kinds, self.document_rows)
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
         """Stay in evaluation mode: dropout would make a step depend on more than its rows."""
@@ -192,7 +199,8 @@ class TransformersDecoder(Decoder):
         self.use_attention(NAME if ours else self.plain_attention)
         if ours and layout is not None:
             inputs["documents"] = Documents(layout, set(self.config.windows))
-        return self.base(**inputs, attention_mask=None, use_cache=False)[0]
+        with self.document_rows.handed_on(layout):
+            return self.base(**inputs, attention_mask=None, use_cache=False)[0]
 
     def unpacked(
         self, tokens: Tensor, layout: PackedAttention, images: ImageInputs | None

@@ -45,5 +45,6 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
         documents_attention=found.documents_attention,
         mixing=found.mixing,
         logit_factor=found.logit_factor,
+        document_layers=found.document_layers,
     )
     return config.with_labels(*stored_labels(raw)) if is_classifier(raw) else config

@@ -1,0 +1,215 @@
+"""Layers other than attention that mix the tokens of a row, computed for each document by itself.
+
+State-space layers, linear attention and convolutions over time of transformers' classes know no
+documents. `keep_apart` lets them have one row for each document.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_trainer.models.attention import PackedAttention
+from fsdp_trainer.models.document_calls import CallPlan, plan_calls
+
+
+class DocumentCalls:
+    """Packed rows, whose documents are put in rows of their own.
+
+    Documents of similar length share a call; the shorter ones are padded at their ends, where no
+    layer that only looks back is changed by it.
+    """
+
+    def __init__(self, layout: PackedAttention):
+        self.layout = layout
+
+    @cached_property
+    def plan(self) -> CallPlan:
+        """The calls, made when a layer first needs them."""
+        layout = self.layout
+        return plan_calls(layout.lengths, layout.row, None, layout.device)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and tokens of each."""
+        return len(self.layout.lengths), self.layout.row
+
+    def divided(self, given: Any) -> list[Any]:
+        """Return the arguments for each call, in the place of those for packed rows.
+
+        Each tensor with a value for each token of the rows is divided.
+        """
+        calls = self.plan.calls
+        if isinstance(given, Tensor) and given.shape[:2] == self.shape:
+            flat = given.flatten(0, 1).index_select(0, self.plan.queries)
+            parts = flat.split([call.queries.size for call in calls])
+            pairs = zip(parts, calls, strict=True)
+            return [part.unflatten(0, call.queries.shape) for part, call in pairs]
+        if isinstance(given, dict):
+            named = {name: self.divided(value) for name, value in given.items()}
+            return [{n: parts[i] for n, parts in named.items()} for i in range(len(calls))]
+        if isinstance(given, tuple):
+            each = [self.divided(value) for value in given]
+            return [tuple(parts[i] for parts in each) for i in range(len(calls))]
+        return [given] * len(calls)
+
+    def packed(self, results: Sequence[Tensor]) -> Tensor:
+        """Return the results of all calls, as of packed rows; any finite numbers for padding."""
+        flat = torch.cat([result.flatten(0, 1) for result in results])
+        return flat.index_select(0, self.plan.order).unflatten(0, self.shape)
+
+
+class DocumentLayer(nn.Module):
+    """What is put before the class of a layer that mixes the tokens of a row.
+
+    rows: of the micro-batch, set by its block; None: each row is one document.
+    """
+
+    rows: DocumentCalls | None
+
+    def expect(self, rows: DocumentCalls | None) -> None:
+        """Compute these rows next."""
+        self.rows = rows
+
+    @torch.compiler.disable  # each micro-batch has other shapes
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Return what the layer returns for each document alone, in packed rows."""
+        rows, inner = self.rows, super().forward
+        if rows is None:
+            return inner(*args, **named)
+        results = [inner(*own, **own_named) for own, own_named in rows.divided((args, named))]
+        if isinstance(results[0], Tensor):
+            return rows.packed(results)
+        return (rows.packed([result[0] for result in results]), *results[0][1:])
+
+
+class DocumentBlock(nn.Module):
+    """What is put before the class of a block with such layers.
+
+    The rows are an argument, as a block that is computed again in backward gets its arguments
+    again, and a later micro-batch may have been computed since then.
+    """
+
+    document_layers: list[DocumentLayer]
+
+    def forward(self, *args: Any, rows: DocumentCalls | None = None, **named: Any) -> Any:
+        """Return what the block returns. rows: None: each row is one document."""
+        for layer in self.document_layers:
+            layer.expect(rows)
+        return super().forward(*args, **named)
+
+
+class DocumentRows:
+    """Hands the rows of a micro-batch to the blocks of a model. now: those being computed."""
+
+    def __init__(self) -> None:
+        self.now: DocumentCalls | None = None
+
+    @contextmanager
+    def handed_on(self, layout: PackedAttention | None) -> Iterator[None]:
+        """Let blocks compute the documents of a layout within the context."""
+        self.now = None if layout is None else DocumentCalls(layout)
+        try:
+            yield
+        finally:
+            self.now = None
+
+    def hand_on(self, _block: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+        """Add the rows to the arguments of a block. transformers' models do not pass them on."""
+        return args, named | {"rows": self.now}
+
+
+def keep_apart(blocks: Sequence[nn.Module], kinds: Sequence[str], rows: DocumentRows) -> None:
+    """Let the layers of some classes in blocks compute each document by itself.
+
+    kinds: names of the classes. rows: tells the blocks which documents there are.
+    """
+    for block in blocks:
+        layers = [each for each in block.modules() if type(each).__name__ in kinds]
+        for layer in layers:
+            put_before(DocumentLayer, layer)
+            vars(layer)["rows"] = None
+        if layers:
+            put_before(DocumentBlock, block)
+            vars(block)["document_layers"] = layers
+            block.register_forward_pre_hook(rows.hand_on, with_kwargs=True)
+
+
+def put_before(first: type, module: nn.Module) -> None:
+    """Give a module a class of the same name whose forward is that of `first`."""
+    kind = type(module)
+    own = type(kind.__name__, (first, kind), {"__module__": kind.__module__})
+    object.__setattr__(module, "__class__", own)
+
+
+class Call(NamedTuple):
+    """A call of a layer while packed rows are computed."""
+
+    layer: nn.Module
+    given: Any
+    result: Any
+
+
+@contextmanager
+def recorded_calls(blocks: Sequence[nn.Module]) -> Iterator[list[Call]]:
+    """Record the calls of all modules within blocks, outer ones before inner ones."""
+    calls: list[Call] = []
+    places = {module: n for n, module in enumerate(inner_modules(blocks))}
+
+    def record(layer: nn.Module, args: Any, named: Any, result: Any) -> None:
+        calls.append(Call(layer, (args, named), result))
+
+    hooks = [
+        module.register_forward_hook(record, with_kwargs=True, always_call=False)
+        for module in places
+    ]
+    try:
+        yield calls
+    finally:
+        calls.sort(key=lambda call: places[call.layer])
+        for hook in hooks:
+            hook.remove()
+
+
+def inner_modules(blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield all modules within blocks, outer ones before inner ones."""
+    yield from chain.from_iterable([*block.modules()][1:] for block in blocks)
+
+
+def mixing_kinds(
+    calls: Sequence[Call], layout: PackedAttention, tolerance: float
+) -> tuple[str, ...]:
+    """Return the names of the classes of the outermost layers that mix documents.
+
+    calls: of a model that computed a layout. A layer mixes them if its result for a document
+    changes by more than a share `tolerance` of the largest when it gets that document alone.
+    """
+    rows, kinds = DocumentCalls(layout), dict[str, None]()
+    within: set[nn.Module] = set()
+    for call in calls:
+        if call.layer in within:
+            continue
+        with suppress(Exception):  # whatever a layer raises for rows of another length
+            if change_alone(call, rows) > tolerance:
+                kinds[type(call.layer).__name__] = None
+                within.update(call.layer.modules())
+    return tuple(kinds)
+
+
+def change_alone(call: Call, rows: DocumentCalls) -> float:
+    """Return by how much a layer's result differs from those for each document alone."""
+    packed = first_of(call.result)
+    if packed.shape[:2] != rows.shape:
+        return 0.0
+    results = [call.layer(*args, **named) for args, named in rows.divided(call.given)]
+    alone = rows.packed([first_of(result) for result in results])
+    return float((packed - alone).abs().max() / packed.abs().max().clamp_min(1e-20))
+
+
+def first_of(result: Any) -> Tensor:
+    """Return the states among a layer's results."""
+    return result if isinstance(result, Tensor) else result[0]

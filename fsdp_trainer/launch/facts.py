@@ -32,7 +32,7 @@ from fsdp_trainer.parallel.memory_check import gib
 
 PACKAGES = (
     *("hydra-core", "numpy", "safetensors", "tokenizers", "torchao"),
-    *("flash-attn-3", "flash-attn-4"),
+    *("flash-attn-3", "flash-attn-4", "flash-linear-attention", "causal-conv1d"),
 )
 SETTINGS = re.compile(
     r"(NCCL|GLOO|TORCH|UCX|FI|PYTORCH)_|(OMP|MKL)_NUM_THREADS$|CUDA_LAUNCH_BLOCKING$"

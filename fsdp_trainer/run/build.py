@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base import slots
-from fsdp_trainer.base.distributed import run_on_all_ranks
+from fsdp_trainer.base.distributed import gather, run_on_all_ranks
 from fsdp_trainer.checkpoint.frozen_weights import (
     Base,
     base_of_new_run,
@@ -156,6 +156,7 @@ def build(
     rows = RunRows(order, held_out, cfg.batch.rows)
     method = build_method(setup, rows, start.checkpoint)
     model = build_model(setup, method.head_temperature)
+    layers_note = use_kernels(setup, model)
     attention, context = attention_of(setup, method.architectures)
     reading = source_context(setup, attention, context, model)
     unread = unread_of_run(setup, model, start) if world.main else None
@@ -163,7 +164,7 @@ def build(
         rows_ahead = make_source(order, progress, reading)
         parts = unread, model.whole, rows_ahead, progress, attention, context
         lines = describe(setup, *parts, method.about())
-        observer.introduce([*lines, *filter(None, [why_uncompiled]), *start.notes])
+        observer.introduce([*lines, *filter(None, [why_uncompiled, layers_note]), *start.notes])
 
     # weights and optimizer states
     allocate(model, setup.model_device, device)
@@ -225,6 +226,23 @@ def build_model(setup: RunSetup, temperature: float) -> Decoder:
     model.lm_head.temperature = temperature
     computation = Computation.of(cfg, setup.compiled)
     return parallelize(model, setup.dims, computation, trained.adapters, trained.freeze)
+
+
+def use_kernels(setup: RunSetup, model: Any) -> str | None:
+    """Let layers that mix tokens use kernels for packed documents if all ranks can; return a line.
+
+    model: a Decoder. None: it has no such layers, or there is no GPU. Collective.
+    """
+    config = setup.config
+    if not config.document_layers or setup.device.type != "cuda":
+        return None
+    # imports transformers
+    from fsdp_trainer.models.hf.boundary_kernels import try_boundaries
+
+    answers = gather(try_boundaries(config, setup.device, setup.cfg.precision.param_dtype))
+    chosen = next((each for each in answers if not each.arguments), answers[0])
+    model.use_boundaries(chosen.arguments)
+    return f"layers {' '.join(config.document_layers)}: {chosen.reason}"
 
 
 def check_transformers(setup: RunSetup, model: Decoder, images: ImageLoader | None) -> None:

@@ -340,7 +340,8 @@ def test_an_installed_flash_attention_is_taken_where_it_is_best(
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     monkeypatch.setitem(sys.modules, module, sys)
     device = torch.device("cuda")
-    [check] = attention(device)
+    linear, check = attention(device)
+    assert "fsdp_trainer[fla]" in linear.advice
     assert says in check.text + check.advice
     choice = choose("auto", "auto", replace(describe_device(device), dtype="bfloat16"))
     prefer(choice.kernel, False, choice.layout)

@@ -2,8 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import packed_kernels
 import pytest
 import torch
 from gradients import assert_gradients_are_those_of
@@ -153,6 +156,25 @@ def row_of_table(kind, folder):
     experts = "experts" if config.num_experts else ""
     parts = ", ".join(filter(None, [experts, factor, tied]))
     return f"| `{kind}` | {packing} | {parts} |"
+
+
+def test_kernels_for_packed_documents_are_used_where_they_give_the_same(tmp_path):
+    """Stand-ins of their packages are used, whose functions refuse what the kernels refuse."""
+    wanted = {
+        "qwen3_5_text": "cu_seq_lens_q",
+        "kimi_linear": "cu_seqlens",
+        "mamba2": "",  # has a kernel of a third package, which is not installed
+    }
+    folders = [make_other_folder(tmp_path / kind, kind) for kind in wanted]
+    script = [sys.executable, packed_kernels.__file__, *map(str, folders)]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(script, capture_output=True, text=True, env=os.environ | paths)
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(lines) == len(wanted), run.stderr
+    for (kind, name), (arguments, reason, apart) in zip(wanted.items(), lines, strict=True):
+        assert arguments == ([name, "seq_idx"] if name else []), f"{kind}: {reason}"
+        assert apart < 2e-5, kind
+        assert ("get boundaries" if name else "fsdp_trainer[fla]") in reason
 
 
 def test_widths_and_the_experts_of_doge_are_no_absurd_numbers_of_modules():

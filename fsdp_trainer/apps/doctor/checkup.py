@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import median_high
 
 import torch
@@ -52,6 +53,8 @@ from fsdp_trainer.models.attention_kernels import describe_device
 from fsdp_trainer.parallel.memory_check import gib, host_bytes
 
 MAX_WAIT_SECONDS = 180.0  # upper bound on launch.timeout when waiting for other ranks
+KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+"""Names of packages by that of their module."""
 HUNG = (
     "A firewall between the nodes, or the wrong interface: every port must be open; see"
     " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
@@ -139,6 +142,7 @@ def attention(device: torch.device) -> Iterator[Check]:
     """Yield how `auto` computes attention in bfloat16 on a GPU, and what to install for more."""
     if device.type == "cpu":
         return
+    yield linear_attention()
     here = replace(describe_device(device), dtype="bfloat16")
     text = f"model.attention_kernel=auto computes it {choose('auto', 'auto', here)}"
     best = BEST.get(here.capability or AMPERE)
@@ -147,6 +151,16 @@ def attention(device: torch.device) -> Iterator[Check]:
         return
     advice = f"{NAMES[best]} is made for this GPU, and is not installed: docs/attention.md"
     yield Check("note", "attention", text, advice)
+
+
+def linear_attention() -> Check:
+    """Return whether kernels for linear attention over packed documents are installed."""
+    missing = [name for module, name in KERNELS.items() if find_spec(module) is None]
+    if not missing:
+        return Check("ok", "linear attention", f"{' and '.join(KERNELS.values())} are installed")
+    text = f"{' and '.join(missing)} not installed: hybrid models are slow, by plain PyTorch"
+    advice = "Only for Qwen3.5, Kimi-Linear, LFM2 and the like:  pip install 'fsdp_trainer[fla]'"
+    return Check("note", "linear attention", text, advice)
 
 
 def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:

@@ -1,7 +1,8 @@
 """Layers other than attention that mix the tokens of a row, computed for each document by itself.
 
 State-space layers, linear attention and convolutions over time of transformers' classes know no
-documents. `keep_apart` lets them have one row for each document.
+documents. `keep_apart` lets them have one row for each document, or all documents in one row and
+the boundaries between them, for kernels that take these (see boundary_kernels).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +11,11 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.models.attention import PackedAttention
 from fsdp_trainer.models.document_calls import CallPlan, plan_calls
 
@@ -22,16 +25,40 @@ class DocumentCalls:
 
     Documents of similar length share a call; the shorter ones are padded at their ends, where no
     layer that only looks back is changed by it.
+
+    arguments: names by which a layer takes the boundaries between documents in place of rows; empty
+    if it takes none.
     """
 
-    def __init__(self, layout: PackedAttention):
-        self.layout = layout
+    def __init__(self, layout: PackedAttention, arguments: Sequence[str] = ()):
+        self.layout, self.arguments = layout, arguments
 
     @cached_property
     def plan(self) -> CallPlan:
         """The calls, made when a layer first needs them."""
         layout = self.layout
         return plan_calls(layout.lengths, layout.row, None, layout.device)
+
+    @cached_property
+    def boundaries(self) -> dict[str, Tensor]:
+        """By name: where documents begin and end in one row of all tokens, and each token's number.
+
+        [documents + 1] int64, as flash-linear-attention takes it, and [1, tokens] int32, as
+        causal-conv1d does. Padding at the end of a row is a document.
+        """
+        sizes = np.concatenate(self.layout.sizes(self.layout.row))
+        ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)[None]
+        values = (to_device(each, self.layout.device) for each in (ends, numbers))
+        return dict(zip(self.arguments, values, strict=True))
+
+    def joined(self, given: Any) -> Any:
+        """Return the arguments for one row with all tokens, in place of those for packed rows."""
+        if isinstance(given, Tensor) and given.shape[:2] == self.shape:
+            return given.flatten(0, 1)[None]
+        if isinstance(given, dict):
+            return {name: self.joined(value) for name, value in given.items()}
+        return tuple(map(self.joined, given)) if isinstance(given, tuple) else given
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,6 +108,11 @@ class DocumentLayer(nn.Module):
         rows, inner = self.rows, super().forward
         if rows is None:
             return inner(*args, **named)
+        if rows.arguments:
+            args, named = rows.joined((args, named))
+            result = inner(*args, **named, **rows.boundaries)
+            first = first_of(result).view(*rows.shape, -1)
+            return first if isinstance(result, Tensor) else (first, *result[1:])
         results = [inner(*own, **own_named) for own, own_named in rows.divided((args, named))]
         if isinstance(results[0], Tensor):
             return rows.packed(results)
@@ -104,15 +136,23 @@ class DocumentBlock(nn.Module):
 
 
 class DocumentRows:
-    """Hands the rows of a micro-batch to the blocks of a model. now: those being computed."""
+    """Hands the rows of a micro-batch to the blocks of a model.
+
+    now: those being computed. arguments: see DocumentCalls.
+    """
 
     def __init__(self) -> None:
         self.now: DocumentCalls | None = None
+        self.arguments: Sequence[str] = ()
+
+    def use(self, arguments: Sequence[str]) -> None:
+        """Let layers get boundaries by these names."""
+        self.arguments = arguments
 
     @contextmanager
     def handed_on(self, layout: PackedAttention | None) -> Iterator[None]:
         """Let blocks compute the documents of a layout within the context."""
-        self.now = None if layout is None else DocumentCalls(layout)
+        self.now = None if layout is None else DocumentCalls(layout, self.arguments)
         try:
             yield
         finally:

@@ -140,6 +140,10 @@ class TransformersDecoder(Decoder):
         """Let layers of these classes compute the documents of packed rows one by one."""
         keep_apart([*self.own_blocks.values()], kinds, self.document_rows)
 
+    def use_boundaries(self, arguments: Sequence[str]) -> None:
+        """Give layers that mix tokens the boundaries of documents by these names of arguments."""
+        self.document_rows.use(arguments)
+
     def train(self, mode: bool = True) -> "TransformersDecoder":
         """Stay in evaluation mode: dropout would make a step depend on more than its rows."""
         super().train(False)

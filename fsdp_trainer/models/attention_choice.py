@@ -12,6 +12,8 @@ AMPERE = (8, 0)
 HOPPER = (9, 0)
 BLACKWELL = (10, 0)
 FLASH = {"fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
+CUDNN_HEAD_DIM = 128
+"""Largest head_dim that each cuDNN has gradients for."""
 SDPA_ONLY = ("cudnn", "efficient", "math")
 NAMES = {
     "cudnn": "cuDNN",
@@ -226,4 +228,6 @@ def _ring_kernel(context: AttentionContext) -> str | None:
     """Return the fastest kernel of a ring; sinks are added to what it returns."""
     plain = replace(context, sinks=False)
     broken = _first_broken(LAYOUT_RULES["varlen"], plain, "varlen")
-    return _first_kernel("mask" if broken else "varlen", plain)
+    first = _first_kernel("mask" if broken else "varlen", plain)
+    # a ring calls a kernel by its name: nothing else is tried if that refuses wide heads
+    return "flash" if first == "cudnn" and (plain.head_dim or 0) > CUDNN_HEAD_DIM else first

@@ -353,7 +353,8 @@ def test_a_ring_has_kernels_that_return_their_sums():
     for layout in ("documents", "mask"):
         words = {
             "": "cudnn", "sinks": "cudnn", "deterministic": "flash",
-            "8.0": "flash", "fa3": "fa3", "float32": "efficient", "7.5": "efficient",
+            "8.0": "flash", "256": "flash", "fa3": "fa3", "float32": "efficient",
+            "7.5": "efficient",
         }  # fmt: skip
         for word, kernel in words.items():
             context = replace(context_of(word.split()), ring=True)

@@ -832,14 +832,20 @@ def is_compiler_error(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
-def stop_allocating_to_graph(device: torch.device, pool: Any) -> None:
+def stop_allocating_to_graph(graph: Any, device: torch.device, pool: Any) -> None:
     """Let the allocator work as before a CUDA graph was recorded, if a failure left it recording.
 
-    CUDAGraph.capture_end raises before it tells the allocator, which then never frees again. pool:
-    the one that the graph was given. There is no public function for it.
+    CUDAGraph.capture_end raises before it tells the allocator, which then never frees again, and a
+    graph that has not ended does not give up its pool. pool: the one that the graph was given.
+    There is no public function for it.
     """
+    index = device.index or 0
     with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        torch._C._cuda_endAllocateToPool(index, pool)
+    try:
+        graph.pool()
+    except RuntimeError:  # it has not ended
+        torch._C._cuda_releasePool(index, pool)
 
 
 def graph_is_kept() -> bool:

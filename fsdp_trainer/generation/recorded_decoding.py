@@ -235,7 +235,7 @@ class GraphRecorder:
         except BaseException:
             with suppress(RuntimeError):
                 graph.capture_end()
-            stop_allocating_to_graph(self.device, pool)
+            stop_allocating_to_graph(graph, self.device, pool)
             raise
         self.newest = graph
         return graph

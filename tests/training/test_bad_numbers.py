@@ -5,6 +5,7 @@ import json
 import math
 import random
 from functools import partial
+from unittest.mock import patch
 
 import inject
 import pytest
@@ -16,6 +17,7 @@ from world import SPIKY
 from zoo import HF, make_folder
 
 from fsdp_trainer.config.schema import Train
+from fsdp_trainer.run import rewind
 from fsdp_trainer.training.batches import row_ranges
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.progress import Progress
@@ -278,12 +280,22 @@ def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(t
     assert_bitwise_equal(stored(newest(run)), stored(newest(never)))
 
 
+@inject.fault
+def an_earlier_warm_up():
+    """Checkpoints to go back to are from before a change of the schedule."""
+    real = rewind.read_progress
+    with patch.object(rewind, "read_progress", lambda file: real(file) | {"warmup_steps": 9}):
+        yield
+
+
 def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_as_are_kept(train):
     how = [*REWIND, LONG, "train.rewind_margin=3", "checkpoint.keep=2"]
-    after_18_again = inject.failed(step=19, nth=2)
-    run = train("run", *how, seam=inject.together(NOISE, after_18_again), code=1)
+    faults = inject.together(NOISE, inject.failed(step=19, nth=2), an_earlier_warm_up())
+    run = train("run", *how, seam=faults, code=1)
     assert run.event("rewind")[0]["to"] == 12
     assert run.checkpoints == ["step-00000012", "step-00000018", "step-00000018.left"]
+    trainer = json.loads((checkpoint(run, 18) / "trainer.json").read_text())
+    assert trainer["warmup_steps"] == 3, "a rewind keeps the run's own"
 
 
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):

@@ -22,7 +22,7 @@ class Diary(fsdp_trainer.Callback):
 
     def start(self, run):
         """Called before the first step."""
-        self.write(run, f"{run.cfg.run.name} starts on {run.world_size} ranks")
+        self.write(run, f"{run.cfg.run.name} starts, world size {run.world_size}")
 
     def step(self, run, step):
         """Called after each step: its figures may still be on the device."""

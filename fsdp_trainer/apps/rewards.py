@@ -116,7 +116,7 @@ def answered(questions: dict[int, DataQuestion], answers: str | None) -> list[tu
             pairs.append(_attempt(same[-1], answer))
     if not pairs:
         reason = (
-            f"has {len(lines):,} answers, and none is to a prompt of data.path.\n"
+            f"has {counted(len(lines), 'answer')}, and none is to a prompt of data.path.\n"
             "A line is an answer to the row of the same number, or an object with `prompt`, the"
             " row's last user turn, and `text`, as  generate format=json  writes it"
         )

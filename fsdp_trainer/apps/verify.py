@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.atomic_files import (
     damage,
@@ -70,7 +71,8 @@ def verify(cfg: VerifyConfig) -> int:
         require_safe_for_others(source)
         files = read_manifest(source)["files"].values()
         size = sum(file["bytes"] for file in files)
-        print(f"{source} is complete: {len(files)} files, {size:,} bytes, all checksums correct")
+        count = counted(len(files), "file")
+        print(f"{source} is complete: {count}, {size:,} bytes, all checksums correct")
     require_unchanged(model_config(source), source)
     print(f"weights digest {weights_digest(source)}")
     code = compare(source, Path(cfg.hf).expanduser()) if cfg.hf else 0

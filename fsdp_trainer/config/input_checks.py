@@ -39,11 +39,13 @@ from fsdp_trainer.config.verbs import (
     ConvertConfig,
     ExportConfig,
     GenerateConfig,
+    LighthouseConfig,
     ReportConfig,
     RewardsConfig,
     TokenizerConfig,
     VerifyConfig,
 )
+from fsdp_trainer.errors import Problem
 
 TOKENIZER = "tokenizer.path"
 DEMOS = {
@@ -110,6 +112,10 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
             _check_exists("source", cfg.source, report)
     elif isinstance(cfg, ChainConfig):
         _check_chain(cfg, report)
+    elif isinstance(cfg, LighthouseConfig) and (
+        reason := _lacking(*NOT_INSTALLED["replicas.method"])
+    ):
+        report.problems.append(Problem("lighthouse", reason))
     if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
         report.add("source", cfg.source, _to_add_tokenizer(Path(cfg.source)))
     if isinstance(cfg, ExportConfig):
@@ -206,9 +212,7 @@ def _check_packages(cfg: TrainConfig, report: Report) -> None:
     for key, (package, reason) in NOT_INSTALLED.items():
         value = value_of(cfg, key)
         if value and value not in ("none", "disabled"):
-            spec = importlib.util.find_spec(package)
-            if spec:
-                reason = _other_torchft(spec) if package == "torchft" else ""
+            reason = _lacking(package, reason)
             if reason:
                 report.add(key, value, reason)
 
@@ -220,6 +224,14 @@ def _check_mirror(mirror: str | None, report: Report) -> None:
             reason = "is for reading: name a bucket, such as  s3://bucket/runs,  or a folder"
         if reason:
             report.add("checkpoint.mirror", mirror, reason)
+
+
+def _lacking(package: str, reason: str) -> str:
+    """Return `reason` if a package is not installed, or why it is the wrong one, else ""."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return reason
+    return _other_torchft(spec) if package == "torchft" else ""
 
 
 def _other_torchft(spec: ModuleSpec) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from fsdp_trainer.base.counted import counted
+
 KEPT_BYTES = 2**26  # unwritten lines of each file that are kept in memory
 STANDBY_LINES = 1000
 """Lines kept while another process writes; it can only be ahead by those of a few steps."""
@@ -201,7 +203,7 @@ class Records:
                 return
             time.sleep(pause)
         counts = [(file.unwritten.count(b"\n"), file.path) for file in failing]
-        lines = ", ".join(f"{count:,} lines of {path}" for count, path in counts)
+        lines = ", ".join(f"{counted(count, 'line')} of {path}" for count, path in counts)
         self._say(f"never written: {lines}")
 
     def _append(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.web import RequestFailed, first_line, retried, send
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import RunFailed
@@ -82,5 +83,7 @@ def read_scores(content: bytes, count: int) -> list[float]:
         wanted = "a list of numbers, or an object with one as `scores`, is needed"
         raise RequestFailed(f"{wanted}; it answered: {first_line(content)}", False)
     if len(value) != count:
-        raise RequestFailed(f"{len(value)} numbers for {count} answers", False)
+        raise RequestFailed(
+            f"{counted(len(value), 'number')} for {counted(count, 'answer')}", False
+        )
     return [float(one) for one in value]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.own_code import place_of
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import RunFailed, UserError
@@ -147,7 +148,7 @@ def _checked(reward: Reward, attempts: Sequence[Attempt]) -> list[float]:
         return []
     scores = reward.score(attempts)
     if len(scores) != len(attempts):
-        counts = f"{len(scores):,} scores for {len(attempts):,} answers"
+        counts = f"{counted(len(scores), 'score')} for {counted(len(attempts), 'answer')}"
         raise RunFailed(f"the reward {reward.title} returned {counts}")
     return [_number(reward, value) for value in scores]
 

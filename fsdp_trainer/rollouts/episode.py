@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.own_code import place_of
 from fsdp_trainer.environments.environment import Message
 from fsdp_trainer.environments.known_environments import EnvironmentSpec
@@ -244,5 +245,8 @@ def checked_rewards(value: Any, answers: int) -> tuple[Any, str | None]:
     if not all(map(math.isfinite, numbers)):
         return None, f"reward returned {value!r}, not a finite number or one for each turn"
     if by_turn and len(numbers) != answers:
-        return None, f"reward returned {len(numbers)} numbers for {answers} turns"
+        return (
+            None,
+            f"reward returned {counted(len(numbers), 'number')} for {counted(answers, 'turn')}",
+        )
     return (numbers if by_turn else numbers[0]), None

@@ -51,17 +51,19 @@ class RunLength:
         return learning_rate(self.schedule, peak, step, steps, warmup), step
 
     def findings(self) -> list[Finding]:
-        """Return the finding that the run has fewer steps than its warm-up, or few.
+        """Return the finding that all steps of the run are warm-up, or few.
 
         Few steps are one only where the data decides their number.
         """
         steps, warmup = self.steps, warmup_steps(self.schedule, self.steps)
         is_few = self.train.steps is None and steps < FEW_STEPS
         more = self.more_steps() if is_few else ""
-        if warmup > steps:
+        if warmup >= max(2, steps):
             rate, _ = self.highest_rate(1, steps, warmup)
             text = f"the warm-up takes {counted(warmup, 'step')} and the run has {steps:,}: "
-            text += f"the learning rate ends at {rate:.3g}, below optim.lr={self.optim.lr:g}"
+            text += f"the learning rate only rises, to {rate:.3g}"
+            if rate < (peak := peak_learning_rate(self.optim, self.batch)):
+                text += f", below {peak:g}"
             return [Finding(text, f"use  schedule.warmup=0.03{f' , and  {more}' if more else ''}")]
         text = f"the run has {counted(steps, 'step')}, which change the weights little"
         return [Finding(text, f"use  {more}")] if is_few else []

@@ -295,7 +295,8 @@ def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     assert states(lines) == ["finished"] * 2
     assert [line["objective"] for line in lines] == [2.0, 1.0]
     assert [(Path(c.run.root), c.run.name, c.optim.lr) for c, _ in sweep.trained] == [
-        (Path("runs/s/jobs"), line["job"], lr) for line, lr in zip(lines, (2, 1), strict=True)
+        (Path("runs/s/jobs"), f"lr-{lr}_{line['job']}", lr)
+        for line, lr in zip(lines, (2, 1), strict=True)
     ]
     cache = 'data.cache="runs/.data"'
     assert {words[-1] for _, words in sweep.trained} == {cache}, "tokenized once"
@@ -421,6 +422,20 @@ def test_jobs_of_earlier_commands_keep_their_lines(sweep):
     third = sweeps.job_id([*DEMO, "run.root=elsewhere", "optim.lr=3"])
     jobs = [line["job"] for line in sweep("optim.lr=2,3")]
     assert jobs == [first[0]["job"], first[1]["job"], third]
+
+
+def test_a_jobs_folder_is_named_by_its_values_and_one_of_before_is_found_again(sweep, tmp_path):
+    first, second = sweep("optim.lr=1,2", "+recipe=quickstart,llama8b_sft")[::3]
+    assert Path(first["folder"]).name == f"lr-1_recipe-quickstart_{first['job']}"
+    earlier = tmp_path / "runs/s/jobs" / second["job"]  # as versions before named it
+    Path(second["folder"]).rename(earlier)
+    folders = [line["folder"] for line in sweep("optim.lr=1,2", "+recipe=quickstart,llama8b_sft")]
+    assert folders[::3] == [first["folder"], "runs/s/jobs/" + second["job"]]
+    assert sweep.trained[-1][0].run.name == second["job"]
+    odd = ["data.path=[my data/é b.jsonl,c]", "model.init_from=https://u:secret@h/x?sig=secret"]
+    name = jobs_module.job_folder(tmp_path, "0", [*odd, f"run.x={'y' * 300}"]).name
+    assert re.fullmatch(r"path-b.jsonl-c_init_from-x_x-y+_0", name)
+    assert len(name) <= jobs_module.LONGEST_NAME + len("_0")
 
 
 @pytest.mark.slow
@@ -585,7 +600,7 @@ def test_what_does_not_fit_is_not_started(sweep, enter):
     assert [c.batch.micro_rows for c, _ in sweep.trained] == [1]
     reason = lines[1]["reason"]
     assert re.match(
-        r"needs \d+\.\d+ of 8.00 GiB on each of 1 ranks: try  batch.micro_rows=", reason
+        r"needs \d+\.\d+ of 8.00 GiB on each of 1 rank: try  batch.micro_rows=", reason
     )
     assert reason in sweep.said.err
     enter(inject.around("job_fits", lambda *_: "too large"))

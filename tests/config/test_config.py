@@ -193,9 +193,11 @@ def test_an_older_torchft_is_named_with_what_to_install(refused, tmp_path, monke
     (tmp_path / "manager.py").touch()
     old = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: old)
-    said = refused("model=tiny", "replicas.method=sync", "launch.groups=2", *DEMO)
-    assert "is too old" in said
-    assert "pip install 'fsdp_trainer[replicas]'" in said
+    groups = ["model=tiny", "replicas.method=sync", "launch.groups=2", *DEMO]
+    for words in (groups, ["lighthouse", "port=0"]):
+        said = refused(*words)
+        assert "is too old" in said
+        assert "pip install 'fsdp_trainer[replicas]'" in said
 
 
 def test_a_gguf_file_alone_says_how_its_tokenizer_is_written_out(refused, tmp_path):

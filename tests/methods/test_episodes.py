@@ -124,7 +124,7 @@ class Bad:
 
 @pytest.mark.parametrize(
     ("reward", "reason"),
-    [("'1'", "returned '1', not a finite number"), ("[1.0, 2.0, 3.0]", "3 numbers for 1 turns")],
+    [("'1'", "returned '1', not a finite number"), ("[1.0, 2.0, 3.0]", "3 numbers for 1 turn")],
 )
 def test_a_run_whose_rollouts_all_fail_ends_with_the_reason(train, tmp_path, reward, reason):
     words = [*KEYS, *with_environment(tmp_path, BAD % reward, "Bad")]

@@ -612,7 +612,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):
         (404, b"no such page", "HTTP 404 Not Found: no such page", 1),
         (200, b"<html>", "no JSON: <html>", 1),
         (200, b'{"score": 1}', "a list of numbers", 1),
-        (200, b"[1, 2]", "2 numbers for 1 answers", 1),
+        (200, b"[1, 2]", "2 numbers for 1 answer", 1),
         (200, b"[true]", "a list of numbers", 1),
     ],
 )

@@ -47,7 +47,7 @@ def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, 
     assert result.history == read_lines(tmp_path / "run" / "metrics.jsonl")
     assert result.metrics == result.history[-1]
     diary = (tmp_path / "run" / "diary.txt").read_text().splitlines()
-    assert diary[0] == "run starts on 1 ranks"
+    assert diary[0] == "run starts, world size 1"
     assert [line for line in diary if line.startswith("step")] == ["step 1", "step 2"]
     assert sum(line.startswith("loss of step") for line in diary) == 2
     assert sum(line.startswith("validation after") for line in diary) == 2  # and before the first

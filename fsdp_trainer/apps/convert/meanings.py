@@ -42,6 +42,7 @@ from fsdp_trainer.apps.convert.translation import (
     nothing,
     sets,
 )
+from fsdp_trainer.base.counted import counted
 
 OPTIMIZERS = {
     "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -96,7 +97,8 @@ def choose(group: str, known: dict[str, str], what: str) -> Rule:
 def rows(value: Any, file: ForeignFile) -> Answer:
     """Return the rows of a micro-batch and of a step."""
     micro, times, ranks = int(value), accumulated(file), file.ranks
-    note = f"{micro} a device × {times} accumulated × {ranks} ranks (world_size={ranks})"
+    each = counted(ranks, "rank")
+    note = f"{micro} a device × {times} accumulated × {each} (world_size={ranks})"
     return sets(note, batch__micro_rows=micro, batch__rows=micro * times * ranks)
 
 

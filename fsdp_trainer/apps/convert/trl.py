@@ -20,6 +20,7 @@ from fsdp_trainer.apps.convert.translation import (
     nothing,
     sets,
 )
+from fsdp_trainer.base.counted import counted
 
 ANSWER = 512
 """TRL's own limit of an answer's tokens."""
@@ -104,14 +105,15 @@ def prompts(value: Any, file: ForeignFile) -> Answer:
     ranks, samples = file.ranks, group_size(file)
     answers = int(value) * accumulated(file) * ranks
     note = (
-        f"{int(value)} answers a device × {accumulated(file)} accumulated × {ranks} ranks"
+        f"{counted(int(value), 'answer')} a device × {accumulated(file)} accumulated"
+        f" × {counted(ranks, 'rank')}"
         f" (world_size={ranks}) ÷ {samples} to a prompt; how many answers share a forward is"
         " batch.micro_rows"
     )
     if answers % samples:
         return impossible(
-            f"{answers} answers a step, with {ranks} ranks, are not whole groups of {samples}:"
-            "  batch.rows  counts prompts"
+            f"{answers} answers a step, with {counted(ranks, 'rank')}, are not whole groups of"
+            f" {samples}:  batch.rows  counts prompts"
         )
     return sets(note, batch__rows=answers // samples)
 

@@ -342,7 +342,7 @@ def lists(cfg: PlanConfig) -> list[tuple[str, str]]:
 def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
     """Return the cost of generating the answers of a step, and the assumptions about them."""
     ranks = rollouts.ranks
-    where = f"each of {ranks} ranks of their own" if ranks else "a rank"
+    where = f"each of {counted(ranks, 'rank')} of their own" if ranks else "a rank"
     kept = f"{gib(rollouts.stored)} for their part of the weights, and " if ranks else ""
     text = (
         f"{rollouts.answers:,} a step, {rollouts.at_once:,} at once on {where}: {kept}"

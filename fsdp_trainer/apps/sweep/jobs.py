@@ -1,6 +1,7 @@
 """The jobs of a sweep: their progress and results, read from their files. Needs no torch."""
 
 import hashlib
+import re
 import shlex
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.recorded import as_recorded_earlier, as_written, recorded
-from fsdp_trainer.base.safe_text import identity
+from fsdp_trainer.base.safe_text import identity, without_secrets
 from fsdp_trainer.config.paths import checkpoint_configuration
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
@@ -18,6 +19,10 @@ from fsdp_trainer.observe.console import duration
 from fsdp_trainer.observe.records import Records, parse, whole_lines
 
 TELL_EVERY_SECONDS = 30.0  # between reports of progress in a log file
+LONGEST_NAME = 80
+"""Characters of a folder's name that show a job's values."""
+UNSAFE = re.compile(r"[^A-Za-z0-9._]+")
+"""What needs quotes in a shell or in an override of ours, or means something else there."""
 
 
 @dataclass
@@ -109,9 +114,25 @@ class Board:
 
 
 def job_id(overrides: Sequence[str]) -> str:
-    """Return the name of a job's folder: a hash of its sorted overrides, without run.root."""
+    """Return a job's name: a hash of its sorted overrides, without run.root."""
     text = identity("\n".join(sorted(without_run_folder(overrides))))
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def job_folder(jobs: Path, job: str, varied: Sequence[str]) -> Path:
+    """Return the folder of a job: that of an earlier command, else one named by its values.
+
+    jobs: the folder of all. varied: the job's overrides of keys that vary. Folders of earlier
+    versions have the job's name alone.
+    """
+    if earlier := next(jobs.glob(f"*{job}"), None):
+        return earlier
+    named = []
+    for word in varied:
+        key, _, value = without_secrets(word).partition("=")
+        text = f"{re.split('[./]', key)[-1]}-{value.rstrip('/').rpartition('/')[2]}"
+        named.append(UNSAFE.sub("-", text).strip("-"))
+    return jobs / "_".join([*filter(None, ["_".join(named)[:LONGEST_NAME]]), job])
 
 
 def without_run_folder(overrides: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from fsdp_trainer.apps.sweep.jobs import (
     Job,
     JobProgress,
     finished,
+    job_folder,
     job_id,
     objective,
     table,
@@ -29,6 +30,7 @@ from fsdp_trainer.apps.sweep.jobs import (
 )
 from fsdp_trainer.apps.sweep.slurm import Shown
 from fsdp_trainer.apps.sweep.sweep_backends import SWEEP_BACKENDS, JobHandle, SweepBackend
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.process import ECHO_SECONDS, SIGNALS, STOPPED
 from fsdp_trainer.base.safe_text import safe, without_secrets
 from fsdp_trainer.config.composing.compose import compose, config_flag
@@ -235,9 +237,13 @@ class Jobs:
             id = job_id(overrides)
             job = self.jobs.get(id)
             if job is None:
-                folder = str(self.folder / "jobs" / id)
-                shown = [*map(without_secrets, without_run_folder(overrides))]
-                job = self.jobs[id] = Job(id, folder, shown)
+                own = without_run_folder(overrides)
+                keys = (word.lstrip("+").partition("=")[0] for word in own)
+                varied = [
+                    word for word, key in zip(own, keys, strict=True) if key in self.line.swept
+                ]
+                folder = str(job_folder(self.folder / "jobs", id, varied))
+                job = self.jobs[id] = Job(id, folder, [*map(without_secrets, own)])
                 self._check(job, list(overrides))
                 new.append(id)
             elif job.state not in ("waiting", "running"):
@@ -341,7 +347,8 @@ class Jobs:
     def _check(self, job: Job, overrides: list[str]) -> None:
         """Compose a job's configuration. Set the job's state if it is refused or does not fit."""
         own = [word for word in overrides if word.partition("=")[0] not in PLACE]
-        words = [*own, f"run.root={quoted(str(self.folder / 'jobs'))}", f"run.name={job.job}"]
+        jobs, name = map(quoted, os.path.split(job.folder))
+        words = [*own, f"run.root={jobs}", f"run.name={name}"]
         try:
             cfg = compose("train", words, self.line.config_dir)
         except UserError as error:
@@ -500,5 +507,7 @@ def does_not_fit(cfg: TrainConfig, backend: SweepBackend) -> str | None:
         suggestions = suggest(Candidate(cfg, config, world, device))[:1]
     except UserError:  # the job itself reports it
         return None
-    needed = f"needs {plan.peak_bytes / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"
+    needed = (
+        f"needs {plan.peak_bytes / GIB:.2f} of {limit:.2f} GiB on each of {counted(world, 'rank')}"
+    )
     return needed + "".join(f": try  {suggestion.override}" for suggestion in suggestions)

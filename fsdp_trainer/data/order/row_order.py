@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order import packing as packing_module
 from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
@@ -472,7 +473,7 @@ class RowOrder:
         if groups.lengths[longest] > self.seq_len:
             count = int(np.count_nonzero(groups.lengths > self.seq_len))
             text = (
-                f"{count:,} groups of documents that must share a row are longer than one."
+                f"of documents that must share a row, {counted(count, 'group')} would be longer."
                 f" The longest,\n{self.store.where(int(groups.firsts[longest]))}, has "
                 f"{groups.lengths[longest]:,} tokens in {groups.sizes[longest]:,} documents.\n"
                 f"Use  batch.seq_len={groups.lengths[longest]}  or leave them out"

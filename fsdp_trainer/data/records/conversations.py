@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.flags import (
     flag_of,
@@ -581,7 +582,7 @@ def _token_lists(values: Values) -> dict[str, list | None]:
     for key, numbers in lists.items():
         if numbers is not None and len(numbers) != size:
             name, ids = values.name(key), values.name("input_ids")
-            raise RecordError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
+            raise RecordError(f"{name!r} has {counted(len(numbers), 'number')}, {ids!r} has {size}")
     return lists
 
 

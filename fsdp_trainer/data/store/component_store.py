@@ -165,7 +165,7 @@ class ComponentStores:
         changed = changed_files(files)
         if changed:
             self.reporter.say(
-                f"data   {len(changed):,} images have changed, so all is tokenized again:"
+                f"data   changed: {counted(len(changed), 'image')}, so all is tokenized again:"
                 f" {', '.join(changed[:EXAMPLES])}"
             )
         return bool(changed)

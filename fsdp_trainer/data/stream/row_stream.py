@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.data_files import is_url, kind
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.files import quickstart_data
@@ -480,9 +481,9 @@ def _inspect(streamed: StreamedData, size: int) -> dict[str, Any]:
     files = sum(len(source.files) for source in streamed.sources)
     findings = stream.findings(len(samples), tokens)
     report = [
-        f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in"
-        f" {len(streamed.units):,} units, by {streamed.streams:,} streams",
-        f"the first {len(samples):,} samples: {tokens:,} tokens,"
+        f"streamed: {counted(files, 'file')} of {size / 2**20:,.1f} MiB in"
+        f" {counted(len(streamed.units), 'unit')}, by {counted(streamed.streams, 'stream')}",
+        f"the first {counted(len(samples), 'sample')}: {tokens:,} tokens,"
         f" {100 * supervised / tokens:.1f}% supervised, longest {max(lengths):,}",
     ]
     report += [one.text for one in findings if not one.is_warning]

@@ -1,5 +1,6 @@
 """Prompts as a data source: the model answers them, and rewards score the answers."""
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ WINDOW, MOSTLY_EQUAL = 20, 0.9
 """Number of steps over which prompts whose answers have equal rewards are counted, and the share of
 them above which the run prints a warning."""
 
+BEFORE_ANSWER = re.compile(r"(?<=\[/INST\])|(?=<｜Assistant｜>)")
+"""Where the question has ended in prompts of Mistral, Llama 2 and DeepSeek."""
 FAILURES_SHOWN = 3
 """Number of different reasons for failed rollouts that a step's event has."""
 
@@ -80,10 +83,14 @@ def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
 
 
 def turns_of_prompt(prompt: list[int], tokenizer: TextTokenizer) -> list[str]:
-    """Return the texts of a prompt's turns, as the model reads them: each ends in a stop token."""
+    """Return the texts of a prompt's turns, as the model reads them.
+
+    Each ends in a stop token, or, in templates where only answers do, before the answer.
+    """
     ends = [i + 1 for i, token in enumerate(prompt) if token in tokenizer.stop_ids]
     parts = [prompt[start:end] for start, end in pairwise([0, *ends, len(prompt)])]
-    return [tokenizer.decode(part, skip_special=False).strip() for part in parts if part]
+    texts = [tokenizer.decode(part, skip_special=False) for part in parts if part]
+    return [turn.strip() for text in texts for turn in BEFORE_ANSWER.split(text) if turn.strip()]
 
 
 @dataclass

@@ -4,6 +4,7 @@ model that answers stay near to, and what a plan counts."""
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from fsdp_trainer.methods.answers import (
 )
 from fsdp_trainer.methods.policy_gradient import RolloutForwardBackward
 from fsdp_trainer.methods.reference_model import ReferenceModel
+from fsdp_trainer.methods.rollout_source import turns_of_prompt
 from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.rollouts.rollout import EpisodeFacts, Rollout, decode_rollouts, encode_rollouts
 from fsdp_trainer.rollouts.sampler import SampledAnswer
@@ -281,6 +283,14 @@ def test_a_run_learns_from_its_answers_and_a_report_shows_them(ledger, tmp_path)
     question, opening = said["prompt_turns"]
     assert question.endswith("<|im_end|>")
     assert opening.startswith("<|im_start|>")
+
+
+def test_a_question_is_a_turn_of_its_own_where_only_answers_end_in_a_stop_token():
+    texts = ["<s>[INST] a[/INST]", " b", "</s>", "[INST] c[/INST]", "<｜User｜>a<｜Assistant｜>b"]
+    tokenizer = SimpleNamespace(stop_ids={2}, decode=lambda ids, skip_special: "".join(
+        texts[i] for i in ids))  # fmt: skip
+    assert turns_of_prompt([0, 1, 2, 3], tokenizer) == [texts[0], "b</s>", texts[3]]
+    assert turns_of_prompt([4], tokenizer) == ["<｜User｜>a", "<｜Assistant｜>b"]
 
 
 def test_the_base_of_adapters_is_what_the_divergence_is_from(ledger):

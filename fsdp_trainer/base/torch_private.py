@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -110,6 +110,11 @@ def metadata_outside_modes() -> Iterator[None]:
 
 
 # Process groups
+
+
+def group_named(name: Any) -> dist.ProcessGroup:
+    """Return the group that compiled graphs know by this name. There is no public function."""
+    return dist.distributed_c10d._resolve_process_group(name)
 
 
 def sequence_number(group: dist.ProcessGroup, device_type: str) -> Callable[[], int]:
@@ -772,6 +777,37 @@ def set_activation_memory_budget(budget: float) -> None:
     from torch._functorch import config
 
     config.activation_memory_budget = budget
+
+
+def partitioned_backend(run: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a backend of torch.compile that divides graphs as inductor does.
+
+    run: returns what runs the graph of a forward or of a backward. There is no public backend with
+    inductor's decompositions and partitioner that takes a function for the rest.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def backend(graph: Any, inputs: list[Any], **_options: Any) -> Any:
+        with config.patch(unlift_effect_tokens=True):
+            compiled = aot_autograd(
+                fw_compiler=lambda module, _: run(module),
+                decompositions=select_decomp_table,
+                partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+                keep_inference_input_mutations=True,
+            )
+            return compiled(graph, inputs)
+
+    return backend
+
+
+def operator_types() -> Any:
+    """Return the partitioner's lists of operators: those that are fused, and views."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
 
 
 def missing_compiler(device_type: str) -> str | None:

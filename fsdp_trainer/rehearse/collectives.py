@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from fsdp_trainer.base.torch_private import group_named
+
 NAMES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::allgather_": "all_gather",
@@ -23,8 +25,13 @@ NAMES = {
     "c10d::alltoall_": "all_to_all",
     "c10d::send": "send",
     "c10d::recv_": "recv",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_to_all_single": "all_to_all",
 }
-"""Names of torch's operators, without those that send no tensors."""
+"""Names of torch's operators, without those that send no tensors; the last ones are in graphs."""
+COMPILED = "_c10d_functional::"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -46,17 +53,14 @@ class Collective(NamedTuple):
     peer: int | None = None
 
 
-def collective_of(name: str, args: Sequence[Any], module: str) -> Collective | None:
-    """Return the collective that an operator of c10d starts; None if it sends no tensors.
-
-    args: of the operator.
-    """
-    op = NAMES.get(name)
-    if op is None:
-        return None
-    group = next(
-        dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject)
-    )
+def collective_of(name: str, args: Sequence[Any], module: str) -> Collective:
+    """Return the collective that an operator of NAMES starts. args: of the operator."""
+    op = NAMES[name]
+    if name.startswith(COMPILED):
+        group = group_named(args[-1])
+    else:
+        boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(boxed)
     ranks = tuple(dist.get_process_group_ranks(group))
     tensors = [each for each in tree_iter(args[:2]) if isinstance(each, Tensor)]
     size = len(ranks)
@@ -79,6 +83,8 @@ def _dtype(tensors: Sequence[Tensor]) -> str:
 
 def _whole(op: str, name: str, tensors: Sequence[Tensor], size: int) -> int:
     """Return the bytes of the whole message: of a gather the result, of a reduction the input."""
+    if name.startswith(COMPILED):
+        return tensors[0].nbytes * (size if op == "all_gather" else 1)
     if op in ("all_gather", "reduce_scatter"):
         sizes = [tensor.nbytes for tensor in tensors]
         return max(sizes) if "base" in name else sum(sizes) * size // (size + 1)
@@ -87,11 +93,14 @@ def _whole(op: str, name: str, tensors: Sequence[Tensor], size: int) -> int:
 
 def _exchanged(name: str, args: Sequence[Any], group: dist.ProcessGroup) -> tuple[int, float]:
     """Return the bytes that a rank puts into an exchange, and those of them for other ranks."""
-    put = args[1]
-    if name != "c10d::alltoall_base_":
+    if name.startswith(COMPILED):
+        put, _, sizes, _ = args
+    else:
+        put, sizes = args[1], args[4] if name == "c10d::alltoall_base_" else None
+    if not isinstance(put, Tensor):
         total = sum(tensor.nbytes for tensor in put)
         return total, float(total - put[group.rank()].nbytes)
-    if sizes := args[4]:
+    if sizes:
         of_row = put.nbytes / max(1, sum(sizes))
         return put.nbytes, of_row * (sum(sizes) - sizes[group.rank()])
     return put.nbytes, put.nbytes * (group.size() - 1) / group.size()

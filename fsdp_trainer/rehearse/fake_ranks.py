@@ -55,7 +55,6 @@ def fake_tensors(run: Rehearsed, expert_rows: int) -> Iterator[None]:
         for replaced in stand_ins(run, expert_rows):
             stack.enter_context(replaced)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(torch.device("cpu"))
         yield
 
 

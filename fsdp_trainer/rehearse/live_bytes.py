@@ -1,7 +1,8 @@
 """Bytes of all live tensors of a step, by category and from moment to moment."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -70,6 +71,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = NO_PEAK
         self.most = 0
         self.curve: list[tuple[int, tuple[int, ...]]] = []
+        self._counts = True
         self._every = 1
         self._live: dict[int, tuple[int, str]] = {}
         self._operator = ""
@@ -89,6 +91,20 @@ class LiveBytes(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         self._patch.stop()
         super().__exit__(*error)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: blocks are compiled in this mode, and what they call is counted."""
+        return True
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count nothing that operators create inside."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
     def begin(self) -> None:
         """Forget the peak and the curve; live tensors stay counted."""
@@ -145,6 +161,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor calls operators on its part
+        if not self._counts:
+            return func(*args, **(kwargs or {}))
         self._operator = name_of(func)
         self.before(func, args)
         out = func(*args, **(kwargs or {}))

@@ -1,19 +1,23 @@
 """One rank of a rehearsal: the trainer's own build, and one step, on tensors without storage."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.base.torch_private import partitioned_backend
 from fsdp_trainer.checkpoint.state import optimizer_state, stored_parameters, weights
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.schema import Compile
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.registry import build_method
 from fsdp_trainer.methods.run_setup import RunSetup
@@ -24,11 +28,13 @@ from fsdp_trainer.optim.elementwise import ElementwiseOptimizer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import TorchAdamW, build_optimizer
 from fsdp_trainer.optim.outer_step import OuterStep
+from fsdp_trainer.parallel import compile, parallelize
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.rehearse.collectives import Collective
 from fsdp_trainer.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
+from fsdp_trainer.rehearse.fused_graphs import FusedGraph, TensorCounter
 from fsdp_trainer.rehearse.live_bytes import Peak
 from fsdp_trainer.rehearse.rehearsed_run import Rehearsed, folder_of_second
 from fsdp_trainer.rehearse.rows import (
@@ -97,11 +103,14 @@ class RankParts:
         world = World(rank, run.world, 0, 0, 1, "", "", nothing, device)
         inputs = RunInputs(nothing, nothing, EmptyData(), None, second)  # type: ignore[arg-type]
         trained = ModelSetup.resolve(run.config, cfg.adapter, cfg.train.freeze)
-        setup = RunSetup(cfg, inputs, trained, world, self.dims, False, Path(), nothing, nothing)
+        compiled = cfg.compile.enabled
+        setup = RunSetup(cfg, inputs, trained, world, self.dims, compiled, Path(), nothing, nothing)
         self.setup = setup
-        # before the model in training, as in training
-        self.method = build_method(setup, RunRows(nothing, None, cfg.batch.rows), None)
-        self.model = build_model(setup, self.method.head_temperature)
+        self.recorder = StepRecorder(gloo=run.device == "cpu")
+        with compiling_for(self.recorder) if compiled else nullcontext():
+            # before the model in training, as in training
+            self.method = build_method(setup, RunRows(nothing, None, cfg.batch.rows), None)
+            self.model = build_model(setup, self.method.head_temperature)
 
     @property
     def models(self) -> list[Decoder]:
@@ -110,8 +119,7 @@ class RankParts:
 
     def step(self, watch: AbstractContextManager[Any]) -> RankStep:
         """Run one step, inside of `watch`, and stage a checkpoint."""
-        run, cfg = self.run, self.run.cfg
-        recorder = StepRecorder(gloo=run.device == "cpu")
+        run, cfg, recorder = self.run, self.run.cfg, self.recorder
         batches = self._batches()
         with fake_tensors(run, run.expert_rows(batches.length)):
             for model in self.models:
@@ -185,6 +193,23 @@ class RankParts:
         for batch in batches:
             marks.append(len(recorder.collectives))
             yield batch
+
+
+@contextmanager
+def compiling_for(recorder: StepRecorder) -> Iterator[None]:
+    """Within, let blocks be compiled to graphs whose tensors `recorder` counts.
+
+    Their forward is compiled, not their call, so that the recorder sees each begin and end.
+    """
+    counter = TensorCounter(recorder.uncounted, recorder.add)
+    backend = partitioned_backend(partial(FusedGraph, counter=counter))
+
+    def compile_forward(model: Decoder, cfg: Compile, **_alone: bool) -> None:
+        with patch.object(compile, "BACKEND", backend):
+            compile.compile_blocks(model, cfg, forward_alone=True)
+
+    with patch.object(parallelize, "compile_blocks", compile_forward):
+        yield
 
 
 def make_states(optimizer: TrainerOptimizer) -> None:

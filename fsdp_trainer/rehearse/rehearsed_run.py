@@ -23,7 +23,6 @@ from fsdp_trainer.plan.second_model import architecture_of
 from fsdp_trainer.run.trained_model import with_head
 
 LEFT_OUT: dict[str, tuple[Any, str]] = {
-    "compile.enabled": (False, "blocks are not compiled"),
     "activation_checkpoint.offload": (False, "activations stay on the device"),
     "sharding.cpu_offload": (False, "weights and optimizer state stay on the device"),
     "optim.offload": ("none", "weights and optimizer state stay on the device"),
@@ -105,7 +104,8 @@ def without_left_out(run: Candidate) -> tuple[Candidate, list[str]]:
     if run.config.reads_images:
         left_out.append("images: rows are of text, and plan.image_share is 0")
         run = run.changed({"plan.image_share": 0.0})
-    if run.cfg.activation_checkpoint.mode == "budget":
+    compiled = run.cfg.compile.enabled
+    if run.cfg.activation_checkpoint.mode == "budget" and not compiled:
         left_out.append("activation_checkpoint.mode=budget, which only compiled blocks have: full")
         run = run.changed({"activation_checkpoint.mode": "full"})
     return run, left_out

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -17,7 +18,7 @@ from fsdp_trainer.base.torch_private import (
     reduced_gradients,
     unsharded_gradients,
 )
-from fsdp_trainer.rehearse.collectives import Collective, collective_of
+from fsdp_trainer.rehearse.collectives import NAMES, Collective, collective_of
 from fsdp_trainer.rehearse.live_bytes import LiveBytes, name_of
 
 HEAD = "lm_head"
@@ -61,11 +62,9 @@ class StepRecorder(LiveBytes):
 
     def before(self, func: Any, args: Any) -> None:
         name = name_of(func)
-        if not name.startswith("c10d::"):
+        if name not in NAMES:
             return
         called = collective_of(name, args, self._unit or self._where())
-        if called is None:
-            return
         self.collectives.append(called)
         if self._unit and called.op == "all_gather":
             self.move(args[0], "communication")
@@ -97,11 +96,14 @@ class StepRecorder(LiveBytes):
         return "activations"
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # the graph has no modules, only their operators
+            return
         inherited = self._stack[-1] if self._stack else phases.training.phase
         self._stack.append(self._names.get(id(module), inherited))
 
     def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._stack.pop()
+        if not torch.compiler.is_compiling():
+            self._stack.pop()
 
     def _unshard(self, _unit: Any, name: str, real: Callable[[], Any]) -> Any:
         with self._within(name):

@@ -1,0 +1,102 @@
+"""Graphs of compiled blocks, run with the tensors that the compiler's kernels would write."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_iter
+
+from fsdp_trainer.base.torch_private import operator_types
+
+aten = torch.ops.aten
+FUSED = {aten.cat, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}
+"""Operators that inductor fuses with others, beside those that the partitioner knows."""
+
+
+class TensorCounter(NamedTuple):
+    """What counts the tensors of a graph.
+
+    uncounted: a context in which operators create tensors that no kernel writes to memory; add:
+    counts a tensor that one has written.
+    """
+
+    uncounted: Callable[[], AbstractContextManager[Any]]
+    add: Callable[[Tensor], None]
+
+
+class FusedGraph:
+    """A graph that runs as inductor's kernels would, as far as its memory goes.
+
+    Elementwise operators and reductions are fused: their result is in memory only if another
+    operator reads it, or the graph returns it. Each tensor lives until its last reader has run, of
+    which those that follow in the same kernel are a part.
+    """
+
+    def __init__(self, module: fx.GraphModule, counter: TensorCounter):
+        self.module, self.counter = module, counter
+        self._boxed_call = True  # torch gives a list, from which each argument can be freed
+        self.nodes = list(module.graph.nodes)
+        types = operator_types()
+
+        def is_fused(node: fx.Node) -> bool:
+            packet = getattr(node.target, "overloadpacket", None)
+            return types.is_fusible(node) or packet in FUSED
+
+        calls = [node for node in self.nodes if node.op == "call_function"]
+        views = {n for n in calls if types.is_view(n) or n.target is operator.getitem}
+        fused = {node for node in calls if node not in views and is_fused(node)}
+        read: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            is_kernel = node.op == "output" or (node in calls and node not in fused | views)
+            if is_kernel or (node in views and node in read):
+                read.update(node.all_input_nodes)
+        self.in_kernel = (fused | views) - read
+        """Nodes whose results are never in memory."""
+        self.written = fused & read
+        """Nodes whose results are the output of a kernel."""
+        readers = {node: reader for reader in self.nodes for node in reader.all_input_nodes}
+        self.unread = {node for node in self.nodes if node not in readers}
+        self.last_read: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node, reader in readers.items():
+            self.last_read[reader].append(node)
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Return the graph's results. args: emptied."""
+        given = args[::-1]
+        args.clear()
+        # with a result that is in no memory, what it is computed from again
+        values: dict[fx.Node, tuple[Any, ...]] = {}
+        for node in self.nodes:
+            if node.op == "output":
+                return map_arg(node.args[0], lambda read: values[read][0])
+            values[node] = self._result(node, values, given)
+            for read in self.last_read[node]:
+                del values[read]
+            if node in self.written:  # a kernel may write over what it reads for the last time
+                for tensor in tree_iter(values[node][0]):
+                    self.counter.add(tensor)
+            if node in self.unread:
+                del values[node]
+        raise AssertionError("a graph has an output")
+
+    def _result(
+        self, node: fx.Node, values: dict[fx.Node, tuple[Any, ...]], given: list[Any]
+    ) -> tuple[Any, ...]:
+        """Return a node's result, and what must stay in memory for it."""
+        if node.op == "placeholder":
+            return (given.pop(),)
+        if node.op == "get_attr":
+            return (getattr(self.module, str(node.target)),)
+        target: Any = node.target
+        args, named = map_arg((node.args, node.kwargs), lambda read: values[read][0])
+        if node not in self.in_kernel and node not in self.written:
+            return (target(*args, **named),)
+        with self.counter.uncounted():
+            result = target(*args, **named)
+        sources = [values[read] for read in node.all_input_nodes]
+        return (result, *sources) if node in self.in_kernel else (result,)

@@ -65,7 +65,7 @@ class RunLength:
             if rate < (peak := peak_learning_rate(self.optim, self.batch)):
                 text += f", below {peak:g}"
             return [Finding(text, f"use  schedule.warmup=0.03{f' , and  {more}' if more else ''}")]
-        text = f"the run has {counted(steps, 'step')}, which change the weights little"
+        text = f"the run has {counted(steps, 'step')}, too few to change the weights much"
         return [Finding(text, f"use  {more}")] if is_few else []
 
     def more_steps(self) -> str:

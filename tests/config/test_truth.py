@@ -49,6 +49,17 @@ def test_a_recipe_has_the_steps_rates_and_parameters_of_the_real_run(name, input
     assert float(table["highest learning rate"][1]) == pytest.approx(max(rates), rel=1e-3)
 
 
+def test_a_prompt_that_is_a_text_has_no_template_there(inputs, monkeypatch):
+    monkeypatch.chdir(inputs)
+    row = json.dumps({"prompt": "w1", "chosen": " w2", "rejected": " w3"})
+    (inputs / "plain.jsonl").write_text(row)
+    for data, is_plain in (("plain.jsonl", True), ("pairs.jsonl", False)):
+        file = inputs / "of_data.yaml"
+        file.write_text(json.dumps(CASES["dpo"][1] | {"dataset_name": data}))
+        rows = convert(read_foreign_file(file), 1).comparison()
+        assert (("text around a prompt", "none", "data.template") in rows) == is_plain
+
+
 @pytest.mark.parametrize("name", [name for name, there in STORED.items() if there["losses"]])
 def test_a_recipe_trains_with_the_losses_of_the_real_run(name, inputs, monkeypatch):
     monkeypatch.chdir(inputs)

@@ -31,4 +31,5 @@ def counted(file: ForeignFile, path: Any) -> ForeignFile:
                 samples += record.error is None
     except (UserError, OSError, ValueError, RecursionError):
         return file
-    return replace(file, samples=samples, columns=frozenset(first))
+    is_plain = isinstance(first.get("prompt"), str)
+    return replace(file, samples=samples, columns=frozenset(first), has_plain_prompts=is_plain)

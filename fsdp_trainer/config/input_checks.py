@@ -112,17 +112,22 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
             _check_exists("source", cfg.source, report)
     elif isinstance(cfg, ChainConfig):
         _check_chain(cfg, report)
-    elif isinstance(cfg, LighthouseConfig) and (
-        reason := _lacking(*NOT_INSTALLED["replicas.method"])
-    ):
-        report.problems.append(Problem("lighthouse", reason))
     if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
         report.add("source", cfg.source, _to_add_tokenizer(Path(cfg.source)))
+    _check_own_inputs(cfg, report)
+
+
+def _check_own_inputs(cfg: Any, report: Report) -> None:
+    """Check what single verbs need."""
     if isinstance(cfg, ExportConfig):
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
     if isinstance(cfg, VerifyConfig):
         _check_exists("hf", cfg.hf, report)
         _check_exists("data", cfg.data, report)
+    if isinstance(cfg, LighthouseConfig) and (
+        reason := _lacking(*NOT_INSTALLED["replicas.method"])
+    ):
+        report.problems.append(Problem("lighthouse", reason))
 
 
 def _check_inputs_of_groups(cfg: TrainConfig, report: Report, complete: bool) -> None:

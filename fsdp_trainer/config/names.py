@@ -221,9 +221,7 @@ def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Ite
     def key_of(name: str, where: dict[str, str]) -> KnownName:
         return KnownName(meant=where.get(name, ""))
 
-    known = known_elsewhere(key)
-    if same_leaf and key == leaf and known and known.missing:  # only of its pattern
-        yield KnownName(meant=nearest(key, same_leaf) or same_leaf[0])
+    yield _before_part(key, same_leaf)
     yield _by_path(parts) or KnownName()
     yield key_of(spelt(siblings, SURE), siblings)
     yield _by_section_or_leaf(parts) or KnownName()
@@ -236,3 +234,10 @@ def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Ite
     yield key_of(slip, leaves)
     yield key_of(spelt(leaves, ANYWHERE), leaves)
     yield KnownName(meant=nearest(key, keys, ANYWHERE) or "")
+
+
+def _before_part(key: str, same_leaf: list[str]) -> KnownName:
+    """Return a key of this name, which is meant before what is said of the part it belongs to."""
+    known = known_elsewhere(key) or KnownName()
+    is_meant = known.missing and same_leaf and "." not in key
+    return KnownName(meant=same_leaf[0] if is_meant else "")

@@ -66,7 +66,7 @@ def test_what_is_left_out_is_said_and_taken_from_the_plan(capsys):
 @pytest.mark.slow
 def test_compiled_blocks_keep_what_the_partitioner_keeps_and_send_what_others_do(capsys):
     words = ["plan.world_size=4", "batch.rows=8", "batch.seq_len=2048", "sharding.tensor=2"]
-    wide = ["model.hidden_size=512", "model.intermediate_size=2048", "precision=bf16"]
+    wide = ["model.hidden_size=512", "precision.param_dtype=bfloat16"]
     eager, compiled = (
         answer(capsys, *words, *wide, f"compile={each}") for each in ("disabled", "enabled")
     )

@@ -25,8 +25,8 @@ class ObjectiveChoice:
         "`simpo`, `orpo`: losses of preference pairs; `kto`: of answers labelled good or bad; "
         "`reward`: a reward model from pairs; `grpo`: the model's own answers to prompts, by "
         "their rewards; `distil`: a teacher's probabilities; `classify`: a classifier of labelled "
-        "texts; `embed`: embeddings of queries and documents; or an objective that your own code "
-        "registers (--import)",
+        "texts; `embed`: embeddings of queries and documents; `rerank`: scores of a query's "
+        "documents; or an objective that your own code registers (--import)",
     )
     beta: float = key(
         0.1,
@@ -282,6 +282,13 @@ class ObjectiveChoice:
         choices=("infonce", "cosent", "margin_mse", "kl"),
         used_by=("embed",),
     )
+    ranking: str = key(
+        "listwise",
+        "rerank: `listwise`: the probabilities of a query's documents; `pairwise`: better ones"
+        " above worse ones; `pointwise`: each document's score from 0 to 1",
+        choices=("listwise", "pairwise", "pointwise"),
+        used_by=("rerank",),
+    )
     symmetric: bool = key(
         False,
         "embed: half of infonce is that of each document's query among all queries",
@@ -355,7 +362,9 @@ class MethodSpec:
     about progress; "" for a method without metrics of its own.
     """
 
-    reads: Literal["single", "pairs", "unpaired", "prompts", "labelled", "queries"] = "single"
+    reads: Literal["single", "pairs", "unpaired", "prompts", "labelled", "queries", "ranked"] = (
+        "single"
+    )
     second: Literal["teacher", "reference"] | None = None
     scores: bool = False
     extra_forwards: int = 0
@@ -569,6 +578,13 @@ METHODS: dict[str, MethodSpec] = {
         extra_forwards=1,
         refused=(*OF_EMBEDDINGS, *OF_SCORES),
         title="Embeddings",
+        main_metric="mrr",
+    ),
+    "rerank": MethodSpec(
+        "ranked",
+        scores=True,
+        refused=(*whole_answers("a query's documents", "Use  0"), *OF_SCORES),
+        title="Reranking",
         main_metric="mrr",
     ),
 }

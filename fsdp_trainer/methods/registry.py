@@ -9,6 +9,7 @@ from fsdp_trainer.methods.kto import KtoMethod
 from fsdp_trainer.methods.method import Method
 from fsdp_trainer.methods.policy_gradient import PolicyGradientMethod
 from fsdp_trainer.methods.preferences import PreferenceMethod
+from fsdp_trainer.methods.reranking import RankingMethod
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 
@@ -24,6 +25,7 @@ CLASSES: dict[str, type[Method]] = {
     "distil": DistillationMethod,
     "classify": LabelMethod,
     "embed": EmbeddingMethod,
+    "rerank": RankingMethod,
 }
 
 

@@ -12,6 +12,7 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
+from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.config import ModelConfig
@@ -76,6 +77,8 @@ class RunSetup:
         chosen = cfg.data.template or cfg.data.template_args
         as_it_came = inputs.tokenizer.chat_templates and not chosen
         template = None if as_it_came else inputs.template.exported
+        if cfg.objective.method.reads in OF_HEADS:  # no template has been used
+            template = {}
         dtype = state["dtypes"]["default"]
         prompts = cfg.data.prompts
         write_hf_assets(

@@ -12,6 +12,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.teacher import with_second_model
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
@@ -117,6 +118,8 @@ def refuse(choice: ObjectiveChoice, second: SecondModel | None) -> None:
     what = f"objective={choice.method.title.lower()}"
     if choice.method.reads == "unpaired":
         reason = "its metrics have as many numbers as there are answers of each kind"
+    if choice.method.reads in OF_HEADS:
+        reason = "its labels, and the documents of a query, are data"
     if second is not None and second.has_lists:
         what, reason = f"objective.top_k={choice.top_k}", "a teacher's lists are data"
     if reason:

@@ -11,14 +11,20 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
 
+OBJECTIVES = {"queries": "embed", "alike": "embed", "lists": "rerank"}
 COSENT = "objective.comparison=cosent"
 KINDS = {"classes": "single_label", "several": "multi_label", "numbers": "regression"}
 PLAIN = ["model.init_from=RUN(plain)", "objective=classify"]
 
 
 def run_of(ledger, kind, *more, ranks=1):
-    objective = "embed" if kind in ("queries", "alike") else "classify"
-    words = [PLAIN[0], f"objective={objective}", *STEP, f"data.path=DATA/{kind}.jsonl", *more]
+    words = [
+        PLAIN[0],
+        f"objective={OBJECTIVES.get(kind, 'classify')}",
+        *STEP,
+        f"data.path=DATA/{kind}.jsonl",
+        *more,
+    ]
     return ledger.run(words=words, ranks=ranks)
 
 
@@ -71,7 +77,15 @@ MEAN = "objective.pooling=mean objective.symmetric=true"
 
 
 @pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize(("kind", "words"), [("classes", ""), ("queries", MEAN), ("alike", COSENT)])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("classes", ""),
+        ("queries", MEAN),
+        ("alike", COSENT),
+        ("lists", "objective.ranking=pairwise"),
+    ],
+)
 def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, shared):
     ranks, share = SHARED[shared]
     start = run_of(ledger, kind, *words.split(), "optim.lr=1e-9")
@@ -178,7 +192,7 @@ def test_losses_are_those_of_sentence_transformers():
     normal = [torch.nn.functional.normalize(each, dim=1) for each in columns]
     scores = torch.randn(8, 2, dtype=torch.float64)
     margins = scores[:, :1] - scores[:, 1:]
-    model = torch.nn.Module()  # is not called
+    model = torch.nn.Sequential(torch.nn.Identity())  # is not called
     cases = {
         "infonce": (losses.MultipleNegativesRankingLoss(model), 3, None),
         "cosent": (losses.CoSENTLoss(model), 2, scores[:, 0]),
@@ -200,3 +214,38 @@ def test_losses_are_those_of_sentence_transformers():
             torch.autograd.grad(each, columns[0], retain_graph=True)[0] for each in (ours, expected)
         ]
         assert torch.allclose(*both, rtol=1e-6, atol=1e-9)
+
+
+def textbook_ranking(ranking, scores, wanted):
+    """The loss of one query's documents."""
+    if ranking == "listwise":
+        is_binary = {*wanted.tolist()} <= {0, 1}
+        shares = wanted / wanted.sum() if is_binary else wanted.softmax(0)
+        return -(shares * scores.log_softmax(0)).sum()
+    if ranking == "pointwise":
+        return torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+    pairs = [
+        (a, b) for a in range(len(wanted)) for b in range(len(wanted)) if wanted[a] > wanted[b]
+    ]
+    return -torch.stack(
+        [torch.nn.functional.logsigmoid(scores[a] - scores[b]) for a, b in pairs]
+    ).mean()
+
+
+@pytest.mark.parametrize("ranking", ["listwise", "pairwise", "pointwise"])
+def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
+    """Transformers' model, which a CrossEncoder wraps, has the same loss on pairs of texts."""
+    start = run_of(ledger, "lists", f"objective.ranking={ranking}", "optim.lr=1e-9")
+    folder = start.folder / "hf"
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    losses = []
+    for row in rows_of(ledger, "lists"):
+        pairs = [tokenizer(row["query"], text, return_tensors="pt") for text in row["documents"]]
+        scores = torch.stack([model(pair["input_ids"]).logits[0, 0] for pair in pairs])
+        losses.append(textbook_ranking(ranking, scores, torch.tensor(row["scores"]).float()))
+    loss = torch.stack(losses).mean()
+    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    loss.backward()
+    run = run_of(ledger, "lists", f"objective.ranking={ranking}", f"model.init_from={folder}")
+    assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})

@@ -20,6 +20,7 @@ from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
 from fsdp_trainer.data.prepared_data import build_data, new_rows, other_size
+from fsdp_trainer.data.records.labelled_texts import NO_SCORE
 from fsdp_trainer.data.records.preference_records import SIDES
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.data_statistics import (
@@ -186,7 +187,8 @@ def reference_of(store: TokenStore, sample: int) -> str | None:
     Control characters are made visible.
     """
     if store.labels is not None:
-        return CONTROL.sub(_visible, f"label: {store.labels.text(sample)}")
+        label = store.labels.text(sample)
+        return None if label == NO_SCORE else CONTROL.sub(_visible, f"label: {label}")
     answer = None if store.questions is None else store.question(sample)["reference"]
     return None if answer is None else CONTROL.sub(_visible, f"reference answer: {answer}")
 

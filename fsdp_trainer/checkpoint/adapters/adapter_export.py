@@ -40,7 +40,7 @@ from fsdp_trainer.config.paths import ADAPTER_CONFIG, MANIFEST
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, AdapterSpec, B
 from fsdp_trainer.models.adapters.adapter_targets import model_layout
-from fsdp_trainer.models.adapters.peft_config import FUSED_RANKS, PREFIX, WEIGHTS_FILE
+from fsdp_trainer.models.adapters.peft_config import BARE_PREFIX, FUSED_RANKS, PREFIX, WEIGHTS_FILE
 from fsdp_trainer.models.adapters.peft_experts import STACKED_PARTS
 from fsdp_trainer.models.adapters.peft_names import EMBEDDING, HEAD, ModelNames, Part
 from fsdp_trainer.models.config import ModelConfig
@@ -178,7 +178,23 @@ def peft_files(
         raise UserError("the adapter cannot be written", [Problem("adapter.also", text)])
     metadata = {FUSED_RANKS: json.dumps(fused_ranks)} if fused_ranks else {}
     described = adapter_config(spec, ranks, of_experts, tensors, layout, base)
-    return PeftFiles(described, tensors, metadata)
+    files = PeftFiles(described, tensors, metadata)
+    return of_bare_model(files) if config.pooling else files
+
+
+def of_bare_model(files: PeftFiles) -> PeftFiles:
+    """Return an adapter under the names of a model without a head, which embeds texts."""
+
+    def own(name: str) -> str:
+        return name.removeprefix(BARE_PREFIX)
+
+    config = files.config | {"task_type": "FEATURE_EXTRACTION"}
+    for key in ("target_modules", "target_parameters", "modules_to_save"):
+        config[key] = config[key] and [own(name) for name in config[key]]
+    for key in ("rank_pattern", "alpha_pattern"):
+        config[key] = {own(name): value for name, value in config[key].items()}
+    tensors = {own(name): tensor for name, tensor in files.tensors.items()}
+    return replace(files, config=config, tensors=tensors)
 
 
 def saved_tensors(

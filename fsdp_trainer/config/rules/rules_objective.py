@@ -148,6 +148,14 @@ def prompts(cfg: TrainConfig, report: Report) -> Violations:
         yield "batch.seq_len", reason + f"Use  batch.seq_len={2 * needed}  or more"
 
 
+def prompts_of_texts(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that texts before queries and documents are for embeddings, and of these two."""
+    if cfg.data.prompts and cfg.objective.method.reads != "queries":
+        yield "data.prompts", "only counts with  objective=embed"
+    elif {*(cfg.data.prompts or {})} - {"query", "document"}:
+        yield "data.prompts", "has only  query  and  document"
+
+
 def divergence(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a divergence has a reference, and a reference a divergence."""
     choice, second = cfg.objective, cfg.second_model

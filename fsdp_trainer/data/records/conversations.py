@@ -20,9 +20,11 @@ from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.labelled_texts import (
     LABELLED,
     QUERIES,
+    RANKED,
     LabelledTexts,
     read_labelled_text,
     read_query,
+    read_ranked,
 )
 from fsdp_trainer.data.records.messages import (
     LISTS,
@@ -650,6 +652,7 @@ READERS: dict[str, Callable[[Values], Readable]] = {
     "text": _read_document,
     LABELLED: read_labelled_text,
     QUERIES: read_query,
+    RANKED: read_ranked,
 }
 
 

@@ -12,11 +12,15 @@ from fsdp_trainer.data.records.flags import number_of, parsed, shown_value
 from fsdp_trainer.data.records.messages import text_of
 from fsdp_trainer.data.records.record_values import Values
 
-LABELLED, QUERIES = "labelled", "queries"
+LABELLED, QUERIES, RANKED = "labelled", "queries", "ranked"
 """Kinds of training data, and the formats of their rows: a text, or two, with its labels; a query
-with documents that answer it, and others."""
+with documents that answer it, and others; a query with documents to be read together with it."""
 QUERY, POSITIVE, NEGATIVE = range(3)
 """Kinds of the texts of a query, as in samples.py."""
+NO_SCORE = "NaN"
+"""The label of a text without a score."""
+SCORED = QUERY
+"""The kind of a document that is read with its query and has a score of its own."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,39 @@ def read_query(values: Values) -> LabelledTexts:
     if scores and None in numbers:
         raise RecordError(f"{values.name('score')!r} is not a number: {shown_value(scores)}")
     kinds = [POSITIVE] * len(positives) + [NEGATIVE] * len(negatives)
-    texts = [LabelledText(values.text("query"), None, "NaN", QUERY)]
+    texts = [LabelledText(values.text("query"), None, NO_SCORE, QUERY)]
     for text, number, kind in zip(documents, numbers, kinds, strict=True):
-        label = "NaN" if number is None else json.dumps(float(number))
+        label = NO_SCORE if number is None else json.dumps(float(number))
         texts.append(LabelledText(text, None, label, kind))
+    return LabelledTexts(texts, values.where)
+
+
+def read_ranked(values: Values) -> LabelledTexts:
+    """Return a query with each of its documents, and the document's score.
+
+    Scores of 0 and 1 say which are positive, as do columns of positive and negative documents.
+    Raises RecordError without documents, or if there are not as many scores as documents.
+    """
+    query, documents = values.text("query"), texts_of(values, "documents")
+    scores = parsed_list(values["score"])
+    if not documents:
+        positives, negatives = (texts_of(values, name) for name in ("positive", "negative"))
+        documents, scores = [*positives, *negatives], [1] * len(positives) + [0] * len(negatives)
+    if not documents:
+        raise RecordError(f"has no {values.name('documents')!r}, nor positive and negative ones")
+    numbers = [number_of(score) for score in scores] if isinstance(scores, list) else []
+    if len(numbers) != len(documents) or None in numbers:
+        shown = (
+            f"{values.name('score')!r} should be {len(documents)} numbers, one for each document"
+        )
+        raise RecordError(f"{shown}; it is {shown_value(scores)}")
+    is_binary = {*map(float, numbers)} <= {0.0, 1.0}
+    texts = [
+        LabelledText(
+            query, text, json.dumps(float(number)), (2 - int(number)) if is_binary else SCORED
+        )
+        for text, number in zip(documents, numbers, strict=True)
+    ]
     return LabelledTexts(texts, values.where)
 
 

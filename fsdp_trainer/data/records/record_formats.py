@@ -329,9 +329,16 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "negative": Meaning(("negative", "negatives", "neg", "hard_negatives"), is_text_or_list),
         "score": Meaning(("score", "scores", "label", "similarity"), is_anything),
     },
+    "ranked": {
+        "query": Meaning(("query", "question", "anchor", "prompt"), is_text, required=True),
+        "documents": Meaning(("documents", "docs", "passages", "candidates"), is_text_or_list),
+        "score": Meaning(("scores", "score", "labels", "relevance"), is_anything),
+        "positive": Meaning(("positive", "positives", "pos", "answer"), is_text_or_list),
+        "negative": Meaning(("negative", "negatives", "neg", "hard_negatives"), is_text_or_list),
+    },
 }
 """Meanings of each format; a file's columns are compared with the formats in this order."""
-OF_HEADS = ("labelled", "queries")
+OF_HEADS = ("labelled", "queries", "ranked")
 """Formats of methods whose head gives a text numbers, which no other method reads."""
 FIELDS = {name: tuple(meanings) for name, meanings in FORMATS.items()}
 REQUIRED = {

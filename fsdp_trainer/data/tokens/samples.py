@@ -245,8 +245,9 @@ class SampleBuilder:
         if not all(text.strip() for text in written):
             return self._left_out("empty", row.where)
         require_whole_characters(*written)
-        texts = tuple(map(self._prompted, row.texts))
-        return [Rendered("", [], row.where, labelled=texts)]
+        is_query = len(row.texts) > 1 and row.texts[0].second is None
+        texts = map(self._prompted, row.texts) if is_query else row.texts
+        return [Rendered("", [], row.where, labelled=tuple(texts))]
 
     def _prompted(self, one: LabelledText) -> LabelledText:
         """Return a text after the prompt that data.prompts has for its kind."""

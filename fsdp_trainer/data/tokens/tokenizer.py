@@ -339,7 +339,7 @@ class TextTokenizer:
 
         A class that would cut texts in another way is replaced by the one that uses tokenizer.json
         as it is. config.json of the model, which may choose the class, should be there already.
-        chat_template: replaces the tokenizer's own; one text, or several by name.
+        chat_template: replaces the tokenizer's own; one text, or several by name, or none.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -357,7 +357,7 @@ class TextTokenizer:
             _write_config(config, described)
         if isinstance(chat_template, str):
             chat_template = {DEFAULT: chat_template}
-        templates = chat_template or self.chat_templates
+        templates = self.chat_templates if chat_template is None else chat_template
         if templates != self.chat_templates:
             values = json.loads(config.read_text(encoding="utf-8"))
             values.pop("chat_template", None)
@@ -387,6 +387,8 @@ def _write_config(file: Path, values: dict[str, Any]) -> None:
 
 def _write_templates(folder: Path, templates: dict[str, str]) -> None:
     """Write the default template to chat_template.jinja, the others to a folder next to it."""
+    if not templates:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
     for name, text in templates.items():
         file = folder / "chat_template.jinja"
         if name != DEFAULT and len(templates) > 1:

@@ -21,6 +21,8 @@ Shape = tuple[int, ...]
 WEIGHTS_FILE = "adapter_model.safetensors"
 OTHER_WEIGHTS = "adapter_model.bin"
 PREFIX = "base_model.model."
+BARE_PREFIX, BARE = "model.", ("layers.", "embed_tokens.", "norm.")
+"""Beginnings of names that a model without a head lacks, and that its names have."""
 """Prefix of the base model's names in PEFT's files."""
 FUSED_RANKS = "fused_ranks"
 """Metadata key in our files: JSON with the ranks of a fused matrix's parts by layer."""
@@ -36,7 +38,7 @@ TENSORS = {
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 COMPUTED: dict[str, tuple] = {
     "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM", "SEQ_CLS", None),
+    "task_type": ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION", None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "lora_bias": (False, None),
@@ -418,5 +420,9 @@ def _read_header(path: Path) -> tuple[dict[str, Shape], dict[str, int]]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor in PEFT's file without the prefixes of PEFT and image models."""
-    return LANGUAGE_MODEL.sub(r"\1", name.removeprefix(PREFIX))
+    """Return the name of a tensor in PEFT's file without the prefixes of PEFT and image models.
+
+    A model without a head has names without what theirs begin with in one with a head.
+    """
+    own = LANGUAGE_MODEL.sub(r"\1", name.removeprefix(PREFIX))
+    return BARE_PREFIX + own if own.startswith(BARE) else own

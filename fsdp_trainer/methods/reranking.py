@@ -1,0 +1,180 @@
+"""Reranking: a score of each document, which is read together with its query (a cross-encoder)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.data.records.labelled_texts import SCORED
+from fsdp_trainer.data.store.stored_values import SampleColumns
+from fsdp_trainer.methods.classification import document_numbers, wanted_numbers
+from fsdp_trainer.methods.document_step import DocumentForwardBackward
+from fsdp_trainer.methods.document_sums import counted_once
+from fsdp_trainer.methods.labels import text_values
+from fsdp_trainer.methods.method import Method, StepParts
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Objective, Scores
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.step import ForwardBackward
+
+FIRST = 10
+"""Number of documents in which the metrics look."""
+
+
+@dataclass(frozen=True)
+class RankedLists:
+    """The documents of a micro-batch, in a list for each query.
+
+    numbers: [lists, longest] float64, the model's score of each document. wanted: the data's.
+    shares: the probability of each that is wanted. exists: False behind the end of a list.
+    """
+
+    numbers: Tensor
+    wanted: Tensor
+    shares: Tensor
+    exists: Tensor
+
+    @classmethod
+    def of(cls, scores: Scores, batch: MicroBatch, dims: Dims | None) -> "RankedLists":
+        """Return the lists of a micro-batch. Collective: see answer_sums."""
+        numbers = document_numbers(scores, batch, dims)[:, 0]
+        wanted = wanted_numbers(batch, 2)[:, 0]
+        kinds, groups = batch.kinds, batch.groups
+        if kinds is None or groups is None:  # this rank has no data
+            kinds = groups = numbers.new_zeros(len(numbers), dtype=torch.int64)
+        count = int(groups[-1]) + 1 if len(groups) else 0
+        places = torch.arange(len(groups), device=groups.device)
+        firsts = torch.searchsorted(groups, torch.arange(count, device=groups.device))
+        inside = places - firsts[groups]
+        longest = int(inside.max()) + 1 if count else 1
+
+        def listed(values: Tensor, fill: float = 0.0) -> Tensor:
+            rows = values.new_full((count, longest), fill)
+            return rows.index_put((groups, inside), values)
+
+        exists = listed(torch.ones_like(numbers)) > 0
+        scored = listed((kinds == SCORED).double()) > 0
+        relevance = listed(wanted)
+        counted = relevance / relevance.sum(1, keepdim=True).clamp_min(1)
+        by_score = relevance.masked_fill(~exists, -torch.inf).softmax(1)
+        return cls(listed(numbers), relevance, torch.where(scored, by_score, counted), exists)
+
+
+# --- losses, of each list -------------------------------------------------------------------------
+
+
+def listwise(lists: RankedLists) -> Tensor:
+    """Return the cross-entropy of the model's probabilities of the documents (ListNet).
+
+    Those that are wanted are the softmax of the data's scores, or equal shares of positive ones.
+    """
+    logs = lists.numbers.masked_fill(~lists.exists, -torch.inf).log_softmax(1)
+    return -(lists.shares * logs.masked_fill(~lists.exists, 0)).sum(1)
+
+
+def pairwise(lists: RankedLists) -> Tensor:
+    """Return the mean of -log sigmoid of better documents' scores minus worse ones' (RankNet)."""
+    better = lists.wanted[:, :, None] > lists.wanted[:, None]
+    better &= lists.exists[:, :, None] & lists.exists[:, None]
+    losses = -F.logsigmoid(lists.numbers[:, :, None] - lists.numbers[:, None])
+    return losses.masked_fill(~better, 0).sum((1, 2)) / better.sum((1, 2)).clamp_min(1)
+
+
+def pointwise(lists: RankedLists) -> Tensor:
+    """Return the mean of the cross-entropies of documents' sigmoids with scores from 0 to 1."""
+    losses = F.binary_cross_entropy_with_logits(lists.numbers, lists.wanted, reduction="none")
+    return losses.masked_fill(~lists.exists, 0).sum(1) / lists.exists.sum(1)
+
+
+RANKINGS: dict[str, Callable[[RankedLists], Tensor]] = {
+    "listwise": listwise,
+    "pairwise": pairwise,
+    "pointwise": pointwise,
+}
+
+
+@dataclass(frozen=True)
+class RankingObjective:
+    """Σ loss of a micro-batch's lists / count. The head calls it once. See PairObjective."""
+
+    batch: MicroBatch
+    ranking: str
+    count: float | Tensor = 1.0
+    dims: Dims | None = None
+    needs_mean = False
+    needs_all_tokens = True
+
+    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
+        """Return the sum over all lists. scores: those of all tokens."""
+        losses = RANKINGS[self.ranking](RankedLists.of(scores, self.batch, self.dims))
+        total = losses.sum() + 0 * document_numbers(scores, self.batch, self.dims).sum()
+        return counted_once((total / self.count).float(), self.dims)
+
+
+@dataclass(kw_only=True)
+class RankingForwardBackward(DocumentForwardBackward):
+    """Runs micro-batches of queries with lists of documents. The loss is a mean over the lists."""
+
+    choice: ObjectiveChoice
+
+    def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
+        return RankingObjective(batch, self.choice.ranking, count, self.dims)
+
+
+class RankingMetrics:
+    """How near the wanted documents are to the first place of their lists.
+
+    Sums: number of lists; lists whose best document is first; reciprocal rank of the best; NDCG of
+    the first documents, with the data's scores as gains. A list without any gain is left out.
+    """
+
+    keys: tuple[str, ...] = ("recall_1", "mrr", "ndcg_10")
+    size = 4
+    of_tokens = False
+
+    def __init__(self, dims: Dims | None = None):
+        self.dims = dims
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [size] float64. Collective: see answer_sums."""
+        lists = RankedLists.of(result.scores, result.batch, self.dims)
+        order = lists.numbers.masked_fill(~lists.exists, -torch.inf).argsort(1, descending=True)
+        gains = lists.wanted.clamp_min(0).gather(1, order)
+        ideal = gains.sort(1, descending=True).values
+        places = torch.arange(1, gains.shape[1] + 1, device=gains.device)
+        discounts = (places <= FIRST) / (places + 1).double().log2()
+        is_best = (gains == gains.amax(1, keepdim=True)).double()
+        ndcg = (gains * discounts).sum(1) / (ideal * discounts).sum(1)
+        each = [torch.ones_like(ndcg), is_best[:, 0], (is_best / places).amax(1), ndcg]
+        has_gain = gains.amax(1) > 0
+        return counted_once(torch.stack(each)[:, has_gain].sum(1), self.dims)
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the means over the lists."""
+        count, *totals = sums
+        return {name: total / count for name, total in zip(self.keys, totals, strict=True) if count}
+
+
+class RankingMethod(Method):
+    """Training of rerankers."""
+
+    objective_differs = True
+
+    def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
+        stores = [order.store for order, _ in rows.stored]
+        columns = [SampleColumns(label_values=values) for values in text_values(stores)]
+        super().__init__(setup, rows.with_columns(columns), checkpoint)
+
+    def metric(self) -> MethodMetric:
+        return RankingMetrics(self.setup.dims)
+
+    def step(self, parts: StepParts) -> ForwardBackward:
+        return RankingForwardBackward(*parts, choice=self.choice)

@@ -432,7 +432,7 @@ def test_labels_of_answers_are_read_in_any_spelling(labels, good):
                 reader_of(row, kind="single")
             first = {"prompt": "q", "completion": "a"}
             if not good:
-                with pytest.raises(RecordError, match="answers that are good or bad"):
+                with pytest.raises(RecordError, match="answers labelled good or bad"):
                     reader_of(first, kind="single")[0](row)
 
 

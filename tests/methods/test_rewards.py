@@ -295,7 +295,7 @@ def test_a_wrong_entry_is_refused_with_what_to_type(entry):
 
 
 def test_two_rewards_of_a_kind_need_labels():
-    with pytest.raises(UserError, match="there twice"):
+    with pytest.raises(UserError, match="listed twice"):
         make_rewards(["exact", "exact"])
     first, second = make_rewards(["exact", {"name": "exact", "label": "b", "field": "other"}])
     assert (first.title, second.title) == ("exact", "b")

@@ -193,11 +193,12 @@ def on_meta_device(stage: PipelineStage) -> Iterator[None]:
 
 
 def allocate(infos: Sequence[Any], device: torch.device) -> None:
-    """Allocate receive buffers."""
+    """Allocate receive buffers, which torch 2.15 does itself at this point."""
     for info in infos:
-        if not info.is_root_arg and info.tensor_meta is not None:
-            meta = info.tensor_meta
-            info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        if info.is_root_arg or info.tensor_meta is None or hasattr(info, "allocate_buffer"):
+            continue
+        meta = info.tensor_meta
+        info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
 
 def release(infos: Sequence[Any]) -> None:

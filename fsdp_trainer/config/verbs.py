@@ -212,9 +212,9 @@ class LaunchFiles:
 
     kind: str | None = key(
         None,
-        "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command;"
-        " `skypilot`: a task",
-        choices=("slurm", "kubernetes", "docker", "skypilot"),
+        "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `trainjob`: a TrainJob of Kubeflow"
+        " Trainer 2; `ray`: a job for a Ray cluster; `docker`: a command; `skypilot`: a task",
+        choices=("slurm", "kubernetes", "trainjob", "ray", "docker", "skypilot"),
     )
     out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
     nodes: int = key(1, "number of nodes", minimum=1)
@@ -227,24 +227,24 @@ class LaunchFiles:
     partition: str | None = key(None, "slurm: the partition")
     account: str | None = key(None, "slurm: the account")
     setup: list[str] = key(
-        [], "slurm, skypilot: lines of bash before the run, e.g. ['source venv/bin/activate']"
+        [], "slurm, ray, skypilot: lines of bash before the run, e.g. ['source venv/bin/activate']"
     )
     restarts: int = key(3, "number of restarts of a failed run within the job", minimum=0)
     image: str = key(
         "fsdp_trainer",
-        "kubernetes, docker: the container's; examples/launch/Dockerfile builds one."
+        "kubernetes, trainjob, docker: the container's; examples/launch/Dockerfile builds one."
         " skypilot: one of a registry",
     )
     claim: str | None = key(
         "shared",
-        "kubernetes: the claim on storage that all pods write to; skypilot: the volume, null:"
-        " none. It is /shared",
+        "kubernetes, trainjob: the claim on storage that all pods write to; skypilot: the volume,"
+        " null: none. It is /shared. ray: the folder, without its slash, that all nodes see",
     )
 
 
 @dataclass
 class LaunchFilesConfig(TrainConfig, LaunchFiles):
-    """Writes ready files that start a run: kind=slurm, kubernetes, docker or skypilot."""
+    """Writes ready files that start a run, on Slurm, Kubernetes, Ray, in Docker or a cloud."""
 
 
 GGUF_NUMBERS = ("f32", "f16", "bf16", "q8_0")

@@ -1,6 +1,7 @@
 """`launch-files`, and the commands in the README and in some pages: what can be held of
 them without a cluster."""
 
+import ast
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -88,7 +90,8 @@ def write(monkeypatch, tmp_path, capsys):
     def run(kind: str, *words: str, code: int = 0) -> str:
         assert main(["launch-files", f"kind={kind}", *words]) == code
         run.said = capsys.readouterr()
-        files = [file for file in tmp_path.rglob("*") if file.suffix in (".sbatch", ".yaml", ".sh")]
+        kinds = (".sbatch", ".yaml", ".sh", ".py")
+        files = [file for file in tmp_path.rglob("*") if file.suffix in kinds]
         return files[0].read_text() if code == 0 else ""
 
     return run
@@ -134,13 +137,17 @@ def pod_of(job: dict, kind: str) -> dict:
 
 def script_of(kind: str, text: str) -> str:
     """Return the shell commands in a file."""
+    if kind == "ray":
+        return ast.literal_eval(re.search(r"(?m)^COMMAND = (.*)$", text)[1])
+    if kind == "trainjob":
+        return [*yaml.safe_load_all(text)][1]["spec"]["trainer"]["args"][0]
     if kind == "kubernetes":
         return pod_of(yaml.safe_load(text), "Master")["containers"][0]["args"][0]
     return yaml.safe_load(text)["run"] if kind == "skypilot" else text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "docker", "skypilot"])
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "trainjob", "ray", "docker", "skypilot"])
 def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
     storage = ["claim=null"] if kind == "skypilot" else []
     text = write(kind, *NASTY, *storage, "nodes=1", "out=here")
@@ -275,11 +282,106 @@ def test_a_job_for_kubernetes_is_whole(write):
         assert set(mounts.values()) == {"/dev/shm", "/shared"}
 
 
+def lacking(name: str, tree: dict, fields: dict) -> list[str]:
+    """Return what a tree has and the model of this name lacks, with those of the models within."""
+    lacks = [f"{name}.{key}" for key in tree.keys() - fields[name].keys()]
+    for key, value in tree.items():
+        if inner := fields[name].get(key):
+            parts = value if isinstance(value, list) else [value]
+            lacks += [each for part in parts for each in lacking(inner, part, fields)]
+    return lacks
+
+
+TRAINJOB = yaml.safe_load((REPO / "tests/inputs/trainjob_fields.yaml").read_text())
+
+
+def test_the_copy_of_the_schema_of_trainjobs_is_the_packages():
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for name, copied in TRAINJOB.items():
+        fields = getattr(models, name).model_fields
+        assert {field.alias or key for key, field in fields.items()} == copied.keys(), name
+
+
+def test_a_trainjob_has_only_fields_of_its_schema_and_says_what_is_started_again(write):
+    groups = [*NASTY, *GROUPS, "nodes=2", "restarts=5", "gpus_per_node=4", "image=r.io/x:1"]
+    documents = [*yaml.safe_load_all(write("trainjob", *groups))]
+    assert [each["kind"] for each in documents] == ["TrainingRuntime", "TrainJob"] * 3
+    for i, (runtime, job) in enumerate(zip(documents[::2], documents[1::2], strict=True)):
+        for each in (runtime, job):
+            assert each["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+            assert lacking(f"TrainerV1alpha1{each['kind']}", each, TRAINJOB) == []
+        assert runtime["metadata"]["name"] == job["spec"]["runtimeRef"]["name"]
+        trainer, spec = job["spec"]["trainer"], runtime["spec"]["template"]["spec"]
+        assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
+        assert trainer["args"][0].rstrip().endswith('launch.rendezvous="$PET_MASTER_ADDR:29500"')
+        assert f"replicas.id={i}" in trainer["args"][0]
+        assert spec["failurePolicy"]["maxRestarts"] == 5
+        job = spec["replicatedJobs"][0]["template"]["spec"]
+        rules = job["podFailurePolicy"]["rules"]
+        actions = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules[:2]}
+        assert actions == {75: "Ignore", 2: "FailJob"}
+        assert job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+class FakeRay:
+    """Stands for ray and its modules: methods of actors are called at once, in this process."""
+
+    class exceptions:
+        RayError = RuntimeError
+
+    class Actor:
+        """An actor's class, and an actor: `options` and methods are called by `remote`."""
+
+        def __init__(self, kind):
+            self.kind = kind
+
+        def options(self, **options):
+            return SimpleNamespace(remote=lambda: FakeRay.Actor(self.kind()))
+
+        def __getattr__(self, name):
+            return SimpleNamespace(remote=getattr(self.kind, name))
+
+    util = SimpleNamespace(get_node_ip_address=lambda: "node0")
+    init = kill = remove_placement_group = PlacementGroupSchedulingStrategy = lambda *_: None
+    remote = lambda **options: FakeRay.Actor  # noqa: E731
+    get = lambda value: value  # noqa: E731
+    wait = lambda values, timeout: (values, [])  # noqa: E731
+
+    def placement_group(bundles, strategy):
+        return SimpleNamespace(ready=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "code"),
+    [((0,), 1, 0), ((75, 1, 75, 0), 4, 0), ((2,), 1, 2), ((1, 1, 0), 2, 1)],
+)
+def test_a_job_of_ray_starts_again_what_failed_or_stopped_in_order(
+    write, tmp_path, monkeypatch, codes, starts, code
+):
+    modules = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, FakeRay)
+    claim = f"claim={str(tmp_path)[1:]}"
+    text = write("ray", "+recipe=quickstart", claim, "nodes=2", "gpus_per_node=0", "restarts=1")
+    assert "ray job submit --working-dir launch/quickstart" in write.said.out
+    cases = "\n".join(f"{i}) exit {each};;" for i, each in enumerate(codes, start=1))
+    stub = f'echo "$HEAD" >> starts\ncase $(( ($(wc -l < starts) + 1) / 2 )) in\n{cases}\nesac'
+    monkeypatch.setenv("PATH", with_stubs(tmp_path, {"fsdp-trainer": stub})["PATH"])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(text, "ray_job.py", "exec"), {"__name__": "__main__"})
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == code
+    assert (tmp_path / "starts").read_text() == "node0\n" * 2 * starts  # both nodes each time
+
+
 def test_what_cannot_be_is_told_and_nothing_written(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for line, said in {
         "kind=null": "kind=slurm",
-        "kind=podman": "slurm, kubernetes, docker, skypilot",
+        "kind=podman": "slurm, kubernetes, trainjob, ray, docker, skypilot",
+        "kind=ray  claim=null": "claim=shared",
+        "kind=trainjob  time=1h": "kind=slurm",
         "kind=docker  gpu=A100": "kind=skypilot",
         "kind=kubernetes  claim=null": "claim=shared",
         "kind=slurm  launch.hosts=[a,b]": "nodes=2",

@@ -35,12 +35,12 @@ class WandbRun:
     def __init__(self, stored: StoredRun, mode: str):
         self.stored, self.step = stored, stored.newest() + 1 if mode == "online" else 0
 
-    def log(self, data, step):
+    def log(self, data, *, step):
         assert step >= self.step, "W&B drops it"
         self.stored.steps.append((step, data["loss"]))
         self.step = step
 
-    def finish(self, exit_code):
+    def finish(self, *, exit_code):
         pass
 
 
@@ -50,7 +50,7 @@ class Wandb:
     def __init__(self):
         self.runs = defaultdict(StoredRun)
 
-    def init(self, project, name, id, resume, mode, dir, config):
+    def init(self, *, project, name, id, resume, mode, dir, config):
         return WandbRun(self.runs[id].open(name, config), mode)
 
 
@@ -73,7 +73,7 @@ class Trackio:
     def __init__(self):
         self.runs, self.Markdown = defaultdict(StoredRun), str
 
-    def init(self, project, name, config, resume, embed):
+    def init(self, project, name, *, config, resume, embed):
         return TrackioRun(self.runs[name].open(name, config))
 
 
@@ -83,13 +83,13 @@ class CometExperiment:
     def __init__(self, stored: StoredRun, online: bool):
         self.stored, self.unsent = stored, stored.steps if online else []
 
-    def log_metrics(self, dic, step):
+    def log_metrics(self, dic, *, step):
         self.unsent.append((step, dic["loss"]))
 
     def log_parameters(self, parameters):
         self.stored.config |= parameters
 
-    def log_text(self, text, step, metadata):
+    def log_text(self, text, *, step, metadata):
         pass
 
     def end(self):
@@ -103,14 +103,14 @@ class Comet:
     def __init__(self):
         self.runs = defaultdict(StoredRun)
 
-    def start(self, project_name, experiment_key, mode, online, experiment_config):
+    def start(self, *, project_name, experiment_key, mode, online, experiment_config):
         assert 32 <= len(experiment_key) <= 50
         assert mode == "get_or_create" or experiment_key not in self.runs
         stored = self.runs[experiment_key].open(experiment_config.name, {})
         return CometExperiment(stored, online)
 
     def ExperimentConfig(
-        self, name, offline_directory, log_code, log_graph, parse_args, auto_param_logging,
+        self, *, name, offline_directory, log_code, log_graph, parse_args, auto_param_logging,
         auto_metric_logging, auto_output_logging,
     ):  # fmt: skip
         return SimpleNamespace(name=name)
@@ -130,14 +130,14 @@ class SwanlabRun:
     def __init__(self, stored: StoredRun):
         self.stored, self.newest = stored, stored.newest()
 
-    def log(self, data, step):
+    def log(self, data, *, step):
         if step > self.newest:
             self.stored.steps.append((step, data["loss"]))
 
     def log_text(self, *, key, data, step):
         pass
 
-    def finish(self, state="success", error=None):
+    def finish(self, *, state="success", error=None):
         pass
 
 

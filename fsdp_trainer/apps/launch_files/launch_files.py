@@ -1,6 +1,6 @@
 """The command `launch-files`: writes a file that starts the composed run.
 
-For Slurm, Kubernetes, Docker or SkyPilot. Needs no torch.
+For Slurm, Kubernetes, Ray, Docker or SkyPilot. Needs no torch.
 """
 
 import math
@@ -23,12 +23,16 @@ from fsdp_trainer.errors import Problem, UserError
 FILES = {
     "slurm": "job.sbatch",
     "kubernetes": "pytorchjob.yaml",
+    "trainjob": "trainjob.yaml",
+    "ray": "ray_job.py",
     "docker": "run.sh",
     "skypilot": "sky.yaml",
 }
 START = {
     "slurm": "sbatch {}",
     "kubernetes": "kubectl apply -f {}",
+    "trainjob": "kubectl apply -f {}",
+    "ray": "ray job submit --working-dir {folder} -- python ray_job.py",
     "docker": "bash {}",
     "skypilot": "sky jobs launch {}",
 }
@@ -37,10 +41,10 @@ ONLY = {
     "partition": ("slurm",),
     "account": ("slurm",),
     "cpus_per_gpu": ("slurm",),
-    "setup": ("slurm", "skypilot"),
-    "restarts": ("slurm", "kubernetes", "skypilot"),
-    "image": ("kubernetes", "docker", "skypilot"),
-    "claim": ("kubernetes", "skypilot"),
+    "setup": ("slurm", "ray", "skypilot"),
+    "restarts": ("slurm", "kubernetes", "trainjob", "ray", "skypilot"),
+    "image": ("kubernetes", "trainjob", "docker", "skypilot"),
+    "claim": ("kubernetes", "trainjob", "ray", "skypilot"),
     "gpu": ("skypilot",),
 }
 """Keys that only some kinds read, and these kinds."""
@@ -79,7 +83,8 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
         raise UserError(
             "nothing was written", [Problem(f"out={file.parent}", str(error))]
         ) from None
-    print(f"wrote  {file}\nstart  {START[kind].format(shlex.quote(str(file)))}")
+    path, folder = (shlex.quote(str(each)) for each in (file, file.parent))
+    print(f"wrote  {file}\nstart  {START[kind].format(path, folder=folder)}")
     if kind == "docker" and cfg.nodes > 1:
         print("on every node, with HEAD=NAME of one of them in the environment")
     return 0
@@ -93,8 +98,8 @@ def checked(cfg: LaunchFilesConfig) -> str:
         report.add("kind", None, f"say for what:  {'  '.join(f'kind={kind}' for kind in FILES)}")
     for f in fields(LaunchFiles):
         _check_field(cfg, f, report)
-    if cfg.kind == "kubernetes" and cfg.claim is None:
-        reason = "name one: all pods must see the runs' folder, e.g.  claim=shared"
+    if cfg.kind in ("kubernetes", "trainjob", "ray") and cfg.claim is None:
+        reason = "name one: all nodes must see the runs' folder, e.g.  claim=shared"
         report.add("claim", None, reason)
     _check_launch(cfg, report)
     if cfg.checkpoint.resume != "auto" and cfg.kind != "docker":
@@ -120,7 +125,7 @@ def _check_launch(cfg: LaunchFilesConfig, report: Report) -> None:
         count = cfg.launch.nodes
         reason = f"the files contain the rendezvous. Set the number of nodes with  nodes={count}"
         report.add("launch.nodes", count, reason)
-    if cfg.launch.groups > 1 and cfg.kind in ("docker", "skypilot"):
+    if cfg.launch.groups > 1 and cfg.kind in ("docker", "skypilot", "ray"):
         reason = "the file starts one group. Write one for each, with its  replicas.id  and  out"
         report.add("launch.groups", cfg.launch.groups, reason)
 
@@ -171,8 +176,12 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
         if cfg.launch.nproc_per_node != "auto"
         else max(1, cfg.gpus_per_node)
     )
+    run = map(shlex.quote, [*trained, f"run.name={quoted(str(cfg.run.name))}"])
+    rendezvous = f' launch.nodes={cfg.nodes} launch.rendezvous="$HEAD:29500"'
+    start = f"exec fsdp-trainer train {' '.join(run)}{rendezvous if cfg.nodes > 1 else ''}"
     return environment.get_template(f"{FILES[kind]}.jinja").render(
         **given,
+        command="\n".join([*cfg.setup, start]),
         name=name,
         dns_name=re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50] or "run",
         file=file,

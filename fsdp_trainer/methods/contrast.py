@@ -209,9 +209,9 @@ def retrieval(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
         hits = block.positive.gather(1, order).double()
         count = hits.sum(1).clamp_min(1)
         places = torch.arange(1, hits.shape[1] + 1, device=hits.device)
-        gains = 1 / (places[:10] + 1).log2()
+        gains = 1 / (places[:10] + 1).double().log2()
         gained = (hits[:, :10] * gains).sum(1)
-        best = torch.stack([gains[: int(n)].sum() for n in count.clamp_max(10)])
+        best = gains.cumsum(0)[count.clamp_max(len(gains)).long() - 1]
         each = [hits[:, :k].sum(1) / count for k in RETRIEVED]
         parts.append(torch.stack([*each, (hits / places).amax(1), gained / best], 1))
     return torch.cat(parts)

@@ -125,7 +125,9 @@ class EmbeddingForwardBackward(DocumentForwardBackward):
         texts = StepTexts(leaf, kinds, scores, same)
         with torch.set_grad_enabled(with_gradient):
             loss = loss_of_texts(texts, self.choice)
-        gradient = torch.autograd.grad(loss, leaf)[0] if with_gradient else torch.zeros_like(leaf)
+        gradient = torch.zeros_like(leaf)
+        if loss.requires_grad:  # not where no rank has data
+            (gradient,) = torch.autograd.grad(loss, leaf)
         share = loss.detach() / texts.is_query.sum().clamp_min(1)
         values = retrieval(texts, self.choice)
         of_queries = torch.cat([share.expand(len(values), 1), values], 1)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from heads import STEP, WORDS, gradients
-from peft import AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForFeatureExtraction, AutoPeftModelForSequenceClassification
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from fsdp_trainer.config.methods import ObjectiveChoice
@@ -249,3 +249,28 @@ def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
     loss.backward()
     run = run_of(ledger, "lists", f"objective.ranking={ranking}", f"model.init_from={folder}")
     assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_peft_and_sentence_transformers_read_what_embeds_texts(ledger):
+    prompts = "data.prompts={query: 'q: '}"
+    adapter = ["adapter=lora", "adapter.rank=4", "checkpoint.merge=true"]
+    run = run_of(ledger, "queries", prompts, *adapter, "optim.lr=0.1")
+    tokens = torch.tensor([[64, 65, 70]])
+    models = [
+        AutoPeftModelForFeatureExtraction.from_pretrained(str(run.folder / "adapter")),
+        AutoModel.from_pretrained(run.folder / "hf", dtype=torch.float32),
+    ]
+    with torch.no_grad():
+        states = [model(input_ids=tokens).last_hidden_state for model in models]
+    assert torch.allclose(*states, atol=1e-5)
+    again = [
+        run_of(ledger, "queries", prompts, f"{key}={run.folder / name}", "optim.lr=0")
+        for key, name in [("adapter.init_from", "adapter"), ("model.init_from", "hf")]
+    ]
+    first, other = (each.column("loss") for each in again)
+    assert first == pytest.approx(other, rel=1e-5) != run.column("loss")
+    settings = json.loads((run.folder / "hf/config_sentence_transformers.json").read_text())
+    assert settings["prompts"] == {"query": "q: ", "document": ""}
+    files = json.loads((run.folder / "hf/modules.json").read_text())
+    assert [file["path"] for file in files] == ["", "1_Pooling", "2_Normalize"]
+    assert not (run.folder / "hf/chat_template.jinja").exists()

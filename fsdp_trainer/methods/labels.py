@@ -51,15 +51,14 @@ def names_in(values: Sequence[Any], problem: str) -> tuple[str, ...]:
 
 
 def problem_of(values: Sequence[Any]) -> str:
-    """Return what labels are: lists: any number of them; fractions: numbers; else one of several.
+    """Return what labels are: fractions: numbers; lists: any number of them; else one of several.
 
     values: the different labels of texts.
     """
-    if any(isinstance(value, list) for value in values):
-        return MULTI
-    if any(isinstance(value, float) and not value.is_integer() for value in values):
+    numbers = [one for value in values for one in listed(value) if isinstance(one, float)]
+    if not all(map(float.is_integer, numbers)):
         return REGRESSION
-    return SINGLE
+    return MULTI if any(isinstance(value, list) for value in values) else SINGLE
 
 
 def label_values(store: TokenStore, config: ModelConfig, key: str) -> np.ndarray:

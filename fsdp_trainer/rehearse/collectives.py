@@ -32,7 +32,7 @@ NAMES = {
 }
 """Names of torch's operators, without those that send no tensors; the last ones are in graphs."""
 COMPILED = "_c10d_functional::"
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+NUMBER = re.compile(r"(?<=\.)\d+(?=[.,]|$)")
 
 
 class Collective(NamedTuple):

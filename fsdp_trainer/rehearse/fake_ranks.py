@@ -28,6 +28,8 @@ from fsdp_trainer.rehearse.rehearsed_run import Rehearsed
 
 T = TypeVar("T")
 
+FLOAT32_ROWS = head.float32_rows
+
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
@@ -73,6 +75,8 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
     yield patch.object(eight_bit, "table", with_real_tensors(eight_bit.table))
     yield patch.object(muon_owners, "layouts_of", partial(layouts_of_all, run.layout))
     yield patch.object(TrainerOptimizer, "step_unless", step_unread(TrainerOptimizer.step_unless))
+    if not any(one and one.final_logit_softcapping for one in (run.config, run.second)):
+        yield patch.object(head, "float32_rows", all_rows_at_once)
     yield patch.object(
         CompactOptimizer, "undrawn_chunks", first_only(CompactOptimizer.undrawn_chunks)
     )
@@ -152,6 +156,21 @@ def first_only(chunks: Callable[..., Iterator[NumberChunk]]) -> Callable[..., An
     A matrix of experts has hundreds, which are updated one after the other.
     """
     return lambda *args: islice(chunks(*args), 1)
+
+
+def all_rows_at_once(
+    product: Tensor, logits: Tensor, in_place: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield all rows of a chunk's product as float32, in the memory of the few that fit a buffer.
+
+    A head goes through hundreds of such parts, with the same operators on the same memory. What
+    overlaps is never read, since there are no numbers.
+    """
+    scratch = head.scratch_of(product) if logits is product and not in_place else logits
+    if in_place or scratch.numel() < sum(product.shape):
+        yield from FLOAT32_ROWS(product, logits, in_place)
+    else:
+        yield slice(None), scratch.as_strided(product.shape, (1, 1))
 
 
 class WithoutScoring(VarlenAttention):

@@ -38,6 +38,8 @@ class Peak(NamedTuple):
         return sum(self.bytes.values())
 
 
+Moments = dict[tuple[str, str], dict[str, int]]
+"""Most bytes by category at each (phase, place)."""
 NO_PEAK = Peak(dict.fromkeys(CATEGORIES, 0), "", "", "")
 
 
@@ -50,8 +52,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all live storages that operators create, in any mode below it.
 
     Resizing a storage is counted, because FSDP2 frees and fills storages by it. now: bytes by
-    category; peak: the moment with most bytes since the last `begin`; curve: bytes by category at
-    moments of equal distance, in operators.
+    category; peak: the moment with most bytes since the last `begin`; moments: the same for each
+    place; curve: bytes by category at moments of equal distance, in operators.
     """
 
     supports_higher_order_operators = True
@@ -70,6 +72,8 @@ class LiveBytes(TorchDispatchMode):
         self.operators = 0
         self.peak = NO_PEAK
         self.most = 0
+        self.moments: Moments = {}
+        self._most_at: dict[tuple[str, str], int] = {}
         self.curve: list[tuple[int, tuple[int, ...]]] = []
         self._counts = True
         self._every = 1
@@ -109,6 +113,7 @@ class LiveBytes(TorchDispatchMode):
     def begin(self) -> None:
         """Forget the peak and the curve; live tensors stay counted."""
         self.most, self.peak = self.total, NO_PEAK
+        self.moments, self._most_at = {}, {}
         self.curve, self._every, self.operators = [], 1, 0
 
     def add(self, tensor: Tensor, category: str | None = None) -> None:
@@ -146,12 +151,16 @@ class LiveBytes(TorchDispatchMode):
             self._judge(0)
 
     def _judge(self, passing: int) -> None:
-        """Keep the present moment if it has most bytes."""
-        if self.total + passing > self.most:
-            self.most = self.total + passing
-            held = dict(self.now)
-            held["communication"] += passing
-            self.peak = Peak(held, self.where(), self._operator, self.phase())
+        """Keep the present moment if it has most bytes, of all or at its place."""
+        total, place = self.total + passing, (self.phase(), self.where())
+        if total <= self._most_at.get(place, 0):
+            return
+        self._most_at[place] = total
+        self.moments[place] = dict(self.now)
+        self.moments[place]["communication"] += passing
+        if total > self.most:
+            self.most = total
+            self.peak = Peak(self.moments[place], place[1], self._operator, place[0])
 
     def _gone(self, key: int) -> None:
         size, category = self._live.pop(key)

@@ -35,7 +35,7 @@ from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.rehearse.collectives import Collective
 from fsdp_trainer.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
 from fsdp_trainer.rehearse.fused_graphs import FusedGraph, TensorCounter
-from fsdp_trainer.rehearse.live_bytes import Peak
+from fsdp_trainer.rehearse.live_bytes import Moments, Peak
 from fsdp_trainer.rehearse.rehearsed_run import Rehearsed, folder_of_second
 from fsdp_trainer.rehearse.rows import (
     EmptyData,
@@ -60,13 +60,14 @@ T = TypeVar("T")
 class RankStep:
     """The record of one rank's step.
 
-    peak: the moment with most bytes of tensors; curve: see LiveBytes; collectives: of the
+    peak: the moment with most bytes of tensors; moments, curve: see LiveBytes; collectives: of the
     micro-batches that ran, in order; marks: where each of them began; staged: bytes of host memory
     that a save needs; groups: name of each dimension by the ranks of its group.
     """
 
     rank: int
     peak: Peak
+    moments: Moments
     curve: list[tuple[int, tuple[int, ...]]]
     collectives: list[Collective]
     marks: list[int]
@@ -143,6 +144,7 @@ class RankParts:
         return RankStep(
             self.rank,
             recorder.peak,
+            recorder.moments,
             recorder.curve,
             recorder.collectives,
             marks,

@@ -11,7 +11,6 @@ import fsdp_trainer
 from fsdp_trainer.plan.wire import Group
 from fsdp_trainer.rehearse.collectives import Collective, joined_counts
 from fsdp_trainer.rehearse.kinds import Classes, RankKind, classes_of, kinds_of
-from fsdp_trainer.rehearse.live_bytes import Peak
 from fsdp_trainer.rehearse.order_check import Mismatch, mismatches
 from fsdp_trainer.rehearse.rank_step import RankParts, RankStep, step_of_rank, with_parts
 from fsdp_trainer.rehearse.rehearsed_run import Rehearsed
@@ -28,6 +27,8 @@ PACKAGE = Path(fsdp_trainer.__file__).parent
 OWNERS = "owners"
 NAMES = {"experts/expert": "expert", "experts/eshard": "eshard", "experts/replicate": "replicate"}
 """A plan's names of groups on the mesh of experts."""
+COPY = "copy"
+"""Name of gathers from a second copy, whose ranks are a part of those that shard."""
 EVERYONE = "all"
 """Name of sums over all ranks of few numbers, which a plan does not count."""
 
@@ -56,6 +57,8 @@ class RehearsedKind:
         named = self.step.groups.get(one.ranks, EVERYONE)
         if one.op == "all_to_all" and one.module == "update":
             return OWNERS
+        if one.op == "all_gather" and named == EVERYONE:
+            return COPY
         if one.op in ("all_reduce", "broadcast") and named == "shard":
             return EVERYONE  # of a group that reduces only by scattering
         return NAMES.get(named, named)
@@ -112,12 +115,14 @@ def rehearse(
     kinds = kinds_of(layout, stages, classes)
     running = sum(kind.runs for kind in kinds)
     results: list[RehearsedKind] = []
+    gc.freeze()  # each collection below would look at all that is imported
     for kind in kinds:
         if kind.runs:
             done = sum(one.kind.runs for one in results) + 1
             report(f"rehearsing rank {kind.rank:,} ({done} of {running} kinds)")
         results.append(rehearsed_kind(run, kind) if kind.runs else RehearsedKind(kind))
         gc.collect()
+    gc.unfreeze()
     return Rehearsal(results, mismatches([one.step for one in results if one.step]))
 
 
@@ -141,7 +146,7 @@ def rehearsed_kind(run: Rehearsed, kind: RankKind) -> RehearsedKind:
             longer = step_of_rank(run.with_micro_batches(few + more), kind.rank)
             for one, times in more_often(longer.collectives, step.collectives).items():
                 counts[one] += times * (count - few) // more
-            step = replace(step, peak=grown(step.peak, longer.peak, (count - few) / more))
+            step = grown(step, longer, (count - few) / more)
         elif few < count:
             between = joined_counts(step.collectives[step.marks[1] : step.marks[2]])
             for one, times in between.items():
@@ -160,17 +165,22 @@ def more_often(longer: list[Collective], shorter: list[Collective]) -> dict[Coll
     more.subtract(joined_counts(shorter))
     calls: Counter[Collective] = Counter()
     for one, times in more.items():
-        calls[_sizeless(one)] += times
-    return {one: times for one, times in more.items() if times > 0 < calls[_sizeless(one)]}
+        calls[sizeless(one)] += times
+    return {one: times for one, times in more.items() if times > 0 < calls[sizeless(one)]}
 
 
-def grown(peak: Peak, longer: Peak, times: float) -> Peak:
-    """Return a peak to which the difference of a longer step's peak is added `times`.
+def grown(step: RankStep, longer: RankStep, times: float) -> RankStep:
+    """Return a step to whose moments the difference of a longer step is added `times`.
 
     A pipeline holds the tokens and the scores of all its micro-batches.
     """
-    more = round(times * (longer.total - peak.total))
-    return peak._replace(bytes={**peak.bytes, "activations": peak.bytes["activations"] + more})
+    more = round(times * (longer.peak.total - step.peak.total))
+
+    def with_more(held: dict[str, int]) -> dict[str, int]:
+        return {**held, "activations": held["activations"] + more}
+
+    moments = {place: with_more(held) for place, held in step.moments.items()}
+    return replace(step, peak=step.peak._replace(bytes=with_more(step.peak.bytes)), moments=moments)
 
 
 def micro_batches_to_run(run: Rehearsed) -> tuple[int, int]:
@@ -205,7 +215,8 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {first}{place}"
 
 
-def _sizeless(one: Collective) -> Collective:
+def sizeless(one: Collective) -> Collective:
+    """Return a collective without its bytes."""
     return one._replace(bytes=0, sent=0.0)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.models.decoder import MicroBatch
@@ -92,6 +93,12 @@ def plan_of_step(count: int, rows: Rows) -> StepPlan:
     return StepPlan(1, 0, count, float(supervised), tokens, supervised, 0, documents)
 
 
+def full_rows(cfg: TrainConfig) -> Rows:
+    """Return the full rows of a micro-batch."""
+    count, length, choice = cfg.batch.micro_rows, cfg.batch.seq_len, cfg.objective
+    return whole_rows(choice, lengths_of_rows(choice, count, length), length)
+
+
 def rows_of_run(run: Candidate) -> tuple[Rows, list[str]]:
     """Return the rows of a micro-batch, and a sentence if they are not those of data.path.
 
@@ -99,9 +106,8 @@ def rows_of_run(run: Candidate) -> tuple[Rows, list[str]]:
     data that cannot be read.
     """
     cfg = run.cfg
-    count, length, choice = cfg.batch.micro_rows, cfg.batch.seq_len, cfg.objective
-    full = whole_rows(choice, lengths_of_rows(choice, count, length), length)
-    if cfg.data.path is None or choice.method.samples:
+    full = full_rows(cfg)
+    if cfg.data.path is None or cfg.objective.method.samples:
         return full, []
     if not is_on_disk(cfg.data.path):
         return full, [f"data.path={cfg.data.path}: it is not on this disk, and rows are full"]
@@ -114,8 +120,8 @@ def rows_of_run(run: Candidate) -> tuple[Rows, list[str]]:
     if prepared.streamed:
         return full, ["data.streaming: rows are full"]
     order = OrderMaker.of(cfg, packs=run.config.packs).training(cfg.data, prepared)
-    rows = order.read_rows(np.arange(count))
-    if choice.method.compares_answers:
+    rows = order.read_rows(np.arange(cfg.batch.micro_rows))
+    if cfg.objective.method.compares_answers:
         rows = replace(rows, reference=[[0.0 for _ in of_row] for of_row in rows.documents])
     return rows, []
 

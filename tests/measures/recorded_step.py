@@ -83,10 +83,14 @@ def passed(step):
     return sum(one.bytes for one in step.collectives if one.peer is not None)
 
 
-def rehearsal_of(words, ranks):
-    """Return the PlanComparison of a run on a CPU, configured by overrides."""
+def run_of(words, ranks):
+    """Return a run on a CPU, configured by overrides."""
     words = [*words, "launch.device=cpu", f"plan.world_size={ranks}"]
     cfg = compose("rehearse", words, None, inputs=False)
     config, _ = architecture(cfg)
-    run = Candidate(cfg, config, *single_target(cfg, ""))
-    return compare(run, lambda line: None)
+    return Candidate(cfg, config, *single_target(cfg, ""))
+
+
+def rehearsal_of(words, ranks):
+    """Return the PlanComparison of a run on a CPU, configured by overrides."""
+    return compare(run_of(words, ranks), lambda line: None)

@@ -5,13 +5,15 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from recorded_step import rehearsal_of
+from named_runs import EXPERTS, FULL
+from recorded_step import rehearsal_of, run_of
 from world import SMALL
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.rehearse import rehearsal as rehearsal_module
+from fsdp_trainer.rehearse.short_rehearsal import short_rehearsal
 
 WORDS = [*SMALL, "data=pretrain", "tokenizer.path=demo:bytes", "batch.micro_rows=2"]
 FREED = "sharding.reshard_after_forward=true"
@@ -133,6 +135,31 @@ def test_micro_batches_that_are_not_run_change_nothing(words):
         assert len(one.step.collectives) < len(other.step.collectives)
         assert one.sent() == pytest.approx(other.sent(), rel=0.001), "but for the losses"
         assert one.peak == pytest.approx(other.peak, rel=0.003)
+
+
+DEEP = {
+    "recomputed in units": (2, f"{FULL} sharding.blocks_per_unit=2 optim=adamw_8bit"),
+    "stages": (4, "sharding.pipeline=2 batch.rows=24 activation_checkpoint=selective"),
+    "dense blocks before experts": (
+        2, f"{EXPERTS} model.family=qwen3_moe model.mlp_only_layers=[0] sharding.expert=2"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEEP)
+def test_few_blocks_show_what_all_of_them_hold_and_send(name):
+    ranks, words = DEEP[name]
+    words = [*WORDS, "model.num_hidden_layers=20", *words.split()]
+    whole, run = rehearsal_of(words, ranks).rehearsal, run_of(words, ranks)
+    short = short_rehearsal(run)
+    for one, other in zip(short.kinds, whole.kinds, strict=True):
+        assert len(one.step.collectives) < len(other.step.collectives)
+        assert one.peak == pytest.approx(other.peak, rel=0.001)
+        assert one.step.peak.phase == other.step.peak.phase
+        assert one.step.peak.where == other.step.peak.where
+        assert one.sent() == pytest.approx(other.sent())
+        assert one.step.staged == other.step.staged
 
 
 LARGE = {

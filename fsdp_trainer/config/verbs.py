@@ -68,9 +68,14 @@ class Plan:
         "list the layouts that fit, fastest first, with what to type: tensor, context, sharding,"
         " micro_rows, activation_checkpoint",
     )
-    rehearse: bool = key(
+    table: bool = key(
         False,
-        "with plan.search: also run a step of the fastest three, as the verb rehearse does",
+        "list the named models with the longest row that fits: all weights, LoRA, QLoRA",
+    )
+    rehearse: bool = key(
+        True,
+        "peak and messages are those of a step that is run on tensors without storage, of a search"
+        " the fastest three; false: of formulas",
     )
     expert_load: float = key(
         1.5,

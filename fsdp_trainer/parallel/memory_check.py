@@ -237,6 +237,10 @@ def check_memory(
         if fits(setup._replace(adapters=other.adapters), other.model)
     ]
     lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
+    if not cuda:
+        lines.append(
+            "Which GPUs would do, says  fsdp-trainer plan  with these keys and plan.gpu=h100"
+        )
     problem = Problem(f"{setup.layout.ranks} × {device.type}", "\n".join(lines))
     raise UserError("the model's states cannot fit", [problem])
 

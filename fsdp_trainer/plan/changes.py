@@ -60,7 +60,9 @@ NO_CHANGE = Change("", {}, "")
 class Candidate:
     """A run to plan.
 
-    world: number of ranks; device: the device of each rank; known: the models of earlier plans.
+    world: number of ranks; device: the device of each rank; known: the models of earlier plans;
+    correction: bytes of tensors in a rehearsal over those of formulas, by which those of other runs
+    like it are multiplied.
     """
 
     cfg: TrainConfig
@@ -68,6 +70,7 @@ class Candidate:
     world: int
     device: Device
     known: KnownModels = field(default_factory=KnownModels)
+    correction: float = 1.0
 
     @property
     def on_gpu(self) -> bool:
@@ -97,7 +100,8 @@ class Candidate:
 
         load: see `make_plan`.
         """
-        return make_plan(self.cfg, self.config, self.world, self.device, load, self.known)
+        plan = make_plan(self.cfg, self.config, self.world, self.device, load, self.known)
+        return plan if self.correction == 1.0 else plan.scaled(self.correction)
 
     def is_refused(self) -> bool:
         """Return True if training would refuse the run because keys contradict each other."""

@@ -11,7 +11,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.plan.fsdp_units import KnownModels
-from fsdp_trainer.plan.memory import GIB, Memory, memory
+from fsdp_trainer.plan.memory import GIB, Memory, Moment, memory
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy, rollouts
 from fsdp_trainer.plan.time import Times, times
@@ -44,6 +44,27 @@ class RunPlan:
     """Groups of world_size ranks that share the run; `tokens` and `flops` are of all of them."""
     rollouts: Rollouts | None = None
     """The answers generated in a step, which fill `rows`; None without generation."""
+    rehearsed: dict[str, float] | None = None
+    """Bytes that the busiest rank sent in a rehearsal, by dimension; None without one."""
+
+    @property
+    def bytes_sent(self) -> dict[str, float]:
+        """Bytes that the busiest rank sends in a step, by dimension of the mesh."""
+        sent = {name: wire.gathered + wire.reduced for name, wire in self.wire.items()}
+        return sent | (self.rehearsed or {})
+
+    def scaled(self, factor: float) -> "RunPlan":
+        """Return the plan with `factor` times the bytes of tensors."""
+
+        def moment(one: Moment) -> Moment:
+            bytes = {name: size * factor for name, size in one.bytes.items()}
+            return one._replace(bytes=bytes | {"allowance": one.bytes["allowance"]})
+
+        memory = self.memory
+        moments = tuple(map(moment, memory.moments))
+        return replace(
+            self, memory=memory._replace(moments=moments, tensors=factor * memory.tensors)
+        )
 
     @property
     def memory_bytes(self) -> float:

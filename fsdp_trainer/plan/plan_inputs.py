@@ -120,13 +120,19 @@ def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
         from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
         return load_tokenizer(path, cfg.tokenizer.add_tokens).vocab_size, f"those of {path}"
-    file = find_file(f"model/{size}")
-    text = file.read_text() if file else ""
-    if published := re.search(r"published vocabulary of ([\d,]+)", text):
-        return int(published[1].replace(",", "")), f"as many as {size} was published with"
+    if published := published_vocabulary(size):
+        return published, f"as many as {size} was published with"
     if cfg.model.depth:
         return VOCABULARY_OF_DEPTH, "as the rules of model.depth assume: or  model.vocab_size=N"
     return VOCABULARY, "an assumption: set  model.vocab_size=N  or  tokenizer.path=…"
+
+
+def published_vocabulary(size: str) -> int | None:
+    """Return the tokens that a named size was published with, None if that is not known."""
+    file = find_file(f"model/{size}")
+    text = file.read_text() if file else ""
+    published = re.search(r"published vocabulary of ([\d,]+)", text)
+    return int(published[1].replace(",", "")) if published else None
 
 
 def world_sizes(cfg: PlanConfig) -> list[int]:
@@ -253,6 +259,8 @@ def target(cfg: PlanConfig, world: int) -> Device:
         chosen = chosen._replace(network=typed.network_gbps / 8 * 1e9)
     if cfg.launch.nproc_per_node != "auto" and chosen.name != "cpu":
         chosen = chosen._replace(per_node=cfg.launch.nproc_per_node)
+    if cfg.launch.ranks_per_gpu > 1 and chosen.name != "cpu":  # they share its memory
+        chosen = chosen._replace(memory_gib=chosen.memory_gib / cfg.launch.ranks_per_gpu)
     states = (typed.offload_disk or 2 * typed.disk) * 1e9
     return chosen._replace(efficiency=typed.efficiency, disk=typed.disk * 1e9, offload_disk=states)
 

@@ -18,6 +18,8 @@ from fsdp_trainer.plan.changes import (
     Change,
     Effect,
     changes_of,
+    offload_states,
+    smaller_moments,
     together,
 )
 from fsdp_trainer.plan.plan import GIB, RunPlan
@@ -32,6 +34,8 @@ GAIN = 0.02
 """Smallest share of the time that a change must save to be suggested as faster."""
 SAVING = 0.01
 """Smallest share of the memory that a change must save to be added for the least memory."""
+ALWAYS = (smaller_moments, offload_states)
+"""Ways to save memory that are offered wherever they suffice, beside adapters and more ranks."""
 USUAL = ("sharding=fsdp", "activation_checkpoint=full", "batch.micro_rows=1")
 """The changes that people usually make first to save memory."""
 
@@ -52,12 +56,13 @@ class Suggestion(NamedTuple):
     host_fits: bool = True
 
 
-def suggest(run: Candidate) -> list[Suggestion]:
+def suggest(run: Candidate, plan: RunPlan | None = None) -> list[Suggestion]:
     """Return changes that make a run fit or, if it fits, changes that make it faster.
 
     Changes that do not alter the training come first, then those that may, each group by cost.
+    plan: of the run, if it is known.
     """
-    plan = run.plan()
+    plan = plan or run.plan()
     return faster(run, plan) if plan.fits else fitting(run, plan)
 
 
@@ -80,6 +85,10 @@ def fitting(run: Candidate, plan: RunPlan) -> list[Suggestion]:
     options = best_of_each(sufficient_changes(run, plan))
     elsewhere = [*larger_world(run, plan), *with_adapters(run, plan)]
     here = [option for option in options if option.effect < Effect.ADAPTER]
+    for way in ALWAYS:  # people ask for these, though something else may suffice
+        words = {change.override for change in way(run)}
+        if not any(words & set(option.override.split()) for option in here):
+            elsewhere += with_usual(run, plan, list(way(run)))[:1]
     here = here[: MAX_SUGGESTIONS - 1 - len(elsewhere)]
     shorter = [option for option in options if option.effect == Effect.ROWS]
     chosen = [*here, *elsewhere, *shorter][:MAX_SUGGESTIONS]
@@ -189,9 +198,14 @@ def smallest_world(run: Candidate) -> int | None:
 
 def with_adapters(run: Candidate, plan: RunPlan) -> list[Suggestion]:
     """Return the adapters with which the run fits, each with as few usual changes as possible."""
+    return with_usual(run, plan, changes_of(run, FINE_TUNING))
+
+
+def with_usual(run: Candidate, plan: RunPlan, ways: Iterable[Change]) -> list[Suggestion]:
+    """Return the changes with which the run fits, each with as few usual changes as possible."""
     suggestions = []
-    for adapter in changes_of(run, FINE_TUNING):
-        changes = [together(adapter, usual) for usual in usual_changes(run)]
+    for way in ways:
+        changes = [together(way, usual) for usual in usual_changes(run)]
         tried = (suggestion(change, run, plan) for change in changes if change)
         suggestions += [option for option in tried if option][:1]
     return suggestions

@@ -357,8 +357,11 @@ def updates_on_host(model: PlannedModel) -> bool:
 def gradient_passes(optim: Optim, master_dtype: str) -> int:
     """Return how often a gradient is read or written for norm, clipping and update.
 
-    A GPU's fused update clips; torch's kernel writes the clipped gradient back.
+    A GPU's fused update clips; torch's kernel writes the clipped gradient back. Without clipping
+    norm and update read it once each.
     """
+    if optim.grad_clip is optim.grad_clip_value is None:
+        return 2
     moments = moments_format(optim, master_dtype)
     is_fused = optim.spec.is_fused and moments != "8bit"
     if not is_fused or master_dtype != "float32" or optim.grad_clip_value is not None:
@@ -374,9 +377,9 @@ def optimizer_seconds(model: PlannedModel, numbers: float, device: Device, ranks
     """
     stored = model.stored_number
     state = state_bytes(model.optim, model.precision.master_dtype)
-    passes = (
-        4 if updates_on_host(model) else gradient_passes(model.optim, model.precision.master_dtype)
-    )
+    passes = gradient_passes(model.optim, model.precision.master_dtype)
+    if updates_on_host(model) and passes > 2:
+        passes = 4
     moved = numbers * (2 * stored + 2 * state + passes * stored)  # weights, moments, gradient
     if not updates_on_host(model):
         return moved / (device.memory_rate * MEMORY)

@@ -75,13 +75,14 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
     yield patch.object(eight_bit, "table", with_real_tensors(eight_bit.table))
     yield patch.object(muon_owners, "layouts_of", partial(layouts_of_all, run.layout))
     yield patch.object(TrainerOptimizer, "step_unless", step_unread(TrainerOptimizer.step_unless))
-    if not any(one and one.final_logit_softcapping for one in (run.config, run.second)):
-        yield patch.object(head, "float32_rows", all_rows_at_once)
     yield patch.object(
         CompactOptimizer, "undrawn_chunks", first_only(CompactOptimizer.undrawn_chunks)
     )
     yield torch_private.no_pipeline_vote()
     yield torch_private.metadata_outside_modes()
+    is_capped = any(one and one.final_logit_softcapping for one in (run.config, run.second))
+    if run.tensors == "cpu" and not is_capped:
+        yield patch.object(head, "float32_rows", all_rows_at_once)
     if run.tensors == "cpu":
         yield from stand_ins_for_cuda(run.device)
 

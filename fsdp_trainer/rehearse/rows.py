@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Batch
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.models.decoder import MicroBatch
@@ -93,9 +93,9 @@ def plan_of_step(count: int, rows: Rows) -> StepPlan:
     return StepPlan(1, 0, count, float(supervised), tokens, supervised, 0, documents)
 
 
-def full_rows(cfg: TrainConfig) -> Rows:
+def full_rows(batch: Batch, choice: ObjectiveChoice) -> Rows:
     """Return the full rows of a micro-batch."""
-    count, length, choice = cfg.batch.micro_rows, cfg.batch.seq_len, cfg.objective
+    count, length = batch.micro_rows, batch.seq_len
     return whole_rows(choice, lengths_of_rows(choice, count, length), length)
 
 
@@ -106,7 +106,7 @@ def rows_of_run(run: Candidate) -> tuple[Rows, list[str]]:
     data that cannot be read.
     """
     cfg = run.cfg
-    full = full_rows(cfg)
+    full = full_rows(cfg.batch, cfg.objective)
     if cfg.data.path is None or cfg.objective.method.samples:
         return full, []
     if not is_on_disk(cfg.data.path):

@@ -14,6 +14,7 @@ from functools import partial
 from unittest.mock import patch
 
 from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.parallel import pipeline
 from fsdp_trainer.plan.changes import Candidate
@@ -66,21 +67,25 @@ def short_rehearsal(run: Candidate) -> Rehearsal:
     planned = PlannedModel.of(rows_of_answers(run.cfg), run.config, run.world, run.known)
     whole, layout = planned.whole, planned.layout
     classes = classes_of_stages(whole, layout)
+    rows = full_rows(run.cfg.batch, run.cfg.objective)
     divided = divisions(run, whole, layout)
     if divided is None:
-        return rehearse(rehearsed_run(run, full_rows(run.cfg)), classes)
-    few, more = (rehearsed(run, division, classes) for division in divided)
+        return rehearse(rehearsed_run(run, rows), classes)
+    few, more = (rehearsed(run, division, rows, classes) for division in divided)
     if [one.kind for one in few.kinds] == [one.kind for one in more.kinds]:
         prefix = run.config.names.blocks
         return Extension(layout, *divided, stages_of(whole, layout), prefix).rehearsal(few, more)
-    return rehearse(rehearsed_run(run, full_rows(run.cfg)), classes)
+    return rehearse(rehearsed_run(run, rows), classes)
 
 
-def rehearsed(run: Candidate, division: Division, classes: list[int]) -> Rehearsal:
-    """Return the rehearsal of a run with fewer blocks. classes: see kinds_of."""
+def rehearsed(run: Candidate, division: Division, rows: Rows, classes: list[int]) -> Rehearsal:
+    """Return the rehearsal of a run with fewer blocks.
+
+    rows: of a micro-batch; classes: see kinds_of.
+    """
     shorter = replace(run, config=with_blocks(run.config, sum(division.blocks)))
     with patch.object(pipeline, "blocks_by_stage", lambda *_: division.parts()):
-        return rehearse(rehearsed_run(shorter, full_rows(run.cfg)), classes)
+        return rehearse(rehearsed_run(shorter, rows), classes)
 
 
 def with_blocks(config: ModelConfig, count: int) -> ModelConfig:

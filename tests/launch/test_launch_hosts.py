@@ -105,7 +105,13 @@ def test_hosts_are_refused_where_a_launcher_starts_the_ranks(refused, monkeypatc
 @pytest.mark.slow
 def test_a_plan_counts_the_ranks_of_all_hosts(capsys, tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=2")
-    words = ["plan", "model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"]
+    words = [
+        "plan",
+        "plan.rehearse=false",
+        "model=tiny",
+        "data.path=demo:backwards",
+        "tokenizer.path=demo:bytes",
+    ]
     hosts = [f"launch.hosts={tmp_path / 'hosts'}", "plan.gpu=h100", "plan.format=json"]
     assert main([*words, *hosts]) == 0
     assert json.loads(capsys.readouterr().out)["world_size"] == 8

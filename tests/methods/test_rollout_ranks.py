@@ -113,7 +113,14 @@ def test_a_rank_must_be_left_for_training(train):
 
 @pytest.mark.slow
 def test_a_plan_counts_rollout_ranks_apart(capsys):
-    words = ["plan", "model=qwen3_0_6b", "objective=grpo", "objective.rewards=[exact]", ONE]
+    words = [
+        "plan",
+        "plan.rehearse=false",
+        "model=qwen3_0_6b",
+        "objective=grpo",
+        "objective.rewards=[exact]",
+        ONE,
+    ]
     words += ["plan.gpu=h100", "objective.ahead=1"]
     assert main([*words, "plan.world_size=4", "batch.rows=6"]) == 0
     said = " ".join(capsys.readouterr().out.split())

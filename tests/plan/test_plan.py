@@ -108,7 +108,9 @@ def test_a_pretraining_that_does_not_fit_is_told_of_muon_and_of_dividing_its_exp
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
     words = ["model=llama3_8b", "plan.gpu=h100", "plan.world_size=1", "batch.rows=8"]
-    assert main(["plan", *words, "plan.memory_gib=1", "plan.format=json"]) == 3
+    assert (
+        main(["plan", "plan.rehearse=false", *words, "plan.memory_gib=1", "plan.format=json"]) == 3
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["suggestions"] == []
     smallest = report["least_memory"]
@@ -119,7 +121,13 @@ def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
 
 @pytest.mark.slow
 def test_an_efficiency_that_nobody_reaches_is_told(capsys):
-    words = ["plan", "model=smollm2_135m", "plan.gpu=h100", "plan.world_size=1"]
+    words = [
+        "plan",
+        "plan.rehearse=false",
+        "model=smollm2_135m",
+        "plan.gpu=h100",
+        "plan.world_size=1",
+    ]
     for efficiency, is_told in ((0.99, True), (0.5, False)):
         assert main([*words, f"plan.efficiency={efficiency}"]) == 0
         out = " ".join(capsys.readouterr().out.split())
@@ -142,14 +150,37 @@ def test_the_world_is_what_launch_would_start(enter):
 @pytest.mark.slow
 def test_what_fits_is_told_what_makes_it_faster(capsys):
     words = ["model=smollm2_135m", "plan.gpu=h100", "plan.world_size=8"]
-    assert main(["plan", *words, "activation_checkpoint=full", "plan.format=json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "plan.rehearse=false",
+                *words,
+                "activation_checkpoint=full",
+                "plan.format=json",
+            ]
+        )
+        == 0
+    )
     suggestions = {s["override"]: s for s in json.loads(capsys.readouterr().out)["suggestions"]}
     assert {"activation_checkpoint=none", "compile=enabled"} <= {*suggestions}
     assert all(s["cost"] < 0 for s in suggestions.values())
     peak = suggestions["activation_checkpoint=none"]["peak_gib"]
     assert planned(*words).memory.peak.total / GIB == pytest.approx(peak, abs=1e-3)
     alone = ["model=llama3_8b", "model.num_hidden_layers=8", "batch.rows=64", "batch.micro_rows=1"]
-    assert main(["plan", *alone, *words[1:2], "plan.world_size=1", "plan.format=json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "plan.rehearse=false",
+                *alone,
+                *words[1:2],
+                "plan.world_size=1",
+                "plan.format=json",
+            ]
+        )
+        == 0
+    )
     lines = [s["override"] for s in json.loads(capsys.readouterr().out)["suggestions"]]
     assert "batch.micro_rows=16" in lines
     assert sum("micro_rows" in line for line in lines) == 1
@@ -157,7 +188,7 @@ def test_what_fits_is_told_what_makes_it_faster(capsys):
 
 @pytest.mark.slow
 def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
-    small = ["plan", "model=smollm2_135m", "plan.format=json"]
+    small = ["plan", "plan.rehearse=false", "model=smollm2_135m", "plan.format=json"]
     assert main([*small, "plan.memory_gib=0.1", "plan.world_size=1"]) == 3
     report = json.loads(capsys.readouterr().out)
     assert report["fits"] is False
@@ -181,7 +212,7 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
 @pytest.mark.slow
 def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["plan", *DOES_NOT_FIT[:3], "plan.world_size=[8,16]"]
+    words = ["plan", "plan.rehearse=false", *DOES_NOT_FIT[:3], "plan.world_size=[8,16]"]
     assert main([*words, "plan.gpu=[h100,l40s]"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
@@ -193,7 +224,13 @@ def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
-    words = ["plan", "model=smollm2_135m", "plan.world_size=[1,8]", "plan.format=json"]
+    words = [
+        "plan",
+        "plan.rehearse=false",
+        "model=smollm2_135m",
+        "plan.world_size=[1,8]",
+        "plan.format=json",
+    ]
 
     def answer(gpus, code=0):
         assert main([*words, f"plan.gpu={gpus}"]) == code
@@ -215,7 +252,7 @@ def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     def printed(columns, code, *words):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["plan", *words]) == code
+        assert main(["plan", "plan.rehearse=false", *words]) == code
         return capsys.readouterr().out
 
     out = printed(80, 3, *DOES_NOT_FIT)
@@ -251,7 +288,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_told_with_what_to_type(typed, capsys):
-    assert main(["plan", *typed.split()]) == 2
+    assert main(["plan", "plan.rehearse=false", *typed.split()]) == 2
     assert MISTAKES[typed] in capsys.readouterr().err
 
 
@@ -261,10 +298,10 @@ def test_without_a_gpu_one_must_be_named(capsys, enter, monkeypatch):
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "torch", None)  # takes longer to import than to be told so
         without.delitem(sys.modules, "fsdp_trainer.plan.plan_inputs")
-        assert main(["plan", "model=tiny"]) == 2
+        assert main(["plan", "plan.rehearse=false", "model=tiny"]) == 2
     assert "h100 " in capsys.readouterr().err
     ranks = ["model.vocab_size=100", "launch.device=cpu", "launch.nproc_per_node=2"]
-    assert main(["plan", "model=tiny", *ranks]) == 0
+    assert main(["plan", "plan.rehearse=false", "model=tiny", *ranks]) == 0
     assert "2 ranks on this machine" in capsys.readouterr().out
 
 
@@ -378,7 +415,7 @@ def test_every_device_of_the_table_has_times():
 def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops(capsys):
     words = ["model=smollm2_135m", "plan.memory_gib=48", "plan.world_size=1"]
     assert planned(*words).step_seconds is None
-    assert main(["plan", *words, "plan.tflops=150", "plan.format=json"]) == 0
+    assert main(["plan", "plan.rehearse=false", *words, "plan.tflops=150", "plan.format=json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["step_seconds"][0] > 0
     assert any("its memory bandwidth is assumed to be 500 GB/s" in line for line in plan["assumed"])
@@ -451,7 +488,7 @@ def test_a_plan_counts_what_a_reference_computes(capsys):
     assert base.compute / 4 < base.forwards < base.compute / 2
     stored = planned(*ours, "objective=dpo").slow
     assert stored.forwards == 0 < stored.reading
-    assert main(["plan", *ours, "objective=dpo"]) == 0
+    assert main(["plan", "plan.rehearse=false", *ours, "objective=dpo"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "reads all rows of an epoch once, before step 1" in said
 
@@ -497,12 +534,17 @@ def test_the_plan_tells_the_load_of_the_busiest_rank(capsys):
         "model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096",
         "plan.world_size=8", "activation_checkpoint=full", "sharding.expert=8",
     )  # fmt: skip
-    assert main(["plan", *words, "batch.micro_rows=4", "plan.format=json"]) == 0
+    assert (
+        main(["plan", "plan.rehearse=false", *words, "batch.micro_rows=4", "plan.format=json"]) == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["uneven"]["expert_load"] == 1.5
     assert report["uneven"]["peak_gib"] > report["peak_gib"]
     assert report["uneven"]["step_seconds"][0] > 1.1 * report["step_seconds"][0]
-    assert main(["plan", *words, "batch.micro_rows=8", "plan.expert_load=3"]) == 0
+    assert (
+        main(["plan", "plan.rehearse=false", *words, "batch.micro_rows=8", "plan.expert_load=3"])
+        == 0
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert "3 × the even rows at one rank's experts" in out
     assert "it does not fit then" in out

@@ -7,8 +7,8 @@ import pytest
 from fsdp_trainer.cli import main
 
 WORDS = [
-    "plan", "model=llama3_8b", "plan.gpu=h100", "plan.world_size=8", "plan.format=json",
-    "batch.rows=64", "checkpoint.every=100", "activation_checkpoint=full",
+    "plan", "plan.rehearse=false", "model=llama3_8b", "plan.gpu=h100", "plan.world_size=8",
+    "plan.format=json", "batch.rows=64", "checkpoint.every=100", "activation_checkpoint=full",
 ]  # fmt: skip
 PARAMETERS = 8_030_261_248
 

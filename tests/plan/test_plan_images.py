@@ -99,7 +99,7 @@ def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path, caps
     recomputed = plan_of(0.8, **{"activation_checkpoint.mode": "full"})
     assert frozen.seconds < large.seconds < recomputed.seconds
     assert max(frozen.peak_bytes, recomputed.peak_bytes) < large.peak_bytes
-    base = ["plan", "plan.gpu=h100", "plan.world_size=8", "data.path=none"]
+    base = ["plan", "plan.rehearse=false", "plan.gpu=h100", "plan.world_size=8", "data.path=none"]
     assert main([*base, f"model.init_from={tmp_path / 'qwen3_vl'}"]) == 0
     assert "50% of the tokens of a row are of images" in capsys.readouterr().out
     assert main([*base, "model=llama3_8b", "plan.image_share=0.1"]) == 2

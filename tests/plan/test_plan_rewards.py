@@ -84,12 +84,12 @@ def test_a_plan_counts_a_reward_model_on_every_rank(folder, capsys):
     on_ranks = planned(*words, with_model, "launch.rollout_ranks=2").memory.peak
     assert on_ranks.bytes["parameters"] == plain.memory.peak.bytes["parameters"]
 
-    assert main(["plan", *words, with_model, "plan.format=json"]) == 0
+    assert main(["plan", "plan.rehearse=false", *words, with_model, "plan.format=json"]) == 0
     [as_json] = json.loads(capsys.readouterr().out)["rollouts"]["reward_models"]
     assert as_json["reward"] == "model"
     assert as_json["weights_gib"] == pytest.approx(weights / 2**30, abs=1e-3)
     elsewhere = "objective.rewards=[{name: model, source: someone/reward}]"
-    assert main(["plan", *words, elsewhere]) == 0
+    assert main(["plan", "plan.rehearse=false", *words, elsewhere]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "someone/reward is not on this disk: its memory and time are not counted" in said
 

@@ -18,7 +18,7 @@ SEARCH = ("plan.search=true", "plan.format=json")
 
 
 def searched(capsys, *words, code=0):
-    assert main(["plan", *words, *SEARCH]) == code
+    assert main(["plan", "plan.rehearse=false", *words, *SEARCH]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -42,7 +42,12 @@ def test_typing_a_layout_plans_the_same_figures(capsys):
         layout = next(
             one for one in layouts if f"sharding.{dimension}=" in " ".join(one["overrides"])
         )
-        assert main(["plan", *MIXTURE, *layout["overrides"], "plan.format=json"]) == 0
+        assert (
+            main(
+                ["plan", "plan.rehearse=false", *MIXTURE, *layout["overrides"], "plan.format=json"]
+            )
+            == 0
+        )
         typed = json.loads(capsys.readouterr().out)
         figures = {name: value for name, value in layout.items() if name != "overrides"}
         assert {name: typed[name] for name in figures} == figures
@@ -60,7 +65,7 @@ def test_what_a_run_would_refuse_is_not_listed(capsys):
 @pytest.mark.slow
 def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["plan", *CLUSTER, "plan.gpu=h100", "plan.search=true"]
+    words = ["plan", "plan.rehearse=false", *CLUSTER, "plan.gpu=h100", "plan.search=true"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
@@ -72,7 +77,7 @@ def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
 @pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_named(capsys):
     words = ["model=llama3_70b", "plan.gpu=l4", "plan.world_size=2"]
-    assert main(["plan", *words, "plan.search=true"]) == 3
+    assert main(["plan", "plan.rehearse=false", *words, "plan.search=true"]) == 3
     out = " ".join(capsys.readouterr().out.split())
     suggestion = re.search(r"The nearest needs ([\d.]+) GiB with ((?:\S+=\S+ ?)+)", out)
     nearest = planned(*words, *suggestion[2].split())
@@ -102,7 +107,7 @@ def test_70b_on_512_gpus_takes_few_tries():
 )
 def test_a_search_is_for_one_cluster(capsys, word, instead):
     base = [one for one in ("plan.gpu=h100", "plan.world_size=8") if one[:8] != word[:8]]
-    assert main(["plan", "model=tiny", *base, word, *SEARCH]) == 2
+    assert main(["plan", "plan.rehearse=false", "model=tiny", *base, word, *SEARCH]) == 2
     assert instead in capsys.readouterr().err
 
 
@@ -123,6 +128,6 @@ def test_a_second_copy_inside_each_of_several_nodes_is_tried(capsys):
 )
 def test_states_elsewhere_are_proposed_where_the_host_has_room_else_a_disk(capsys, words, wanted):
     own = ["plan.gpu=a100_40gb", "batch.seq_len=2048", "activation_checkpoint=full"]
-    main(["plan", *words, *own, "plan.format=json"])
+    main(["plan", "plan.rehearse=false", *words, *own, "plan.format=json"])
     proposed = [one["override"] for one in json.loads(capsys.readouterr().out)["suggestions"]]
     assert any(wanted in override.split() for override in proposed), proposed

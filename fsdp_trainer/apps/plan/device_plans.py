@@ -1,7 +1,8 @@
 """The result of `plan` for one kind of device: a plan for each world size, with suggestions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fsdp_trainer.apps.plan.stored_answers import Store
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.changes import Candidate
@@ -10,6 +11,8 @@ from fsdp_trainer.plan.plan import RunPlan
 from fsdp_trainer.plan.plan_inputs import target, world_sizes
 from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
 
+NEAR = 0.005
+"""Share of the bytes that formulas may miss."""
 LIKELY = (0.2, 0.65)
 """Range of the share of a GPU's peak that published trainings of language models reach."""
 
@@ -37,15 +40,16 @@ class DevicePlans:
 
 
 def plans_for_device(
-    cfg: PlanConfig, config: ModelConfig, assumed: list[str], known: KnownModels
+    cfg: PlanConfig, config: ModelConfig, assumed: list[str], known: KnownModels, store: Store
 ) -> DevicePlans:
     """Return the answer for the device that `cfg` names. Raises UserError if it names none.
 
-    known: models of earlier plans.
+    known: models of earlier plans; store: of rehearsals.
     """
     runs = [Candidate(cfg, config, world, target(cfg, world), known) for world in world_sizes(cfg)]
-    plans = [run.plan() for run in runs]
-    remarks = sorted({run.device.remark for run in runs if run.device.remark})
+    plans, reasons = rehearsed_plans(cfg, runs, store)
+    runs = [with_correction(run, plan) for run, plan in zip(runs, plans, strict=True)]
+    remarks = sorted({*reasons, *(run.device.remark for run in runs)} - {""})
     if cfg.plan.efficiency and not LIKELY[0] <= cfg.plan.efficiency <= LIKELY[1]:
         remarks.append(
             f"plan.efficiency={cfg.plan.efficiency:g}, though published trainings reach "
@@ -54,13 +58,33 @@ def plans_for_device(
     return DevicePlans(
         plans=plans,
         uneven=[uneven(cfg, run) for run in runs],
-        suggestions=[suggest(run) for run in runs],
+        suggestions=[suggest(run, plan) for run, plan in zip(runs, plans, strict=True)],
         least_memory=[
             None if plan.fits else least_memory(run, plan)
             for run, plan in zip(runs, plans, strict=True)
         ],
         assumed=assumed + remarks,
     )
+
+
+def rehearsed_plans(
+    cfg: PlanConfig, runs: list[Candidate], store: Store
+) -> tuple[list[RunPlan], set[str]]:
+    """Return the plans of some runs, and why some are not those of a rehearsal."""
+    plans = [run.plan() for run in runs]
+    if not cfg.plan.rehearse:
+        return plans, set()
+    # imports what training needs
+    from fsdp_trainer.apps.plan.rehearsed_plan import rehearsed_plan
+
+    pairs = [rehearsed_plan(run, plan, store) for run, plan in zip(runs, plans, strict=True)]
+    return [plan for plan, _ in pairs], {reason for _, reason in pairs}
+
+
+def with_correction(run: Candidate, plan: RunPlan) -> Candidate:
+    """Return a run whose changes are planned with what a rehearsal shows that formulas miss."""
+    correction = plan.memory.tensors / run.plan().memory.tensors
+    return run if abs(correction - 1) < NEAR else replace(run, correction=correction)
 
 
 def uneven(cfg: PlanConfig, run: Candidate) -> RunPlan | None:

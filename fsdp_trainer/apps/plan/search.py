@@ -256,6 +256,10 @@ class Search:
         self._choose(run, (), DIMENSIONS)
         self.layouts.sort(key=lambda layout: (layout.plan.seconds, layout.plan.peak_bytes))
 
+    def keep(self, layouts: list[PlannedLayout]) -> None:
+        """Take these layouts in place of those that were tried."""
+        self.layouts = layouts
+
     def _choose(
         self, run: Candidate, overrides: tuple[str, ...], dimensions: tuple[Dimension, ...]
     ) -> bool:

@@ -80,10 +80,10 @@ def one_world(
         "groups": groups_json(cfg, plan),
         "empty_rows_share": round(plan.empty_share, 4),
         "micro_batches": plan.micro_batches,
-        "bytes_per_step": round(sum(wire.gathered + wire.reduced for wire in plan.wire.values())),
-        "bytes_by_link": {
-            name: round(wire.gathered + wire.reduced) for name, wire in plan.wire.items()
-        },
+        "rehearsed": plan.rehearsed is not None,
+        "bytes_per_step": round(sum(plan.bytes_sent.values())),
+        "bytes_by_link": {name: round(sent) for name, sent in plan.bytes_sent.items()},
+        "bytes_sent": sent_json(plan),
         "bytes_across_nodes": {name: round(wire.across) for name, wire in plan.wire.items()},
         "step_seconds": timed,
         "reference": reference_of(cfg),
@@ -102,6 +102,11 @@ def one_world(
         "least_memory": suggestion_json(needs) if needs else None,
         "suggestions": [suggestion_json(s) | {"why": s.reason} for s in suggestions],
     }
+
+
+def sent_json(plan: RunPlan) -> dict[str, int]:
+    """Return the bytes that the busiest rank sends, by the dimensions in which it sends any."""
+    return {name: round(sent) for name, sent in plan.bytes_sent.items() if sent}
 
 
 def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
@@ -231,7 +236,7 @@ def worlds(plans: list[RunPlan]) -> Table:
             if plan.step_seconds
             else ("–",) * 3
         )
-        sent = sum(wire.gathered + wire.reduced for wire in plan.wire.values())
+        sent = sum(plan.bytes_sent.values())
         table.add_row(
             f"{plan.world_size:,}",
             f"{plan.peak_bytes / GIB:,.1f} GiB",
@@ -389,7 +394,7 @@ def wires(plan: RunPlan) -> str:
     parts = []
     for name, wire in plan.wire.items():
         if wire.ranks > 1:
-            sent = gib(wire.gathered + wire.reduced)
+            sent = gib(plan.bytes_sent[name])
             gathers = wire.gathered and name in GATHERING
             gathered = f" ({gib(wire.gathered)} gathered)" if gathers else ""
             across = f", {gib(wire.across)} between nodes" if wire.across else ""

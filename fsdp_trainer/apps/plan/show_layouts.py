@@ -1,6 +1,5 @@
 """Output of a search for layouts, as text or JSON."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -8,43 +7,39 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.apps.plan.search import PlannedLayout, Search
-from fsdp_trainer.apps.plan.show import UNTIMED, one_world, show_head
-from fsdp_trainer.apps.rehearse.comparison import PlanComparison
+from fsdp_trainer.apps.plan.show import NARROW, UNTIMED, one_world, show_head, suggestion_json
+from fsdp_trainer.apps.plan.show import table_of as table_of_suggestions
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.plan.plan import GIB
+from fsdp_trainer.plan.suggest import Suggestion
 
 SHOWN = 15
 """Maximum number of layouts in the table, which then fits a screen."""
 FIGURES = (
     "tokens_per_second", "tokens_per_second_per_gpu", "step_seconds", "mfu_palm", "peak_gib",
-    "host_gib_per_node", "micro_batches", "empty_rows_share", "bytes_per_step",
+    "host_gib_per_node", "micro_batches", "empty_rows_share", "bytes_per_step", "rehearsed",
 )  # fmt: skip
 """Figures of a layout, with the same names as those of a single plan."""
 
 
 def layouts_as_json(
-    cfg: PlanConfig, search: Search, assumed: list[str], rehearsed: Sequence[PlanComparison] = ()
+    cfg: PlanConfig, search: Search, assumed: list[str], ways: list[Suggestion]
 ) -> dict[str, Any]:
     """Return the layouts, fastest first. nearest: the layout with least memory, if none fits.
 
-    rehearsed: the rehearsals of the first layouts.
+    ways: changes with which that layout fits, or needs least memory.
     """
     nearest = None
     if search.nearest and not search.layouts:
         nearest = layout_as_json(cfg, search.nearest)
     layouts = [layout_as_json(cfg, layout) for layout in search.layouts]
-    for layout, one in zip(layouts, rehearsed, strict=False):
-        layout["rehearsed"] = {
-            "finishes": one.rehearsal.finishes,
-            "fits": one.fits,
-            "peak_gib": round(one.peak_bytes / GIB, 3),
-        }
     return {
         "layouts": layouts,
         "nearest": nearest,
+        "suggestions": [suggestion_json(way) | {"why": way.reason} for way in ways],
         "tried": search.tried,
         "gpu": search.device.name,
         "memory_gib": round(search.device.memory_gib, 2),
@@ -64,37 +59,33 @@ def show_layouts(
     config: ModelConfig,
     search: Search,
     assumed: list[str],
-    rehearsed: Sequence[PlanComparison] = (),
+    ways: list[Suggestion],
 ) -> None:
     """Print the fastest layouts and their overrides or, if none fits, the one with least memory.
 
-    rehearsed: the rehearsals of the first layouts.
+    ways: changes with which that layout fits, or needs least memory.
     """
     console = Terminal()
     show_head(console, cfg, config, assumed)
     device = search.device
     where = f"{search.world:,} × {device.name}, {device.memory_gib:,.1f} GiB each"
-    summary = f"{len(search.layouts)} of {search.tried} layouts fit {where}"
+    fitting = f"{len(search.layouts)} of" if search.layouts else "as it is, none of"
+    summary = f"{fitting} {search.tried} layouts fit {where}"
     console.print(Text(summary, "bold green" if search.layouts else "bold red"))
     if search.layouts:
         console.print(table_of(search.layouts[:SHOWN]))
         if len(search.layouts) > SHOWN:
             console.print(f"{len(search.layouts) - SHOWN} slower ones:  plan.format=json")
-        for layout, one in zip(search.layouts, rehearsed, strict=False):
-            answer = "finishes and fits" if one.passes else "does not finish or does not fit"
-            style = "green" if one.passes else "bold red"
-            console.print(
-                Text.assemble(
-                    f"rehearsed  {typed(layout)}: ",
-                    (answer, style),
-                    f", {one.peak_bytes / GIB:,.1f} GiB",
-                )
-            )
+        if rehearsed := sum(layout.plan.rehearsed is not None for layout in search.layouts):
+            console.print(f"rehearsed: the first {rehearsed}; of the others peaks are of formulas")
         if device.flops is None:
             console.print(f"{UNTIMED}; they are sorted as on an H100")
     elif search.nearest:
         needed = f"{search.nearest.plan.peak_bytes / GIB:,.1f} GiB with  {typed(search.nearest)}"
         console.print(f"The nearest needs {needed}")
+        fits = all(way.peak_bytes <= search.nearest.plan.memory_bytes for way in ways)
+        console.print(Text("with one of these it fits" if fits else "least, with this", "bold"))
+        console.print(table_of_suggestions(ways, narrow=console.width < NARROW))
 
 
 def typed(layout: PlannedLayout) -> str:

@@ -1,20 +1,23 @@
 """The command `plan`: estimates memory and speed from the overrides of training."""
 
 import json
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from fsdp_trainer.apps.plan.stored_answers import Store
 from fsdp_trainer.config.devices import has_gpus, nothing_to_plan_for
-from fsdp_trainer.config.verbs import Plan, PlanConfig
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.config.verbs import PlanConfig
 
 if TYPE_CHECKING:  # imports torch
-    from fsdp_trainer.apps.plan.search import Search
-    from fsdp_trainer.apps.rehearse.comparison import PlanComparison
+    from fsdp_trainer.apps.plan.search import PlannedLayout, Search
     from fsdp_trainer.models.config import ModelConfig
+    from fsdp_trainer.plan.suggest import Suggestion
 
 DOES_NOT_FIT = 3
 REHEARSED = 3
-"""Layouts that plan.rehearse rehearses."""
+"""Layouts of a search that a rehearsal confirms."""
+MOST_REHEARSED = 10
+"""Layouts of a search that are rehearsed for that."""
 
 
 def plan(cfg: PlanConfig) -> int:
@@ -23,6 +26,14 @@ def plan(cfg: PlanConfig) -> int:
     Returns 0 if any of them fits, else 3. Raises UserError if the model or the device is unknown.
     """
     require_device(cfg)  # before torch is imported
+    store = Store(cfg)
+    return store.printed(cfg, lambda: print_plan(cfg, store))
+
+
+def print_plan(cfg: PlanConfig, store: Store) -> int:
+    """Do what `plan` does. store: of rehearsals."""
+    if cfg.plan.table:
+        return print_table(cfg)
     from fsdp_trainer.apps.plan.device_plans import plans_for_device
     from fsdp_trainer.apps.plan.show import as_json, show
     from fsdp_trainer.apps.plan.show_gpus import show_gpus
@@ -36,15 +47,14 @@ def plan(cfg: PlanConfig) -> int:
     from fsdp_trainer.plan.scoring_models import uncounted
     from fsdp_trainer.plan.second_model import assumed_of
 
-    require_search(cfg.plan)
     config, assumed = architecture(cfg)
     assumed += assumed_of_images(cfg.plan.image_share, config)
     assumed += [*assumed_of(cfg.second_model), *uncounted(cfg.objective)]
     if cfg.plan.search:
-        return search(cfg, config, assumed)
+        return search(cfg, config, assumed, store)
     require_sharing(cfg, config)
     known = KnownModels()
-    answers = [plans_for_device(one, config, assumed, known) for one in each_gpu(cfg)]
+    answers = [plans_for_device(one, config, assumed, known, store) for one in each_gpu(cfg)]
     if cfg.plan.format == "json":
         objects = [as_json(cfg, answer) for answer in answers]
         is_list = len(answers) > 1 or isinstance(cfg.plan.gpu, list)
@@ -57,6 +67,18 @@ def plan(cfg: PlanConfig) -> int:
     return 0 if fits else DOES_NOT_FIT
 
 
+def print_table(cfg: PlanConfig) -> int:
+    """Print the models that fit. Returns 0 if any does, else 3."""
+    from fsdp_trainer.apps.plan.model_table import model_rows, show_table, table_as_json
+
+    rows = model_rows(cfg)
+    if cfg.plan.format == "json":
+        print(json.dumps(table_as_json(cfg, rows)))
+    else:
+        show_table(cfg, rows)
+    return 0 if any(any(row.longest.values()) for row in rows) else DOES_NOT_FIT
+
+
 def require_device(cfg: PlanConfig) -> None:
     """Raise UserError if no device is named and this machine has none."""
     named = cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu"
@@ -64,7 +86,7 @@ def require_device(cfg: PlanConfig) -> None:
         raise nothing_to_plan_for()
 
 
-def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:
+def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str], store: Store) -> int:
     """Print the layouts that fit, fastest first. Returns 0 if there is any, else 3.
 
     Raises UserError for several GPUs or world sizes.
@@ -76,30 +98,37 @@ def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:
 
     world, device = only_target(cfg)
     layouts = Search(Candidate(cfg, config, world, device))
+    if cfg.plan.rehearse:
+        rehearse_fastest(layouts, store)
+    ways = ways_to_fit(layouts)
     assumed = [*assumed, *filter(None, [device.remark])]
-    rehearsed = rehearse_fastest(cfg, layouts) if cfg.plan.rehearse else []
     if cfg.plan.format == "json":
-        print(json.dumps(layouts_as_json(cfg, layouts, assumed, rehearsed), allow_nan=False))
+        print(json.dumps(layouts_as_json(cfg, layouts, assumed, ways), allow_nan=False))
     else:
-        show_layouts(cfg, config, layouts, assumed, rehearsed)
-    confirmed = not rehearsed or any(one.passes for one in rehearsed)
-    return 0 if layouts.layouts and confirmed else DOES_NOT_FIT
+        show_layouts(cfg, config, layouts, assumed, ways)
+    return 0 if layouts.layouts else DOES_NOT_FIT
 
 
-def rehearse_fastest(cfg: PlanConfig, layouts: "Search") -> "list[PlanComparison]":
-    """Rehearse the fastest layouts. Raises UserError for a run that cannot be rehearsed."""
-    from fsdp_trainer.apps.rehearse.comparison import compare
-    from fsdp_trainer.observe.console import Console
+def rehearse_fastest(search: "Search", store: Store) -> None:
+    """Rehearse layouts, fastest first, until REHEARSED of them fit; remove those that do not."""
+    from fsdp_trainer.apps.plan.rehearsed_plan import rehearsed_plan
 
-    report = Console(quiet=cfg.plan.format == "json").paced()
-    return [compare(layout.run, report) for layout in layouts.layouts[:REHEARSED]]
+    fitting: list[PlannedLayout] = []
+    layouts = iter(search.layouts)
+    for layout in islice(layouts, MOST_REHEARSED):
+        plan, _ = rehearsed_plan(layout.run, layout.plan, store)
+        if plan.fits:
+            fitting.append(layout._replace(plan=plan))
+        if len(fitting) == REHEARSED:
+            break
+    search.keep([*fitting, *layouts])
 
 
-def require_search(plan: Plan) -> None:
-    """Raise UserError for plan.rehearse without plan.search."""
-    if plan.rehearse and not plan.search:
-        reason = (
-            "is for the layouts of a search.\nUse  plan.search=true  with it, or for one layout"
-            "  fsdp-trainer rehearse"
-        )
-        raise UserError("nothing is searched", [Problem("plan.rehearse=true", reason)])
+def ways_to_fit(search: "Search") -> "list[Suggestion]":
+    """Return changes of the nearest layout that make it fit, if no layout does."""
+    from fsdp_trainer.plan.suggest import fitting, least_memory
+
+    if search.layouts or search.nearest is None:
+        return []
+    run, plan = search.nearest.run, search.nearest.plan
+    return fitting(run, plan) or [least_memory(run, plan)]

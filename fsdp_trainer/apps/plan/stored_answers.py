@@ -1,0 +1,129 @@
+"""Answers of `plan`, stored by what they depend on. Imports no torch."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import version
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import fsdp_trainer
+from fsdp_trainer.config.verbs import PlanConfig
+
+MOST_FILES = 200
+"""Answers that stay; the oldest are deleted."""
+READ = attrgetter("model", "tokenizer", "objective", "adapter")
+"""The parts of a configuration that name files which a plan reads."""
+FEW = 50
+"""Files of a folder, such as a model's, whose changes are noticed."""
+
+
+class Store:
+    """A folder of answers. One that cannot be read or written is as good as an empty one."""
+
+    def __init__(self, cfg: PlanConfig):
+        self.folder = Path(cfg.run.root) / ".data" / "plan"
+        self._depends = [sources(), version("torch"), sorted(set(states_of_files(READ(cfg))))]
+
+    def get(self, key: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the answer with a key, which `make` returns if it is not stored."""
+        file = self.file(key)
+        answer = self.stored(file)
+        if answer is None:
+            answer = make()
+            self.write(file, answer)
+        return answer
+
+    def file(self, key: Any) -> Path:
+        """Return the file of the answer with a key."""
+        text = json.dumps([key, self._depends])
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+    def stored(self, file: Path) -> dict[str, Any] | None:
+        """Return the answer in a file; None if there is none, or if the file is torn."""
+        with contextlib.suppress(OSError, ValueError):
+            held = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(held, dict) and held.get("file") == file.name:
+                return held["answer"]
+        return None
+
+    def write(self, file: Path, answer: dict[str, Any]) -> None:
+        """Write an answer, whole or not at all."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({"file": file.name, "answer": answer}), encoding="utf-8")
+            part.replace(file)
+            files = sorted(self.folder.glob("*.json"), key=os.path.getmtime)
+            for old in files[:-MOST_FILES]:
+                old.unlink()
+
+    def printed(self, cfg: PlanConfig, run: Callable[[], int]) -> int:
+        """Print what `run` prints for a configuration, and return its exit code."""
+        is_quick = not (cfg.plan.rehearse or cfg.plan.table)
+        is_of_this_machine = not (cfg.plan.gpu or cfg.plan.memory_gib)  # whose memory changes
+        if is_quick or is_of_this_machine:
+            return run()
+
+        def record() -> dict[str, Any]:
+            with contextlib.redirect_stdout(PrintedLater(sys.stdout.isatty())) as out:
+                code = run()
+            return {"code": code, "text": out.getvalue()}
+
+        looks = [sys.stdout.isatty(), shutil.get_terminal_size().columns]
+        looks += [os.environ.get(name, "") for name in ("NO_COLOR", "TERM", "COLUMNS")]
+        answer = self.get(["printed", repr(cfg), looks], record)
+        sys.stdout.write(answer["text"])
+        return answer["code"]
+
+
+class PrintedLater(io.StringIO):
+    """Text that is printed later, in colour if it is for a terminal."""
+
+    def __init__(self, is_terminal: bool):
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@cache
+def sources() -> str:
+    """Return the digest of all files of the package, by their sizes and times."""
+    root = Path(fsdp_trainer.__file__).parent
+    folders = [folder for folder in (root, root.parent / "conf") if folder.is_dir()]
+    names = (file for folder in folders for file in folder.rglob("*"))
+    files = sorted(file for file in names if file.suffix in (".py", ".yaml", ".jinja"))
+    states = [f"{file} {state(file)}" for file in files]
+    return hashlib.sha256("\n".join(states).encode()).hexdigest()
+
+
+def state(file: Path) -> str:
+    """Return what changes when a file does."""
+    info = file.stat()
+    return f"{info.st_size} {info.st_mtime_ns}"
+
+
+def states_of_files(value: Any) -> Iterator[str]:
+    """Yield the states of all files and folders that a configuration names."""
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from states_of_files(getattr(value, each.name))
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from states_of_files(one)
+    elif isinstance(value, str) and value:
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(value).absolute()
+            inside = sorted(path.iterdir())[:FEW] if path.is_dir() else []
+            for file in (path, *inside):
+                yield f"{file} {state(file)}"

@@ -76,7 +76,7 @@ def mismatched_gains(log_probability: Tensor, batch: MicroBatch, dims: Dims | No
     if batch.kinds is None:
         return gains.new_zeros(2)
     is_other = batch.kinds == MISMATCHED
-    return torch.stack([gains[is_other].sum(), is_other.sum().double()])
+    return torch.stack([sum_where(gains, is_other), is_other.sum().double()])
 
 
 @dataclass(kw_only=True)
@@ -118,6 +118,11 @@ class KtoForwardBackward(PairForwardBackward):
         self.baseline = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
 
 
+def sum_where(values: Tensor, chosen: Tensor) -> Tensor:
+    """Return the sum over some documents. values: [..., documents]; chosen: [documents] bool."""
+    return values[..., chosen].sum(-1)
+
+
 class KtoMetrics:
     """The baseline, and mean rewards, log-probabilities and lengths of good and bad answers.
 
@@ -143,9 +148,9 @@ class KtoMetrics:
         reference = 0 if batch.reference is None else batch.reference
         gains = policy - reference
         values = torch.stack([torch.ones_like(policy), self.cfg.beta * gains, policy, tokens])
-        sums = [values[:, batch.kinds == kind].sum(1) for kind in (GOOD, BAD)]
+        sums = [sum_where(values, batch.kinds == kind) for kind in (GOOD, BAD)]
         is_other = batch.kinds == MISMATCHED
-        other = torch.stack([gains[is_other].sum(), is_other.sum().double()])
+        other = torch.stack([sum_where(gains, is_other), is_other.sum().double()])
         return counted_once(torch.cat([torch.stack(sums, 1).flatten(), other]), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base import torch_private
 from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.methods import kto
 from fsdp_trainer.models import head, sdpa
 from fsdp_trainer.models.attention import LAYOUTS, PLAIN, Scoring, VarlenAttention
 from fsdp_trainer.optim import eight_bit, muon_owners
@@ -78,6 +79,8 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
     yield patch.object(
         CompactOptimizer, "undrawn_chunks", first_only(CompactOptimizer.undrawn_chunks)
     )
+    # how many documents are chosen is a number of theirs
+    yield patch.object(kto, "sum_where", lambda values, _chosen: values.sum(-1))
     yield torch_private.no_pipeline_vote()
     yield torch_private.metadata_outside_modes()
     is_capped = any(one and one.final_logit_softcapping for one in (run.config, run.second))

@@ -41,24 +41,7 @@ class FusedGraph:
         self.module, self.counter = module, counter
         self._boxed_call = True  # torch gives a list, from which each argument can be freed
         self.nodes = list(module.graph.nodes)
-        types = operator_types()
-
-        def is_fused(node: fx.Node) -> bool:
-            packet = getattr(node.target, "overloadpacket", None)
-            return types.is_fusible(node) or packet in FUSED
-
-        calls = [node for node in self.nodes if node.op == "call_function"]
-        views = {n for n in calls if types.is_view(n) or n.target is operator.getitem}
-        fused = {node for node in calls if node not in views and is_fused(node)}
-        read: set[fx.Node] = set()
-        for node in reversed(self.nodes):
-            is_kernel = node.op == "output" or (node in calls and node not in fused | views)
-            if is_kernel or (node in views and node in read):
-                read.update(node.all_input_nodes)
-        self.in_kernel = (fused | views) - read
-        """Nodes whose results are never in memory."""
-        self.written = fused & read
-        """Nodes whose results are the output of a kernel."""
+        self.in_kernel, self.written = kernels_of(self.nodes)
         readers = {node: reader for reader in self.nodes for node in reader.all_input_nodes}
         self.unread = {node for node in self.nodes if node not in readers}
         self.last_read: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -78,7 +61,7 @@ class FusedGraph:
             for read in self.last_read[node]:
                 del values[read]
             if node in self.written:  # a kernel may write over what it reads for the last time
-                for tensor in tree_iter(values[node][0]):
+                for tensor in filter(torch.is_tensor, tree_iter(values[node][0])):
                     self.counter.add(tensor)
             if node in self.unread:
                 del values[node]
@@ -100,3 +83,22 @@ class FusedGraph:
             result = target(*args, **named)
         sources = [values[read] for read in node.all_input_nodes]
         return (result, *sources) if node in self.in_kernel else (result,)
+
+
+def kernels_of(nodes: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the nodes whose results are never in memory, and those that are a kernel's output."""
+    types = operator_types()
+    calls = [node for node in nodes if node.op == "call_function"]
+    views = {n for n in calls if types.is_view(n) or n.target is operator.getitem}
+    fused = {n for n in calls if types.is_fusible(n) or packet_of(n) in FUSED} - views
+    inner = fused | views
+    read: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node not in inner or (node in views and node in read):
+            read.update(node.all_input_nodes)
+    return inner - read, fused & read
+
+
+def packet_of(node: fx.Node) -> Any:
+    """Return the operator that a node calls, without its overload."""
+    return getattr(node.target, "overloadpacket", None)

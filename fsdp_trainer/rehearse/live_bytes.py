@@ -9,7 +9,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_iter
 
 CATEGORIES = (
@@ -48,6 +52,16 @@ def name_of(operator: Any) -> str:
     return operator._schema.name if hasattr(operator, "_schema") else operator.name()
 
 
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold a tensor's numbers on this rank, such as a float8 weight's."""
+    own: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(own):
+        yield own
+        return
+    for name in own.__tensor_flatten__()[0]:
+        yield from plain_parts(getattr(own, name))
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all live storages that operators create, in any mode below it.
 
@@ -76,6 +90,7 @@ class LiveBytes(TorchDispatchMode):
         self._most_at: dict[tuple[str, str], int] = {}
         self.curve: list[tuple[int, tuple[int, ...]]] = []
         self._counts = True
+        self._on_host: set[int] = set()
         self._every = 1
         self._live: dict[int, tuple[int, str]] = {}
         self._operator = ""
@@ -101,6 +116,11 @@ class LiveBytes(TorchDispatchMode):
         """Return True: blocks are compiled in this mode, and what they call is counted."""
         return True
 
+    @property
+    def counts(self) -> bool:
+        """True if tensors that operators create are counted."""
+        return self._counts
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Count nothing that operators create inside."""
@@ -120,12 +140,25 @@ class LiveBytes(TorchDispatchMode):
         """Count a tensor's storage, if it is not counted yet. category: None: the current one."""
         if tensor.is_meta:
             return
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        for part in plain_parts(tensor):
+            self._add(part, category)
+
+    def _add(self, tensor: Tensor, category: str | None) -> None:
+        storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._live:
+        if key not in self._live and key not in self._on_host:
             self._live[key] = 0, category or self.category()
             self._change(key, storage.nbytes(), self._live[key][1])
             weakref.finalize(storage, self._gone, key)
+
+    def put_on_host(self, tensor: Tensor) -> None:
+        """Count a tensor's storage no longer: it stands for one in host memory."""
+        for part in plain_parts(tensor):
+            self.add(part)
+            key = part.untyped_storage()._cdata
+            if key in self._live:
+                self._change(key, 0, self._live[key][1])
+                self._on_host.add(key)
 
     def move(self, tensor: Tensor, category: str) -> None:
         """Count a tensor's storage in another category from now on."""
@@ -163,6 +196,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak = Peak(self.moments[place], place[1], self._operator, place[0])
 
     def _gone(self, key: int) -> None:
+        self._on_host.discard(key)
         size, category = self._live.pop(key)
         self.now[category] -= size
         self.total -= size
@@ -170,7 +204,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor calls operators on its part
-        if not self._counts:
+        if not self.counts:
             return func(*args, **(kwargs or {}))
         self._operator = name_of(func)
         self.before(func, args)

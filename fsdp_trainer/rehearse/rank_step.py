@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import local_part
-from fsdp_trainer.base.torch_private import partitioned_backend
+from fsdp_trainer.base.torch_private import gather_from_copies, partitioned_backend
 from fsdp_trainer.checkpoint.state import optimizer_state, stored_parameters, weights
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.config.durations import parse_duration
@@ -107,7 +107,8 @@ class RankParts:
         compiled = cfg.compile.enabled
         setup = RunSetup(cfg, inputs, trained, world, self.dims, compiled, Path(), nothing, nothing)
         self.setup = setup
-        self.recorder = StepRecorder(gloo=run.device == "cpu")
+        self.on_host = run.device == "cuda" and run.states_on_host
+        self.recorder = StepRecorder(run.device == "cpu", self.on_host)
         with compiling_for(self.recorder) if compiled else nullcontext():
             # before the model in training, as in training
             self.method = build_method(setup, RunRows(nothing, None, cfg.batch.rows), None)
@@ -130,6 +131,8 @@ class RankParts:
             if isinstance(optimizer, TorchAdamW) and run.device == "cuda":
                 optimizer.fuse()
             make_states(optimizer)
+            if self.on_host:
+                self._put_states_on_host(optimizer)
             hold_states(self.models, optimizer, recorder)
             outer = self._outer_step(recorder)
             runner = self._runner(optimizer)
@@ -157,6 +160,23 @@ class RankParts:
         for frozen in self.method.frozen_models:
             for module in fsdp_modules(frozen.model) if frozen.stays_gathered else []:
                 module.unshard()
+
+    def _put_states_on_host(self, optimizer: TrainerOptimizer) -> None:
+        """Count no states, but with optim.offload the copies from which weights are gathered."""
+        recorder, cfg = self.recorder, self.run.cfg
+        trained = [self.model] if not cfg.sharding.cpu_offload else self.models
+        for model in trained:
+            for parameter in model.parameters():
+                recorder.put_on_host(parameter.detach())
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                recorder.put_on_host(tensor)
+        if cfg.optim.offload != "none":
+            for copy in gather_from_copies(fsdp_modules(self.model), False).values():
+                if cfg.sharding.cpu_offload:
+                    recorder.put_on_host(copy)
+                else:
+                    recorder.add(copy, "parameters")
 
     def _outer_step(self, recorder: StepRecorder) -> OuterStep | None:
         """Return the outer optimizer of groups that train by themselves, and count its state."""

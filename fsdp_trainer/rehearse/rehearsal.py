@@ -190,6 +190,10 @@ def micro_batches_to_run(run: Rehearsed) -> tuple[int, int]:
     pipeline must be full for a while; the second run shows what each further micro-batch sends.
     """
     count, stages = run.layout.micro_batches, run.layout.stages
+    if stages.ranks == 1 and run.cfg.objective.method.reads == "unpaired":
+        # the baseline is computed first, from all micro-batches
+        few, more = MOST_MICRO_BATCHES, 1
+        return (few, more) if few + more < count else (count, 0)
     if stages.ranks == 1:
         return min(count, MOST_MICRO_BATCHES), 0
     if stages.schedule == "gpipe":  # each forward waits until all are done

@@ -25,9 +25,6 @@ from fsdp_trainer.run.trained_model import with_head
 
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "activation_checkpoint.offload": (False, "activations stay on the device"),
-    "sharding.cpu_offload": (False, "weights and optimizer state stay on the device"),
-    "optim.offload": ("none", "weights and optimizer state stay on the device"),
-    "precision.float8": (None, "products are in precision.param_dtype"),
     "sharding.messages": ("ordinary", "messages are ordinary tensors"),
     "objective.rewards": ([], "answers come with their rewards"),
     "objective.server": (None, "answers come without a server"),
@@ -59,6 +56,11 @@ class Rehearsed:
     def layout(self) -> Layout:
         """The layout of the ranks."""
         return Layout(self.cfg.sharding, self.world, self.cfg.batch)
+
+    @property
+    def states_on_host(self) -> bool:
+        """True if the states of the model in training are not on the device."""
+        return self.cfg.sharding.cpu_offload or self.cfg.optim.offload != "none"
 
     def expert_rows(self, length: int) -> int:
         """Return how many rows a rank sends to the experts of a block in a micro-batch.
@@ -114,10 +116,7 @@ def without_left_out(run: Candidate) -> tuple[Candidate, list[str]]:
 
 def refuse(choice: ObjectiveChoice, second: SecondModel | None) -> None:
     """Raise UserError for a run whose shapes depend on numbers, which fake tensors lack."""
-    reason = ""
-    what = f"objective={choice.method.title.lower()}"
-    if choice.method.reads == "unpaired":
-        reason = "its metrics have as many numbers as there are answers of each kind"
+    what, reason = f"objective={choice.method.title.lower()}", ""
     if choice.method.reads in OF_HEADS:
         reason = "its labels, and the documents of a query, are data"
     if second is not None and second.has_lists:

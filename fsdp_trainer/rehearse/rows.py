@@ -10,6 +10,7 @@ import numpy as np
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Batch
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.tokens.samples import GOOD, MISMATCHED
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.plan.changes import Candidate
@@ -65,7 +66,9 @@ def whole_rows(choice: ObjectiveChoice, lengths: Sequence[Sequence[int]], seq_le
     size, reference = 1, None
     if choice.method.compares_answers:
         size, reference = ANSWERS_OF_A_PAIR, [[0.0 for _ in of_row] for of_row in lengths]
-    columns = {}
+    columns, kinds = {}, None
+    if choice.method.reads == "unpaired":  # each answer is followed by a mismatched one
+        kinds = [[MISMATCHED if i % 2 else GOOD for i in range(len(row))] for row in lengths]
     if choice.method.samples:
         columns = {name: np.zeros_like(empty.weights) for name in (ADVANTAGE, SAMPLED)}
     return replace(
@@ -73,6 +76,7 @@ def whole_rows(choice: ObjectiveChoice, lengths: Sequence[Sequence[int]], seq_le
         documents=[[*of_row] for of_row in lengths],
         group_starts=[[i % size == 0 for i in range(len(of_row))] for of_row in lengths],
         reference=reference,
+        kinds=kinds,
         columns=columns,
     )
 

@@ -22,14 +22,21 @@ from fsdp_trainer.rehearse.collectives import NAMES, Collective, collective_of
 from fsdp_trainer.rehearse.live_bytes import LiveBytes, name_of
 
 HEAD = "lm_head"
+ON_HOST = ("clip", "update")
+"""Phases that are computed where the states are."""
 ROOT = "root"
 
 
 class StepRecorder(LiveBytes):
-    """Records live bytes and collectives. gloo: True to count the copies that gloo makes."""
+    """Records live bytes and collectives.
 
-    def __init__(self, gloo: bool = False):
+    gloo: True to count the copies that gloo makes; host_states: True if weights, gradients and the
+    update are in host memory.
+    """
+
+    def __init__(self, gloo: bool = False, host_states: bool = False):
         super().__init__(self._where, lambda: phases.training.phase, self._category)
+        self.host_states = host_states
         self.collectives: list[Collective] = []
         self.gloo = gloo
         self._names: dict[int, str] = {}
@@ -59,6 +66,11 @@ class StepRecorder(LiveBytes):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @property
+    def counts(self) -> bool:
+        """False where operators run on the host, whose memory is not the device's."""
+        return super().counts and not (self.host_states and phases.training.phase in ON_HOST)
 
     def before(self, func: Any, args: Any) -> None:
         name = name_of(func)
@@ -121,6 +133,8 @@ class StepRecorder(LiveBytes):
             result = real()
             for gradient in reduced_gradients(unit):
                 self.move(gradient, "gradients")
+                if self.host_states:
+                    self.put_on_host(gradient)
             return result
 
     @contextmanager

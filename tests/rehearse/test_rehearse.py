@@ -55,15 +55,11 @@ def test_a_run_that_does_not_fit_ends_with_3(capsys):
 
 @pytest.mark.slow
 def test_what_is_left_out_is_said_and_taken_from_the_plan(capsys):
-    wide = ["plan.world_size=2", "model.hidden_size=512", "model.intermediate_size=2048"]
-    few = answer(capsys, *wide)
-    moved = answer(capsys, *wide, "sharding.cpu_offload=true")
-    assert few["left_out"] == []
-    assert moved["left_out"] == [
-        "sharding.cpu_offload: weights and optimizer state stay on the device"
-    ]
-    assert moved["tensors_gib"] == few["tensors_gib"]
-    assert moved["peak_gib"] < few["peak_gib"], "as planned with the states on the host"
+    plain = answer(capsys, "plan.world_size=2")
+    other = answer(capsys, "plan.world_size=2", "sharding.messages=symmetric")
+    assert plain["left_out"] == []
+    assert other["left_out"] == ["sharding.messages: messages are ordinary tensors"]
+    assert other["tensors_gib"] == plain["tensors_gib"]
 
 
 @pytest.mark.slow
@@ -171,6 +167,12 @@ LARGE = {
     ),
     "QLoRA": ("llama8b_qlora model.num_hidden_layers=2", 4),
     "DPO with a reference": ("llama8b_dpo model.num_hidden_layers=2", 8),
+    "KTO, compiled": ("llama8b_dpo objective=kto model.num_hidden_layers=2 compile=enabled", 8),
+    "states on the host": ("llama8b_sft model.num_hidden_layers=2 sharding.cpu_offload=true", 8),
+    "float8": (
+        "llama8b_sft model.num_hidden_layers=2 precision.float8=tensorwise compile=enabled", 8
+    ),
+    "copies of weights": ("llama8b_sft model.num_hidden_layers=2 optim.offload=cpu", 8),
     "GRPO with a reference": (
         "qwen3_0_6b_grpo model.num_hidden_layers=2 objective.kl=0.1 objective.reference=start", 8
     ),
@@ -185,11 +187,15 @@ def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
     main(["rehearse", *words, "plan.gpu=h100", "plan.format=json"])
     reply = json.loads(capsys.readouterr().out)
     assert reply["finishes"], [kind["problem"] for kind in reply["kinds"]] + reply["mismatches"]
+    left_out = {line.partition(":")[0] for line in reply["left_out"]}
+    assert left_out <= {"data.path", "activation_checkpoint.offload"}
     # of compiled adapters the plan counts products that torch's partitioner does not keep
     near = 0.17 if run == "QLoRA" else 0.05
     assert reply["tensors_gib"] == pytest.approx(reply["plan_tensors_gib"], rel=near)
+    # the plan leaves out KTO's pass for the baseline, a fifth of its messages
+    passes = 1.25 if "KTO" in run else 1
     for name, planned in reply["plan_bytes_sent"].items():
-        assert reply["bytes_sent"][name] == pytest.approx(planned, rel=0.05), name
+        assert reply["bytes_sent"][name] == pytest.approx(passes * planned, rel=0.05), name
 
 
 @pytest.mark.slow
@@ -263,7 +269,6 @@ def test_a_plan_refuses_groups_that_cannot_share_the_model(capsys):
 
 
 REFUSED = {
-    "objective=kto": "objective=kto  its metrics",
     "plan.gpu=[h100,a100]": "plan.gpu=[h100,a100]  a rehearsal is of one cluster",
     "plan.world_size=[2,4]": "Use  plan.world_size=4",
     "plan.world_size=3 sharding.tensor=3": "sharding.tensor=3  ",

@@ -125,7 +125,9 @@ class LeanStage(PipelineStage):
         outputs = bwd_kwargs["stage_output"]
         outputs = outputs if isinstance(outputs, Sequence) else (outputs,)
         # gradients of weights are computed from the graph, from which the output may be detached
-        if backward_type != "weight" and not any(output.requires_grad for output in outputs):
+        # torch 2.15 passes edges of the graph, which only outputs that need a gradient have
+        needed = [getattr(output, "requires_grad", True) for output in outputs]
+        if backward_type != "weight" and not any(needed):
             return tuple(None for _ in bwd_kwargs.get("input_values", ())), None
         return self.run_backward(backward_type, bwd_kwargs, last_backward)
 

@@ -24,6 +24,8 @@ COLLECTIVES = {
 """Options of FSDP2's collectives, and the first torch version that has them."""
 PIPELINE = (2, 13)
 """The first torch version whose stages accept the shapes of their messages beforehand."""
+NO_PIPELINE = (2, 15)
+"""The first torch version whose FSDP2 sums unsharded gradients in a way that stages do not know."""
 FOUR_BITS = (2, 12)
 """The first torch version whose FSDP2 does not cast integers in an all-gather."""
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -112,6 +114,9 @@ def stages(cfg: TrainConfig, report: Report) -> Violations:
             yield "sharding.pipeline_schedule", "only counts with  sharding.pipeline=2  or more"
         return
     torch = version("torch")
+    if not is_older(torch, NO_PIPELINE):
+        older = f"pip install 'torch<{NO_PIPELINE[0]}.{NO_PIPELINE[1]}'"
+        yield "sharding.pipeline", f"does not run with torch {torch} yet:  {older}"
     if is_older(torch, PIPELINE):
         needed = f"needs torch {PIPELINE[0]}.{PIPELINE[1]}; installed is {torch}"
         yield "sharding.pipeline", f"{needed}.\nUse  sharding.pipeline=1"

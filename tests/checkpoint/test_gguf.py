@@ -171,6 +171,22 @@ def test_a_byte_level_tokenizer_encodes_the_same_from_the_file(tmp_path, express
             assert ids == tokenizer.encode(text).ids, text
 
 
+def test_transformers_reads_a_tokenizer_of_bytes_alone_from_the_file(tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = make_folder(tmp_path / "hf", "llama")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    merges = exported(folder, folder / "a.gguf").fields["tokenizer.ggml.merges"]
+    assert len(merges.data) == 0  # llama.cpp asks for the list
+    from_file = AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")
+    for text in TEXTS:
+        ids = from_file(text, add_special_tokens=False)["input_ids"]
+        assert ids == tokenizer.encode(text).ids, text
+
+
 def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path):
     folder = make_folder(tmp_path / "hf", "llama")
     (tmp_path / "text").write_text("\n".join(SAMPLE * 20))

@@ -6,6 +6,7 @@ converted and written one after another.
 
 import json
 import logging
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +44,21 @@ REGEXES = {QWEN2_REGEX: "qwen2", QWEN2_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|"
 logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
 SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"
 """llama.cpp's names of tokenizers."""
-NEVER_MERGED = "ÿ þ"
-"""Bytes that no text has: llama.cpp refuses a byte-level tokenizer without a pair to merge."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = (
     gguf.TokenType.NORMAL,
     gguf.TokenType.CONTROL,
     gguf.TokenType.USER_DEFINED,
     gguf.TokenType.UNUSED,
 )
+
+
+class Writer(GGUFWriter):
+    """Writes lists without entries too: gguf refuses them, llama.cpp and transformers read them."""
+
+    def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+        if sub_type is not None and not len(val):
+            return struct.pack("<IIQ", vtype, sub_type, 0)
+        return super()._pack_val(val, vtype, add_vtype, sub_type)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
     require_known(config, folder)
     vocabulary = vocabulary_of(folder, config.vocab_size)
     partial = file.with_name(f".{file.name}.partial")
-    writer = GGUFWriter(None, gguf.MODEL_ARCH_NAMES[MODELS[config.family].architecture])
+    writer = Writer(None, gguf.MODEL_ARCH_NAMES[MODELS[config.family].architecture])
     try:
         add_facts(writer, config, folder, numbers)
         add_vocabulary(writer, vocabulary, folder, MODELS[config.family].space)
@@ -358,6 +366,7 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary, folder: Path, spa
         writer.add_token_scores(vocabulary.scores)
     is_bytewise = vocabulary.kind == BYTE_LEVEL
     special = gguf.SpecialVocab(folder, load_merges=is_bytewise, n_vocab=len(vocabulary.tokens))
-    if is_bytewise and not special.merges:
-        special.merges = [NEVER_MERGED]
+    if is_bytewise and not special.merges:  # llama.cpp refuses a file without the list
+        kinds = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
+        writer.add_key_value(gguf.Keys.Tokenizer.MERGES, [], *kinds)
     special.add_to_gguf(writer, quiet=True)

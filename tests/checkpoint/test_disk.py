@@ -308,16 +308,3 @@ def test_a_tracker_that_lags_behind_loses_lines_says_so_once_and_is_closed_at_th
         threading.Timer(0.2, go_on.set).start()
         trackers.close(0)
     assert closed.is_set()
-
-
-def test_tensorboard_shows_no_step_twice_after_a_restart(train):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    how = ["checkpoint.every=2", "logging.tensorboard=true", "schedule=constant"]
-    run = train("run", *how, "train.steps=5", ranks=2)
-    last = checkpoint(run, 5)
-    last.rename(last.with_name(".lost"))  # as if it had been killed before
-    train("run", *how, "train.steps=7")
-    shown = EventAccumulator(str(run.folder / "tensorboard")).Reload()
-    assert [scalar.step for scalar in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7]

@@ -192,21 +192,3 @@ def test_a_program_or_tracker_that_fails_stops_no_run(words, tmp_path, capfd):
     said = capfd.readouterr().out
     assert "command" in said
     assert said.count("Mine: division by zero") == 1
-
-
-@pytest.mark.slow
-def test_mlflow_gets_every_step_and_a_restart_goes_on_in_the_same_run(words, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    assert main([*words, "logging.mlflow=true"]) == 0
-    assert main([*words, "logging.mlflow=true", "train.steps=3"]) == 0
-    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
-    (experiment,) = client.search_experiments(filter_string="name = 'fsdp_trainer'")
-    (run,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(run.info.run_id, "loss")
-    logged = {metric.step: metric.value for metric in history}
-    expected = {line["step"]: line["loss"] for line in read_lines(tmp_path / "run/metrics.jsonl")}
-    assert logged == pytest.approx(expected)
-    assert json.loads(run.data.params["batch.seq_len"]) > 0
-    assert run.info.status == "FINISHED"

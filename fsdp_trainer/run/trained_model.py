@@ -8,9 +8,10 @@ from pathlib import Path
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.config.methods import MethodSpec, ObjectiveChoice
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
 from fsdp_trainer.data.records.labelled_texts import LABELLED, QUERIES
+from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -122,15 +123,13 @@ def with_head(
     source: model.init_from. stores: of the training data. Raises UserError for a model of scores if
     the method trains on text.
     """
-    method = choice.method
+    method, what = choice.method, f"model.init_from={source}"
+    if reason := why_no_head(config, method):
+        raise UserError("this model is not trained so", [Problem(what, reason)])
     if method.reads == QUERIES:
-        if config.by_transformers:
-            reason = f"{method.title} are for the trainer's own decoder in this version"
-            raise UserError("transformers' class is not trained", [Problem("model", reason)])
         return config.with_pooling(choice.pooling)
     if method.reads == LABELLED:
         return labelled(config, choice, stores)
-    what = f"model.init_from={source}"
     if method.scores and config.scores > 1:
         reason = f"has {config.scores} labels, and a reward model one.\nUse  objective=classify"
         raise UserError("the model has another head", [Problem(what, reason)])
@@ -141,6 +140,22 @@ def with_head(
         reason = f"is a model of scores or embeddings.\nUse  {uses}"
         raise UserError("the model writes no text", [Problem(what, reason)])
     return config
+
+
+DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSequenceClassification")
+"""Endings of the names of transformers' classes that read a text from its beginning to its end."""
+
+
+def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
+    """Return why transformers' class cannot have a method's head in this version; "" if it can."""
+    name = str((config.source.get("architectures") or [""])[0])
+    if not config.by_transformers or method.reads not in OF_HEADS:
+        return ""
+    if not name.endswith(DECODERS):
+        return f"{name} is an encoder, and only decoders get a head in this version"
+    if method.reads == QUERIES:
+        return f"transformers' class computes {config.family}, and embeds no texts in this version"
+    return ""
 
 
 def fetched_model(model: Model, init_from: Path | None) -> Model:

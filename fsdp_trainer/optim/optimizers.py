@@ -126,11 +126,12 @@ def of_muon(groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[di
 def is_for_muon(name: str, parameter: Tensor) -> bool:
     """Return True if Muon updates a parameter of a block: a matrix or a stack of matrices.
 
-    The filters of a convolution over time, [channels, 1, width], are vectors. Embedding and head
-    are matrices too, but their rows are updated separately.
+    The filters of a convolution over time, [channels, 1, width], are vectors, and so is what has
+    more dimensions (decays of Kimi-Linear). Embedding and head are matrices too, but their rows are
+    updated separately.
     """
     is_filter = parameter.ndim == 3 and parameter.shape[1] == 1
-    return is_matrix(name, parameter.ndim) and not is_filter
+    return is_matrix(name, parameter.ndim) and parameter.ndim <= 3 and not is_filter
 
 
 def build_lion(

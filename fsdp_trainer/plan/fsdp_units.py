@@ -354,7 +354,7 @@ class ModelParts:
 
 def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
     """Return (matrices, rows, columns) of each trained stack of matrices in a block."""
-    named = block.named_parameters()
+    named = [(name, p) for name, p in block.named_parameters() if p.ndim <= 3]
     trained = [p for name, p in named if p.requires_grad and is_matrix(name, p.ndim)]
     return [stack_shape(p.shape) for p in trained]
 

@@ -198,6 +198,13 @@ def test_what_is_not_possible_is_refused_with_what_to_type(folders, own, words, 
     assert words in capsys.readouterr().err
 
 
+def test_sizes_that_do_not_fit_end_in_one_message(run, tmp_path):
+    folder = make_other_folder(tmp_path / "three" / "kv", "olmo", num_key_value_heads=3)
+    said = run("unfit", folder, code=2).err
+    assert "OlmoForCausalLM computes no tokens with the sizes of this config.json" in said
+    assert "Traceback" not in said
+
+
 CONFIGURATION = """
 from transformers import LlamaConfig
 class OwnConfig(LlamaConfig):

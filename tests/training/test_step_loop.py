@@ -189,8 +189,18 @@ def test_communication_that_the_installed_torch_lacks_is_refused(train):
     assert "needs torch 2.13; installed is 2.11.0" in run.err
 
 
+def test_stages_that_the_installed_torch_lacks_are_refused(train):
+    seam = inject.around("torch_version", torch_2_15)
+    run = train("run", "sharding.pipeline=2", seam=seam, code=2)
+    assert "does not run with torch 2.15.0 yet:  pip install 'torch<2.15'" in run.err
+
+
 def torch_2_11(_real, _package):
     return "2.11.0+cu128"
+
+
+def torch_2_15(_real, _package):
+    return "2.15.0"
 
 
 class PassedBytes(TorchDispatchMode):

@@ -162,10 +162,8 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
     hf_config = config_object(config.source, config.folder)
     text = hf_config.get_text_config(decoder=True)
     text.update({"vocab_size": config.vocab_size or text.vocab_size})
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(QUIET)
     try:
-        with torch.device("cpu"), parameters_on_meta():
+        with quiet_transformers(), torch.device("cpu"), parameters_on_meta():
             auto = AutoModelForImageTextToText if has_tower(config.source) else AutoModelForCausalLM
             return auto.from_config(
                 hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
@@ -175,6 +173,15 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
         problem = Problem(f"model_type={config.family}", lines[0][:300])
         title = "transformers cannot build a causal language model from this configuration"
         raise UserError(title, [problem]) from None
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Print no warnings of transformers within the context, and never those that come once."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(QUIET)
+    try:
+        yield
     finally:
         transformers.logging.set_verbosity(before)
 

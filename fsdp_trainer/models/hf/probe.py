@@ -24,6 +24,7 @@ from fsdp_trainer.models.hf.hf_config import (
     CHOSEN_EXPERTS,
     config_object,
     first_number,
+    quiet_transformers,
     setting,
     sizes_of,
 )
@@ -92,7 +93,9 @@ NOT_KNOWN = Probed(False, math.inf, 1.0)
 def probe(config: ModelConfig) -> Probed:
     """Return what a small copy of a model does."""
     for narrow in (True, False):
-        with suppress(Exception):  # whatever an architecture raises for sizes that it does not have
+        # an architecture raises anything for sizes that it does not have, and warns of kernels that
+        # are missing, which a CPU never has
+        with quiet_transformers(), suppress(Exception):
             return probed(small_model(small_copy(config, narrow)))
     return NOT_KNOWN
 

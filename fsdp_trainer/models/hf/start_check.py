@@ -1,6 +1,8 @@
 """A check of the real model of transformers before the first step, on a few tokens."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,11 +31,31 @@ def check_model(
     generator = torch.Generator().manual_seed(0)
     size = model.config.vocab_size
     tokens = torch.randint(size, (1, sum(LENGTHS)), generator=generator).to(device)
-    problems = [*head_problems(model, tokens, dtype), *packing_problems(model, tokens, dtype)]
+    with sizes_that_fit(model):
+        problems = head_problems(model, tokens, dtype)
+    problems += packing_problems(model, tokens, dtype)
     if picture is not None:
         problems += image_problems(model, picture, tokens, dtype)
     if problems:
         raise UserError("the model is not computed as transformers does", problems)
+
+
+@contextmanager
+def sizes_that_fit(model: Any) -> Iterator[None]:
+    """Raise UserError if transformers' class computes neither the model nor a small copy of it."""
+    try:
+        yield
+    except Exception as error:  # whatever the class raises
+        if math.isfinite(model.config.mixing):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = (
+            f"{model.config.architecture} computes no tokens with the sizes of this config.json:\n"
+            f"{lines[0]}\nCompare its numbers of heads, widths and experts with the published file"
+        )
+        problem = Problem(f"model_type={model.config.family}", reason)
+        title = "transformers' class cannot compute the model"
+        raise UserError(title, [problem]) from error
 
 
 def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:

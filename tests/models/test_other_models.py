@@ -171,9 +171,9 @@ def test_kernels_for_packed_documents_are_used_where_they_give_the_same(tmp_path
     run = subprocess.run(script, capture_output=True, text=True, env=os.environ | paths)
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(lines) == len(wanted), run.stderr
-    for (kind, name), (arguments, reason, apart) in zip(wanted.items(), lines, strict=True):
+    for (kind, name), (arguments, reason, difference) in zip(wanted.items(), lines, strict=True):
         assert arguments == ([name, "seq_idx"] if name else []), f"{kind}: {reason}"
-        assert apart < 2e-5, kind
+        assert difference < 2e-5, kind
         assert ("get boundaries" if name else "fsdp_trainer[fla]") in reason
 
 

@@ -97,11 +97,11 @@ if __name__ == "__main__":
     for folder in sys.argv[1:]:
         model = fsdp_trainer.load_model(folder).requires_grad_(True)
         arguments, reason = try_boundaries(model.config, layout.device, "float32")
-        found = []
+        computed = []
         for used in (arguments, ()):
             model.zero_grad()
             model.use_boundaries(used)
             model(batch, CrossEntropy(gradients.WEIGHTS)).value.backward()
-            found.append([p.grad for p in model.parameters() if p.grad is not None])
-        apart = max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
-        print(json.dumps([arguments, reason, apart]))
+            computed.append([p.grad for p in model.parameters() if p.grad is not None])
+        difference = max(float((a - b).abs().max()) for a, b in zip(*computed, strict=True))
+        print(json.dumps([arguments, reason, difference]))

@@ -24,6 +24,7 @@ from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.optim.footprint import is_matrix, state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
+OTHER_DEVICES = "Which GPUs would do, says  fsdp-trainer plan  with these keys and plan.gpu=h100"
 MAX_TIMES_RANKS = 2**19  # limit of the search for a sufficient number of ranks
 
 
@@ -230,6 +231,8 @@ def check_memory(
     if cuda and Places.of(setup.layout.sharding, setup.optim).gradients == "host":
         available += f" and {gib(host)} of the host's"
     lines = arithmetic(least_memory(model, setup), available)
+    if not cuda:
+        lines.append(OTHER_DEVICES)
     overrides = suggestions(fits, setup, cuda)
     overrides += [  # after overrides that train the same model
         other.override
@@ -237,10 +240,6 @@ def check_memory(
         if fits(setup._replace(adapters=other.adapters), other.model)
     ]
     lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
-    if not cuda:
-        lines.append(
-            "Which GPUs would do, says  fsdp-trainer plan  with these keys and plan.gpu=h100"
-        )
     problem = Problem(f"{setup.layout.ranks} × {device.type}", "\n".join(lines))
     raise UserError("the model's states cannot fit", [problem])
 

@@ -24,7 +24,7 @@ from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.optim.footprint import is_matrix, state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
-OTHER_DEVICES = "Which GPUs would do, says  fsdp-trainer plan  with these keys and plan.gpu=h100"
+OTHER_DEVICES = "For a GPU ask  fsdp-trainer plan  with these keys and  plan.gpu=h100"
 MAX_TIMES_RANKS = 2**19  # limit of the search for a sufficient number of ranks
 
 

@@ -1,3 +1,3 @@
 """The version of this package, as `--version`, checkpoints and the wheel have it."""
 
-__version__ = "0.7.0.dev0"
+__version__ = "1.0.0rc1"

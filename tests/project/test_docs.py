@@ -14,6 +14,8 @@ import pytest
 from browser import browser_page, settle
 from folders import REPO
 
+from fsdp_trainer.version import __version__
+
 PAGES = [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")]
 TWINS = [("README.md", "README.zh-CN.md"), ("docs/index.md", "docs/index.zh-CN.md")]
 BLOCK = re.compile(r"(?ms)^ *```[^\n]*\n(.*?)^ *```$")
@@ -123,6 +125,13 @@ def test_a_search_of_the_site_finds_the_page_that_one_expects_first(tmp_path):
             link = page.get_attribute(results, "href")
             first[query] = link.partition("?")[0].rpartition("/")[2].removesuffix(".html")
     assert first == EXPECTED
+
+
+def test_the_changelog_begins_with_this_version():
+    text = (REPO / "CHANGELOG.md").read_text()
+    latest = re.search(r"(?m)^## (\S+)", text)
+    assert latest[1] in (__version__, "Unreleased")
+    assert len(text.split()) <= 4000
 
 
 def test_pictures_fetch_nothing():

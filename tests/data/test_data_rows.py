@@ -209,7 +209,7 @@ WRONG_TOKENS = {
     '{"input_ids": [5, 100000]}': "token 100000, and the tokenizer has 0 to",
     '{"input_ids": [5, -1]}': "token -1",
     '{"input_ids": [5, 6], "labels": [6, -100]}': "'labels' has 6 at place 0",
-    '{"input_ids": [5, 6], "labels": [-100]}': "'labels' has 1 numbers, 'input_ids' has 2",
+    '{"input_ids": [5, 6], "labels": [-100]}': "'labels' has 1 number, 'input_ids' has 2",
     '{"input_ids": [5, 6], "labels": 1}': "'labels' should be a list of whole numbers",
 }
 

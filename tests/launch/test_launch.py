@@ -86,7 +86,7 @@ def test_ranks_have_their_launchers_configuration_and_stop_in_order(words, cwd, 
     assert process.said.count("the same command resumes") == 1, "one voice"
     assert process.said.count("checkpoint committed") == 1
     assert "Traceback" not in process.said
-    assert "2 ranks" in (run.folder / "diary.txt").read_text(), "ranks import the module too"
+    assert "world size 2" in (run.folder / "diary.txt").read_text(), "ranks import the module too"
     assert_no_other_files(cwd)
 
 

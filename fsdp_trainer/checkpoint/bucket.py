@@ -5,6 +5,7 @@ counts only with it, and is the first to be deleted.
 """
 
 import re
+import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -58,17 +59,18 @@ class Bucket:
         self._checkpoints = f"{self._run}/checkpoints"
         self.address = f"{shown(address).rstrip('/')}/{name}"
         """Where the run's objects are, without secrets."""
-        self._cancelled = False
+        self._cancelled = self._closed = False
         self.files_sent = 0
 
     def require_writable(self) -> None:
         """Write, read and delete a small object."""
-        probe = f"{self._run}/.probe"
+        # groups of ranks may do so at the same time
+        probe = f"{self._run}/.probe-{secrets.token_hex(4)}"
         self._system.pipe_file(probe, b"probe")
         content = self._system.cat_file(probe)
         self._system.rm_file(probe)
         if content != b"probe":
-            raise Torn(f"{self.address}/.probe was not read back as it was written")
+            raise Torn(f"a small object in {self.address} was not read back as it was written")
 
     def checkpoints(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each object, by checkpoint and file, oldest checkpoint first."""
@@ -99,6 +101,7 @@ class Bucket:
             self._system.rm_file(manifest)  # of another checkpoint of the same step
 
         def put(name: str) -> int:
+            self._require_going_on()
             place, entry = self._place(checkpoint.name, name), files[name]
             if there.get(name) == sizes[name] and not self._fault(place, entry):
                 return 0
@@ -164,11 +167,15 @@ class Bucket:
                 unfinished(file).rename(file)
 
     def cancel(self) -> None:
-        """End the transfers that are on their way."""
-        self._cancelled = True
+        """End the transfers that are on their way; later ones end at once."""
+        self._closed = True
 
     def _place(self, name: str, file: str) -> str:
         return f"{self._checkpoints}/{name}/{file}"
+
+    def _require_going_on(self) -> None:
+        if self._cancelled or self._closed:
+            raise InterruptedError("the transfer was ended")
 
     def _fetch_file(self, place: str, entry: dict[str, int], copy: Path) -> None:
         """Read an object into a file, again if it does not arrive as it was uploaded."""
@@ -178,7 +185,7 @@ class Bucket:
                     raise Torn(f"{place} {fault}")
                 return
             except Exception:  # of any package
-                if attempt == ATTEMPTS or self._cancelled:
+                if attempt == ATTEMPTS or self._cancelled or self._closed:
                     raise
                 time.sleep(attempt)
 
@@ -200,8 +207,7 @@ class Bucket:
             if copy:
                 copy.write_bytes(b"")
             while block := source.read(BLOCK):
-                if self._cancelled:
-                    raise InterruptedError("the transfer was ended")
+                self._require_going_on()
                 if copy:
                     append(copy, block)
                 yield block

@@ -238,15 +238,17 @@ def test_a_plan_is_that_of_a_short_rehearsal_and_stored(capsys, tmp_path):
         failed = plan()
     assert not failed["rehearsed"]
     assert any("lower bound: RuntimeError: no such shape" in line for line in failed["assumed"])
-    for file in (tmp_path / ".data/plan").iterdir():
-        file.write_text(file.read_text()[:-9])  # torn
     reply = plan()
-    assert reply["rehearsed"]
+    assert reply["rehearsed"], "a failure is not stored"
     assert reply["bytes_sent"] == whole["bytes_sent"]
     tensors = reply["peak_gib"] - reply["by_category"]["allowance"]
     assert tensors == pytest.approx(whole["tensors_gib"], abs=0.002)
     with patch.object(Candidate, "plan", side_effect=AssertionError("computed again")):
         assert plan() == reply
+    for file in (tmp_path / ".data/plan").iterdir():
+        if '"code"' in file.read_text():
+            file.write_text(file.read_text()[:-9])  # torn
+    assert plan() == reply
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """A table of the named models and the longest rows with which each can be trained on some GPUs."""
 
 import contextlib
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -16,17 +16,23 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan import GIB, RunPlan
 from fsdp_trainer.plan.plan_inputs import VOCABULARY, published_vocabulary, single_target
 
-SUCCEEDED = ("llama2_", "qwen1_5_", "qwen2_5_", "gemma2_", "phi3_")
-"""Beginnings of the names of models that have successors of the same sizes: they are not listed."""
+NOT_LISTED = (
+    "auto", "tiny", "llama2_", "qwen1_5_", "qwen2_5_", "gemma2_", "phi3_", "mistral_7b", "mixtral_",
+    "moonlight_", "olmoe_", "smollm2_360m",
+)  # fmt: skip
+"""Beginnings of the names of models that have successors, or neighbours of nearly the same size."""
 LENGTHS = [2**i for i in range(9, 18)]
 """Tokens of the rows that are tried."""
+PLANNED = 4
+"""Number of the longer one of the two that are planned."""
 METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "all weights": ({"adapter.name": "none"}, 2.0),
-    "LoRA": ({"adapter.name": "lora"}, 2.0),
+    "LoRA": ({"adapter.name": "lora", "adapter.base": "auto"}, 2.0),
     "QLoRA": ({"adapter.name": "lora", "adapter.base": "nf4"}, 0.5),
 }
 """What is trained: columns of the table, the keys that they set, and the bytes that a parameter
@@ -52,7 +58,7 @@ def model_rows(cfg: PlanConfig) -> list[ModelRow]:
     rows = []
     for name in options("plan")["model"]:
         file = find_file(f"model/{name}")
-        if name == "auto" or file is None or name.startswith(SUCCEEDED):
+        if file is None or name.startswith(NOT_LISTED):
             continue
         sizes = {**load_yaml(file.read_text()), "init_from": None, "depth": None}
         model = replace(type(cfg.model)(), **sizes)
@@ -68,26 +74,37 @@ def model_rows(cfg: PlanConfig) -> list[ModelRow]:
 def longest_row(run: Candidate, least: float) -> int | None:
     """Return the tokens of the longest row with which a run fits, by the formulas of a plan.
 
-    least: bytes that a parameter needs at least. Memory grows with the length as it does between
-    the two shortest rows; what this says is checked.
+    least: bytes that a parameter needs at least. Only two lengths are planned: between and beyond
+    them, the memory of each phase grows with the length as it does from one to the other.
     """
-    if run.config.parameters() * least > run.world * run.device.memory_gib * GIB:
+    least = bytes_of_states(run) or least
+    on_devices = not run.cfg.sharding.cpu_offload
+    if on_devices and run.config.parameters() * least > run.world * run.device.memory_gib * GIB:
         return None
-    known = [planned(run, length) for length in LENGTHS[:2]]
-    if known[0] is None or not fits(known[0]):
+    lengths = [length for length in LENGTHS if length <= run.config.max_position_embeddings]
+    low, high = lengths[0], lengths[min(PLANNED, len(lengths) - 1)]
+    short, long = planned(run, low), planned(run, high)
+    if short is None or long is None or not (short.fits and short.host_fits):
         return None
-    longest = 0
-    if known[1] is not None and fits(known[1]):
-        of_row = max(1.0, known[1].peak_bytes - known[0].peak_bytes)
-        longest = 1 + int(
-            math.log2(max(1.0, (known[1].memory_bytes - known[0].peak_bytes) / of_row))
-        )
-    limit = sum(length <= run.config.max_position_embeddings for length in LENGTHS)
-    for number in range(min(longest, limit - 1), 1, -1):
-        plan = planned(run, LENGTHS[number])
-        if plan is not None and fits(plan):
-            return LENGTHS[number]
-    return LENGTHS[min(longest, 1)]
+    before, after = (
+        {one.phase: one.total for one in plan.memory.moments} for plan in (short, long)
+    )
+
+    def fits(length: int) -> bool:
+        share = (length - low) / max(1, high - low)
+        peak = max(before[name] + share * (after[name] - before[name]) for name in before)
+        return peak <= short.memory_bytes
+
+    return max(length for length in lengths if fits(length))
+
+
+def bytes_of_states(run: Candidate) -> float:
+    """Return the bytes of a parameter and its states, 0.0 if devices need not hold those of all."""
+    cfg = run.cfg
+    if cfg.adapter.name != "none" or cfg.optim.offload != "none" or cfg.train.freeze:
+        return 0.0
+    master = cfg.precision.master_dtype
+    return getattr(torch, master).itemsize + state_bytes(cfg.optim, master)
 
 
 def planned(run: Candidate, length: int) -> RunPlan | None:
@@ -95,11 +112,6 @@ def planned(run: Candidate, length: int) -> RunPlan | None:
     with contextlib.suppress(UserError):
         return run.changed({"batch.seq_len": length}).plan()
     return None
-
-
-def fits(plan: RunPlan) -> bool:
-    """Return True if a run fits device and host."""
-    return plan.fits and plan.host_fits
 
 
 def table_as_json(cfg: PlanConfig, rows: list[ModelRow]) -> dict[str, Any]:

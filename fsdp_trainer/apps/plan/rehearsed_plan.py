@@ -19,7 +19,11 @@ from fsdp_trainer.rehearse.short_rehearsal import short_rehearsal
 from fsdp_trainer.rehearse.step_recorder import HEAD
 
 Facts = dict[str, Any]
-"""What is kept of a rehearsal: `problem`, `moments` by phase with their place, and `sent`."""
+"""What is kept of a rehearsal: `moments` by phase with their place, and `sent`."""
+
+
+class RehearsalFailed(Exception):
+    """Raised with the reason if a step cannot be run; never stored."""
 
 
 def rehearsed_plan(run: Candidate, plan: RunPlan, store: Store) -> tuple[RunPlan, str]:
@@ -31,11 +35,13 @@ def rehearsed_plan(run: Candidate, plan: RunPlan, store: Store) -> tuple[RunPlan
         same, _ = without_left_out(run)
         facts = store.get(facts_key(same), lambda: facts_of(same))
     except UserError as error:
+        store.failed = True  # the next one may succeed, once a package is installed
         reasons = "; ".join(f"{each.what} {each.reason}".splitlines()[0] for each in error.problems)
         return plan, f"nothing was rehearsed, and the peak is that of formulas: {reasons}"
-    if facts["problem"]:
+    except RehearsalFailed as error:
+        store.failed = True
         bound = "the rehearsal of a step failed, and the peak is that of formulas, a lower bound"
-        return plan, f"{bound}: {facts['problem']}"
+        return plan, f"{bound}: {error}"
     formula = plan if same is run else same.plan()
     return with_facts(plan, formula, facts), ""
 
@@ -50,15 +56,15 @@ def facts_key(run: Candidate) -> Any:
 
 
 def facts_of(run: Candidate) -> Facts:
-    """Rehearse a run, and return what is kept of it."""
+    """Rehearse a run, and return what is kept of it. Raises RehearsalFailed."""
     rehearsal = short_rehearsal(run)
     problems = [one.problem for one in rehearsal.kinds if one.problem]
     problems += [str(one) for one in rehearsal.mismatches]
     if problems:
-        return {"problem": problems[0]}
+        raise RehearsalFailed(problems[0])
     sent = rehearsal.busiest.sent()
     sent.pop(EVERYONE, None)
-    return {"problem": "", "moments": largest_moments(rehearsal), "sent": sent}
+    return {"moments": largest_moments(rehearsal), "sent": sent}
 
 
 def largest_moments(rehearsal: Rehearsal) -> dict[str, list[Any]]:

@@ -10,18 +10,23 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import fsdp_trainer
+from fsdp_trainer.config.devices import has_gpus
+from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.extensions import IMPORTS
 
 MOST_FILES = 200
 """Answers that stay; the oldest are deleted."""
-READ = attrgetter("model", "tokenizer", "objective", "adapter")
+READ = attrgetter("model", "tokenizer", "objective", "adapter", "launch.hosts")
 """The parts of a configuration that name files which a plan reads."""
+PACKAGES = ("torch", "transformers", "torchao", "flash-linear-attention")
+"""Packages that a rehearsal runs, or that decide whether it can run."""
 FEW = 50
 """Files of a folder, such as a model's, whose changes are noticed."""
 
@@ -31,7 +36,10 @@ class Store:
 
     def __init__(self, cfg: PlanConfig):
         self.folder = Path(cfg.run.root) / ".data" / "plan"
-        self._depends = [sources(), version("torch"), sorted(set(states_of_files(READ(cfg))))]
+        self.failed = False
+        """True once a rehearsal failed: what is printed is not stored, as the next may succeed."""
+        files = {*states_of_files(READ(cfg)), *states_of_imports()}
+        self._depends = [sources(), [installed(name) for name in PACKAGES], sorted(files)]
 
     def get(self, key: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the answer with a key, which `make` returns if it is not stored."""
@@ -52,7 +60,7 @@ class Store:
         with contextlib.suppress(OSError, ValueError):
             held = json.loads(file.read_text(encoding="utf-8"))
             if isinstance(held, dict) and held.get("file") == file.name:
-                return held["answer"]
+                return held.get("answer")
         return None
 
     def write(self, file: Path, answer: dict[str, Any]) -> None:
@@ -70,7 +78,8 @@ class Store:
         """Print what `run` prints for a configuration, and return its exit code."""
         is_quick = not (cfg.plan.rehearse or cfg.plan.table)
         is_of_this_machine = not (cfg.plan.gpu or cfg.plan.memory_gib)  # whose memory changes
-        if is_quick or is_of_this_machine:
+        counts_gpus = cfg.plan.world_size is None and has_gpus(cfg.launch)
+        if is_quick or is_of_this_machine or counts_gpus:
             return run()
 
         def record() -> dict[str, Any]:
@@ -80,7 +89,12 @@ class Store:
 
         looks = [sys.stdout.isatty(), shutil.get_terminal_size().columns]
         looks += [os.environ.get(name, "") for name in ("NO_COLOR", "TERM", "COLUMNS")]
-        answer = self.get(["printed", repr(cfg), looks], record)
+        file = self.file(["printed", repr(cfg), looks])
+        answer = self.stored(file)
+        if answer is None:
+            answer = record()
+            if not self.failed:
+                self.write(file, answer)
         sys.stdout.write(answer["text"])
         return answer["code"]
 
@@ -103,14 +117,30 @@ def sources() -> str:
     folders = [folder for folder in (root, root.parent / "conf") if folder.is_dir()]
     names = (file for folder in folders for file in folder.rglob("*"))
     files = sorted(file for file in names if file.suffix in (".py", ".yaml", ".jinja"))
-    states = [f"{file} {state(file)}" for file in files]
-    return hashlib.sha256("\n".join(states).encode()).hexdigest()
+    return hashlib.sha256("\n".join(map(state, files)).encode()).hexdigest()
+
+
+@cache
+def installed(package: str) -> str:
+    """Return the version of a package, "" if it is not installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 def state(file: Path) -> str:
-    """Return what changes when a file does."""
-    info = file.stat()
-    return f"{info.st_size} {info.st_mtime_ns}"
+    """Return a file's name with what changes when it does; the name alone if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        info = file.stat()
+        return f"{file} {info.st_size} {info.st_mtime_ns}"
+    return str(file)
+
+
+def states_of_imports() -> Iterator[str]:
+    """Yield the states of the user's own modules, whose objective a rehearsal may run."""
+    for name in os.environ.get(IMPORTS, "").split(","):
+        if file := getattr(sys.modules.get(name), "__file__", None):
+            yield state(Path(file))
 
 
 def states_of_files(value: Any) -> Iterator[str]:
@@ -123,7 +153,7 @@ def states_of_files(value: Any) -> Iterator[str]:
             yield from states_of_files(one)
     elif isinstance(value, str) and value:
         with contextlib.suppress(OSError, ValueError):
-            path = Path(value).absolute()
-            inside = sorted(path.iterdir())[:FEW] if path.is_dir() else []
-            for file in (path, *inside):
-                yield f"{file} {state(file)}"
+            # of a run its newest checkpoint, of an adapter its base
+            for path in {Path(value).expanduser().absolute(), model_folder(value).absolute()}:
+                inside = sorted(path.iterdir())[:FEW] if path.is_dir() else []
+                yield from map(state, (path, *inside) if path.exists() else ())

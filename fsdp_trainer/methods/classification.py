@@ -268,14 +268,16 @@ def class_weight(
 ) -> Tensor | None:
     """Return the weight of each label, [labels] float64, of objective.class_weights; None: all 1.
 
-    `balanced`: in inverse proportion to the number of texts with it, 1 for labels of equal numbers.
+    `balanced`: in inverse proportion to the number of texts with it, 1 for labels of equal numbers,
+    and for one that no text has.
     counts: see label_counts. Raises UserError.
     """
     chosen, labels = choice.class_weights, config.labels
     if chosen is None:
         return None
     if chosen == "balanced" and counts is not None:
-        return torch.from_numpy(counts.sum() / (len(labels) * counts.clip(min=1)))
+        weights = counts.sum() / (len(labels) * counts.clip(min=1))
+        return torch.from_numpy(np.where(counts > 0, weights, 1.0))
     is_known = isinstance(chosen, dict) and counts is not None and {*chosen} <= {*labels}
     if not isinstance(chosen, dict) or not is_known:
         reason = f"is neither balanced nor weights of labels, which are: {', '.join(labels)}"

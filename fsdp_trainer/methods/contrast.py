@@ -169,7 +169,9 @@ def divergence(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
 def _log_softmax(values: Tensor, groups: Tensor) -> Tensor:
     """Return log-probabilities of values among those of the same group."""
     count = int(groups.max()) + 1 if len(groups) else 0
-    largest = values.detach().max() if len(values) else 0
+    largest = values.new_zeros(count).scatter_reduce(
+        0, groups, values.detach(), "amax", include_self=False
+    )[groups]
     sums = values.new_zeros(count).index_add(0, groups, (values - largest).exp())
     return values - largest - sums.log()[groups]
 

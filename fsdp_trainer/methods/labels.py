@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.records.flags import number_of
 from fsdp_trainer.data.store.token_store import TokenStore
@@ -21,6 +22,7 @@ SINGLE, MULTI, REGRESSION = (
 """transformers' names for one label of several, any number of them, and numbers."""
 PROBLEMS = {"single": SINGLE, "multi": MULTI, "regression": REGRESSION}
 """The values of objective.problem but `auto`."""
+TWICE = "names a label twice"
 
 
 def labelled(
@@ -36,8 +38,10 @@ def labelled(
     values = [json.loads(text) for text in dict.fromkeys(_texts(stores))]
     problem = PROBLEMS.get(choice.problem) or config.problem or problem_of(values)
     names = tuple(choice.labels) or config.labels or names_in(values, problem)
+    if len({*choice.labels}) < len(choice.labels):
+        raise UserError("labels need names of their own", [Problem("objective.labels", TWICE)])
     if problem == SINGLE and len(names) < 2:
-        given = f"all texts have the label {names[0]!r}" if names else "there are no labels"
+        given = f"there is one label, {names[0]!r}" if names else "there are no labels"
         raise UserError("there is nothing to learn", [Problem("objective.labels", given)])
     return config.with_labels(names, problem)
 
@@ -53,10 +57,13 @@ def names_in(values: Sequence[Any], problem: str) -> tuple[str, ...]:
 def problem_of(values: Sequence[Any]) -> str:
     """Return what labels are: fractions: numbers; lists: any number of them; else one of several.
 
-    values: the different labels of texts.
+    Words that are all numbers count as numbers: a CSV file has no others. values: the different
+    labels of texts.
     """
-    numbers = [one for value in values for one in listed(value) if isinstance(one, float)]
-    if not all(map(float.is_integer, numbers)):
+    every = [one for value in values for one in listed(value)]
+    read = [number_of(one) for one in every]
+    numbers = [one for one in every if isinstance(one, float)] if None in read else read
+    if not all(float(number).is_integer() for number in numbers):
         return REGRESSION
     return MULTI if any(isinstance(value, list) for value in values) else SINGLE
 
@@ -101,14 +108,14 @@ def _place(value: Any, numbers: dict[str, int]) -> int | None:
     name = name_of(value)
     if name in numbers:
         return numbers[name]
-    is_number = type(value) is int and 0 <= value < len(numbers)
-    return value if is_number else None
+    is_number = name.isdecimal() and int(name) < len(numbers)
+    return int(name) if is_number else None
 
 
 def _unknown(values: list[Any], config: ModelConfig, where: str) -> UserError:
     shown = ", ".join(map(str, values))
     if config.problem == REGRESSION:
-        reason = f"is {shown}, and a label is {len(config.labels)} numbers"
+        reason = f"is {shown}, and a label is {counted(len(config.labels), 'number')}"
     else:
         reason = f"is {shown}, and the head has the labels {', '.join(config.labels)}"
         rule = "" if config.problem == MULTI else " and one for each text"
@@ -144,18 +151,19 @@ def _texts(stores: Sequence[TokenStore]) -> Iterator[str]:
         yield from map(store.labels.text, range(len(store)))
 
 
-def text_values(stores: Sequence[TokenStore]) -> list[np.ndarray]:
-    """Return each text's score, NaN without one, and equal numbers for equal texts.
+def text_scores(store: TokenStore) -> np.ndarray:
+    """Return each text's score, which is its label, [samples] float64; NaN without one."""
+    return np.array([json.loads(text) for text in _texts([store])], np.float64)
 
-    They are [samples, 2] float64 for each store. A text's score is its label.
-    """
+
+def text_values(stores: Sequence[TokenStore]) -> list[np.ndarray]:
+    """Return each text's score, and equal numbers for equal texts: [samples, 2] float64 a store."""
     known: dict[bytes, int] = {}
     values = []
     for store in stores:
-        scores = [json.loads(text) for text in _texts([store])]
         tokens = (store.read(sample)[0].tobytes() for sample in range(len(store)))
         same = [
             known.setdefault(blake2b(each, digest_size=12).digest(), len(known)) for each in tokens
         ]
-        values.append(np.stack([np.array(scores, np.float64), np.array(same, np.float64)], 1))
+        values.append(np.stack([text_scores(store), np.array(same, np.float64)], 1))
     return values

@@ -1,10 +1,11 @@
 """Reranking: a score of each document, which is read together with its query (a cross-encoder)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,10 +13,12 @@ from torch import Tensor
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.records.labelled_texts import SCORED
 from fsdp_trainer.data.store.stored_values import SampleColumns
+from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.classification import document_numbers, wanted_numbers
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.document_sums import counted_once
-from fsdp_trainer.methods.labels import text_values
+from fsdp_trainer.methods.labels import text_scores
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
@@ -46,7 +49,7 @@ class RankedLists:
     def of(cls, scores: Scores, batch: MicroBatch, dims: Dims | None) -> "RankedLists":
         """Return the lists of a micro-batch. Collective: see answer_sums."""
         numbers = document_numbers(scores, batch, dims)[:, 0]
-        wanted = wanted_numbers(batch, 2)[:, 0]
+        wanted = wanted_numbers(batch, 1)[:, 0]
         kinds, groups = batch.kinds, batch.groups
         if kinds is None or groups is None:  # this rank has no data
             kinds = groups = numbers.new_zeros(len(numbers), dtype=torch.int64)
@@ -169,12 +172,34 @@ class RankingMethod(Method):
     objective_differs = True
 
     def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
+        """See Method. Raises UserError for data that objective.ranking learns nothing from."""
         stores = [order.store for order, _ in rows.stored]
-        columns = [SampleColumns(label_values=values) for values in text_values(stores)]
+        scores = [text_scores(store) for store in stores]
+        columns = [SampleColumns(label_values=values[:, None]) for values in scores]
         super().__init__(setup, rows.with_columns(columns), checkpoint)
+        if reason := why_not_ranked(self.choice.ranking, stores, scores):
+            what = f"objective.ranking={self.choice.ranking}"
+            raise UserError("the data is not ranked so", [Problem(what, reason)])
 
     def metric(self) -> MethodMetric:
         return RankingMetrics(self.setup.dims)
 
     def step(self, parts: StepParts) -> ForwardBackward:
         return RankingForwardBackward(*parts, choice=self.choice)
+
+
+def why_not_ranked(
+    ranking: str, stores: Sequence[TokenStore], scores: Sequence[np.ndarray]
+) -> str | None:
+    """Return why a loss of RANKINGS does not suit scores of documents; None if it does."""
+    if ranking != "pointwise":
+        has_lists = any(store.group_starts is not None for store in stores)
+        alone = "compares a query's documents, and each query has one"
+        return None if has_lists else f"{alone}.\nUse  objective.ranking=pointwise"
+    for store, values in zip(stores, scores, strict=True):
+        outside = np.flatnonzero((values < 0) | (values > 1))
+        if len(outside):
+            first = int(outside[0])
+            reason = f"needs scores from 0 to 1, and {store.where(first)} has {values[first]:g}"
+            return f"{reason}.\nUse  objective.ranking=listwise  or  pairwise"
+    return None

@@ -46,7 +46,7 @@ def write_queries(folder):
         for i, n in enumerate(names)
     ]
     for i, row in enumerate(lists):
-        row["scores"] = [1, 0, 1][: len(row["documents"])] if i % 4 else [0.5, 2, 1][: 2 + i % 2]
+        row["scores"] = [1, 0, 1][: len(row["documents"])] if i % 4 else [0.5, 0.25, 1][: 2 + i % 2]
     write_rows(folder / "lists.jsonl", lists)
     pairs = [{"sentence1": n, "sentence2": n[1:] + n, "score": i % 5} for i, n in enumerate(names)]
     write_rows(folder / "alike.jsonl", pairs)

@@ -184,6 +184,26 @@ def test_labels_that_the_head_does_not_have_are_refused(ledger, train, tmp_path)
     )
 
 
+@pytest.mark.parametrize(
+    ("ranking", "reason"),
+    [("pointwise", "needs scores from 0 to 1"), ("listwise", "each query has one")],
+)
+def test_scores_that_a_ranking_learns_nothing_from_are_refused(ledger, train, ranking, reason):
+    fields = "data.fields={query: sentence1, documents: sentence2}"
+    ranked = ["objective=rerank", f"objective.ranking={ranking}", fields]
+    words = map(ledger.with_places, [PLAIN[0], *STEP, "data.path=DATA/alike.jsonl", *ranked])
+    assert reason in train("ranked", *words, code=2).err
+
+
+def test_labels_of_a_csv_file_are_what_they_are_elsewhere(ledger, tmp_path):
+    table = tmp_path / "numbers.csv"
+    rows = [f'"{row["text"]}",{row["label"]}' for row in rows_of(ledger, "numbers")]
+    table.write_text("\n".join(["text,label", *rows]))
+    run = run_of(ledger, "numbers")
+    same = ledger.run(words=[*PLAIN, *STEP, f"data.path={table}"])
+    assert same.column("objective") == run.column("objective")
+
+
 def test_losses_are_those_of_sentence_transformers():
     """The same vectors have the same losses and gradients there, if it is installed."""
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")

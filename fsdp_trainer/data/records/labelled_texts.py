@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.flags import number_of, parsed, shown_value
 from fsdp_trainer.data.records.messages import text_of
@@ -57,7 +58,7 @@ def read_labelled_text(values: Values) -> LabelledTexts:
     second = None if values["second"] is None else values.text("second")
     label, name = parsed_list(values["label"]), values.name("label")
     for one in label if isinstance(label, list) else [label]:
-        if not isinstance(one, str | int | float):
+        if not isinstance(one, str | int | float) or one == "":
             raise RecordError(
                 f"{name!r} should be a word or a number, or a list of them, it is"
                 f" {shown_value(one)}"
@@ -105,11 +106,11 @@ def read_ranked(values: Values) -> LabelledTexts:
         documents, scores = [*positives, *negatives], [1] * len(positives) + [0] * len(negatives)
     if not documents:
         raise RecordError(f"has no {values.name('documents')!r}, nor positive and negative ones")
-    numbers = [number_of(score) for score in scores] if isinstance(scores, list) else []
+    scores = scores if isinstance(scores, list) else [scores]
+    numbers = [number_of(score) for score in scores]
     if len(numbers) != len(documents) or None in numbers:
-        shown = (
-            f"{values.name('score')!r} should be {len(documents)} numbers, one for each document"
-        )
+        size = counted(len(documents), "number")
+        shown = f"{values.name('score')!r} should be {size}, one for each document"
         raise RecordError(f"{shown}; it is {shown_value(scores)}")
     is_binary = {*map(float, numbers)} <= {0.0, 1.0}
     texts = [

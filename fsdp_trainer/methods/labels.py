@@ -28,10 +28,11 @@ TWICE = "names a label twice"
 def labelled(
     config: ModelConfig, choice: ObjectiveChoice, stores: Sequence[TokenStore]
 ) -> ModelConfig:
-    """Return the architecture with a head for the labels of the training data.
+    """Return the architecture with a head for the labels of the data.
 
     The order of the labels is that of objective.labels, else of the model's own head, else they are
-    sorted. stores: of the training data; empty in a rehearsal. Raises UserError.
+    sorted. stores: of the training data, and of a share of it that is held out; empty in a
+    rehearsal. Raises UserError.
     """
     if not stores:
         return config if config.scores else config.with_labels(tuple(choice.labels) or ONE_LABEL)

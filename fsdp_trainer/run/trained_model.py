@@ -102,7 +102,10 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     many as of the vocabulary of a second model, if there is one.
     """
     resolved = resolve_for(cfg, inputs.init_from, inputs.tokenizer)
-    config = with_head(resolved, cfg.objective, cfg.model.init_from, inputs.data.train)
+    data, stores = inputs.data, inputs.data.train
+    if isinstance(cfg.data.validation, float) and data.validation:
+        stores = [*stores, data.validation]  # a share: chance decides which labels are in it
+    config = with_head(resolved, cfg.objective, cfg.model.init_from, stores)
     if inputs.second_folder:
         return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
@@ -120,7 +123,7 @@ def with_head(
 ) -> ModelConfig:
     """Return the architecture with the head that the method trains.
 
-    source: model.init_from. stores: of the training data. Raises UserError for a model of scores if
+    source: model.init_from. stores: that name the labels. Raises UserError for a model of scores if
     the method trains on text.
     """
     method, what = choice.method, f"model.init_from={source}"

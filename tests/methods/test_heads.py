@@ -167,6 +167,9 @@ def test_labels_that_the_head_does_not_have_are_refused(ledger, train, tmp_path)
     said = train("held out", *words, f"data.validation={other}", code=2).err
     assert f"data.validation: {other}:1" in said
     assert "is tree, and the head has the labels fruit, grain, root" in said
+    other.write_text("".join(f'{{"text": "elm {i}", "label": "tree {i}"}}\n' for i in range(9)))
+    share = [*words[:-1], f"data.path={other}", "data.validation=0.5"]
+    assert ", tree 8 " in train("share", *share).out
     said = train("split", *words, "data.too_long=split", code=2).err
     assert "holds labelled texts" in said
     head = f"model.init_from={run_of(ledger, 'classes').folder}"

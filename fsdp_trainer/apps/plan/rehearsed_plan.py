@@ -35,11 +35,11 @@ def rehearsed_plan(run: Candidate, plan: RunPlan, store: Store) -> tuple[RunPlan
         same, _ = without_left_out(run)
         facts = store.get(facts_key(same), lambda: facts_of(same))
     except UserError as error:
-        store.failed = True  # the next one may succeed, once a package is installed
+        store.distrust()  # the next one may succeed, once a package is installed
         reasons = "; ".join(f"{each.what} {each.reason}".splitlines()[0] for each in error.problems)
         return plan, f"nothing was rehearsed, and the peak is that of formulas: {reasons}"
     except RehearsalFailed as error:
-        store.failed = True
+        store.distrust()
         bound = "the rehearsal of a step failed, and the peak is that of formulas, a lower bound"
         return plan, f"{bound}: {error}"
     formula = plan if same is run else same.plan()

@@ -36,8 +36,7 @@ class Store:
 
     def __init__(self, cfg: PlanConfig):
         self.folder = Path(cfg.run.root) / ".data" / "plan"
-        self.failed = False
-        """True once a rehearsal failed: what is printed is not stored, as the next may succeed."""
+        self._failed = False
         files = {*states_of_files(READ(cfg)), *states_of_imports()}
         self._depends = [sources(), [installed(name) for name in PACKAGES], sorted(files)]
 
@@ -49,6 +48,10 @@ class Store:
             answer = make()
             self.write(file, answer)
         return answer
+
+    def distrust(self) -> None:
+        """Do not store what is printed: a rehearsal failed, and the next one may succeed."""
+        self._failed = True
 
     def file(self, key: Any) -> Path:
         """Return the file of the answer with a key."""
@@ -93,7 +96,7 @@ class Store:
         answer = self.stored(file)
         if answer is None:
             answer = record()
-            if not self.failed:
+            if not self._failed:
                 self.write(file, answer)
         sys.stdout.write(answer["text"])
         return answer["code"]

@@ -308,10 +308,10 @@ class ObjectiveChoice:
         used_by=("embed",),
     )
     pooling: str = key(
-        "last",
+        "auto",
         "embed: the state that embeds a text: of its `last` token, of its first (`cls`), or the"
-        " `mean` of all",
-        choices=("last", "mean", "cls"),
+        " `mean` of all; `auto`: as the embedding model in model.init_from, else last",
+        choices=("auto", "last", "mean", "cls"),
         used_by=("embed",),
     )
 

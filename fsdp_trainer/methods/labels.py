@@ -22,7 +22,6 @@ SINGLE, MULTI, REGRESSION = (
 """transformers' names for one label of several, any number of them, and numbers."""
 PROBLEMS = {"single": SINGLE, "multi": MULTI, "regression": REGRESSION}
 """The values of objective.problem but `auto`."""
-TWICE = "names a label twice"
 
 
 def labelled(
@@ -39,8 +38,6 @@ def labelled(
     values = [json.loads(text) for text in dict.fromkeys(_texts(stores))]
     problem = PROBLEMS.get(choice.problem) or config.problem or problem_of(values)
     names = tuple(choice.labels) or config.labels or names_in(values, problem)
-    if len({*choice.labels}) < len(choice.labels):
-        raise UserError("labels need names of their own", [Problem("objective.labels", TWICE)])
     if problem == SINGLE and len(names) < 2:
         given = f"there is one label, {names[0]!r}" if names else "there are no labels"
         raise UserError("there is nothing to learn", [Problem("objective.labels", given)])

@@ -130,7 +130,8 @@ def with_head(
     if reason := why_no_head(config, method):
         raise UserError("this model is not trained so", [Problem(what, reason)])
     if method.reads == QUERIES:
-        return config.with_pooling(choice.pooling)
+        own = config.pooling or "last"
+        return config.with_pooling(own if choice.pooling == "auto" else choice.pooling)
     if method.reads == LABELLED:
         return labelled(config, choice, stores)
     if method.scores and config.scores > 1:

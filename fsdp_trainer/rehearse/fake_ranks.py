@@ -84,7 +84,7 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
     yield torch_private.no_pipeline_vote()
     yield torch_private.metadata_outside_modes()
     is_capped = any(one and one.final_logit_softcapping for one in (run.config, run.second))
-    if run.tensors == "cpu" and not is_capped:
+    if run.tensors == "cpu" and not (is_capped or run.cfg.compile.enabled):
         yield patch.object(head, "float32_rows", all_rows_at_once)
     if run.tensors == "cpu":
         yield from stand_ins_for_cuda(run.device)

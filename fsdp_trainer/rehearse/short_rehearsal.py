@@ -9,14 +9,18 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
 from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.methods import reference_model
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.parallel import pipeline
+from fsdp_trainer.parallel import parallelize, pipeline
+from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.fsdp_units import ModelParts
 from fsdp_trainer.plan.pipeline_stages import classes_of_stages
@@ -83,8 +87,22 @@ def rehearsed(run: Candidate, division: Division, rows: Rows, classes: list[int]
 
     rows: of a micro-batch; classes: see kinds_of.
     """
-    shorter = replace(run, config=with_blocks(run.config, sum(division.blocks)))
-    with patch.object(pipeline, "blocks_by_stage", lambda *_: division.parts()):
+    whole, count = run.config, sum(division.blocks)
+    shorter = replace(run, config=with_blocks(whole, count))
+
+    def stays(layout: Layout, config: ModelConfig, precision: Precision) -> bool:
+        """Return the decision for all blocks, which few of them might not take."""
+        if (config.hidden_size, config.num_hidden_layers) == (whole.hidden_size, count):
+            depth, types = whole.num_hidden_layers, whole.layer_types
+            config = replace(config, num_hidden_layers=depth, layer_types=types)
+        return stays_gathered(layout, config, precision)
+
+    with ExitStack() as patches:
+        patches.enter_context(
+            patch.object(pipeline, "blocks_by_stage", lambda *_: division.parts())
+        )
+        for module in (parallelize, reference_model):
+            patches.enter_context(patch.object(module, "stays_gathered", stays))
         return rehearse(rehearsed_run(shorter, rows), classes)
 
 

@@ -28,8 +28,8 @@ def test_a_step_reuses_the_memory_of_the_one_before_unless_the_user_decides(monk
         monkeypatch.delenv(name, raising=False)
     usual = page_faults()
     with freed_memory_stays():
-        page_faults()
-        assert page_faults() < usual / 4
+        filled = [page_faults() for _ in range(5)]  # where the heap ends decides when it is enough
+        assert filled[-1] < usual / 4
     assert page_faults() > usual / 2, "given back at the end"
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     with freed_memory_stays():

@@ -166,7 +166,8 @@ def stay_until_the_end(events):
 def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(train, tmp_path):
     stays = partial(stay_until_the_end, tmp_path / "run" / "events.jsonl")
     seam = inject.at("forward", stays, rank=1, step=3)
-    with pytest.raises(RankFailed, match="Timed out waiting 8000ms"):
+    # two of gloo's timers end at that time, and either may be first
+    with pytest.raises(RankFailed, match=r"Timed out waiting 8000ms|Application timeout caused"):
         train("run", "train.steps=9", "launch.timeout=8s", ranks=2, seam=seam)
     run = Run(tmp_path / "run")
     assert run.column("step") == [1, 2]

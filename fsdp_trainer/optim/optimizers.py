@@ -66,7 +66,7 @@ def build_optimizer(
     seed: seed of stochastic rounding. ranks: group of the ranks that hold parts of the same
     parameters; None: all ranks. Raises UserError.
     """
-    if cfg.name == "muon":
+    if cfg.spec.has_owners:
         # checked for the complete model, since a single pipeline stage may have no matrices
         require_matrices(getattr(model, "whole", model), cfg)
     return OPTIMIZERS[cfg.name](parameter_groups(model, cfg), cfg, seed, ranks)
@@ -199,5 +199,5 @@ OPTIMIZERS = {
     "muon": build_muon,
     "sgd": build_sgd,
 }
-"""Optimizers by optim.name. A new one needs a file, a line here and a line in
-`footprint.FOOTPRINTS`."""
+"""Optimizers by optim.name. A new one needs a file, a line here, a line in `footprint.FOOTPRINTS`
+and an entry in `config/parts/optimizers.py`."""

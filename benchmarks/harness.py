@@ -239,7 +239,7 @@ def finish(
     processor = before["machine"].get("processor")
     if processor != about.get("processor"):
         print(f"{name}: the stored result is of another processor, {processor}", file=sys.stderr)
-    stored = before["compared"]
+    stored = {figure: of_rounds(value, "median") for figure, value in before["compared"].items()}
     best = {figure: of_rounds(value, "maximum") for figure, value in compared.items()}
     worse = [
         figure

@@ -22,7 +22,7 @@ from fsdp_trainer.config.check import Report, flatten, value_of
 from fsdp_trainer.config.composing.compose import CONF, compose, options
 from fsdp_trainer.config.composing.help import first_line, own_keys
 from fsdp_trainer.config.devices import DEVICES
-from fsdp_trainer.config.document import comment, written
+from fsdp_trainer.config.document import comment, recipe_heads, written
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.methods import METHODS
 from fsdp_trainer.config.rules.rules import check_rules
@@ -238,7 +238,8 @@ def methods_page() -> str:
         rows.append([f"`{name}`", spec.reads, spec.second or "", named(used)])
     return "\n".join(
         [
-            f"# Methods, rewards, environments\n\n{WRITTEN}",
+            "# Methods, rewards, environments\n\nMethods of training, and the parts of those that"
+            f" learn from rewards. {WRITTEN}",
             "## Methods\n\n`objective=NAME`. What each refuses is in the"
             " [support matrix](support.md).\n",
             table(["method", "rows", "second model", "its keys, `objective.…`"], rows),
@@ -276,7 +277,8 @@ def models() -> str:
             sizes.append([f"`{file.stem}`", *(values.get(key) or "" for key in shown)])
     return "\n".join(
         [
-            f"# Models\n\n{WRITTEN}",
+            "# Models\n\nThe families that our decoder computes, and the sizes that have a name."
+            f" {WRITTEN}",
             "## Families of our decoder\n\nEvery other causal model of transformers is computed by"
             " its own class ([any model](../any-model.md)).\n",
             table(["model_type", "class", "optional keys of config.json"], families),
@@ -289,7 +291,8 @@ def models() -> str:
 def data() -> str:
     """Return the page of row formats, their columns, and chat templates."""
     parts = [
-        f"# Rows and templates\n\n{WRITTEN}",
+        "# Rows and templates\n\nThe columns of each format of rows, and the chat templates."
+        f" {WRITTEN}",
         "## Rows\n\n`data.format=auto` compares a file's columns with these, from top to bottom."
         " `data.fields={meaning: column}` names others.\n",
     ]
@@ -319,7 +322,7 @@ def optimizers() -> str:
         rows.append([f"`{name}`", named(f"optim={option}" for option in chosen), named(used)])
     return "\n".join(
         [
-            f"# Optimizers\n\n{WRITTEN}",
+            f"# Optimizers\n\nAll optimizers, and the keys that only some have. {WRITTEN}",
             table(["optimizer", "options", "keys that only some optimizers have"], rows),
         ]
     )
@@ -369,13 +372,28 @@ def metrics() -> str:
     return "\n".join(parts)
 
 
+def recipes() -> str:
+    """Return the page of the packaged recipes."""
+    head = ["recipe", "what it does", "hardware", "memory a GPU", "a step", "speed", "start"]
+    rows = [
+        [f"`{name}`", *(said or "–" for said in one[:-1]), f"`{one.start}`"]
+        for name, one in recipe_heads().items()
+    ]
+    return (
+        "# All recipes\n\n`+recipe=NAME`; `fsdp-trainer recipes` prints the same. Memory and speed"
+        " are estimates of `plan` ([how recipes work](../recipes.md#where-the-numbers-come-from))."
+        f" {WRITTEN}\n{table(head, rows)}"
+    )
+
+
 def exports() -> str:
     """Return the page of export forms."""
     rows = [
         [f"`{f.name}`", f"`{written(default_of(f))}`", comment(f)] for f in fields(ExportConfig)
     ]
     keys = table(["key", "default", "meaning"], rows)
-    return f"# Exports\n\n`fsdp-trainer export`. {WRITTEN}\n{keys}"
+    about = f"The keys of `fsdp-trainer export`, and the forms it writes. {WRITTEN}"
+    return f"# Exports\n\n{about}\n{keys}"
 
 
 def index() -> str:
@@ -386,13 +404,16 @@ def index() -> str:
         "> Pretrains and fine-tunes language models with PyTorch's FSDP2, on a CPU, a GPU or many"
         " nodes.\n",
     ]
+    headings: list[str] = []  # those above the next page that are not written yet
     for line in lines:
+        level = 2 + (len(line) - len(line.lstrip()) - 2) // 4
         title, _, file = line.strip().removeprefix("- ").partition(": ")
-        if not file:
-            parts.append(f"\n## {title.rstrip(':')}\n")
-        elif ".zh-CN." not in file:
-            parts.append(f"- [{title.strip(chr(34))}]({file}): {first_sentence(file)}")
-    return "\n".join(parts) + "\n"
+        if title.endswith(":"):
+            headings = [*headings[: level - 2], f"\n{'#' * level} {title.rstrip(':')}\n"]
+        elif file and ".zh-CN." not in file:
+            parts += [*headings, f"- [{title.strip(chr(34))}]({file}): {first_sentence(file)}"]
+            headings = [""] * len(headings)
+    return "\n".join(part for part in parts if part).replace("\n\n\n", "\n\n") + "\n"
 
 
 def first_sentence(file: str) -> str:
@@ -412,6 +433,7 @@ PAGES = {
     "metrics": metrics,
     "models": models,
     "optimizers": optimizers,
+    "recipes": recipes,
     "support": support,
 }
 

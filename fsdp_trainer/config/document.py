@@ -1,7 +1,6 @@
 """Documentation from schema and recipes: YAML comments, docs/, the verbs `config` and `recipes`.
 
-`python -m fsdp_trainer.config.document` rewrites conf/, docs/configuration.md and the table of
-docs/recipes.md after a change.
+`python -m fsdp_trainer.config.document` rewrites conf/ and docs/configuration.md after a change.
 """
 
 import json
@@ -336,18 +335,6 @@ def _start(name: str, command: str | None, config_dir: str | None) -> str:
     return re.sub(r"\s*\\\n#\s*", " ", command)
 
 
-def recipes_page(text: str) -> str:
-    """Return docs/recipes.md with an updated table. text: the current page."""
-    titles = ("recipe", "what it does", "hardware", "memory a GPU", "a step", "speed", "start")
-    rows: list = [titles, ["---"] * len(titles)]
-    rows += [
-        (f"`{name}`", *(said or "–" for said in head[:-1]), f"`{head.start}`")
-        for name, head in recipe_heads().items()
-    ]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)*", lambda _: table, text)
-
-
 def first_comments(path: str, config_dir: str | None) -> list[str]:
     """Return the comment lines of a recipe or sweep; the first one states its purpose."""
     text = (find_file(path, config_dir) or Path()).read_text()
@@ -359,12 +346,11 @@ def first_comments(path: str, config_dir: str | None) -> list[str]:
 
 
 def write() -> None:
-    """Update conf/ and docs/ from the schema and the recipes."""
+    """Update conf/ and docs/configuration.md from the schema."""
     for path, text in documented_files(CONF).items():
         path.write_text(text)
-    docs = CONF.parent / "docs"
-    (docs / "configuration.md").write_text(markdown(options("train")))
-    (docs / "recipes.md").write_text(recipes_page((docs / "recipes.md").read_text()))
+    page = CONF.parent / "docs" / "configuration.md"
+    page.write_text(markdown(options("train")))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from benchmarks.recipe_layouts import (
 )
 from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.depth import VOCABULARY
-from fsdp_trainer.config.document import recipes_page
 from fsdp_trainer.models.resolve import resolve_model
 
 NUMBER = r"\d+(?:\.\d+)?"
@@ -145,9 +144,3 @@ def test_the_chain_on_eight_gpus_is_planned_for_about_100_dollars():
         assert [*map(float, row)] == pytest.approx([*hours, *dollars[-1]], rel=0.02)
     cheapest, dearest = map(sum, zip(*dollars, strict=True))
     assert cheapest < 100 < dearest
-
-
-def test_the_table_in_the_docs_is_the_recipes():
-    page = (CONF.parent / "docs" / "recipes.md").read_text()
-    assert page == recipes_page(page), "run  python -m fsdp_trainer.config.document"
-    assert all(f"| `{name}` |" in page for name in RECIPES)

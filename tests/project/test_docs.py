@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -17,10 +18,18 @@ from folders import REPO
 from fsdp_trainer.version import __version__
 
 PAGES = [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")]
-TWINS = [("README.md", "README.zh-CN.md"), ("docs/index.md", "docs/index.zh-CN.md")]
+CHINESE = sorted(page for page in PAGES if page.name.endswith(".zh-CN.md"))
+DOCS = REPO / "docs"
+NAVIGATION = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+_, TUTORIALS, HOW_TO, _ = re.split(r"(?m)^  - (?:Tutorials|How-to|Explanation):$", NAVIGATION)
 BLOCK = re.compile(r"(?ms)^ *```[^\n]*\n(.*?)^ *```$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 SLUG_DROPS = re.compile(r"[^\w\- ]")
+
+
+def files(navigation: str) -> list[str]:
+    """Return the pages of a part of the navigation."""
+    return re.findall(r"\S+\.md", navigation)
 
 
 def without_blocks(page: Path) -> str:
@@ -66,9 +75,38 @@ def test_every_link_leads_to_a_file_and_a_heading():
     assert [(page.name, link) for page, link in local if is_broken(page, link)] == []
 
 
-@pytest.mark.parametrize(("english", "chinese"), TWINS)
-def test_both_languages_give_the_same_commands(english, chinese):
-    assert commands(REPO / chinese) == commands(REPO / english)
+def tables(page: Path) -> list[int]:
+    """Return the number of rows of each table of a page."""
+    lines = without_blocks(page).splitlines()
+    grouped = itertools.groupby(lines, key=lambda line: line.startswith("|"))
+    return [len([*rows]) for is_table, rows in grouped if is_table]
+
+
+@pytest.mark.parametrize("chinese", CHINESE, ids=lambda page: page.name)
+def test_both_languages_give_the_same_commands_and_rows(chinese):
+    english = chinese.with_name(chinese.name.replace(".zh-CN", ""))
+    assert commands(chinese) == commands(english)
+    assert tables(chinese) == tables(english)
+
+
+def test_the_start_page_and_the_tutorials_are_in_both_languages():
+    english = ["README.md", "index.md", *files(TUTORIALS)]
+    assert len(english) == 8
+    assert {page.name.replace(".zh-CN", "") for page in CHINESE} == {*english}
+
+
+LONGER = {
+    "adapters.md", "anomalies.md", "distillation.md", "formats.md", "heads.md", "launching.md",
+    "offload.md", "plan.md", "preferences.md", "rehearse.md", "replicas.md", "streaming.md",
+    "watchdog.md",
+}  # fmt: skip
+"""Pages about several jobs; no further one may be as long."""
+
+
+@pytest.mark.parametrize("name", sorted({*files(HOW_TO)} - LONGER))
+def test_a_how_to_page_is_short(name):
+    text = re.sub(r"(?s)<!-- table -->.*<!-- end of table -->", "", without_blocks(DOCS / name))
+    assert len(text.split()) <= 700
 
 
 def test_every_page_begins_with_what_it_is_for():

@@ -1,7 +1,7 @@
-"""`launch-files`, and the commands in the README and in some pages: what can be held of
-them without a cluster."""
+"""`launch-files`, and the commands on all pages: what can be held of them without a cluster."""
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -19,7 +19,7 @@ from folders import REPO
 from world import wait_until
 
 from fsdp_trainer.cli import VERBS, main
-from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.composing.compose import compose, options
 from fsdp_trainer.config.composing.overrides import require_no_secrets
 from fsdp_trainer.config.composing.source_words import as_source
 from fsdp_trainer.config.composing.sweep_overrides import SweepLine
@@ -31,53 +31,66 @@ NASTY = [
     "launch.env={NCCL_DEBUG: INFO}", "optim.lr=2e-5",
 ]  # fmt: skip
 
+NAMES = {"fsdp-trainer", "fsdp_trainer"}
+
 
 def commands(path: Path) -> list[list[str]]:
     """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each
-    variable."""
+    variable, but for blocks that show how one is refused."""
     text = path.read_text().replace("\\\n", " ")
     if path.suffix == ".md":
-        text = "\n".join(re.findall(r"(?m)^```\w*\n(.*?)^```", text, re.S))
+        blocks = re.findall(r"(?m)^```[^\n]*\n(.*?)^```", text, re.S)
+        text = "\n".join(block for block in blocks if "in the configuration" not in block)
     matches = []
     for line in text.splitlines():
-        if re.search(r"-m fsdp_trainer |fsdp-trainer (?!-- )", line):
+        if re.search(r"-m fsdp_trainer |fsdp-trainer (?!-- |\[)", line):
             with_values = re.sub(r"\$\{\w+[^}]*\}|\$\w+", "value", line.lstrip("# "))
             matches.append(shlex.split(with_values, comments=True))
-    return matches
+    return [words for words in matches if NAMES & {*words}]
 
 
 def trainer_words(command: list[str]) -> list[str]:
     """Return what the trainer itself is given."""
-    names = ("fsdp-trainer", "fsdp_trainer")
-    return command[max(i for i, word in enumerate(command) if word in names) + 1 :]
+    words = command[max(i for i, word in enumerate(command) if word in NAMES) + 1 :]
+    return [*itertools.takewhile(lambda word: word not in (">", "|"), words)]
 
 
-READING = ("export", "verify", "generate", "chat", "evaluate", "report")
+READING = ("export", "verify", "generate", "chat", "evaluate", "report", "convert", "push")
 """Verbs that read a `source`."""
-PAGES = (
-    "README.md", "docs/index.md", "docs/tour.md", "docs/launching.md", "docs/replicas.md",
-    "docs/sweeps.md", "examples/launch/Dockerfile",
-)  # fmt: skip
+PAGES = {
+    REPO / "examples/launch/Dockerfile", *REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")
+} - {REPO / "docs/mistakes.md"}  # fmt: skip
 
 
 @pytest.mark.slow
 def test_every_command_line_of_the_pages_composes():
-    lines = set()
-    for page in PAGES:
-        own = [tuple(trainer_words(c)) for c in commands(REPO / page) if "-c" not in c]
-        assert own, page
-        lines |= {*own}
-    for words in sorted(lines - {("--help",)}):
+    lines = {tuple(trainer_words(c)) for page in PAGES for c in commands(page)}
+    assert len(lines) > 150
+    for words in sorted(lines):
         if words[0] == "-m":
             SweepLine(list(words[1:]))
-        else:
+        elif not {"-c", "-sc", "--help", "--config-dir"} & {*words}:
             verb, more = (words[0], words[1:]) if words[0] in VERBS else ("train", words)
-            compose(verb, with_source(verb, list(more)), inputs=False)
+            compose(verb, with_source(verb, completed(verb, more)), inputs=False)
+
+
+def completed(verb: str, words: tuple[str, ...]) -> list[str]:
+    """Return the words of a page, for a verb of training with what `…` and names stand for."""
+    text = " ".join(words)
+    words = [word.replace("=NAME", "=quickstart") for word in words if "…" not in word]
+    if not options(verb):
+        return words
+    words = [
+        re.sub(r"(objective.environment)=.*(py|ers).*", r"\1=user", w) for w in words if "=" in w
+    ]
+    added = ["objective.rewards=[exact]"] if "=grpo" in text and "rewards=" not in text else []
+    added += [] if "recipe=" in text or "model" in text else ["model.init_from=FOLDER"]
+    return [*words, *added] if "…" in text else words
 
 
 def with_source(verb: str, words: list[str]) -> list[str]:
     """Return the words with the paths among them as `source`: the pages' folders do not exist."""
-    paths = [word for word in words if "=" not in word] if verb in READING else []
+    paths = [word for word in words if not re.match(r"\w+=", word)] if verb in READING else []
     others = [word for word in words if word not in paths]
     return [*others, as_source(verb, paths, words)] if paths else others
 

@@ -15,6 +15,9 @@ import pytest
 from browser import browser_page, settle
 from folders import REPO
 
+from fsdp_trainer.cli import VERBS
+from fsdp_trainer.config.check import flatten
+from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.version import __version__
 
 PAGES = [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")]
@@ -128,7 +131,7 @@ EXPECTED = {
     "out of memory": "out-of-memory", "learning rate": "learning-rate", "warmup": "learning-rate",
     "resume": "checkpoints", "model card": "share", "push": "share", "lora": "adapters",
     "tokenizer": "tokenizers", "dpo": "preferences", "grpo": "reinforcement", "images": "images",
-    "many nodes": "launching", "slurm": "launching", "checkpoint": "checkpoints",
+    "many nodes": "launching", "slurm": "clusters", "checkpoint": "checkpoints",
     "evaluate": "evaluation", "hang": "watchdog", "sweep": "sweeps",
     "float8": "precision", "muon": "optimizers", "distillation": "distillation",
 }  # fmt: skip
@@ -176,6 +179,50 @@ def test_pictures_fetch_nothing():
     pictures = list((REPO / "docs/pictures").glob("*.svg"))
     assert pictures
     assert [picture.name for picture in pictures if "url(http" in picture.read_text()] == []
+
+
+def test_every_page_that_the_program_names_exists():
+    files = [
+        file for name in ("fsdp_trainer", "conf", "recipes") for file in (REPO / name).rglob("*")
+    ]
+    texts = [file.read_text() for file in files if file.suffix in (".py", ".yaml")]
+    named = {link for text in texts for link in re.findall(r"docs/[\w/-]+\.md(?:#[\w-]+)?", text)}
+    assert len(named) > 20
+    assert [link for link in named if is_broken(REPO / "README.md", link)] == []
+
+
+NO_KEYS = {"data.fingerprint", "run.model", "run.rank", "optim.learning_rate"}
+"""What a resume may be allowed, what a callback's run has, and a mistake that is shown."""
+
+
+def test_keys_files_and_commands_that_a_page_names_exist():
+    keys = {key for verb in VERBS for key in flatten(PRIMARY[verb])} | NO_KEYS
+    groups = "|".join({key.partition(".")[0] for key in keys if "." in key})
+    known = {file.relative_to(REPO).as_posix() for file in REPO.glob("*/**/*.*")}
+    known |= {
+        f"make {name}" for name in re.findall(r"(?m)^([\w-]+):", (REPO / "Makefile").read_text())
+    }
+    known |= {
+        f"[{name}]"
+        for name in re.findall(r"(?m)^(\w+) = \[", (REPO / "pyproject.toml").read_text())
+    }
+    wrong = set()
+    for page in {*PAGES} - {REPO / "CHANGELOG.md", REPO / "docs/mistakes.md"}:
+        text = page.read_text()
+        code = "\n".join([*re.findall(r"`[^`\n]+`", without_blocks(page)), *BLOCK.findall(text)])
+        named = re.findall(
+            rf"(?<![\w./-])(?:{groups})\.[a-z_]+(?==)|(?<=`)(?:{groups})\.[a-z_]+(?=`)", code
+        )
+        files = ("json", "model", "sh", "bin", "npy", "py")
+        wrong |= {(page.name, key) for key in named if key not in keys and not key.endswith(files)}
+        named = re.findall(
+            r"(?<![\w/.])(?:benchmarks|tests|conf|examples|tools)/[\w./-]+\.\w+", text
+        )
+        named += [f"benchmarks/{name}.py" for name in re.findall(r"benchmarks\.(\w+)", code)]
+        named += re.findall(r"(?m)^`?(make [\w-]+)", code)
+        named += re.findall(r"fsdp_trainer(\[[a-z]+\])", code)
+        wrong |= {(page.name, name) for name in named if name not in known}
+    assert wrong == set()
 
 
 @pytest.mark.slow

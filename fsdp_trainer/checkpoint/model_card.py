@@ -58,6 +58,12 @@ TASKS = {
         "SequenceClassification",
         is_served=False,
     ),
+    "ForTokenClassification": Task(
+        "token-classification",
+        "AutoModelForTokenClassification",
+        "TokenClassification",
+        is_served=False,
+    ),
     "ForConditionalGeneration": Task(
         "image-text-to-text",
         "AutoModelForImageTextToText",

@@ -25,8 +25,9 @@ class ObjectiveChoice:
         "`simpo`, `orpo`: losses of preference pairs; `kto`: of answers labelled good or bad; "
         "`reward`: a reward model from pairs; `grpo`: the model's own answers to prompts, by "
         "their rewards; `distil`: a teacher's probabilities; `classify`: a classifier of labelled "
-        "texts; `embed`: embeddings of queries and documents; `rerank`: scores of a query's "
-        "documents; or an objective that your own code registers (--import)",
+        "texts; `tag`: labels of words, or of steps; `embed`: embeddings of queries and documents; "
+        "`rerank`: scores of a query's documents; or an objective that your own code registers "
+        "(--import)",
     )
     beta: float = key(
         0.1,
@@ -37,11 +38,11 @@ class ObjectiveChoice:
     )
     label_smoothing: float = key(
         0.0,
-        "dpo, simpo: assumed share of pairs whose labels are swapped; classify: share of each "
-        "label that is spread over all labels",
+        "dpo, simpo: assumed share of pairs whose labels are swapped; classify, tag: share of "
+        "each label that is spread over all labels",
         minimum=0,
         maximum=0.5,
-        used_by=("dpo", "simpo", "classify"),
+        used_by=("dpo", "simpo", "classify", "tag"),
     )
     sft_weight: float = key(
         0.0,
@@ -257,9 +258,9 @@ class ObjectiveChoice:
 
     labels: list[str] = key(
         [],
-        "classify: names of the labels, in the order of the head's scores; []: those of the head in"
-        " model.init_from, else those in the data, sorted",
-        used_by=("classify",),
+        "classify, tag: names of the labels, in the order of the head's scores; []: those of the "
+        "head in model.init_from, else those in the data, sorted",
+        used_by=("classify", "tag"),
     )
     problem: str = key(
         "auto",
@@ -270,9 +271,10 @@ class ObjectiveChoice:
     )
     class_weights: str | dict[str, Any] | None = key(
         None,
-        "classify: how much the loss of a text with each label counts: {spam: 4}, others 1, or"
-        " `balanced`: in inverse proportion to its number in the training data; null: all 1",
-        used_by=("classify",),
+        "classify, tag: how much the loss of a text, or word, with each label counts: {spam: 4}, "
+        "others 1, or `balanced`: in inverse proportion to its number in the training data; null: "
+        "all 1",
+        used_by=("classify", "tag"),
     )
 
     comparison: str = key(
@@ -362,9 +364,9 @@ class MethodSpec:
     about progress; "" for a method without metrics of its own.
     """
 
-    reads: Literal["single", "pairs", "unpaired", "prompts", "labelled", "queries", "ranked"] = (
-        "single"
-    )
+    reads: Literal[
+        "single", "pairs", "unpaired", "prompts", "labelled", "queries", "ranked", "tagged"
+    ] = "single"
     second: Literal["teacher", "reference"] | None = None
     scores: bool = False
     extra_forwards: int = 0
@@ -375,7 +377,7 @@ class MethodSpec:
     @property
     def compares_answers(self) -> bool:
         """True if the loss is one of whole answers, and not a sum over tokens."""
-        return self.reads not in ("single", "prompts")
+        return self.reads not in ("single", "prompts", "tagged")
 
     @property
     def samples(self) -> bool:
@@ -579,6 +581,13 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_EMBEDDINGS, *OF_SCORES),
         title="Embeddings",
         main_metric="mrr",
+    ),
+    "tag": MethodSpec(
+        "tagged",
+        scores=True,
+        refused=(*OF_TEXTS, *OF_SCORES),
+        title="Labels of tokens",
+        main_metric="f1_macro",
     ),
     "rerank": MethodSpec(
         "ranked",

@@ -477,6 +477,11 @@ class Data:
         "objective=embed: texts before each query and each document, as {query: 'query: ',"
         " document: 'passage: '}; exports name them; null: none",
     )
+    step_separator: str = key(
+        "\n",
+        "objective=tag: the text after each step of an answer whose steps have labels; the last "
+        "token of it is read",
+    )
     end_of_text: str | int | None = key(
         None,
         "the token, or its number, between documents of a token file that does not list them; "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.store.stored_values import SampleColumns
+from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.document_sums import answer_sums, counted_once
@@ -204,22 +205,32 @@ class LabelMethod(Method):
     """Training on labelled texts."""
 
     objective_differs = True
+    counted = "texts"
+    """What has a label."""
+    runs: type[LabelForwardBackward] = LabelForwardBackward
 
     def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
         """See Method. Raises UserError for a label that the head does not have."""
-        config = setup.config
+        self.setup, config = setup, setup.config
         held_out = len(rows.validation.orders) if rows.validation else 0
         orders = [order for order, _ in rows.stored]
         first = len(orders) - held_out
         values = [
-            label_values(order.store, config, "data.path" if i < first else "data.validation")
+            self.given_values(order.store, "data.path" if i < first else "data.validation")
             for i, order in enumerate(orders)
         ]
-        columns = [SampleColumns(label_values=each) for each in values]
-        super().__init__(setup, rows.with_columns(columns), checkpoint)
+        super().__init__(setup, rows.with_columns(map(self.as_columns, values)), checkpoint)
         self.counts = label_counts(np.concatenate(values[:first]), config)
         """The number of training texts with each label; None for numbers."""
         self.weight = class_weight(self.choice, config, self.counts)
+
+    def given_values(self, store: TokenStore, key: str) -> np.ndarray:
+        """Return the numbers of a store's labels. key: of the configuration that names the data."""
+        return label_values(store, self.setup.config, key)
+
+    def as_columns(self, values: np.ndarray) -> SampleColumns:
+        """Return the columns of rows for these numbers."""
+        return SampleColumns(label_values=values)
 
     def about(self) -> list[str]:
         """Return a line on the labels, and one on those that hardly any text has."""
@@ -232,7 +243,7 @@ class LabelMethod(Method):
         rare = [name for name, count in counts.items() if count < FEW]
         if rare:
             names = ", ".join(rare[:SHOWN])
-            lines.append(f"labels with fewer than {FEW} texts are hardly learnt: {names}")
+            lines.append(f"labels with fewer than {FEW} {self.counted} are hardly learnt: {names}")
         return lines
 
     def metric(self) -> MethodMetric:
@@ -243,7 +254,7 @@ class LabelMethod(Method):
 
     def step(self, parts: StepParts) -> ForwardBackward:
         weight = None if self.weight is None else self.weight.to(self.setup.device)
-        return LabelForwardBackward(
+        return self.runs(
             *parts,
             problem=self.setup.config.problem,
             smoothing=self.choice.label_smoothing,
@@ -252,15 +263,16 @@ class LabelMethod(Method):
 
 
 def label_counts(values: np.ndarray, config: ModelConfig) -> np.ndarray | None:
-    """Return the number of texts with each label, [labels] float64; None for numbers.
+    """Return the number of texts, or words, with each label, [labels] float64; None for numbers.
 
-    values: [samples, numbers], see label_values.
+    values: see label_values and token_labels.
     """
     if config.problem == REGRESSION:
         return None
     if config.problem == MULTI:
         return values.sum(0)
-    return np.bincount(values[:, 0].astype(int), minlength=config.scores).astype(np.float64)
+    numbers = values.reshape(len(values), -1)[:, 0].astype(int)
+    return np.bincount(numbers, minlength=config.scores).astype(np.float64)
 
 
 def class_weight(

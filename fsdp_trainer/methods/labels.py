@@ -10,9 +10,10 @@ import numpy as np
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.records.flags import number_of
+from fsdp_trainer.data.records.labelled_texts import TAGGED
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
+from fsdp_trainer.models.config import OF_TOKENS, ONE_LABEL, ModelConfig
 
 SINGLE, MULTI, REGRESSION = (
     "single_label_classification",
@@ -33,12 +34,14 @@ def labelled(
     sorted. stores: of the training data, and of a share of it that is held out; empty in a
     rehearsal. Raises UserError.
     """
+    of_tokens = OF_TOKENS if choice.method.reads == TAGGED else ""
     if not stores:
-        return config if config.scores else config.with_labels(tuple(choice.labels) or ONE_LABEL)
+        names = tuple(choice.labels) or ONE_LABEL
+        return config if config.scores else config.with_labels(names, of_tokens)
     values = [json.loads(text) for text in dict.fromkeys(_texts(stores))]
-    problem = PROBLEMS.get(choice.problem) or config.problem or problem_of(values)
+    problem = of_tokens or PROBLEMS.get(choice.problem) or config.problem or problem_of(values)
     names = tuple(choice.labels) or config.labels or names_in(values, problem)
-    if problem == SINGLE and len(names) < 2:
+    if problem in (SINGLE, OF_TOKENS) and len(names) < 2:
         given = f"there is one label, {names[0]!r}" if names else "there are no labels"
         raise UserError("there is nothing to learn", [Problem("objective.labels", given)])
     return config.with_labels(names, problem)
@@ -87,6 +90,27 @@ def label_values(store: TokenStore, config: ModelConfig, key: str) -> np.ndarray
     return np.array(rows, np.float64)
 
 
+def token_labels(store: TokenStore, config: ModelConfig, key: str) -> np.ndarray:
+    """Return the number of each labelled token's label, [labelled tokens] int64.
+
+    key: of the configuration that names the data. Raises UserError for a label that the head does
+    not have.
+    """
+    numbers = {name: number for number, name in enumerate(config.labels)}
+    known: dict[str, int] = {}
+    given: list[int] = []
+    for sample, text in enumerate(_texts([store])):
+        for value in json.loads(text):
+            name = name_of(value)
+            if name not in known:
+                place = _place(value, numbers)
+                if place is None:
+                    raise _unknown([value], config, f"{key}: {store.where(sample)}")
+                known[name] = place
+            given.append(known[name])
+    return np.array(given, np.int64)
+
+
 def _row(values: list[Any], numbers: dict[str, int], problem: str) -> list[float] | None:
     """Return the numbers of a label; None if the head does not have it."""
     if problem == REGRESSION:
@@ -116,7 +140,7 @@ def _unknown(values: list[Any], config: ModelConfig, where: str) -> UserError:
         reason = f"is {shown}, and a label is {counted(len(config.labels), 'number')}"
     else:
         reason = f"is {shown}, and the head has the labels {', '.join(config.labels)}"
-        rule = "" if config.problem == MULTI else " and one for each text"
+        rule = " and one for each text" if config.problem == SINGLE else ""
         reason += (
             f"{rule}.\nThey are those of the training data, of the folder that training begins"
         )

@@ -12,6 +12,7 @@ from fsdp_trainer.methods.preferences import PreferenceMethod
 from fsdp_trainer.methods.reranking import RankingMethod
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.methods.tagging import TagMethod
 
 CLASSES: dict[str, type[Method]] = {
     "sft": Method,
@@ -26,6 +27,7 @@ CLASSES: dict[str, type[Method]] = {
     "classify": LabelMethod,
     "embed": EmbeddingMethod,
     "rerank": RankingMethod,
+    "tag": TagMethod,
 }
 
 

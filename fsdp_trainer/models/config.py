@@ -56,7 +56,10 @@ LISTS_OF_FACTORS = ("short_factor", "long_factor")
 MOST_FACTOR = 2**50
 """The largest number in a description of RoPE."""
 LANGUAGE_MODEL, CLASSIFIER, BARE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
+TAGGER = "ForTokenClassification"
 """Suffixes of transformers' class names; a reward model is a classifier with one label."""
+OF_TOKENS = "labels_of_tokens"
+"""The problem of a model that labels tokens, and not texts; config.json has no such value."""
 ONE_LABEL = ("score",)
 """The labels of a model that gives a text one score."""
 DENSE = "gated"
@@ -275,7 +278,8 @@ class ModelConfig:
     labels: tuple[str, ...] = ()
     """Names of the scores that the head returns in place of logits; empty: a language model."""
     problem: str = ""
-    """What the labels of a classifier are: a value of config.json's problem_type; "": not known."""
+    """What the labels of a classifier are: a value of config.json's problem_type, or OF_TOKENS; "":
+    not known."""
     pooling: str = ""
     """The states of a text that are its embedding: last, mean or cls; "": it is no embedding model.
     """
@@ -335,6 +339,11 @@ class ModelConfig:
         return len(self.labels)
 
     @property
+    def tags(self) -> bool:
+        """True for a model that labels tokens."""
+        return self.problem == OF_TOKENS
+
+    @property
     def predicts(self) -> bool:
         """True for a language model: its head makes logits."""
         return not (self.labels or self.pooling)
@@ -356,7 +365,9 @@ class ModelConfig:
             name = name.replace("LMHeadModel", LANGUAGE_MODEL)
         if self.pooling:
             return name.replace(LANGUAGE_MODEL, BARE_MODEL)
-        return name.replace(LANGUAGE_MODEL, CLASSIFIER) if self.scores else name
+        if self.scores:
+            return name.replace(LANGUAGE_MODEL, TAGGER if self.tags else CLASSIFIER)
+        return name
 
     def dense_stand_in(self) -> "ModelConfig":
         """Return a Llama whose blocks have as many weights per token as this model's, on average.
@@ -502,7 +513,7 @@ class ModelConfig:
         hidden = self.hidden_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
         if not self.predicts:
-            embeddings = (self.vocab_size + self.scores) * hidden
+            embeddings = (self.vocab_size + self.scores) * hidden + self.scores * self.tags
         mixers = self.num_hidden_layers * (self._mixer_parameters() + self._norm_parameters())
         fed = sum(self._feed_forward_parameters(kind, active) for kind in self.feed_forwards)
         return mixers + fed + embeddings + hidden
@@ -635,7 +646,7 @@ class ModelConfig:
             return {}
         numbered: Json = {str(i): label for i, label in enumerate(self.labels)}
         label2id = {label: i for i, label in enumerate(self.labels)}
-        named = {"problem_type": self.problem} if self.problem else {}
+        named = {"problem_type": self.problem} if self.problem and not self.tags else {}
         return {"id2label": numbered, "label2id": label2id, **named}
 
     def _exported_name(self, name: str) -> str:
@@ -877,7 +888,7 @@ def _as_json(value: Any) -> Any:
 def is_classifier(raw: Json) -> bool:
     """Return True for a model that returns scores in place of logits."""
     names = raw.get("architectures")
-    return isinstance(names, list) and str(next(iter(names), "")).endswith(CLASSIFIER)
+    return isinstance(names, list) and str(next(iter(names), "")).endswith((CLASSIFIER, TAGGER))
 
 
 def is_embedding(raw: Json) -> bool:
@@ -912,7 +923,8 @@ def stored_labels(raw: Json) -> tuple[tuple[str, ...], str]:
     if not isinstance(named, dict) or not all(str(number).isdecimal() for number in named):
         named = {i: f"LABEL_{i}" for i in range(int(raw.get("num_labels") or 2))}
     labels = tuple(str(named[number]) for number in sorted(named, key=int))
-    return labels, str(raw.get("problem_type") or "")
+    is_tagger = str(raw["architectures"][0]).endswith(TAGGER)
+    return labels, OF_TOKENS if is_tagger else str(raw.get("problem_type") or "")
 
 
 # --- checking config.json -------------------------------------------------------------------------
@@ -1016,9 +1028,8 @@ def _why_no_number(name: str, is_whole: bool, value: Any) -> str:
 def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     """Yield a problem for each well-formed value that the decoder does not support."""
     architectures = raw.get("architectures") or [spec.architecture]
-    classifier = spec.architecture.replace(LANGUAGE_MODEL, CLASSIFIER)
-    bare = spec.architecture.replace(LANGUAGE_MODEL, BARE_MODEL)
-    if architectures not in ([spec.architecture], [classifier], [bare]):
+    heads = (LANGUAGE_MODEL, CLASSIFIER, TAGGER, BARE_MODEL)
+    if architectures not in [[spec.architecture.replace(LANGUAGE_MODEL, head)] for head in heads]:
         name = spec.architecture
         own = f'If its weights are there, write  "architectures": ["{name}"]  {IN_A_COPY}'
         yield Problem(f"architectures={architectures}", f"only {name} is trained\n{own}")

@@ -288,11 +288,15 @@ class Head(nn.Module):
 
 
 class ScoreHead(Head):
-    """`score`: weight [labels, hidden], returns scores per hidden state in place of logits."""
+    """`score`: weight [labels, hidden], returns scores per hidden state in place of logits.
+
+    As in transformers' classes, only scores of tokens have a bias.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.weight = nn.Parameter(torch.empty(config.scores, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.scores)) if config.tags else None
         self.columns = config.scores
 
     @record_function("loss")
@@ -307,7 +311,7 @@ class ScoreHead(Head):
 
         The values of targets and soft are not used.
         """
-        numbers = F.linear(hidden, self.weight)
+        numbers = F.linear(hidden, self.weight, self.bias)
         if targets is None:
             return numbers
         return scored(numbers.float(), objective)

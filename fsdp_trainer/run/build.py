@@ -410,8 +410,8 @@ def batch_options(
         pad_to_multiple=cfg.data.pad_to_multiple,
         context=context_ranks(dims, method, config.windows),
         attention=attention,
-        pooling=config.pooling or ("last" if config.scores else ""),
-        number_documents=cfg.objective.compares_answers,
+        pooling=config.pooling or ("last" if config.scores and not config.tags else ""),
+        number_documents=cfg.objective.compares_answers or config.tags,
         images=images,
     )
 

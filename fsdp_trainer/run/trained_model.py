@@ -10,7 +10,7 @@ from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.methods import MethodSpec, ObjectiveChoice
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
-from fsdp_trainer.data.records.labelled_texts import LABELLED, QUERIES
+from fsdp_trainer.data.records.labelled_texts import LABELLED, QUERIES, TAGGED
 from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
@@ -18,7 +18,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.labels import labelled
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import CLASSIFIER, TAGGER, ModelConfig
 from fsdp_trainer.models.hf.hf_rules import transformers_problems
 from fsdp_trainer.models.resolve import (
     expert_problems,
@@ -132,7 +132,11 @@ def with_head(
     if method.reads == QUERIES:
         own = config.pooling or "last"
         return config.with_pooling(own if choice.pooling == "auto" else choice.pooling)
-    if method.reads == LABELLED:
+    if config.scores and config.tags != (method.reads == TAGGED):
+        use = "objective=tag" if config.tags else "objective=classify  or  rerank"
+        reason = f"has labels of {'tokens' if config.tags else 'texts'}.\nUse  {use}"
+        raise UserError("the model has another head", [Problem(what, reason)])
+    if method.reads in (LABELLED, TAGGED):
         return labelled(config, choice, stores)
     if method.scores and config.scores > 1:
         reason = f"has {config.scores} labels, and a reward model one.\nUse  objective=classify"
@@ -146,19 +150,26 @@ def with_head(
     return config
 
 
-DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSequenceClassification")
+DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASSIFIER, TAGGER)
 """Endings of the names of transformers' classes that read a text from its beginning to its end."""
+
+
+WITHOUT_TAGGERS = ("gemma3_text", "olmo2", "olmoe")
+"""Families of ours for which transformers has no class for labels of tokens."""
 
 
 def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
     """Return why transformers' class cannot have a method's head in this version; "" if it can."""
     name = str((config.source.get("architectures") or [""])[0])
+    if method.reads == TAGGED and config.family in WITHOUT_TAGGERS:
+        return f"transformers has no class for labels of tokens by {config.family}, to read it"
     if not config.by_transformers or method.reads not in OF_HEADS:
         return ""
     if not name.endswith(DECODERS):
         return f"{name} is an encoder, and only decoders get a head in this version"
-    if method.reads == QUERIES:
-        return f"transformers' class computes {config.family}, and embeds no texts in this version"
+    if method.reads in (QUERIES, TAGGED):
+        what = "embeds no texts" if method.reads == QUERIES else "labels no tokens"
+        return f"transformers' class computes {config.family}, and {what} in this version"
     return ""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import run_on_all_ranks
-from fsdp_trainer.checkpoint.formats.huggingface import SCORE, import_weights, read_parameters
+from fsdp_trainer.checkpoint.formats.huggingface import SCORES, import_weights, read_parameters
 from fsdp_trainer.checkpoint.frozen_weights import (
     Base,
     adapter_on_disk,
@@ -65,7 +65,7 @@ def fill(model: Decoder, source: WeightSource, drawn_dtype: str) -> dict[str, st
         buffers = dict.fromkeys(stored_buffers(model.whole), "float32")
         formats = {"default": drawn_dtype} | buffers
     else:
-        drawn = {name: p for name, p in model.named_parameters() if name == SCORE}
+        drawn = {name: p for name, p in model.named_parameters() if name in SCORES}
         initialize_weights(model, source.seed, adapter_parameters(model) | drawn)
         formats = read_weights(model, source.folder)
     if source.adapter:

@@ -29,6 +29,21 @@ def write_classes(folder):
     write_rows(folder / "numbers.jsonl", [{**row, "label": len(row["text"]) / 8} for row in one])
 
 
+def write_tags(folder):
+    """Write words with labels of entities, some of them none, and answers with labels of steps."""
+    names, types = [*WORDS], ["O", "B-FRUIT", "I-FRUIT", "B-ROOT", "I-ROOT"]
+    rows, steps = [], []
+    for i in range(20):
+        tokens = f"{words(i, names[i % 3])} {words(i + 1, names[i * i % 3])}".split()
+        tags = [types[(i + j * j) % 5] if (i + j) % 7 else None for j in range(len(tokens))]
+        rows.append({"tokens": tokens, "ner_tags": tags})
+        parts = [f"Step {j}: {word}" for j, word in enumerate(tokens[:4])]
+        labels = [bool((i + j) % 3) for j in range(len(parts))]
+        steps.append({"prompt": f"What is {i}?", "completions": parts, "labels": labels})
+    write_rows(folder / "tags.jsonl", rows)
+    write_rows(folder / "steps.jsonl", steps)
+
+
 def write_queries(folder):
     """Write queries with one or two documents that answer them, and up to two others; scores."""
     names = [f"{chr(97 + i)}{i * i}" for i in range(16)]

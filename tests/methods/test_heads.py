@@ -6,12 +6,19 @@ import pytest
 import torch
 from heads import STEP, WORDS, gradients
 from peft import AutoPeftModelForFeatureExtraction, AutoPeftModelForSequenceClassification
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
 
-OBJECTIVES = {"queries": "embed", "alike": "embed", "lists": "rerank"}
+OBJECTIVES = {
+    "queries": "embed", "alike": "embed", "lists": "rerank", "tags": "tag", "steps": "tag",
+}  # fmt: skip
 COSENT = "objective.comparison=cosent"
 KINDS = {"classes": "single_label", "several": "multi_label", "numbers": "regression"}
 PLAIN = ["model.init_from=RUN(plain)", "objective=classify"]
@@ -84,6 +91,7 @@ MEAN = "objective.pooling=mean objective.symmetric=true"
         ("queries", MEAN),
         ("alike", COSENT),
         ("lists", "objective.ranking=pairwise"),
+        ("tags", "objective.class_weights=balanced objective.label_smoothing=0.1"),
     ],
 )
 def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, shared):
@@ -92,7 +100,79 @@ def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, shared)
     one = run_of(ledger, kind, *words.split())
     other = run_of(ledger, kind, *words.split(), *share.split(), ranks=ranks)
     assert one.column("objective") == pytest.approx(other.column("objective"), rel=1e-6)
+    shown = [{k: v for k, v in run.metrics[0].items() if "f1" in k} for run in (one, other)]
+    assert shown[0] == pytest.approx(shown[1])
     assert_equal(gradients(start, other), gradients(start, one))
+
+
+def words_of(row, tokenizer, label2id):
+    """Input ids and labels: -100 for all but each word's first token, as in run_ner.py."""
+    encoded = tokenizer(" ".join(row["tokens"]), return_offsets_mapping=True)
+    labels, begin, place = [-100] * len(encoded["input_ids"]), 0, 0
+    for word, tag in zip(row["tokens"], row["ner_tags"], strict=True):
+        while encoded["offset_mapping"][place][1] <= begin:
+            place += 1
+        labels[place] = -100 if tag is None else label2id[tag]
+        begin += len(word) + 1
+    return encoded["input_ids"], labels
+
+
+def steps_of(row, tokenizer, label2id):
+    """Input ids and labels as in TRL's PRMTrainer."""
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    tokens = [tokenizer.bos_token_id] * (tokenizer.bos_token_id is not None) + ids(row["prompt"])
+    labels = [-100] * len(tokens)
+    for step, label in zip(row["completions"], row["labels"], strict=True):
+        own = ids(step) + ids("\n")
+        tokens += own
+        labels += [-100] * (len(own) - 1) + [int(label)]
+    return tokens, labels
+
+
+def spans(tags):
+    """Entities of a text by their types, as (first word, last word)."""
+    found, begin = [], None
+    for i, tag in enumerate([*tags, "O"]):
+        goes_on = begin is not None and tag == f"I-{tags[begin][2:]}"
+        if begin is not None and not goes_on:
+            found.append((tags[begin][2:], begin, i - 1))
+            begin = None
+        if tag != "O" and not goes_on:
+            begin = i
+    return {*found}
+
+
+@pytest.mark.parametrize(("kind", "read"), [("tags", words_of), ("steps", steps_of)])
+def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
+    start = run_of(ledger, kind, "optim.lr=1e-9")
+    folder = start.folder / "hf"
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, rows = AutoTokenizer.from_pretrained(folder), rows_of(ledger, kind)
+    total, hits, entities = 0, [], [0, 0, 0]
+    for row in rows:
+        tokens, labels = map(torch.tensor, read(row, tokenizer, model.config.label2id))
+        output = model(input_ids=tokens[None], labels=labels[None])
+        total = total + output.loss * (labels != -100).sum()
+        at = labels != -100
+        given = output.logits[0].argmax(1)[at]
+        hits += (given == labels[at]).tolist()
+        texts = [[model.config.id2label[int(i)] for i in each] for each in (given, labels[at])]
+        one, other = map(spans, texts) if kind == "tags" else (set(), set())
+        entities = [
+            a + b for a, b in zip(entities, map(len, (one & other, one, other)), strict=True)
+        ]
+    loss = total / len(hits)
+    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    assert start.column("accuracy") == pytest.approx([sum(hits) / len(hits)])
+    if kind == "tags":
+        f1 = 2 * entities[0] / (entities[1] + entities[2])
+        assert start.column("entity_f1") == pytest.approx([f1])
+    loss.backward()
+    run = run_of(ledger, kind, f"model.init_from={folder}")
+    assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
 
 
 def embedded(model, tokenizer, rows, pooling):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import recorded_step
-from heads import write_classes, write_queries
+from heads import write_classes, write_queries, write_tags
 from named_runs import ROW, RUNS, NamedRun
 from pairs import write_labelled, write_pairs
 from world import SMALL, Run, World, write_chats
@@ -163,6 +163,7 @@ def write_data(folder: Path) -> None:
     write_pairs(folder / "pairs.jsonl", 40)
     write_labelled(folder / "labelled.jsonl", 40)
     write_classes(folder)
+    write_tags(folder)
     write_queries(folder)
     rows = [
         {"text": "".join(chr(97 + (i * j * j + i) % 26) for j in range(ROW - 1))}

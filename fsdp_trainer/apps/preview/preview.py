@@ -20,7 +20,7 @@ from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
 from fsdp_trainer.data.prepared_data import build_data, new_rows, other_size
-from fsdp_trainer.data.records.labelled_texts import NO_SCORE
+from fsdp_trainer.data.records.labelled_texts import NO_SCORE, TAGGED
 from fsdp_trainer.data.records.preference_records import SIDES
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.data_statistics import (
@@ -42,6 +42,8 @@ from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.training.run_length import RunLength
 
+Placed = tuple[TokenStore, int]
+"""A store and the number of a sample in it."""
 LONGEST_CHARACTER = 4  # tokens, one per byte of UTF-8
 
 
@@ -139,6 +141,13 @@ def build_page(
     if "generation %}" not in template.source and has_context and not has_prompts:
         known.append(Finding(*NO_MARKERS, is_warning=False))
     rows = range(min(cfg.preview.rows, order.rows_per_epoch))
+    are_tagged = cfg.objective.method.reads == TAGGED
+
+    def texts_of(samples: Sequence[Placed]) -> "TokenTexts | MarkedTexts | TaggedTexts":
+        if are_tagged:
+            return TaggedTexts(pieces, samples)
+        return pieces.marking(shown_images, [store.images(one) for store, one in samples])
+
     return Page(
         str(cfg.run.name),
         [*prepared.report, *prepared.unused],
@@ -150,17 +159,18 @@ def build_page(
                 [title_of(store, sample) for store, sample in order.samples_of(index)],
                 order.source_names,
                 order.seq_len,
-                pieces.marking(
-                    shown_images, [store.images(one) for store, one in order.samples_of(index)]
-                ),
-                [reference_of(store, sample) for store, sample in order.samples_of(index)],
+                texts_of(order.samples_of(index)),
+                [
+                    None if are_tagged else reference_of(store, sample)
+                    for store, sample in order.samples_of(index)
+                ],
             )
             for index in rows
         ],
         ShownDocument(
             title_of(store, 0),
             store.source_names[store.sources[0]],
-            pieces.marking(shown_images, [store.images(0)]).of(*store.read(0, 0, order.seq_len)),
+            texts_of([(store, 0)]).of(*store.read(0, 0, order.seq_len)),
         ),
         figures(cfg, prepared, order),
         [(name, int(np.percentile(lengths, share))) for name, share in QUANTILES],
@@ -374,7 +384,7 @@ def shown_row(
     where: list[str],
     names: list[str],
     seq_len: int,
-    pieces: "TokenTexts | MarkedTexts",
+    pieces: "TokenTexts | MarkedTexts | TaggedTexts",
     references: list[str | None] | None = None,
 ) -> ShownRow:
     """Return a row for display, document by document.
@@ -472,6 +482,24 @@ class MarkedTexts:
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
         """Return the tokens of the next document as pieces of text."""
         return self.shown.marked(self.texts.of(tokens, weights), next(self.waiting))
+
+
+class TaggedTexts:
+    """Texts of documents whose words or steps have labels. samples: those of the documents."""
+
+    def __init__(self, texts: TokenTexts, samples: Sequence[Placed]):
+        self.texts, self.waiting = texts, iter(samples)
+
+    def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
+        """Return the tokens of the next document as pieces of text; its own weights count."""
+        store, sample = next(self.waiting)
+        assert store.labels is not None
+        pieces = self.texts.of(tokens, store.read(sample)[1])
+        labels = iter(json.loads(store.labels.text(sample)))
+        for piece in pieces:
+            if piece.weight:
+                piece.label = CONTROL.sub(_visible, str(next(labels)))
+        return pieces
 
 
 def _visible(match: re.Match[str]) -> str:

@@ -19,6 +19,8 @@ class TextPiece:
     special: bool
     picture: str = ""
     """A small picture as a data URL, if the tokens stand for an image."""
+    label: str = ""
+    """What is learnt of the token, if it is not the token itself."""
 
     def visible(self) -> str:
         """Return the text; line ends are marked if it is supervised or special."""

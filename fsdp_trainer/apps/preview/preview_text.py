@@ -113,16 +113,18 @@ def style(weight: float, special: bool) -> str:
 def body(document: ShownDocument, colour: bool) -> Text:
     """Return the text of a document with its tokens marked."""
 
-    def kind(piece: TextPiece) -> tuple[float, bool]:
-        return piece.weight, colour and piece.special
+    def kind(piece: TextPiece) -> tuple[float, bool, str, int]:
+        return piece.weight, colour and piece.special, piece.label, id(piece) * bool(piece.label)
 
     text = Text()
-    for (weight, special), pieces in groupby(document.pieces, kind):
+    for (weight, special, label, _), pieces in groupby(document.pieces, kind):
         if colour:
             text.append("".join(piece.visible() for piece in pieces), style(weight, special))
         else:
             run = "".join(piece.text for piece in pieces)
             text.append(f"[[{run}]]" + (f"×{weight:g}" if weight != 1 else "") if weight else run)
+        if label:
+            text.append(f"⟨{label}⟩", "bold magenta")
     text.stylize(DATA)
     return text
 

@@ -17,7 +17,7 @@ from fsdp_trainer.checkpoint.adapters.expert_export import (
     trained_experts,
 )
 from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
-from fsdp_trainer.checkpoint.formats.huggingface import SCORE
+from fsdp_trainer.checkpoint.formats.huggingface import SCORES
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
@@ -48,6 +48,8 @@ from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 STACKED_MATRICES = {matrix for parts in STACKED_PARTS.values() for matrix in parts}
 NOT_COPIED = ("config.json", "generation_config.json")
+TASKS = ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS")
+"""PEFT's names for a model with none of SCORES, with the first, and with both."""
 
 
 @dataclass
@@ -318,7 +320,7 @@ def adapter_config(
     saved = sorted({n.rpartition(".")[0] for n in tensors if ".lora_" not in n})
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if SCORE in layout.parameters else "CAUSAL_LM",
+        "task_type": TASKS[sum(name in layout.parameters for name in SCORES)],
         "base_model_name_or_path": base_name(base),
         "inference_mode": True,
         "r": rank,

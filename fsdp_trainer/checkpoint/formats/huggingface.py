@@ -52,8 +52,8 @@ MAX_SHOWN_PROBLEMS = 40
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-SCORE = "score.weight"
-"""The head of a reward model. It is random in a run that begins with a language model."""
+SCORES = ("score.weight", "score.bias")
+"""The head of a model of scores. It is new in a run that begins with a language model."""
 
 # a folder for text and images holds its language model under another name, next to other parts
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -263,12 +263,12 @@ def check_tensors(
     vocab_size: that of the folder's config.json.
     """
     if model.config.by_transformers:
-        return check_places(model, stored, vocab_size, SCORE)
+        return check_places(model, stored, vocab_size, SCORES)
     shapes = tensor_shapes(model, tensor_parts(model, vocab_size))
     missing = {
         name: f"is missing; the model has it with shape {list(shape)}"
         for name, shape in shapes.items()
-        if name not in stored and name != SCORE
+        if name not in stored and name not in SCORES
     }
     others = {
         name: _misfit(tensor, shapes.get(name))

@@ -5,7 +5,7 @@ of a weight.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ def places_of(model: Any, stored: Mapping[str, Shape]) -> tuple[list[Any], list[
 
 
 def check_places(
-    model: Any, stored: Mapping[str, Any], vocab_size: int, optional: str
+    model: Any, stored: Mapping[str, Any], vocab_size: int, optional: Collection[str]
 ) -> list[Problem]:
     """Return a Problem for each tensor of a folder that does not fit, and each missing weight.
 
-    optional: name of a weight that may be missing.
+    optional: names of weights that may be missing.
     """
     places, unused = places_of(model, {name: tensor.shape for name, tensor in stored.items()})
     expected = model.transformers_shapes(vocab_size)
@@ -45,7 +45,7 @@ def check_places(
     misfits = {p.tensor: misfit(stored[p.tensor], expected[p.parameter]) for p in places}
     problems = [Problem(name, text) for name, text in misfits.items() if text]
     for name, shape in expected.items():
-        if name != optional and rows[name] != matrix_rows(shape):
+        if name not in optional and rows[name] != matrix_rows(shape):
             held = f"has {rows[name]:,} rows" if rows[name] else "is missing"
             problems.append(Problem(name, f"{held}; the model has it with shape {list(shape)}"))
     for name in unused:

@@ -154,6 +154,10 @@ def prompts_of_texts(cfg: TrainConfig, report: Report) -> Violations:
         yield "data.prompts", "only counts with  objective=embed"
     elif {*(cfg.data.prompts or {})} - {"query", "document"}:
         yield "data.prompts", "has only  query  and  document"
+    if "data.step_separator" in report.typed and cfg.objective.method.reads != "tagged":
+        yield "data.step_separator", "only counts with  objective=tag"
+    if not cfg.data.step_separator:
+        yield "data.step_separator", "is empty, and its last token gets the label of a step"
 
 
 def divergence(cfg: TrainConfig, report: Report) -> Violations:

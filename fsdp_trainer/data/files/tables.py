@@ -1,5 +1,6 @@
 """Tables of all Arrow formats to rows, with one batch of rows in memory at a time."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -92,6 +93,33 @@ def records_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
             return [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
     except (pyarrow.ArrowException, OSError, TooLarge):
         return []
+
+
+def label_names(file: str) -> dict[str, list[str]]:
+    """Return the names of the numbers in a table's columns of labels, as `datasets` writes them.
+
+    Empty for files without such columns, and for those that are no tables.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        if file.endswith(".parquet"):
+            schema = parquet.read_schema(file)
+        elif file.endswith(".arrow"):
+            with _opened(file) as source:
+                opened = (
+                    pyarrow.ipc.open_file if _is_arrow_file(source) else pyarrow.ipc.open_stream
+                )
+                schema = opened(source).schema
+        else:
+            return {}
+        about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = about["info"]["features"]
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError):
+        return {}
+    inner = {name: feature.get("feature", feature) for name, feature in features.items()}
+    return {name: one["names"] for name, one in inner.items() if one.get("_type") == "ClassLabel"}
 
 
 def _parquet(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple[Any, Place]]:

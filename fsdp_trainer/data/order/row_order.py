@@ -33,7 +33,8 @@ PIECES_AT_A_TIME = 1024
 class RowData:
     """A row in the form that training uses.
 
-    Position i is trained to predict `labels[i]`, with weight `weights[i]`.
+    Position i is trained to predict `labels[i]`, with weight `weights[i]`: the next token, or the
+    number of its own token's label.
     """
 
     tokens: np.ndarray  # [seq_len] int64, zero after the last document
@@ -235,14 +236,17 @@ class RowOrder:
             self.store.fetch(samples, starts, counts_read)
         tokens, weights = self.store.gather(samples, starts, counts_read)
         own = ranges(np.cumsum(counts_read) - counts_read, lengths)
-        following = own + 1
-        ends = (first_tokens + lengths - 1)[~goes_on]
-        following[ends] = own[ends]
-        target_weights = weights[following]
-        target_weights[ends] = 0
+        if self.columns.token_labels is None:
+            ends = (first_tokens + lengths - 1)[~goes_on]
+            target_weights, targets = following_tokens(tokens, weights, own, ends)
+        else:
+            target_weights = weights[own]
+            numbers = self._supervised_numbers(target_weights > 0, documents)
+            targets = np.zeros_like(own)
+            targets[target_weights > 0] = self.columns.token_labels[numbers]
         rows.tokens.reshape(-1)[places] = tokens[own]
         rows.positions.reshape(-1)[places] = ranges(np.zeros_like(lengths), lengths)
-        rows.labels.reshape(-1)[places] = np.where(target_weights > 0, tokens[following], -100)
+        rows.labels.reshape(-1)[places] = np.where(target_weights > 0, targets, -100)
         rows.weights.reshape(-1)[places] = target_weights
         if len(self.store.source_names) > 1:
             rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
@@ -534,6 +538,21 @@ class RowOrder:
         # twice as fast as a stable sort, with the same result if no two numbers are equal
         order = np.argsort(drawn)
         return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
+
+
+def following_tokens(
+    tokens: np.ndarray, weights: np.ndarray, own: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weight of each position's next token, and that token.
+
+    tokens, weights: of what is read. own: the place of each position's token among them. ends:
+    positions without a next token.
+    """
+    following = own + 1
+    following[ends] = own[ends]
+    target_weights = weights[following]
+    target_weights[ends] = 0
+    return target_weights, tokens[following]
 
 
 def random_bits(key: str, n: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.sources import Record, RecordError
+from fsdp_trainer.data.files.tables import label_names
 from fsdp_trainer.data.records.flags import (
     flag_of,
     is_missing,
@@ -21,10 +22,14 @@ from fsdp_trainer.data.records.labelled_texts import (
     LABELLED,
     QUERIES,
     RANKED,
+    TAGGED,
     LabelledTexts,
+    TaggedText,
+    named_labels,
     read_labelled_text,
     read_query,
     read_ranked,
+    read_tagged,
 )
 from fsdp_trainer.data.records.messages import (
     LISTS,
@@ -130,7 +135,14 @@ class Segments:
 
 
 Readable = (
-    Conversation | Document | Pretokenized | Segments | Preference | LabelledAnswer | LabelledTexts
+    Conversation
+    | Document
+    | Pretokenized
+    | Segments
+    | Preference
+    | LabelledAnswer
+    | LabelledTexts
+    | TaggedText
 )
 
 
@@ -166,6 +178,8 @@ class Reader:
     """A note for people on how its rows are read; may be empty."""
     has_fields: bool = False
     """True if the user said which columns mean what."""
+    label_names: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the numbers in columns of labels, for heads."""
     learns: bool = True
     """False if the answers of the rows are not learnt, so that masks and labels do not matter."""
     unused: dict[str, None] = field(default_factory=dict)
@@ -213,6 +227,8 @@ class Reader:
             meaning: _present(column_value(row.columns, used[meaning])) if meaning in used else None
             for meaning in FORMATS[self.format]
         }
+        for meaning in used.keys() & {"label", "tags"} if self.label_names else ():
+            values[meaning] = named_labels(values[meaning], self.label_names.get(used[meaning]))
         for meaning in REQUIRED[self.format]:
             if values[meaning] is None:
                 column = used.get(meaning, meaning)
@@ -377,8 +393,10 @@ def _head_reader(
         shown = ", ".join(f"{key}: …" for key in REQUIRED[format])
         reason = f"has no column for {missing[0]}; its columns: {' '.join(columns) or 'none'}"
         raise _unusable(file, f"{reason}\nSay what they mean:  'data.fields={{{shown}}}'")
-    has_fields = bool(fields)
-    return Reader(format, matched, frozenset(columns), has_fields=has_fields, learns=False)
+    return Reader(
+        format, matched, frozenset(columns), has_fields=bool(fields), label_names=label_names(file),
+        learns=False,
+    )  # fmt: skip
 
 
 def _detected(
@@ -653,6 +671,7 @@ READERS: dict[str, Callable[[Values], Readable]] = {
     LABELLED: read_labelled_text,
     QUERIES: read_query,
     RANKED: read_ranked,
+    TAGGED: read_tagged,
 }
 
 

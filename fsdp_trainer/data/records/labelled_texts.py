@@ -13,9 +13,12 @@ from fsdp_trainer.data.records.flags import number_of, parsed, shown_value
 from fsdp_trainer.data.records.messages import text_of
 from fsdp_trainer.data.records.record_values import Values
 
-LABELLED, QUERIES, RANKED = "labelled", "queries", "ranked"
+LABELLED, QUERIES, RANKED, TAGGED = "labelled", "queries", "ranked", "tagged"
 """Kinds of training data, and the formats of their rows: a text, or two, with its labels; a query
-with documents that answer it, and others; a query with documents to be read together with it."""
+with documents that answer it, and others; a query with documents to be read together with it; words
+or steps with a label each."""
+IGNORED = (None, -100)
+"""Labels of words that nothing is learnt of, as in torch's losses."""
 QUERY, POSITIVE, NEGATIVE = range(3)
 """Kinds of the texts of a query, as in samples.py."""
 NO_SCORE = "NaN"
@@ -48,6 +51,48 @@ class LabelledTexts:
 
     texts: list[LabelledText]
     where: tuple[str, int]
+
+
+@dataclass
+class TaggedText:
+    """A text in parts, each with a label.
+
+    prompt: the text before steps; None: the parts are words, with spaces between them. labels: a
+    word or a number for each part, or one of IGNORED.
+    """
+
+    parts: list[str]
+    labels: list[Any]
+    where: tuple[str, int]
+    prompt: str | None = None
+
+
+def read_tagged(values: Values) -> TaggedText:
+    """Return words, or the steps of an answer, with their labels.
+
+    Raises RecordError for other columns, and for another number of labels.
+    """
+    named = "words" if values["words"] is not None else "steps"
+    if values[named] is None or (named == "steps" and values["prompt"] is None):
+        raise RecordError(
+            f"has neither {values.name('words')!r}, a list of words, nor {values.name('prompt')!r}"
+            f" and {values.name('steps')!r}, an answer in steps"
+        )
+    parts, labels = (parsed_list(values[meaning]) for meaning in (named, "tags"))
+    if not isinstance(parts, list) or not isinstance(labels, list):
+        raise RecordError(f"{values.name(named)!r} and {values.name('tags')!r} should be lists")
+    parts = [text_of(part, values.name(named)) for part in parts]
+    if len(labels) != len(parts):
+        size = counted(len(parts), "part")
+        raise RecordError(f"{values.name('tags')!r} has {len(labels)} labels, for {size}")
+    for one in labels:
+        if one not in IGNORED and (not isinstance(one, str | int) or one == ""):
+            raise RecordError(
+                f"{values.name('tags')!r} should be words or whole numbers, one is"
+                f" {shown_value(one)}"
+            )
+    prompt = values.text("prompt") if named == "steps" else None
+    return TaggedText(parts, labels, values.where, prompt)
 
 
 def read_labelled_text(values: Values) -> LabelledTexts:
@@ -120,6 +165,14 @@ def read_ranked(values: Values) -> LabelledTexts:
         for text, number in zip(documents, numbers, strict=True)
     ]
     return LabelledTexts(texts, values.where)
+
+
+def named_labels(value: Any, names: list[str] | None) -> Any:
+    """Return a label, or a list of labels, with the names of numbers that have one."""
+    if isinstance(value, list):
+        return [named_labels(one, names) for one in value]
+    is_number = names is not None and type(value) is int and 0 <= value < len(names)
+    return names[value] if names and is_number else value
 
 
 def texts_of(values: Values, meaning: str) -> list[str]:

@@ -336,9 +336,19 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "positive": Meaning(("positive", "positives", "pos", "answer"), is_text_or_list),
         "negative": Meaning(("negative", "negatives", "neg", "hard_negatives"), is_text_or_list),
     },
+    "tagged": {
+        "tags": Meaning(
+            ("tags", "ner_tags", "labels", "label", "pos_tags", "chunk_tags"),
+            is_list,
+            required=True,
+        ),
+        "words": Meaning(("tokens", "words"), is_list),
+        "prompt": Meaning(PROMPTS, is_text),
+        "steps": Meaning(("completions", "steps"), is_list),
+    },
 }
 """Meanings of each format; a file's columns are compared with the formats in this order."""
-OF_HEADS = ("labelled", "queries", "ranked")
+OF_HEADS = ("labelled", "queries", "ranked", "tagged")
 """Formats of methods whose head gives a text numbers, which no other method reads."""
 FIELDS = {name: tuple(meanings) for name, meanings in FORMATS.items()}
 REQUIRED = {

@@ -23,6 +23,7 @@ from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.images.image_files import changed_files
+from fsdp_trainer.data.records.labelled_texts import TAGGED
 from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
 from fsdp_trainer.data.records.prompts import QUESTION_VERSION
 from fsdp_trainer.data.records.record_formats import OF_HEADS
@@ -119,6 +120,7 @@ class ComponentStores:
         decisive = [read, [*keys, options.seq_len, options.share]]
         decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS, *OF_HEADS) else []
         decisive += [data.prompts] if options.kind in OF_HEADS else []
+        decisive += [data.step_separator] if options.kind == TAGGED else []
         decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
         if options.images:  # paths of images are relative to the folder of the file
             folders = [os.path.dirname(os.path.abspath(file)) for file in component.files]

@@ -46,13 +46,16 @@ class SampleColumns:
     """Values of the samples of a store beside what it holds. None: there are none.
 
     reference: [samples] float64, Σ log-probability of each under a reference.
-    label_values: [samples, numbers] float64, what a head is to learn of each. of_tokens: returns
+    label_values: [samples, numbers] float64, what a head is to learn of each. token_labels:
+    [supervised tokens] int64, the number of each one's label, which its own position gives, and not
+    the one before it. of_tokens: returns
     values of supervised tokens, [tokens, ...] by name, given their indices among all supervised
     tokens of the store.
     """
 
     reference: np.ndarray | None = None
     label_values: np.ndarray | None = None
+    token_labels: np.ndarray | None = None
     of_tokens: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
 
 

@@ -21,7 +21,12 @@ from fsdp_trainer.data.records.conversations import (
     Segments,
 )
 from fsdp_trainer.data.records.images import images_in
-from fsdp_trainer.data.records.labelled_texts import QUERY, LabelledText, LabelledTexts
+from fsdp_trainer.data.records.labelled_texts import (
+    QUERY,
+    LabelledText,
+    LabelledTexts,
+    TaggedText,
+)
 from fsdp_trainer.data.records.messages import BAD_KEY, MESSAGE_KEYS, UNREAD_KEY, Message
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
@@ -35,6 +40,7 @@ from fsdp_trainer.data.templates.completeness import (
     left_out_tools,
 )
 from fsdp_trainer.data.templates.turns import TurnFinder, merged
+from fsdp_trainer.data.tokens.tagged_tokens import labelled_tokens, place_labels
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.data.tokens.word_cache import EncodedWords, Encoding
 
@@ -119,6 +125,8 @@ class Rendered:
     """The images of the text, in order."""
     labelled: tuple[LabelledText, ...] = ()
     """Texts with labels; this text is then empty."""
+    tagged: TaggedText | None = None
+    """Words or steps with labels; this text is then empty."""
     can_be_split: bool = False
     """True if it may continue in another row."""
 
@@ -137,6 +145,7 @@ class Rendered:
         """Number of characters, estimated as 4 per token for tokenized data."""
         own = len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
         own += sum(len(one.text) + len(one.second or "") for one in self.labelled)
+        own += sum(map(len, self.tagged.parts)) if self.tagged else 0
         return own + (self.rejected.size if self.rejected else 0)
 
 
@@ -222,6 +231,8 @@ class SampleBuilder:
             texts = [self._pair(row)]
         elif isinstance(row, LabelledTexts):
             texts = self._labelled(row)
+        elif isinstance(row, TaggedText):
+            texts = self._tagged(row)
         elif isinstance(row, Preference | LabelledAnswer):
             texts = self._verdicts(row)
         else:
@@ -248,6 +259,12 @@ class SampleBuilder:
         is_query = len(row.texts) > 1 and row.texts[0].second is None
         texts = map(self._prompted, row.texts) if is_query else row.texts
         return [Rendered("", [], row.where, labelled=tuple(texts))]
+
+    def _tagged(self, row: TaggedText) -> list[Rendered]:
+        require_whole_characters(row.prompt or "", *row.parts)
+        if not any(part.strip() for part in row.parts):
+            return self._left_out("empty", row.where)
+        return [Rendered("", [], row.where, tagged=row)]
 
     def _prompted(self, one: LabelledText) -> LabelledText:
         """Return a text after the prompt that data.prompts has for its kind."""
@@ -472,7 +489,7 @@ class SampleBuilder:
         weighed = [
             text.text
             for text in sides
-            if not (text.is_document or text.labelled) and text.sample is None
+            if not (text.is_document or text.labelled or text.tagged) and text.sample is None
         ]
         documents = iter(self.tokenizer.encode_plain(plain))
         chats = iter(self.tokenizer.encode_batch(weighed))
@@ -480,8 +497,8 @@ class SampleBuilder:
             if text.rejected is not None:
                 yield self._keep_pair([self._weigh(next(chats), side) for side in text.sides], text)
                 continue
-            if text.labelled:
-                yield self._group(text)
+            if text.labelled or text.tagged:
+                yield self._group(text) if text.labelled else self._with_tags(text)
                 continue
             if text.question is not None:
                 yield self._prompt(next(chats), text)
@@ -558,6 +575,22 @@ class SampleBuilder:
                 Sample(own, weights, starts_group=not place, kind=one.kind, label=one.label)
             )
         return samples
+
+    def _with_tags(self, text: Rendered) -> list[Sample]:
+        """Return words or steps; the tokens that get a label have a weight of 1."""
+        assert text.tagged
+        separator, seq_len = self.data.step_separator, self.seq_len
+        tokens, places = place_labels(text.tagged, self.tokenizer, separator, None)
+        if len(tokens) > seq_len and self.data.too_long == "truncate":
+            self._note_too_long(len(tokens), len(tokens) - seq_len, text)
+            self.count("truncated", text.where)
+            tokens, places = place_labels(text.tagged, self.tokenizer, separator, seq_len)
+        elif len(tokens) > seq_len:
+            return self._too_long(len(tokens), text)
+        weights, label = labelled_tokens(text.tagged, places, len(tokens))
+        if not weights.any():
+            return self._left_out("unsupervised", text.where)
+        return [Sample(tokens, weights, label=label)]
 
     def _prompt(self, encoding: Encoding | EncodedWords, text: Rendered) -> list[Sample]:
         """Return the prompt, without supervised tokens; nothing if it is too long."""

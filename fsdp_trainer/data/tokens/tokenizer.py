@@ -269,11 +269,20 @@ class TextTokenizer:
 
         most: tokens of each, at most; the longer text is cut, before that is added.
         """
+        published = self._cutting(most)
+        return [np.array(one.ids, np.int32) for one in published.encode_batch(texts)]
+
+    def encode_published_with_places(self, text: str, most: int | None = None) -> Encoding:
+        """Return the tokens of a text, as `encode_published` does, with their positions in it."""
+        return encoding_of(self._cutting(most).encode(text))
+
+    def _cutting(self, most: int | None) -> Tokenizer:
+        """Return the tokenizer as published, which cuts texts to `most` tokens."""
         if most is None:
             self._published.no_truncation()
         else:
             self._published.enable_truncation(most)
-        return [np.array(one.ids, np.int32) for one in self._published.encode_batch(texts)]
+        return self._published
 
     @property
     def ends_with_pad(self) -> bool:

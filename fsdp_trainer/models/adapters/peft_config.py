@@ -38,7 +38,7 @@ TENSORS = {
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 COMPUTED: dict[str, tuple] = {
     "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION", None),
+    "task_type": ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "lora_bias": (False, None),

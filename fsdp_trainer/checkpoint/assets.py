@@ -48,8 +48,9 @@ def padding(config: ModelConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
 
     Not the token of padding if the tokenizer itself ends texts with it.
     """
-    is_last = config.scores > 0 and tokenizer.ends_with_pad
-    return {"pad_token_id": None if is_last else tokenizer.pad_id} if config.scores else {}
+    if not config.scores or config.encoder:
+        return {}
+    return {"pad_token_id": None if tokenizer.ends_with_pad else tokenizer.pad_id}
 
 
 def generation_settings(

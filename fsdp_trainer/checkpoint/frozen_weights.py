@@ -21,7 +21,7 @@ from fsdp_trainer.base.distributed import (
 from fsdp_trainer.checkpoint.adapters.adapter_import import adapted_model, peft_adapter
 from fsdp_trainer.checkpoint.adapters.merge import merged
 from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, encoded
-from fsdp_trainer.checkpoint.formats.huggingface import SCORES, parameters_on_disk, read_parameters
+from fsdp_trainer.checkpoint.formats.huggingface import parameters_on_disk, read_parameters
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
     as_tensor,
@@ -340,7 +340,7 @@ def unmerged_weights(
     frozen = {name: digest for name, digest in base.digests.items() if name in weights}
     from_base = base_weights(config, replace(base, digests=frozen))
     stored = StoredTensors(checkpoint)
-    new = {name for name in SCORES if WEIGHTS + name not in stored.entries}
+    new = {name for name in model.head_names if WEIGHTS + name not in stored.entries}
     weights = {name: weight for name, weight in weights.items() if name not in new}
     return from_base | {
         name: stored.tensor(WEIGHTS + name, _known_rows(config, name, weight))

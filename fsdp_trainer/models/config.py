@@ -5,6 +5,7 @@ Reads the key names of transformers 4 and of transformers 5.
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -58,6 +59,8 @@ MOST_FACTOR = 2**50
 LANGUAGE_MODEL, CLASSIFIER, BARE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
 TAGGER = "ForTokenClassification"
 """Suffixes of transformers' class names; a reward model is a classifier with one label."""
+ENDING = re.compile(r"(LMHeadModel|Model|For(?!ConditionalGeneration)\w+)$")
+"""The end of the name of a class of transformers, which says what it is for."""
 OF_TOKENS = "labels_of_tokens"
 """The problem of a model that labels tokens, and not texts; config.json has no such value."""
 ONE_LABEL = ("score",)
@@ -196,13 +199,23 @@ HF_DEFAULTS: Json = {
 class WeightNames:
     """The names of some weights in a model's state dict.
 
-    head_bias: "": the head has none. blocks: how the names of all weights of blocks begin.
+    head_bias: "": the head has none. blocks: how the names of all weights of blocks begin. base:
+    how the names of all weights but the head's begin in transformers' classes with a head.
     """
 
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
     head_bias: str = ""
     blocks: str = "model.layers."
+    base: str = ""
+
+    def with_base(self, has_head: bool) -> "WeightNames":
+        """Return the names in transformers' class with a head, or without one."""
+        begin = self.base if has_head else ""
+        embedding, blocks = (
+            begin + name.removeprefix(self.base) for name in (self.embedding, self.blocks)
+        )
+        return replace(self, embedding=embedding, blocks=blocks)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -298,6 +311,10 @@ class ModelConfig:
     """With by_transformers: classes of layers that compute packed documents one by one."""
     logit_factor: float = field(default=1.0, compare=False)
     """With by_transformers: the head's logits are multiplied by it."""
+    encoder: bool = field(default=False, compare=False)
+    """True: each token sees all of its document, and transformers' class computes also the head."""
+    second_after: int = field(default=-1, compare=False)
+    """The token after which an encoder's second text begins, of another type; -1: of none."""
     folder: str = field(default="", compare=False)
     """The folder with Python code that computes the model; "": none."""
     source: Json = field(default_factory=dict, compare=False)
@@ -346,15 +363,26 @@ class ModelConfig:
     @property
     def predicts(self) -> bool:
         """True for a language model: its head makes logits."""
-        return not (self.labels or self.pooling)
+        return not (self.labels or self.pooling or self.encoder)
 
     def with_pooling(self, pooling: str) -> "ModelConfig":
         """Return this architecture without a head: the last states embed texts."""
-        return replace(self, pooling=pooling, labels=(), problem="", tie_word_embeddings=False)
+        return replace(
+            self,
+            pooling=pooling,
+            labels=(),
+            problem="",
+            tie_word_embeddings=False,
+            logit_factor=1.0,
+            names=self.names.with_base(has_head=False),
+        )
 
     def with_labels(self, labels: tuple[str, ...] = ONE_LABEL, problem: str = "") -> "ModelConfig":
         """Return this architecture with a head that returns a score of each label, not logits."""
-        return replace(self, labels=labels, problem=problem, tie_word_embeddings=False)
+        names = self.names.with_base(has_head=True)
+        return replace(
+            self, labels=labels, problem=problem, pooling="", tie_word_embeddings=False, names=names
+        )
 
     @property
     def architecture(self) -> str:
@@ -362,8 +390,8 @@ class ModelConfig:
         name = self.family_spec.architecture
         if self.by_transformers:
             name = str((self.source.get("architectures") or [""])[0])
-            name = name.replace("LMHeadModel", LANGUAGE_MODEL)
-        if self.pooling:
+            name = ENDING.sub(LANGUAGE_MODEL, name)
+        if self.pooling or (self.encoder and not self.scores):
             return name.replace(LANGUAGE_MODEL, BARE_MODEL)
         if self.scores:
             return name.replace(LANGUAGE_MODEL, TAGGER if self.tags else CLASSIFIER)
@@ -636,7 +664,7 @@ class ModelConfig:
             exported["text_config"] = text | {"vocab_size": self.vocab_size}
         else:
             exported["vocab_size"] = self.vocab_size
-        if self.scores:
+        if not self.predicts:
             exported |= {"architectures": [self.architecture], **self._export_labels()}
         return exported
 
@@ -894,7 +922,8 @@ def is_classifier(raw: Json) -> bool:
 def is_embedding(raw: Json) -> bool:
     """Return True for a model without a head, whose last states are its results."""
     names = raw.get("architectures")
-    return isinstance(names, list) and str(next(iter(names), "")).endswith(BARE_MODEL)
+    name = str(next(iter(names), "")) if isinstance(names, list) else ""
+    return name.endswith(BARE_MODEL) and not name.endswith("LMHeadModel")
 
 
 POOLING = "1_Pooling/config.json"
@@ -904,14 +933,14 @@ POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 without what follows the underscore."""
 
 
-def stored_pooling(folder: Path) -> str:
-    """Return how a folder's model pools, if it is named there and known here, else `last`."""
+def stored_pooling(folder: Path, otherwise: str = "last") -> str:
+    """Return how a folder's model pools, if it is named there and known here."""
     if not (folder / POOLING).is_file():
-        return "last"
+        return otherwise
     raw = read_config_file(folder / POOLING)
     named = [own for key, own in POOLINGS.items() if raw.get(f"pooling_mode_{key}")]
     newer = {key.partition("_")[0]: own for key, own in POOLINGS.items()}
-    return named[0] if named else newer.get(str(raw.get("pooling_mode")), "last")
+    return named[0] if named else newer.get(str(raw.get("pooling_mode")), otherwise)
 
 
 def stored_labels(raw: Json) -> tuple[tuple[str, ...], str]:

@@ -244,6 +244,10 @@ class Backbone(nn.Module):
         self.norm: Any = RMSNorm(config)
 
 
+SCORES = ("score.weight", "score.bias")
+"""The head of a model of scores. It is new in a run that begins with a language model."""
+
+
 class Decoder(nn.Module):
     """Causal language model or reward model.
 
@@ -325,6 +329,11 @@ class Decoder(nn.Module):
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks of this model or stage by name: "0", "1", ..."""
         return dict(self.model.layers.items())
+
+    @property
+    def head_names(self) -> set[str]:
+        """Names of the weights that the folder of a language model lacks, and that are drawn."""
+        return {*SCORES} & dict(self.named_parameters()).keys()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return the parameters, each once, and buffers by name, as checkpoints and exports do."""

@@ -106,6 +106,8 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     if isinstance(cfg.data.validation, float) and data.validation:
         stores = [*stores, data.validation]  # a share: chance decides which labels are in it
     config = with_head(resolved, cfg.objective, cfg.model.init_from, stores)
+    if config.encoder and config.source.get("type_vocab_size", 1) > 1:
+        config = replace(config, second_after=inputs.tokenizer.ends_first_of_two)
     if inputs.second_folder:
         return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
@@ -130,7 +132,7 @@ def with_head(
     if reason := why_no_head(config, method):
         raise UserError("this model is not trained so", [Problem(what, reason)])
     if method.reads == QUERIES:
-        own = config.pooling or "last"
+        own = config.pooling or ("mean" if config.encoder else "last")
         return config.with_pooling(own if choice.pooling == "auto" else choice.pooling)
     if config.scores and config.tags != (method.reads == TAGGED):
         use = "objective=tag" if config.tags else "objective=classify  or  rerank"
@@ -143,6 +145,10 @@ def with_head(
         raise UserError("the model has another head", [Problem(what, reason)])
     if method.scores:
         return config.with_labels()
+    if config.encoder:
+        uses = "objective=classify  tag  embed  or  rerank"
+        reason = f"{config.family} is an encoder.\nUse  {uses}"
+        raise UserError("the model writes no text", [Problem(what, reason)])
     if not config.predicts:
         uses = "objective=reward  for one score,  classify  for labels,  embed  for embeddings"
         reason = f"is a model of scores or embeddings.\nUse  {uses}"
@@ -165,11 +171,12 @@ def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
         return f"transformers has no class for labels of tokens by {config.family}, to read it"
     if not config.by_transformers or method.reads not in OF_HEADS:
         return ""
-    if not name.endswith(DECODERS):
-        return f"{name} is an encoder, and only decoders get a head in this version"
-    if method.reads in (QUERIES, TAGGED):
-        what = "embeds no texts" if method.reads == QUERIES else "labels no tokens"
-        return f"transformers' class computes {config.family}, and {what} in this version"
+    if config.encoder:
+        return ""
+    if not name.endswith(DECODERS) and not config.pooling:
+        return f"{name} neither writes nor fills gaps, and gets no head in this version"
+    if method.reads == TAGGED:
+        return f"transformers' class computes {config.family}, and labels no tokens in this version"
     return ""
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import run_on_all_ranks
-from fsdp_trainer.checkpoint.formats.huggingface import SCORES, import_weights, read_parameters
+from fsdp_trainer.checkpoint.formats.huggingface import import_weights, read_parameters
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.checkpoint.frozen_weights import (
     Base,
     adapter_on_disk,
@@ -65,7 +66,7 @@ def fill(model: Decoder, source: WeightSource, drawn_dtype: str) -> dict[str, st
         buffers = dict.fromkeys(stored_buffers(model.whole), "float32")
         formats = {"default": drawn_dtype} | buffers
     else:
-        drawn = {name: p for name, p in model.named_parameters() if name in SCORES}
+        drawn = {name: p for name, p in model.named_parameters() if name in model.head_names}
         initialize_weights(model, source.seed, adapter_parameters(model) | drawn)
         formats = read_weights(model, source.folder)
     if source.adapter:
@@ -159,7 +160,9 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     """
     formats: dict[str, str] = {}
     config, stored = model.config, stored_config(source, model.config)
-    if stored.predicts and not config.predicts:
+    if config.by_transformers:
+        config = replace(stored, vocab_size=config.vocab_size)
+    elif stored.predicts and not config.predicts:
         tied = stored.tie_word_embeddings
         config = replace(config, labels=(), pooling="", tie_word_embeddings=tied)
 
@@ -170,12 +173,26 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     def read() -> None:
         if is_derived:
             formats.update(number_formats(config, source))
-            read_parameters(model, weights_on_disk(config, source))
+            read_parameters(model, under_own_names(model, weights_on_disk(config, source)))
         else:
             formats.update(with_default(import_weights(model, source)))
 
     run_on_all_ranks("read the weights", read)
     return formats
+
+
+def under_own_names(model: Decoder, tensors: dict[str, TensorOnDisk]) -> dict[str, TensorOnDisk]:
+    """Return tensors of the same model with another head, or with none, by their names in this one.
+
+    In transformers' classes the base has a name that a model without a head lacks.
+    """
+    base, names = model.config.names.base, {*model.named_weights()}
+
+    def own(name: str) -> str:
+        others = (name, name.removeprefix(base), base + name)
+        return next((other for other in others if other in names), name)
+
+    return {own(name): tensor for name, tensor in tensors.items()}
 
 
 def extra_state(*parts: Balance | LossScale | OuterStep | None) -> dict[str, Tensor]:

@@ -2,7 +2,15 @@
 
 import json
 
+import torch
+import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 WORDS = {"fruit": "apple pear plum", "grain": "rye oats rice", "root": "beet leek yam"}
 
@@ -65,6 +73,48 @@ def write_queries(folder):
     write_rows(folder / "lists.jsonl", lists)
     pairs = [{"sentence1": n, "sentence2": n[1:] + n, "score": i % 5} for i, n in enumerate(names)]
     write_rows(folder / "alike.jsonl", pairs)
+
+
+ENCODERS = {
+    "bert": {}, "modernbert": {
+        "global_attn_every_n_layers": 2, "local_attention": 8, "pad_token_id": 1,
+        "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2,
+    },
+    "distilbert": {}, "roberta": {"pad_token_id": 1}, "xlm-roberta": {"pad_token_id": 1},
+}  # fmt: skip
+"""Options of small encoders by model_type."""
+PAIRED = {"bert": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+"""How texts are paired, if not as RoBERTa does."""
+
+
+def make_encoder(folder, kind, head="MaskedLM"):
+    """Write an encoder, whose head others will replace, and a tokenizer of characters."""
+    specials = ["[CLS]", "[PAD]", "[SEP]", "[UNK]"]
+    if not ENCODERS[kind]:
+        specials[:2] = "[PAD]", "[CLS]"
+    characters = [*map(chr, range(33, 127))]
+    vocabulary = [*specials, *characters, *(f"##{one}" for one in characters)]
+    numbered = {token: i for i, token in enumerate(vocabulary)}
+    own = Tokenizer(WordPiece(numbered, unk_token="[UNK]"))
+    own.pre_tokenizer = WhitespaceSplit()
+    own.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair=PAIRED.get(kind, "[CLS] $A [SEP] [SEP] $B [SEP]"),
+        special_tokens=[(name, numbered[name]) for name in ("[CLS]", "[SEP]")],
+    )
+    names = dict(zip(("cls", "pad", "sep", "unk"), sorted(specials), strict=True))
+    described = {f"{name}_token": token for name, token in names.items()}
+    PreTrainedTokenizerFast(tokenizer_object=own, **described).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 98, "initializer_range": 0.2,
+    }  # fmt: skip
+    if kind == "distilbert":
+        sizes["hidden_dim"] = sizes.pop("intermediate_size")
+    config = CONFIG_MAPPING[kind](vocab_size=len(vocabulary), **sizes, **ENCODERS[kind])
+    torch.manual_seed(0)
+    auto = getattr(transformers, f"AutoModelFor{head}") if head else transformers.AutoModel
+    auto.from_config(config).save_pretrained(folder)
 
 
 STEP = [

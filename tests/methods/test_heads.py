@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from heads import STEP, WORDS, gradients
+from heads import ENCODERS, STEP, WORDS, gradients, make_encoder
 from peft import AutoPeftModelForFeatureExtraction, AutoPeftModelForSequenceClassification
 from transformers import (
     AutoModel,
@@ -173,6 +173,72 @@ def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
     loss.backward()
     run = run_of(ledger, kind, f"model.init_from={folder}")
     assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
+
+
+def encoder_words(ledger, kind):
+    """Words to begin with a small encoder."""
+    folder = ledger.data / kind
+    with ledger.once(f"data-{kind}") as is_done:
+        if not is_done():
+            make_encoder(folder, kind)
+    return [f"model.init_from={folder}", f"tokenizer.path={folder}"]
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_encoders_classify_by_their_own_heads(ledger, kind):
+    """A step over texts of different lengths, each computed alone and padded there."""
+    words = encoder_words(ledger, kind)
+    start = run_of(ledger, "classes", *words, "optim.lr=1e-9", "batch.micro_rows=8")
+    folder = start.folder / "hf"
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loss = loss_of_transformers(model, tokenizer, rows_of(ledger, "classes"))
+    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    loss.backward()
+    shared = ["batch.micro_rows=2", f"model.init_from={folder}", words[1]]
+    run = run_of(ledger, "classes", *shared, ranks=2)
+    assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_encoders_read_pairs_tag_and_embed(ledger):
+    """BERT's second text has a type of its own; a head begins on a model without one."""
+    words = encoder_words(ledger, "bert")
+    first = "optim.lr=1e-9"
+    runs = {kind: run_of(ledger, kind, *words, first) for kind in ("lists", "tags", "queries")}
+    folders = {kind: run.folder / "hf" for kind, run in runs.items()}
+    tokenizer = AutoTokenizer.from_pretrained(folders["lists"])
+    ranker = AutoModelForSequenceClassification.from_pretrained(folders["lists"]).eval()
+    losses = []
+    for row in rows_of(ledger, "lists"):
+        texts = [[row["query"]] * len(row["documents"]), row["documents"]]
+        pairs = tokenizer(*texts, padding=True, return_tensors="pt")
+        assert pairs["token_type_ids"].any()
+        wanted = torch.tensor(row["scores"]).float()
+        losses.append(textbook_ranking("listwise", ranker(**pairs).logits[:, 0], wanted))
+    expected = torch.stack(losses).mean().item()
+    assert runs["lists"].column("objective") == pytest.approx([expected], rel=1e-5)
+    tagger = AutoModelForTokenClassification.from_pretrained(folders["tags"]).eval()
+    total = count = 0
+    for row in rows_of(ledger, "tags"):
+        read = map(torch.tensor, words_of(row, tokenizer, tagger.config.label2id))
+        tokens, labels = (each[None] for each in read)
+        size = (labels != -100).sum()
+        total, count = total + size * tagger(tokens, labels=labels).loss, count + size
+    assert runs["tags"].column("objective") == pytest.approx([(total / count).item()], rel=1e-5)
+    model = AutoModel.from_pretrained(folders["queries"]).eval()
+    rows = rows_of(ledger, "queries")
+    vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
+    texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows))
+    loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
+    assert runs["queries"].column("objective") == pytest.approx([loss], rel=1e-5)
+    other = run_of(ledger, "queries", *words, first, "batch.micro_rows=4", ranks=2)
+    assert other.column("objective") == pytest.approx([loss], rel=1e-5)
+
+
+def same_of(rows):
+    """Equal numbers for equal texts."""
+    texts = [t for row in rows for t in (row["query"], *row["positive"], *row["negatives"])]
+    return torch.tensor([float(texts.index(text)) for text in texts])
 
 
 def embedded(model, tokenizer, rows, pooling):

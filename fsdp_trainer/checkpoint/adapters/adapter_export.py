@@ -17,7 +17,6 @@ from fsdp_trainer.checkpoint.adapters.expert_export import (
     trained_experts,
 )
 from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
-from fsdp_trainer.checkpoint.formats.huggingface import SCORES
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
@@ -48,8 +47,8 @@ from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 STACKED_MATRICES = {matrix for parts in STACKED_PARTS.values() for matrix in parts}
 NOT_COPIED = ("config.json", "generation_config.json")
-TASKS = ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS")
-"""PEFT's names for a model with none of SCORES, with the first, and with both."""
+CLASSIFIER = "classifier"
+"""An encoder's head."""
 
 
 @dataclass
@@ -181,7 +180,11 @@ def peft_files(
     metadata = {FUSED_RANKS: json.dumps(fused_ranks)} if fused_ranks else {}
     described = adapter_config(spec, ranks, of_experts, tensors, layout, base)
     files = PeftFiles(described, tensors, metadata)
-    return of_bare_model(files) if config.pooling else files
+    if config.pooling:
+        return of_bare_model(files)
+    if config.scores:
+        files.config["task_type"] = "TOKEN_CLS" if config.tags else "SEQ_CLS"
+    return files
 
 
 def of_bare_model(files: PeftFiles) -> PeftFiles:
@@ -317,10 +320,12 @@ def adapter_config(
     alpha = next((value for value in exact if math.isclose(value, alpha)), alpha)
     other_ranks = {name: own for name, (own, _) in ranks.items() if own != rank}
     other_alphas = {name: own for name, (_, own) in ranks.items() if own != alpha}
-    saved = sorted({n.rpartition(".")[0] for n in tensors if ".lora_" not in n})
+    saved = {n.rpartition(".")[0] for n in tensors if ".lora_" not in n}
+    # PEFT itself wraps a whole classifier, of one layer or more
+    saved = sorted({CLASSIFIER if n.startswith(f"{CLASSIFIER}.") else n for n in saved})
     return {
         "peft_type": "LORA",
-        "task_type": TASKS[sum(name in layout.parameters for name in SCORES)],
+        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(base),
         "inference_mode": True,
         "r": rank,

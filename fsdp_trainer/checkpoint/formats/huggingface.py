@@ -52,9 +52,6 @@ MAX_SHOWN_PROBLEMS = 40
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-SCORES = ("score.weight", "score.bias")
-"""The head of a model of scores. It is new in a run that begins with a language model."""
-
 # a folder for text and images holds its language model under another name, next to other parts
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
@@ -263,12 +260,12 @@ def check_tensors(
     vocab_size: that of the folder's config.json.
     """
     if model.config.by_transformers:
-        return check_places(model, stored, vocab_size, SCORES)
+        return check_places(model, stored, vocab_size, model.head_names)
     shapes = tensor_shapes(model, tensor_parts(model, vocab_size))
     missing = {
         name: f"is missing; the model has it with shape {list(shape)}"
         for name, shape in shapes.items()
-        if name not in stored and name not in SCORES
+        if name not in stored and name not in model.head_names
     }
     others = {
         name: _misfit(tensor, shapes.get(name))

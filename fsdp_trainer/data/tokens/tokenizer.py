@@ -289,6 +289,13 @@ class TextTokenizer:
         """True if the tokenizer, as published, ends each text with the token that pads."""
         return self._published.encode("a").ids[-1:] == [self.pad_id]
 
+    @property
+    def ends_first_of_two(self) -> int:
+        """The token before the second of two texts, if that one has a type of its own; else -1."""
+        encoded = self._cutting(None).encode("a", "a")
+        firsts = [i for i, kind in enumerate(encoded.type_ids) if kind]
+        return encoded.ids[firsts[0] - 1] if firsts else -1
+
     @cached_property
     def _published(self) -> Tokenizer:
         backend = self.as_published()

@@ -32,8 +32,6 @@ MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"
 """Words for adapter.also, in addition to names and patterns of modules."""
 GLOB = set("*?[")
 """Characters that make a name a pattern."""
-CLASSIFIER_HEAD = "score"
-"""The module of a classifier's head, which is new and so is trained beside adapters."""
 WIDTH = 90  # columns of a line of names in a message
 
 
@@ -52,7 +50,8 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     targets = chosen_layers(cfg.targets, model, problems)
     ranks = by_pattern("rank_pattern", cfg.rank_pattern, targets, config, problems)
     alphas = by_pattern("alpha_pattern", cfg.alpha_pattern, targets, config, problems)
-    head = [CLASSIFIER_HEAD] if config.scores else []  # as PEFT does for classifiers
+    # as PEFT does for classifiers
+    head = sorted({name.rpartition(".")[0] for name in model.head_names})
     also = fully_trained(dict.fromkeys([*cfg.also, *head]), model, targets, problems)
     shapes = {name: list(model.get_parameter(matrix_name(name)).shape) for name in targets}
     problems += too_high_ranks(cfg, ranks, shapes) + dora_on_experts(cfg, targets)

@@ -15,9 +15,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
@@ -57,6 +64,24 @@ class Described(NamedTuple):
     tied: bool
     counted: tuple[int, int]
     expert_blocks: tuple[int, ...]
+    positions: int
+
+
+def is_encoder(raw: Json) -> bool:
+    """Return True for a model whose tokens see all of a text, such as BERT.
+
+    They are those that transformers trains to fill gaps, and that do not write as well.
+    """
+    name = str((raw.get("architectures") or [""])[0])
+    writes = raw.get("is_decoder") or raw.get("is_encoder_decoder")
+    is_known = raw.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_known and not writes and not name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def bare_class(raw: Json) -> str:
+    """Return the name of transformers' class without a head."""
+    named: Any = MODEL_MAPPING_NAMES.get(str(raw.get("model_type")), "")
+    return named if isinstance(named, str) else named[0]
 
 
 def config_object(raw: Json, folder: str) -> Any:
@@ -156,23 +181,39 @@ def first_number(text: Any, names: Sequence[str]) -> int:
 def build_hf_model(config: ModelConfig) -> PreTrainedModel:
     """Return transformers' model in float32.
 
-    Its parameters are on the meta device, its buffers on the CPU. Raises UserError if transformers
-    has no causal language model for it.
+    Its parameters are on the meta device, its buffers on the CPU. A model that embeds texts has no
+    head, and an encoder that of its labels. Raises UserError if transformers has no such class.
     """
     hf_config = config_object(config.source, config.folder)
     text = hf_config.get_text_config(decoder=True)
     text.update({"vocab_size": config.vocab_size or text.vocab_size})
     try:
         with quiet_transformers(), torch.device("cpu"), parameters_on_meta():
-            auto = AutoModelForImageTextToText if has_tower(config.source) else AutoModelForCausalLM
-            return auto.from_config(
+            if config.scores:
+                hf_config.num_labels = config.scores
+            hf = auto_class(config).from_config(
                 hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
             )
+            if config.pooling and getattr(hf, "pooler", None) is not None:
+                hf.pooler = None  # no text is embedded by it
+            return hf
     except Exception as error:  # any, from what transformers' class makes of the values
         lines = str(error).strip().splitlines() or [type(error).__name__]
         problem = Problem(f"model_type={config.family}", lines[0][:300])
-        title = "transformers cannot build a causal language model from this configuration"
+        kind = "model with this head" if config.encoder else "causal language model"
+        title = f"transformers cannot build a {kind} from this configuration"
         raise UserError(title, [problem]) from None
+
+
+def auto_class(config: ModelConfig) -> Any:
+    """Return transformers' class that builds a model."""
+    if config.encoder and config.scores:
+        return (
+            AutoModelForTokenClassification if config.tags else AutoModelForSequenceClassification
+        )
+    if config.encoder or config.pooling:
+        return AutoModel
+    return AutoModelForImageTextToText if has_tower(config.source) else AutoModelForCausalLM
 
 
 @contextmanager
@@ -221,6 +262,8 @@ class LargeOnMeta(TorchFunctionMode):
 def describe(hf: PreTrainedModel) -> Described:
     """Return names of weights, whether the head is the embedding, and numbers of weights."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    if head is None and is_encoder(hf.config.to_dict()):
+        return describe_encoder(hf)
     if head is None:
         problem = Problem(type(hf).__name__, "has no head that makes logits")
         raise UserError("the model writes no text", [problem])
@@ -230,6 +273,7 @@ def describe(hf: PreTrainedModel) -> Described:
         head=f"{named[id(head)]}.weight",
         head_bias="" if head.bias is None else f"{named[id(head)]}.bias",
         blocks=block_list(hf)[0] + ".",
+        base="" if hf.base_model is hf else f"{hf.base_model_prefix}.",
     )
     mark_experts(hf)
     of_text = language_model(hf) | {head}
@@ -242,7 +286,25 @@ def describe(hf: PreTrainedModel) -> Described:
     used = sum(round(p.numel() * shares[id(p)]) for p in hf.parameters())
     watched = tuple(routers(hf, block_list(hf)[1]))
     width, tied = head.weight.shape[1], head.weight is embedding.weight
-    return Described(names, width, tied, (numbers, used), watched)
+    return Described(names, width, tied, (numbers, used), watched, 0)
+
+
+def describe_encoder(hf: PreTrainedModel) -> Described:
+    """Return what an encoder without a head says about itself."""
+    named = {id(module): name for name, module in hf.named_modules()}
+    names = WeightNames(
+        embedding=f"{named[id(hf.get_input_embeddings())]}.weight",
+        head="",
+        blocks=block_list(hf)[0] + ".",
+        base=f"{hf.base_model_prefix}.",
+    )
+    numbers = sum(p.numel() for p in hf.parameters())
+    sizes = sizes_of(hf.config)
+    tables = [module for name, module in hf.named_modules() if name.endswith("position_embeddings")]
+    # RoBERTa's first positions are those of padding
+    unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None)]
+    positions = sizes["max_position_embeddings"] - max(unused, default=0)
+    return Described(names, sizes["hidden_size"], False, (numbers, numbers), (), positions)
 
 
 def mark_experts(hf: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, ImageInputs
-from fsdp_trainer.models.head import Head, ScoreHead
+from fsdp_trainer.models.head import Head, ScoreHead, StatesHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
 from fsdp_trainer.models.hf.document_layers import DocumentRows, keep_apart
 from fsdp_trainer.models.hf.further_blocks import is_further
@@ -63,17 +63,15 @@ class TransformersDecoder(Decoder):
         """Names of the matrices that a folder holds transposed."""
         self.computed_buffers = dict(computed_buffers(hf))
         """Buffers that no file holds, such as the frequencies of rotations, by name."""
-        before = hf.get_output_embeddings()
-        head = new_head(config, before)
-        replace_module(hf, before, None if config.scores else head)
+        head = self.own_head(hf)
         for name, child in hf.named_children():
             self.add_module(name, child)
-        if config.scores:
+        if isinstance(head, ScoreHead):
             require_classifier(config)
             self.add_module("score", head)
         self.__dict__["lm_head"] = head
         self.__dict__["own_blocks"] = block_list(hf)[1]
-        tower = ImageTower(hf) if config.reads_images and not config.scores else None
+        tower = ImageTower(hf) if config.reads_images and config.predicts else None
         self.__dict__["tower"] = tower
         self.document_rows = DocumentRows()
         self.keep_apart(config.document_layers)
@@ -84,6 +82,15 @@ class TransformersDecoder(Decoder):
         self.takes_positions = "position_ids" in arguments
         self.cache_name = next((name for name in CACHES if name in arguments), CACHES[0])
         self.plain_attention = hf.config.get_text_config(decoder=True)._attn_implementation
+
+    def own_head(self, hf: PreTrainedModel) -> Head:
+        """Return the head in place of transformers' output layer."""
+        if self.config.pooling:
+            return StatesHead(self.config)
+        before = hf.get_output_embeddings()
+        head = new_head(self.config, before)
+        replace_module(hf, before, None if self.config.scores else head)
+        return head
 
     @property
     def base(self) -> Any:
@@ -266,7 +273,7 @@ class TransformersDecoder(Decoder):
 
     def repeats_head(self, name: str) -> bool:
         """Return True for a stored head that is the embedding, or in whose place a score is."""
-        is_tied = self.config.tie_word_embeddings or self.config.scores > 0
+        is_tied = self.config.tie_word_embeddings or not self.config.predicts
         return is_tied and name.endswith(self.config.names.head)
 
     def unread(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -354,10 +361,11 @@ def new_head(config: ModelConfig, before: Any) -> Head:
 
 
 def require_classifier(config: ModelConfig) -> None:
-    """Raise UserError if transformers has no class for a reward model of this architecture."""
+    """Raise UserError if transformers has no class for a model of scores of this architecture."""
     if not hasattr(transformers, config.architecture):
-        reason = f"transformers has no {config.architecture}, which would read the reward model"
-        raise UserError("there is no such reward model", [Problem("objective=reward", reason)])
+        reason = f"transformers has no {config.architecture}, which would read the model"
+        problem = Problem(f"model_type={config.family}", reason)
+        raise UserError("there is no such model of scores", [problem])
 
 
 def replace_module(root: nn.Module, before: nn.Module, after: nn.Module | None) -> None:

@@ -1,13 +1,30 @@
 """The architecture of a folder whose model transformers' own class computes."""
 
 import json
+import math
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
-from fsdp_trainer.models.config import COMPUTED_BY, Json, ModelConfig, is_classifier, stored_labels
-from fsdp_trainer.models.hf.hf_config import build_hf_model, config_object, describe, sizes_of
+from fsdp_trainer.models.config import (
+    COMPUTED_BY,
+    POOLING,
+    Json,
+    ModelConfig,
+    is_classifier,
+    is_embedding,
+    stored_labels,
+    stored_pooling,
+)
+from fsdp_trainer.models.hf.hf_config import (
+    bare_class,
+    build_hf_model,
+    config_object,
+    describe,
+    is_encoder,
+    sizes_of,
+)
 from fsdp_trainer.models.hf.probe import probe
 
 
@@ -23,7 +40,11 @@ def read_hf_config(folder: Path, raw: Json) -> ModelConfig:
 @lru_cache(maxsize=64)
 def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
     raw = json.loads(text)
+    encoder = is_encoder(raw)
+    if encoder and not raw.get("architectures"):
+        raw["architectures"] = [bare_class(raw)]
     config = ModelConfig(
+        encoder=encoder,
         family=str(raw.get("model_type")),
         by_transformers=True,
         source=raw,
@@ -39,6 +60,9 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
         counted=described.counted,
         expert_blocks=described.expert_blocks,
     )
+    if encoder:
+        config = replace(config, max_position_embeddings=described.positions, mixing=math.inf)
+        return with_own_head(config, Path(folder), "mean")
     found = probe(config)
     config = replace(
         config,
@@ -47,4 +71,15 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
         logit_factor=found.logit_factor,
         document_layers=found.document_layers,
     )
-    return config.with_labels(*stored_labels(raw)) if is_classifier(raw) else config
+    return with_own_head(config, Path(folder), "last")
+
+
+def with_own_head(config: ModelConfig, folder: Path, pooling: str) -> ModelConfig:
+    """Return an architecture with the head that the folder's weights have.
+
+    pooling: of an embedding model that names no other.
+    """
+    if is_embedding(config.source) and (not config.encoder or (folder / POOLING).is_file()):
+        return config.with_pooling(stored_pooling(folder, pooling))
+    is_whole = is_classifier(config.source)
+    return config.with_labels(*stored_labels(config.source)) if is_whole else config

@@ -16,9 +16,11 @@ from fsdp_trainer.checkpoint.frozen_weights import (
 )
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.models.config import AUTO
+from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.new_model import meta_decoder
+
+WRONG_HEAD = "the model has another head"
 
 
 def load_model(
@@ -37,19 +39,45 @@ def load_model(
     implementation: as model.implementation. Raises UserError, also if `scores` does not fit the
     model, and RunFailed.
     """
+    config = whole_config(path, implementation)
+    if not (config.scores == 1 if scores else config.predicts):
+        kind = "a language model"
+        use = "one trained with  objective=reward" if scores else "the model that it began with"
+        if not config.predicts:
+            kind = "a model of scores or embeddings, which writes no text"
+            use = f"{use}, or  fsdp-trainer chat {path}  , which answers {endpoint_of(config)}"
+        raise UserError(WRONG_HEAD, [Problem(str(path), f"is {kind}.\nUse  {use}")])
+    return read_model(path, device, dtype, merge_into, implementation=implementation)
+
+
+def load_reader(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    implementation: str = AUTO,
+) -> Decoder:
+    """Return a model whose head gives texts numbers, as `load_model` does. Raises UserError."""
+    if whole_config(path, implementation).predicts:
+        reason = "is a language model.\nUse  one trained with  objective=embed, rerank or classify"
+        raise UserError(WRONG_HEAD, [Problem(str(path), reason)])
+    return read_model(path, device, dtype, implementation=implementation)
+
+
+def whole_config(path: str | Path, implementation: str) -> ModelConfig:
+    """Return the architecture of a folder, a run or a checkpoint. Raises UserError for damage."""
     checkpoint = find_checkpoint(path)
     if checkpoint:
         require_undamaged(checkpoint)
-    config = model_config(Path(path).expanduser(), implementation)
-    if not (config.scores == 1 if scores else config.predicts):
-        kind = "a language model"
-        if not config.predicts:
-            kind = "a model of scores or embeddings, which writes no text"
-        use = "one trained with  objective=reward" if scores else "the model that it began with"
-        raise UserError(
-            "the model has another head", [Problem(str(path), f"is {kind}.\nUse  {use}")]
-        )
-    return read_model(path, device, dtype, merge_into, implementation=implementation)
+    return model_config(Path(path).expanduser(), implementation)
+
+
+def endpoint_of(config: ModelConfig) -> str:
+    """Return the address at which the server of `chat` answers by this head."""
+    if config.predicts:
+        return "/v1/chat/completions"
+    if config.pooling:
+        return "/v1/embeddings"
+    return "/v1/rerank" if config.scores == 1 and not config.problem else "/v1/classify"
 
 
 def read_model(

@@ -14,6 +14,8 @@ MODULES = {
     "2_Normalize": "sentence_transformers.models.Normalize",
 }
 """The modules that embed a text, one after the other, by the folder of each."""
+SETTINGS = "config_sentence_transformers.json"
+"""The file with the prompts."""
 
 
 def write_sentence_files(folder: Path, config: ModelConfig, prompts: dict[str, str]) -> None:
@@ -32,4 +34,4 @@ def write_sentence_files(folder: Path, config: ModelConfig, prompts: dict[str, s
     write_json(folder / "2_Normalize" / "config.json", {})
     named = {"query": "", "document": ""} | prompts
     settings = {"prompts": named, "default_prompt_name": None, "similarity_fn_name": "cosine"}
-    write_json(folder / "config_sentence_transformers.json", settings)
+    write_json(folder / SETTINGS, settings)

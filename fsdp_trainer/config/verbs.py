@@ -607,8 +607,9 @@ class QuickstartConfig:
     task: str = key(
         "words",
         "`words`: spells words backwards; `sums`: adds badly, then learns from rewards; `shapes`:"
-        " names drawn shapes and their colours; `tools`: learns from rewards to call a calculator",
-        choices=("words", "sums", "shapes", "tools"),
+        " names drawn shapes and their colours; `tools`: learns from rewards to call a calculator;"
+        " `search`: learns embeddings that find the answers to questions",
+        choices=("words", "sums", "shapes", "tools", "search"),
     )
     steps: int | None = key(None, "optimizer steps; null: the recipe's", minimum=1)
     root: str = key("runs", "folder that holds the run")

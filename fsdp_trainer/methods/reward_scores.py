@@ -1,26 +1,22 @@
 """Scoring of texts by a reward model, which is an export or a run with objective=reward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.data.order.packing import best_fit
-from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.methods.text_reader import numbers_of_texts
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.rewards.model import ROW_TOKENS, ModelReward
+from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.reward import Reward
-from fsdp_trainer.training.batches import Assembler
 
 
 @dataclass(frozen=True)
@@ -68,28 +64,12 @@ class RewardModel:
         """
         return self.scores_of_tokens([self.tokenizer.encode(text) for text in texts])
 
-    @torch.no_grad()
     def scores_of_tokens(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the score of each text, given as one token or more.
 
         Raises RunFailed for a text longer than the model's context.
         """
-        longest = max(map(len, texts), default=0)
-        if longest > self.longest:
-            raise RunFailed(
-                f"a text of {longest:,} tokens is longer than a reward model reads:"
-                f" {self.longest:,}"
-            )
-        scores = torch.zeros(len(texts))
-        for numbers, rows in packed_rows(texts):
-            length = rows.tokens.shape[1]
-            assembler = Assembler(
-                length, 1, 1, 0, 1, self.device, number_documents=True, pooling="last"
-            )
-            batch = assembler.assemble(rows)
-            by_text = self.model(batch).scores.numbers[: len(numbers), 0]
-            scores[numbers] = by_text.float().cpu()
-        return scores.tolist()
+        return numbers_of_texts(self.model, texts, self.device)[:, 0].tolist()
 
 
 def open_reward_model(
@@ -113,22 +93,3 @@ def open_models(rewards: Sequence[Reward], device: torch.device) -> list[Reward]
 def _opened(reward: ModelReward, device: torch.device) -> ModelReward:
     source = fetch(str(reward.source), key="objective.rewards: model: source")
     return replace(reward, scorer=open_reward_model(source, device, getattr(torch, reward.dtype)))
-
-
-def packed_rows(texts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Rows]]:
-    """Pack texts into rows; yield for each row the indices of its texts, and the row."""
-    if not texts:
-        return
-    lengths = np.array([len(text) for text in texts])
-    width = max(int(lengths.max()), min(ROW_TOKENS, int(lengths.sum())))
-    packing = best_fit(lengths, width)
-    for numbers in np.split(packing.documents, packing.offsets[1:-1]):
-        rows, at = Rows.empty(1, width), 0
-        rows.documents = [lengths[numbers].tolist()]
-        rows.group_starts = [[True] * len(numbers)]
-        for number in numbers:
-            end = at + len(texts[number])
-            rows.tokens[0, at:end] = texts[number]
-            rows.positions[0, at:end] = np.arange(end - at)
-            at = end
-        yield numbers.tolist(), rows

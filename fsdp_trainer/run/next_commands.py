@@ -8,6 +8,7 @@ from fsdp_trainer.base.process import OWN_ENDING
 from fsdp_trainer.checkpoint.origin import read_origin
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.records.labelled_texts import LABELLED, QUERIES, RANKED
 
 EXPORTS = {
     "hf": "a Hugging Face folder",
@@ -34,6 +35,8 @@ def next_commands(run: Path, objective: ObjectiveChoice, data: Data, adapted: bo
         text = data.format == "text"
         commands.append(f"generate {source} prompt=Hello{' raw=true' if text else ''}")
         commands += [] if text else [f"chat {source}"]
+    if objective.method.reads in (LABELLED, QUERIES, RANKED):
+        commands.append(f"chat {source}")
     commands.append(f"report {source}")
     if not there:
         name, form = ("adapter", " form=adapter") if adapted else ("hf", "")

@@ -180,7 +180,7 @@ class ChatServer:
         self.engine, self.token = Engine(Speaker.load(folder), rows=4), token
         self.socket = listen(ChatConfig(port=0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        app = make_app(Served("model", self.engine, DEFAULTS, token, 0))
+        app = make_app(Served("model", token, 0, "", self.engine, DEFAULTS))
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
         self.engine.start()

@@ -1,6 +1,7 @@
 """Heads that give texts numbers: losses are transformers' on any ranks, and so are exports."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -12,9 +13,15 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
+from starlette.testclient import TestClient
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from fsdp_trainer.apps.chat.app import make_app
+from fsdp_trainer.apps.chat.readings import ServedReader
+from fsdp_trainer.cli import main
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
+from fsdp_trainer.methods.text_reader import TextReader
 
 OBJECTIVES = {
     "queries": "embed", "alike": "embed", "lists": "rerank", "tags": "tag", "steps": "tag",
@@ -444,3 +451,82 @@ def test_peft_and_sentence_transformers_read_what_embeds_texts(ledger):
     files = json.loads((run.folder / "hf/modules.json").read_text())
     assert [file["path"] for file in files] == ["", "1_Pooling", "2_Normalize"]
     assert not (run.folder / "hf/chat_template.jinja").exists()
+
+
+def served(folder):
+    """A client of the server of a model, which is in this process."""
+    return TestClient(
+        make_app(ServedReader("model", None, 0, "", TextReader.load(folder))),
+        base_url="http://127.0.0.1",
+    )
+
+
+def test_the_server_gives_the_numbers_of_transformers(ledger):
+    openai = pytest.importorskip("openai")
+    run = run_of(ledger, "queries", *MEAN.split(), "optim.lr=1e-9")
+    model = AutoModel.from_pretrained(run.folder / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "hf")
+    rows = rows_of(ledger, "queries")
+    vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
+    queries = [row["query"] for row in rows]
+    client = served(run.folder)
+    api = openai.OpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=client)
+    for form in ({}, {"encoding_format": "float"}):  # without one, the client asks for base64
+        answer = api.embeddings.create(model="model", input=queries, dimensions=8, **form)
+        given = torch.tensor([each.embedding for each in answer.data])
+        first = torch.nn.functional.normalize(vectors[kinds == 0][:, :8], dim=1)
+        assert torch.allclose(given, first.float(), atol=1e-5)
+    assert answer.usage.prompt_tokens == sum(len(tokenizer(text)["input_ids"]) for text in queries)
+    body = {"query": queries[0], "documents": [queries[1], {"text": queries[0]}], "top_n": 1}
+    (best,) = client.post("/v1/rerank", json=body).json()["results"]
+    assert best["document"] == {"text": queries[0]}
+    assert best["relevance_score"] == pytest.approx(1)
+
+    folder = run_of(ledger, "lists", "objective.ranking=pairwise").folder / "hf"
+    ranker = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    row = rows_of(ledger, "lists")[1]
+    body = {"query": row["query"], "documents": row["documents"], "return_documents": False}
+    results = served(folder).post("/v1/rerank", json=body).json()["results"]
+    pairs = [tokenizer(row["query"], text, return_tensors="pt") for text in row["documents"]]
+    logits = [ranker(pair["input_ids"]).logits[0, 0].item() for pair in pairs]
+    assert [each["index"] for each in results] == sorted(
+        range(len(pairs)), key=lambda i: -logits[i]
+    )
+    for each in results:
+        score = 1 / (1 + math.exp(-logits[each["index"]]))
+        assert each["relevance_score"] == pytest.approx(score, abs=1e-6)
+
+    for kind in KINDS:
+        folder = run_of(ledger, kind, "optim.lr=1e-9").folder / "hf"
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        texts = [row["text"] for row in rows_of(ledger, kind)[:5]]
+        data = served(folder).post("/v1/classify", json={"input": texts}).json()["data"]
+        for text, each in zip(texts, data, strict=True):
+            logits = model(tokenizer(text, return_tensors="pt")["input_ids"]).logits[0]
+            wanted = {"classes": logits.softmax(0), "several": logits.sigmoid(), "numbers": logits}
+            assert each["probs"] == pytest.approx(wanted[kind].tolist(), abs=1e-5)
+            assert each["label"] == model.config.id2label[logits.argmax().item()]
+
+
+def test_requests_that_a_model_of_numbers_cannot_answer_get_a_message(ledger, capsys):
+    folder = run_of(ledger, "queries", *MEAN.split(), "optim.lr=1e-9").folder
+    client = served(folder)
+    context = 10**6
+    for path, body, message in [
+        ("/v1/chat/completions", {"messages": []}, "it answers /v1/embeddings, /v1/rerank"),
+        ("/v1/classify", {"input": "x"}, "it answers /v1/embeddings, /v1/rerank"),
+        ("/v1/embeddings", {"input": ""}, "none empty"),
+        ("/v1/embeddings", {"input": ["x"] * 2049}, "at most 2,048"),
+        ("/v1/embeddings", {"input": "x" * context}, "'truncate_prompt_tokens': -1"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 10**4}, "'dimensions' should be"),
+        ("/v1/embeddings", {"input": "x", "prompt_name": "q"}, "query, document"),
+        ("/v1/embeddings", {"input": "x", "top_k": 3}, "there is no setting 'top_k'"),
+        ("/v1/rerank", {"query": "x", "documents": []}, "'documents' should be a list"),
+    ]:
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+    body = {"input": "x" * 1000, "truncate_prompt_tokens": 5}
+    assert client.post("/v1/embeddings", json=body).json()["usage"]["total_tokens"] == 5
+    assert main(["generate", str(folder), "prompt=x"]) == 2
+    assert f"chat {folder}  , which answers /v1/embeddings" in capsys.readouterr().err

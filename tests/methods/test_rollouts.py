@@ -15,7 +15,7 @@ from small_decoder import small_decoder
 from stored import checkpoint
 from world import read_lines
 
-from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_tools
+from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_search, quickstart_tools
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.files.sources import Record
@@ -342,7 +342,8 @@ def quickstart(world, tmp_path, monkeypatch, capsys):
         return world.command("train", *words)[0].code
 
     monkeypatch.setattr(quickstart_rl, "start_ranks", start_ranks)
-    monkeypatch.setattr(quickstart_tools, "ROWS", 60)
+    for task in (quickstart_tools, quickstart_search):
+        monkeypatch.setattr(task, "ROWS", 60)
     return say
 
 
@@ -357,6 +358,17 @@ def test_the_quickstart_of_tools_trains_twice_and_asks_the_exported_model(quicks
     assert "asked of the exported folder" in said
     rows = read_lines(tmp_path / "tools-data" / "chats.jsonl")
     assert any("tool_calls" in turn for row in rows for turn in row["messages"])
+
+
+def test_the_quickstart_of_search_asks_the_exported_model_for_held_out_answers(
+    quickstart, tmp_path
+):
+    said = quickstart("task=search", "steps=2", "questions=4")
+    assert "before training: " in said
+    assert "of 4, by the exported folder, e.g. '" in said
+    pairs = {tuple(row.values()) for row in read_lines(tmp_path / "search-data/questions.jsonl")}
+    assert len(pairs) == 60
+    assert not pairs & {quickstart_search.pair(60 + i) for i in range(4)}
 
 
 @pytest.mark.slow

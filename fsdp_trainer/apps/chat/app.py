@@ -4,10 +4,10 @@ import asyncio
 import json
 import secrets
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -40,26 +40,102 @@ MAX_REQUEST_BYTES = 16 << 20
 ReadRequest = Callable[[Any, ChatDefaults], ChatRequest | TextRequest]
 
 
-@dataclass(frozen=True)
-class Served:
-    """The model that the application serves.
+Answer = Callable[[Request], Awaitable[Response]]
+POSTED = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v2/rerank"),
+    *("/rerank", "/v1/classify", "/classify"),
+)
+"""The addresses at which a model of some kind answers."""
 
-    path: another name of it. token: required of requests; None: no token is. encoder: the thread
-    that renders and encodes prompts, so that all connections are served meanwhile.
+
+@dataclass(frozen=True)
+class AnsweringModel:
+    """A model that the application serves, of any kind.
+
+    path: another name of it. token: required of requests; None: no token is.
     """
 
     name: str
-    engine: Engine
-    defaults: ChatDefaults
     token: str | None
     created: int
-    path: str = ""
+    path: str
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """What answers at each address that this model has."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """What the model is, for messages."""
+        raise NotImplementedError
+
+    def page(self) -> Response:
+        """Return what a browser shows."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start what computes answers."""
+
+    def close(self) -> None:
+        """End all answers. Any thread may call it, also from a signal handler."""
+
+    def join(self) -> None:
+        """Wait for what computes answers, after `close`."""
+
+    @property
+    def offer(self) -> str:
+        """The addresses at which this model answers."""
+        return ", ".join(path for path in self.answers if path.startswith("/v1"))
+
+    async def refuse(self, request: Request) -> Response:
+        """Return the answer at an address of models of another kind."""
+        return error_response(400, f"{self.name} is {self.kind}: it answers {self.offer}")
+
+
+@dataclass(frozen=True)
+class Served(AnsweringModel):
+    """A model that writes text.
+
+    encoder: the thread that renders and encodes prompts, so that all connections are served
+    meanwhile.
+    """
+
+    engine: Engine
+    defaults: ChatDefaults
     encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
 
     @cached_property
     def prompts(self) -> PromptEncoder:
         """Encodes prompts."""
         return PromptEncoder(self.engine.speaker)
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """What answers at each address: the next turn, or more text."""
+        readers: dict[str, ReadRequest] = {
+            "/v1/chat/completions": read_request,
+            "/v1/completions": read_text_request,
+        }
+        return {path: partial(complete, served=self, read=read) for path, read in readers.items()}
+
+    @property
+    def kind(self) -> str:
+        """What the model is, for messages."""
+        return "a language model, which writes text"
+
+    def page(self) -> Response:
+        """Return the page to chat on."""
+        return page_response(self)
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def join(self) -> None:
+        self.engine.join()
 
 
 class AccessGuard:
@@ -106,13 +182,13 @@ def host_of(url: str) -> str | None:
         return None
 
 
-def make_app(served: Served) -> Starlette:
+def make_app(served: AnsweringModel) -> Starlette:
     """Return the application with its routes and the access guard."""
     about = {"id": served.name, "object": "model", "created": served.created}
     about |= {"owned_by": "fsdp_trainer"}
 
     async def page(request: Request) -> Response:
-        return page_response(served)
+        return served.page()
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -127,20 +203,14 @@ def make_app(served: Served) -> Starlette:
             return error_response(error.status, error.message, error.param, error.code)
         return JSONResponse(about)
 
-    async def chat_completions(request: Request) -> Response:
-        return await complete(request, served, read_request)
-
-    async def completions(request: Request) -> Response:
-        return await complete(request, served, read_text_request)
-
+    answers = served.answers
     routes = [
         Route("/", page),
         Route("/health", health),
         Route("/v1/models", models),
         Route("/v1/models/", models),
         Route("/v1/models/{id:path}", model),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
+        *(Route(path, answers.get(path, served.refuse), methods=["POST"]) for path in POSTED),
     ]
     return Starlette(
         routes=routes,
@@ -213,7 +283,7 @@ async def complete(request: Request, served: Served, read: ReadRequest) -> Respo
     return await answers.at_once()
 
 
-def require_model(name: str | None, served: Served) -> None:
+def require_model(name: str | None, served: AnsweringModel) -> None:
     """Raise BadRequest if a request names another model.
 
     The beginning of the name is enough, as is the path that the command named.

@@ -291,7 +291,7 @@ def is_token(value: Any, vocabulary: int) -> bool:
     return type(value) is int and 0 <= value < vocabulary
 
 
-def read_prompts(value: Any, vocabulary: int) -> list[str] | list[list[int]]:
+def read_prompts(value: Any, vocabulary: int, key: str = "prompt") -> list[str] | list[list[int]]:
     """Return the prompts of a request: texts, or the tokens of each. Raises BadRequest."""
     prompts = value if isinstance(value, list) else [value]
     if prompts and type(prompts[0]) is int:
@@ -299,14 +299,12 @@ def read_prompts(value: Any, vocabulary: int) -> list[str] | list[list[int]]:
     are_texts = all(isinstance(one, str) and one for one in prompts)
     are_tokens = all(is_text_of_tokens(one, vocabulary) for one in prompts)
     if not prompts or not (are_texts or are_tokens):
-        reason = "'prompt' should be a text, its token ids, or a list of either, and none empty"
-        raise BadRequest(reason, "prompt")
+        reason = f"{key!r} should be a text, its token ids, or a list of either, and none empty"
+        raise BadRequest(reason, key)
     if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(
-            f"'prompt' has {len(prompts):,} prompts: at most {MAX_PROMPTS:,}", "prompt"
-        )
+        raise BadRequest(f"{key!r} has {len(prompts):,} of them: at most {MAX_PROMPTS:,}", key)
     for one in prompts if are_texts else []:
-        require_characters(one, "prompt")
+        require_characters(one, key)
     return prompts
 
 

@@ -66,18 +66,26 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     import torch
     import uvicorn
 
-    from fsdp_trainer.apps.chat.app import Served, make_app
+    from fsdp_trainer.apps.chat.app import AnsweringModel, Served, make_app
     from fsdp_trainer.apps.chat.engine import Engine
+    from fsdp_trainer.apps.chat.readings import ServedReader
     from fsdp_trainer.apps.generate import Speaker, device_of
+    from fsdp_trainer.checkpoint.frozen_weights import model_config
+    from fsdp_trainer.methods.text_reader import TextReader
 
     source = Path(str(cfg.source))
-    dtype = getattr(torch, cfg.dtype)
-    speaker = Speaker.load(source, device_of(cfg.device), dtype, cfg.implementation)
-    engine = Engine(speaker, cfg.rows)
-    vocabulary = speaker.model.config.vocab_size
-    defaults = ChatDefaults(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.rows, vocabulary)
-    name, path = source.resolve().name, str(cfg.source)
-    app = make_app(Served(name, engine, defaults, cfg.token, int(time.time()), path))
+    loading = source, device_of(cfg.device), getattr(torch, cfg.dtype), cfg.implementation
+    name = source.resolve().name
+    about = name, cfg.token, int(time.time()), str(cfg.source)
+    served: AnsweringModel
+    if model_config(source.expanduser(), cfg.implementation).predicts:
+        engine = Engine(Speaker.load(*loading), cfg.rows)
+        vocabulary = engine.speaker.model.config.vocab_size
+        defaults = ChatDefaults(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.rows, vocabulary)
+        served = Served(*about, engine, defaults)
+    else:
+        served = ServedReader(*about, TextReader.load(*loading))
+    app = make_app(served)
     settings = uvicorn.Config(
         app,
         log_level="warning",
@@ -89,20 +97,20 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
         """A server that ends all answers at a signal, before it waits for their connections."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            engine.close()
+            served.close()
             super().handle_exit(sig, frame)
 
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     key = "?token=…" if cfg.token else ""
-    print(f"{name} answers at  http://{shown}:{port}/{key}  (OpenAI's interface: /v1)", flush=True)
+    print(f"{name} answers at  http://{shown}:{port}/{key}  ({served.offer})", flush=True)
     print("Ctrl-C ends it", flush=True)
-    engine.start()
+    served.start()
     try:
         with suppress(KeyboardInterrupt):  # uvicorn raises it again once everything is closed
             Server(settings).run(sockets=[listening])
     finally:
-        engine.close()
-        engine.join()
+        served.close()
+        served.join()
     print("ended", flush=True)
     return 0

@@ -1,12 +1,14 @@
 """The verb `quickstart`: train a small model from scratch in a minute or two and test it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.apps.quickstart.quickstart_rl import quickstart_rl
+from fsdp_trainer.apps.quickstart.quickstart_search import quickstart_search
 from fsdp_trainer.apps.quickstart.quickstart_shapes import quickstart_shapes
 from fsdp_trainer.apps.quickstart.quickstart_tools import quickstart_tools
 from fsdp_trainer.base.process import OWN_ENDING
@@ -19,6 +21,13 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.resolve import resolve_model
 
+OTHERS: dict[str, Callable[[QuickstartConfig], int]] = {
+    "sums": quickstart_rl,
+    "shapes": quickstart_shapes,
+    "tools": quickstart_tools,
+    "search": quickstart_search,
+}
+"""The tasks besides `words`."""
 NEXT = """
 Where the files are
   {run}/metrics.jsonl, events.jsonl, config.yaml     what happened, step by step
@@ -37,12 +46,8 @@ data.validation=null batch.seq_len=2048
 def quickstart(cfg: QuickstartConfig) -> int:
     """Ask the model held-out questions before training and the exported model after it."""
     os.environ[OWN_ENDING] = "1"
-    if cfg.task == "sums":
-        return quickstart_rl(cfg)
-    if cfg.task == "shapes":
-        return quickstart_shapes(cfg)
-    if cfg.task == "tools":
-        return quickstart_tools(cfg)
+    if cfg.task in OTHERS:
+        return OTHERS[cfg.task](cfg)
     overrides = ["+recipe=quickstart", f"run.root={cfg.root}"]
     if cfg.steps:
         overrides.append(f"train.steps={cfg.steps}")

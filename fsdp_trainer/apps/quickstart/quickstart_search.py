@@ -1,0 +1,109 @@
+"""The verb `quickstart` with task=search: a model learns to find the answers to questions."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fsdp_trainer.apps.quickstart.quickstart_rl import start
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.verbs import QuickstartConfig
+from fsdp_trainer.data.prepared_data import build_tokenizer
+from fsdp_trainer.methods.text_reader import TextReader
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.resolve import resolve_model
+
+NAMES = (
+    "Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gina", "Hugo", "Iris", "Jon", "Kim", "Leo", "Mia",
+    "Nils", "Olga", "Paul", "Rosa", "Sam", "Tess", "Vera",
+)  # fmt: skip
+THINGS = (
+    "apples", "books", "cards", "coins", "eggs", "hats", "keys", "lamps", "maps", "nuts", "pens",
+    "plums", "rings", "shells", "stamps", "toys",
+)  # fmt: skip
+CHANGES = {"buys": 1, "finds": 1, "gets": 1, "loses": -1, "sells": -1, "gives away": -1}
+"""Words for what happens to the things, and whether they become more or fewer."""
+ROWS, HELD_OUT = 4000, 1000
+TRAINING = (
+    "run.name=search", "objective=embed", "objective.pooling=mean", "model=tiny",
+    "model.num_hidden_layers=2", "tokenizer.path=demo:bytes", "precision=fp32",
+    "batch.seq_len=1024", "batch.rows=8", "batch.micro_rows=2", "train.steps=100", "optim.lr=3e-3",
+    "schedule=linear", "schedule.warmup_steps=10", "checkpoint.export_hf=true", "logging.every=10",
+    "launch.nproc_per_node=2",
+)  # fmt: skip
+NEXT = """
+Where the files are
+  {data}/questions.jsonl             the questions, each with its answer
+  {run}/metrics.jsonl                recall_1, mrr … of every step
+  {run}/hf/                          SentenceTransformer("{run}/hf")
+
+What to type next (a server of embeddings; your own questions, first looked at)
+  fsdp-trainer chat {run}
+  fsdp-trainer preview objective=embed data.path=questions.jsonl model.init_from=FOLDER_OR_HUB_ID
+  fsdp-trainer objective=embed data.path=questions.jsonl model.init_from=FOLDER_OR_HUB_ID
+"""
+
+
+def quickstart_search(cfg: QuickstartConfig) -> int:
+    """Train on questions with their answers; search for held-out ones before and after."""
+    root = Path(cfg.root)
+    data = root / "search-data"
+    pairs = [pair(ROWS + i) for i in range(min(cfg.questions, HELD_OUT))]
+    write_data(data, pairs)
+    overrides = [*TRAINING, f"run.root={root}", f"data.path={data}/questions.jsonl"]
+    overrides += [f"train.steps={cfg.steps}"] if cfg.steps else []
+    right, example = search(untrained(overrides), pairs)
+    before = f"before training: {right} of {len(pairs)} held-out answers are found first"
+    print(f"{before}, e.g. {example}\n", flush=True)
+    if code := start(overrides):
+        return code
+    right, example = search(TextReader.load(root / "search" / "hf"), pairs)
+    print(f"\n{before}")
+    print(f"after training:  {right} of {len(pairs)}, by the exported folder, e.g. {example}")
+    print(NEXT.format(run=root / "search", data=data), end="")
+    return 0
+
+
+def untrained(overrides: list[str]) -> TextReader:
+    """Return the model that training begins with."""
+    cfg = compose("train", overrides)
+    tokenizer = build_tokenizer(cfg.tokenizer, None)
+    config = resolve_model(cfg.model, tokenizer.vocab_size).with_pooling(cfg.objective.pooling)
+    model = Decoder(replace(config, tie_word_embeddings=False))
+    initialize_weights(model, cfg.run.seed)
+    return TextReader(model, tokenizer, torch.device("cpu"))
+
+
+def search(reader: TextReader, pairs: list[tuple[str, str]]) -> tuple[int, str]:
+    """Return the number of questions whose answer is the first of all, and an example.
+
+    The example is a question with the answer that is first, a right one if there is one.
+    """
+    questions, answers = (reader.vectors(reader.encode(each)) for each in zip(*pairs, strict=True))
+    first = (questions @ answers.T).argmax(1).tolist()
+    right = [place == answer for place, answer in enumerate(first)]
+    place = right.index(True) if any(right) else 0
+    return sum(right), f"{pairs[place][0]!r} → {pairs[first[place]][1]!r}"
+
+
+def write_data(folder: Path, held_out: list[tuple[str, str]]) -> None:
+    """Write the questions that are trained on, with their answers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = (each for each in map(pair, range(ROWS)) if each not in held_out)
+    rows = [{"question": question, "answer": answer} for question, answer in pairs]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def pair(number: int) -> tuple[str, str]:
+    """Return a question and its answer. Those from ROWS on are held out."""
+    chance = random.Random(number)
+    name, things, happens = (chance.choice(words) for words in (NAMES, THINGS, [*CHANGES]))
+    first = chance.randint(10, 99)
+    other = chance.randint(2, first)
+    sign = CHANGES[happens]
+    question = f"{name} has {first} {things} and {happens} {other}. How many {things} has {name}?"
+    sum_of_both = f"{first} {'+' if sign > 0 else '-'} {other} = {first + sign * other}"
+    return question, f"{sum_of_both}: {name} has {first + sign * other} {things} now."

@@ -1,0 +1,170 @@
+"""Reading of texts by a model whose head gives them numbers: classes, scores, or embeddings."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.checkpoint.load import load_reader
+from fsdp_trainer.checkpoint.sentence_files import SETTINGS
+from fsdp_trainer.config.paths import tokenizer_folder
+from fsdp_trainer.data.order.packing import best_fit
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.methods.classification import document_numbers
+from fsdp_trainer.methods.embedding import document_vectors
+from fsdp_trainer.methods.labels import MULTI, REGRESSION
+from fsdp_trainer.models.config import AUTO
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.rewards.model import ROW_TOKENS
+from fsdp_trainer.training.batches import Assembler
+
+Text = str | tuple[str, str]
+"""A text, or two that are read together."""
+Tokens = Sequence[Sequence[int] | np.ndarray]
+"""The tokens of texts."""
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """A model that reads texts and writes none. Not collective: each process has all weights.
+
+    prompts: texts that stand before those of a kind, by its name.
+    """
+
+    model: Decoder
+    tokenizer: TextTokenizer
+    device: torch.device
+    prompts: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        implementation: str = AUTO,
+    ) -> "TextReader":
+        """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
+        model = load_reader(source, device, dtype, implementation)
+        folder = tokenizer_folder(source)
+        tokenizer = load_tokenizer(str(folder))
+        return cls(model, tokenizer, torch.device(device), stored_prompts(folder))
+
+    @property
+    def context(self) -> int:
+        """Number of tokens of the longest text that it reads."""
+        return self.model.config.max_position_embeddings
+
+    def encode(
+        self, texts: Sequence[Text], prompt: str = "", most: int | None = None
+    ) -> list[np.ndarray]:
+        """Return the tokens of texts as training encodes them. prompt: stands before each.
+
+        most: tokens of each, at most; None: all.
+        """
+        prompted = [prompt + one if isinstance(one, str) else one for one in texts]
+        return self.tokenizer.encode_published(prompted, most)
+
+    def vectors(self, tokens: Tokens, width: int | None = None) -> Tensor:
+        """Return the embeddings of texts, [texts, width] float64, each of length 1.
+
+        width: so many first numbers; None: all.
+        """
+        return F.normalize(numbers_of_texts(self.model, tokens, self.device)[:, :width], dim=1)
+
+    def probabilities(self, tokens: Tokens) -> Tensor:
+        """Return the probabilities of a classifier's labels, [texts, labels] float64.
+
+        Of numbers that are no labels, they are the numbers themselves.
+        """
+        numbers, config = numbers_of_texts(self.model, tokens, self.device), self.model.config
+        if config.problem == REGRESSION:
+            return numbers
+        return numbers.sigmoid() if config.problem == MULTI else numbers.softmax(1)
+
+    def encode_ranked(
+        self, query: str, documents: Sequence[str], most: int | None = None
+    ) -> list[np.ndarray]:
+        """Return the tokens that `relevance` reads. most: see encode.
+
+        They are those of the query with each document; of an embedding model of each text alone.
+        """
+        if not self.model.config.pooling:
+            return self.encode([(query, document) for document in documents], most=most)
+        own = self.encode([query], self.prompts.get("query", ""), most)
+        return own + self.encode(documents, self.prompts.get("document", ""), most)
+
+    def relevance(self, tokens: Tokens) -> Tensor:
+        """Return how well documents answer a query, [documents] float64.
+
+        It is a probability by a reranker, and a cosine by an embedding model.
+        """
+        if self.model.config.pooling:
+            vectors = self.vectors(tokens)
+            return vectors[1:] @ vectors[0]
+        return numbers_of_texts(self.model, tokens, self.device)[:, 0].sigmoid()
+
+
+def stored_prompts(folder: Path) -> dict[str, str]:
+    """Return the prompts of an embedding model's folder, by name."""
+    if not (folder / SETTINGS).is_file():
+        return {}
+    prompts = read_object(folder / SETTINGS, "cannot read the prompts").get("prompts")
+    return {name: str(text) for name, text in prompts.items()} if isinstance(prompts, dict) else {}
+
+
+@torch.no_grad()
+def numbers_of_texts(model: Decoder, texts: Tokens, device: torch.device) -> Tensor:
+    """Return what the head gives each text, its numbers or its embedding: [texts, numbers] float64.
+
+    texts: of one token or more each. Raises RunFailed for one longer than the model's context.
+    """
+    context, pooling = model.config.max_position_embeddings, model.config.pooling
+    longest = max(map(len, texts), default=0)
+    if longest > context:
+        kind = "an embedding model" if pooling else "a reward model or classifier"
+        raise RunFailed(f"a text of {longest:,} tokens is longer than {kind} reads: {context:,}")
+    parts, places = [], []
+    for numbers, rows in packed_rows(texts, alone=not model.config.packs):
+        length = rows.tokens.shape[1]
+        assembler = Assembler(
+            length, 1, 1, 0, 1, device, number_documents=True, pooling=pooling or "last"
+        )
+        batch = assembler.assemble(rows)
+        read = document_vectors if pooling else document_numbers
+        parts.append(read(model(batch).scores, batch, None).cpu())
+        places += numbers
+    if not parts:
+        width = model.config.scores or model.config.hidden_size
+        return torch.zeros(0, width, dtype=torch.float64)
+    return torch.cat(parts)[np.argsort(places)]
+
+
+def packed_rows(texts: Tokens, alone: bool = False) -> Iterator[tuple[list[int], Rows]]:
+    """Pack texts into rows; yield for each row the indices of its texts, and the row.
+
+    alone: a row has one text.
+    """
+    if not texts:
+        return
+    lengths = np.array([len(text) for text in texts])
+    width = max(int(lengths.max()), min(ROW_TOKENS, int(lengths.sum())))
+    packing = best_fit(lengths, width)
+    each = np.split(packing.documents, packing.offsets[1:-1])
+    for numbers in [[i] for i in range(len(texts))] if alone else each:
+        rows, at = Rows.empty(1, width), 0
+        rows.documents = [lengths[numbers].tolist()]
+        rows.group_starts = [[True] * len(numbers)]
+        for number in numbers:
+            end = at + len(texts[number])
+            rows.tokens[0, at:end] = texts[number]
+            rows.positions[0, at:end] = np.arange(end - at)
+            at = end
+        yield [*map(int, numbers)], rows

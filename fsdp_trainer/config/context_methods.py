@@ -37,6 +37,10 @@ class Heads(Protocol):
     def attn_logit_softcapping(self) -> float | None:
         """The soft limit on scores."""
 
+    @property
+    def is_causal(self) -> bool:
+        """True if tokens attend only to earlier ones and themselves."""
+
     def on_tensor_rank(self, ranks: int) -> RankHeads:
         """Return the part on one of `ranks` ranks of a tensor group."""
 
@@ -124,6 +128,9 @@ def ring_problems(model: Model, config: Heads) -> Iterator[Problem]:
             f"(attn_logit_softcapping={config.attn_logit_softcapping}) returns them.\n"
             "Use  sharding.context_method=gathered"
         )
+        yield Problem("sharding.context_method=ring", reason)
+    if not config.is_causal:
+        reason = "ring is causal.\nUse  sharding.context_method=gathered"
         yield Problem("sharding.context_method=ring", reason)
     if model.attention_kernel == "math":
         reason = (

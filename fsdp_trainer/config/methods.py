@@ -467,11 +467,6 @@ OF_EMBEDDINGS = (
 )
 OF_SCORES = (
     Refused(
-        "sharding.tensor",
-        is_divided,
-        "together with objective={name} is not in this version.\nUse  sharding.tensor=1",
-    ),
-    Refused(
         "train.sample_prompts",
         bool,
         "objective={name} trains a model that writes no text: leave it out",

@@ -342,6 +342,12 @@ class Model:
     max_position_embeddings: int | None = key(
         None, "longest context in tokens; batch.seq_len may not exceed it", minimum=1
     )
+    attention_direction: str | None = key(
+        None,
+        "`bidirectional`: tokens also attend to later ones of their text, of a model whose head"
+        " gives texts numbers; null: as init_from's config.json, else `causal`",
+        choices=("causal", "bidirectional"),
+    )
     rope_theta: float | None = key(None, "base of the rotary position embedding", above=0)
     rope_scaling: dict[str, Any] | None = key(
         None,

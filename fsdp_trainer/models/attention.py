@@ -1,4 +1,4 @@
-"""Causal attention over packed rows, in which documents do not attend to each other.
+"""Attention over packed rows, in which documents do not attend to each other.
 
 A layout (a subclass of `PackedAttention`) knows the positions of the documents of a micro-batch
 and computes attention over them. It prepares the inputs of its kernel from document lengths on
@@ -44,11 +44,15 @@ class Cache(Protocol):
 class PackedAttention:
     """Base class of the layouts: documents, an optional window, and the attention over them.
 
+    causal: False if tokens also attend to later ones of their document.
     lengths: for each row its documents' lengths in order; the rest of the row is padding.
     row: tokens per row; window: number of tokens that a token sees, including itself; None: all
     preceding ones.
     Not a dataclass, since fully_shard may copy dataclasses among a block's inputs.
     """
+
+    causal = True
+    _in_both_directions: "PackedAttention | None" = None
 
     def __init__(self, lengths: Lengths, row: int, device: torch.device):
         self.lengths = lengths
@@ -60,6 +64,18 @@ class PackedAttention:
     def prepare(self) -> None:
         """Prepare the inputs of `attend` that do not depend on a window."""
 
+    def in_both_directions(self) -> "PackedAttention":
+        """Return a layout of the same documents whose tokens attend to all of their document.
+
+        Must be called on a layout without a window. It is prepared once.
+        """
+        if self._in_both_directions is None:
+            turned = copy(self)
+            turned.causal = False
+            turned.prepare()
+            self._in_both_directions = turned
+        return self._in_both_directions
+
     def with_window(self, window: int | None) -> Self:
         """Return a layout of the same documents with this window, ready for `attend`."""
         windowed = copy(self)
@@ -67,7 +83,7 @@ class PackedAttention:
         return windowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Return causal attention within each document, [batch, length, heads, head_dim], as q.
+        """Return attention within each document, [batch, length, heads, head_dim], as q.
 
         k, v: [batch, length, kv heads, head_dim]. Padded positions get finite, meaningless
         numbers.
@@ -122,7 +138,7 @@ class OneDocument(PackedAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """See PackedAttention. Builds a mask only if the window is shorter than the document."""
         if self.window is None or self.window >= self.length:
-            return sdpa(q, k, v, None, scoring)
+            return sdpa(q, k, v, None, scoring, self.causal)
         mask = torch.ones(self.length, self.length, dtype=torch.bool, device=q.device)
         return sdpa(q, k, v, mask.tril().triu(1 - self.window), scoring)
 
@@ -138,7 +154,7 @@ class DocumentAttention(PackedAttention):
     """
 
     def prepare(self) -> None:
-        self.plan = plan_calls(self.lengths, self.row, self.window, self.device)
+        self.plan = plan_calls(self.lengths, self.row, self.window, self.device, self.causal)
 
     def with_window(self, window: int | None) -> Self:
         """Return a layout of the same documents with this window and its own kernel calls."""
@@ -169,7 +185,7 @@ class DocumentAttention(PackedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
     ) -> Tensor:
         """Return the attention of documents of similar length."""
-        return _ordered_sdpa(q, k, v, mask, scoring)
+        return _ordered_sdpa(q, k, v, mask, scoring, self.causal)
 
 
 class MaskedAttention(PackedAttention):
@@ -181,7 +197,8 @@ class MaskedAttention(PackedAttention):
 
     def prepare(self) -> None:
         document = to_device(self.document_numbers(1), self.device)
-        self.mask = (document[:, None, :, None] == document[:, None, None, :]).tril()
+        same = document[:, None, :, None] == document[:, None, None, :]
+        self.mask = same.tril() if self.causal else same
 
     def with_window(self, window: int | None) -> Self:
         """Return a layout with this window. Must be called on a layout without a window."""
@@ -211,7 +228,8 @@ class VarlenAttention(PackedAttention):
         power_of_two = 1 << int(sizes.max() - 1).bit_length()
         self.longest = torch.empty(min(self.row, power_of_two), 0, device=self.device)
         self.kernel = _varlen()
-        self.whole = self.is_whole()
+        are_full = all(documents == [self.row] for documents in self.lengths)
+        self.whole = self.is_whole() if self.causal else are_full
         # one graph of a compiled block for any number and length of documents
         torch._dynamo.maybe_mark_dynamic(self.ends, 0)
         torch._dynamo.maybe_mark_dynamic(self.longest, 0)
@@ -220,12 +238,13 @@ class VarlenAttention(PackedAttention):
         assert scoring.softcap is None, "attention_choice refuses it"
         assert scoring.sinks is None, "attention_choice refuses them"
         if order_without_masks() and self.whole and self.window is None:
-            return _ordered_sdpa(q, k, v, None, scoring)
+            return _ordered_sdpa(q, k, v, None, scoring, self.causal)
         past = -1 if self.window is None else self.window - 1
         longest = self.longest.shape[0]
         bounds = (self.ends, self.ends, longest, longest)
         flat = (x.flatten(0, 1) for x in (q, k, v))
-        out = self.kernel(*flat, *bounds, scale=scoring.scale, window_size=(past, 0))
+        sees = (past, 0 if self.causal else past)
+        out = self.kernel(*flat, *bounds, scale=scoring.scale, window_size=sees)
         return out.view(q.shape)
 
 
@@ -244,7 +263,7 @@ class FlexAttention(PackedAttention):
         """Return a layout of the same documents with this window and its block mask."""
         windowed = super().with_window(window)
         (rows, row) = self.documents.shape
-        visible = _flex_mask(self.documents, window)
+        visible = _flex_mask(self.documents, window, self.causal)
         windowed.blocks = self.make_blocks(visible, rows, None, row, row, self.documents.device)
         return windowed
 
@@ -285,11 +304,13 @@ def _gather(x: Tensor, index: Tensor, positions: list[np.ndarray]) -> list[Tenso
     return [part.unflatten(0, call.shape) for part, call in zip(parts, positions, strict=True)]
 
 
-def _ordered_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _ordered_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool
+) -> Tensor:
     """Call `sdpa`; without a mask, kernels are tried in the order for such calls."""
     order = [] if mask is not None else order_without_masks()
     with sdpa_kernel(order, set_priority=True) if order else nullcontext():
-        return sdpa(q, k, v, mask, scoring)
+        return sdpa(q, k, v, mask, scoring, causal)
 
 
 @lru_cache
@@ -319,11 +340,12 @@ def _flex(device_type: str) -> tuple[Any, ...]:
     return flex_attention, compiled(flex_attention), compiled(create_block_mask), sums
 
 
-def _flex_mask(documents: Tensor, window: int | None) -> Callable[..., Tensor]:
+def _flex_mask(documents: Tensor, window: int | None, causal: bool) -> Callable[..., Tensor]:
     """Return FlexAttention's `mask_mod`: True if a query may attend to a key."""
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = (documents[row, query] == documents[row, key]) & (key <= query)
+        same = documents[row, query] == documents[row, key]
+        same = same & (key <= query) if causal else same
         return same if window is None else same & (query - key < window)
 
     return visible

@@ -63,6 +63,10 @@ ENDING = re.compile(r"(LMHeadModel|Model|For(?!ConditionalGeneration)\w+)$")
 """The end of the name of a class of transformers, which says what it is for."""
 OF_TOKENS = "labels_of_tokens"
 """The problem of a model that labels tokens, and not texts; config.json has no such value."""
+BIDIRECTIONAL = "bidirectional"
+"""The direction of attention of a model whose tokens also attend to later ones."""
+DIRECTIONS = ("is_causal", "use_bidirectional_attention")
+"""Keys of config.json for it: transformers' own for all families, and Gemma 3's."""
 ONE_LABEL = ("score",)
 """The labels of a model that gives a text one score."""
 DENSE = "gated"
@@ -73,7 +77,6 @@ RANDOM = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise
 """Keys of config.json for what is random in training. It is left out, and `run.describe` says so:
 the function that the model computes is the same."""
 REFUSED_UNLESS: dict[str, tuple] = {
-    "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
     # of families that are not computed: a folder that gives one of them another's name has these
     "embedding_multiplier": (1, None),
@@ -95,7 +98,6 @@ KEY_OF = "it is a key of %s: with its own model_type, transformers' class comput
 INSTEAD = {
     "quantization_config": "read are float8 with scales of blocks of 128 × 128 (quant_method=fp8, "
     "weight_block_size=[128, 128]): convert the folder to bfloat16 and delete this key",
-    "use_bidirectional_attention": "such a model makes embeddings, and writes no text",
     **dict.fromkeys(("use_sliding_window", "clip_qkv", "qkv_bias"), BY_TRANSFORMERS),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), KEY_OF % "granite"),
     **dict.fromkeys(("attention_multiplier", "logits_scaling"), KEY_OF % "granite"),
@@ -296,6 +298,8 @@ class ModelConfig:
     pooling: str = ""
     """The states of a text that are its embedding: last, mean or cls; "": it is no embedding model.
     """
+    attention_direction: str = "causal"
+    """`bidirectional`: tokens also attend to later ones of their document."""
     by_transformers: bool = False
     """True: transformers' own class computes the model, False: `models.decoder`."""
     counted: tuple[int, int] = (0, 0)
@@ -329,6 +333,11 @@ class ModelConfig:
     def family_spec(self) -> Family:
         """Properties common to all models of the family."""
         return OTHER if self.by_transformers else FAMILIES[self.family]
+
+    @property
+    def is_causal(self) -> bool:
+        """True if tokens attend only to earlier ones and themselves."""
+        return self.attention_direction != BIDIRECTIONAL
 
     @property
     def packs(self) -> bool:
@@ -522,8 +531,11 @@ class ModelConfig:
     def attention_cost(self, lengths: "np.ndarray") -> "np.ndarray":
         """Return the cost of attention over documents of these lengths, shaped as `lengths`.
 
-        A document costs length², minus the part outside the window, averaged over the blocks.
+        A document costs length², minus the part outside the window, averaged over the blocks; twice
+        as much where tokens also attend to later ones.
         """
+        if not self.is_causal:
+            return 2 * lengths * lengths
         windows = self.windows
         cost: Any = 0
         for window in set(windows):
@@ -613,6 +625,8 @@ class ModelConfig:
         if FAMILIES[family].mixer == LATENT:
             values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
         values |= _read_windows(raw, FAMILIES[family]) | _read_rope(raw, FAMILIES[family])
+        if raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True:
+            values["attention_direction"] = BIDIRECTIONAL
         config = cls(**values, family=family, source=raw)
         if problems := factors_misfit(config):
             raise UserError(f"{path} describes a model that is not supported", problems)
@@ -620,8 +634,12 @@ class ModelConfig:
             problem = Problem(str(path), f"describes {config.parameters():.1e} parameters")
             raise UserError("there is no model of this size", [problem])
         if is_embedding(raw):
-            return config.with_pooling(stored_pooling(Path(folder)))
-        return config.with_labels(*stored_labels(raw)) if is_classifier(raw) else config
+            config = config.with_pooling(stored_pooling(Path(folder)))
+        elif is_classifier(raw):
+            config = config.with_labels(*stored_labels(raw))
+        if problems := [*direction_problems(config), *_wrong_reader(config)]:
+            raise UserError(f"{path} describes a model that is not supported", problems)
+        return config
 
     def to_hf(
         self, dtype: str, bos_id: int | None = None, eos_ids: list[int] | None = None
@@ -646,7 +664,7 @@ class ModelConfig:
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
         exported.pop("quantization_config", None)  # exported weights are decoded
-        exported |= self._export_labels()
+        exported |= self._export_labels() | self._export_direction()
         if self.family_spec.further_blocks:
             exported[self.family_spec.further_blocks] = 0
         exported |= self._export_windows() | self._export_rope()
@@ -676,6 +694,14 @@ class ModelConfig:
         label2id = {label: i for i, label in enumerate(self.labels)}
         named = {"problem_type": self.problem} if self.problem and not self.tags else {}
         return {"id2label": numbered, "label2id": label2id, **named}
+
+    def _export_direction(self) -> Json:
+        """Return the keys of config.json for the direction of attention, if it needs them."""
+        said = dict(zip(DIRECTIONS, (self.is_causal, not self.is_causal), strict=True))
+        names = [name for name in DIRECTIONS if name in self.source]
+        if not self.is_causal:
+            names += ["is_causal"]
+        return {name: said[name] for name in names}
 
     def _exported_name(self, name: str) -> str:
         """Return the name of a key in config.json: the source's, if the family has several."""
@@ -748,6 +774,22 @@ class RankConfig:
     def has_softcap(self) -> bool:
         """True if attention scores have a soft limit."""
         return self.shape.attn_logit_softcapping is not None
+
+
+def direction_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Yield why a model cannot attend in both directions, in this version."""
+    windows = {window for window in config.windows if window}
+    if windows and not config.is_causal:
+        reason = f"its blocks have windows of {min(windows):,} tokens, which are causal here.\nUse"
+        reason += "  model.attention_direction=causal"
+        yield Problem(f"attention_direction={BIDIRECTIONAL}", reason)
+
+
+def _wrong_reader(config: ModelConfig) -> Iterator[Problem]:
+    if config.predicts and not config.is_causal:
+        name = next(name for name in DIRECTIONS if name in config.source)
+        shown = str(config.source[name]).lower()
+        yield Problem(f"{name}={shown}", "such a model makes embeddings, and writes no text")
 
 
 # --- reading config.json --------------------------------------------------------------------------

@@ -427,6 +427,8 @@ class Decoder(nn.Module):
 
         blocks, caches: blocks and caches by block name; token_share: as in MicroBatch.
         """
+        if not self.config.is_causal:
+            layout = layout.in_both_directions()
         has_local = self.config.rope_local_theta is not None
         windows = self.config.windows
         self.ropes = self.ropes or {local: Rope(self.config, local) for local in {False, has_local}}

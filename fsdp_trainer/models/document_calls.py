@@ -24,7 +24,8 @@ class KernelCall(NamedTuple):
 
     queries: [n, longest] and keys: [n, longest or more] int64, positions in the flattened
     micro-batch. A shorter piece repeats its last position, after all keys that its queries see.
-    mask: [queries, keys] bool; None: causal, with keys equal to queries.
+    mask: [queries, keys] or [n, 1, 1, keys] bool; None: keys are those of the queries, and all are
+    seen, or with causal attention those up to the query.
     """
 
     queries: np.ndarray
@@ -37,7 +38,7 @@ class CallPlan(NamedTuple):
 
     queries, keys: int64, concatenated over all calls. order: [rows · row] int64, the index of each
     position's result in the concatenated results. width: length of the only call if every row has
-    a single document, so that nothing must be gathered; otherwise None.
+    a single document and none needs a mask, so that nothing must be gathered; otherwise None.
     """
 
     calls: list[KernelCall]
@@ -47,7 +48,9 @@ class CallPlan(NamedTuple):
     width: int | None
 
 
-def plan_calls(lengths: Lengths, row: int, window: int | None, device: torch.device) -> CallPlan:
+def plan_calls(
+    lengths: Lengths, row: int, window: int | None, device: torch.device, causal: bool = True
+) -> CallPlan:
     """Group documents into kernel calls.
 
     A document longer than the window is cut into pieces of the window's length. The first piece
@@ -70,12 +73,15 @@ def plan_calls(lengths: Lengths, row: int, window: int | None, device: torch.dev
         starts, sizes = np.array(pieces, np.int64).reshape(-1, 2).T
         for group in group_by_cost(sizes, sizes):
             call = _kernel_call(starts[group], sizes[group], longest, before, device)
+            if not causal:
+                call = call._replace(mask=_without_padding(sizes[group], call, device))
             calls.append(call)
             width = call.queries.shape[1]
             real = np.arange(width) < sizes[group][:, None]
             order[call.queries[real]] = computed + np.flatnonzero(real)
             computed += real.size
     one_per_row = len(calls) == 1 and all(len(row) == 1 for row in lengths)
+    one_per_row = one_per_row and calls[0].mask is None
     queries = np.concatenate([call.queries.ravel() for call in calls])
     keys = np.concatenate([call.keys.ravel() for call in calls])
     return CallPlan(
@@ -108,6 +114,14 @@ def _kernel_call(
     keys = _positions(starts - before, sizes + before, width + before)
     mask = torch.ones(width, width + before, dtype=torch.bool, device=device)
     return KernelCall(queries, keys, mask.triu(1).tril(before))
+
+
+def _without_padding(sizes: np.ndarray, call: KernelCall, device: torch.device) -> Tensor | None:
+    """Return a mask of the repeated positions of a call's pieces; None if there are none."""
+    width = call.keys.shape[1]
+    if (sizes == width).all():
+        return None
+    return to_device(np.arange(width) < sizes[:, None], device)[:, None, None]
 
 
 def group_by_cost(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:

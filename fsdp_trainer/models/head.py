@@ -311,29 +311,24 @@ class ScoreHead(Head):
 
         The values of targets and soft are not used.
         """
-        numbers = F.linear(hidden, self.weight, self.bias)
-        if targets is None:
-            return numbers
-        return scored(numbers.float(), objective)
+        numbers = self.numbers(hidden)
+        return numbers if targets is None else scored(numbers.float(), objective)
+
+    def numbers(self, hidden: Tensor) -> Tensor:
+        """Return the scores of states, [..., labels]."""
+        return F.linear(hidden, self.weight, self.bias)
 
 
-class StatesHead(Head):
+class StatesHead(ScoreHead):
     """No head: the hidden states are the results, of a model that embeds texts."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         del self.weight
 
-    @record_function("loss")
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor | None = None,
-        objective: Objective | None = None,
-        soft: SoftTargets | None = None,
-    ) -> Tensor | tuple[Tensor | None, Scores]:
-        """Return value and scores as `ScoreHead` does; without targets return the states."""
-        return hidden if targets is None else scored(hidden.float(), objective)
+    def numbers(self, hidden: Tensor) -> Tensor:
+        """Return the states."""
+        return hidden
 
 
 def scored(numbers: Tensor, objective: Objective | None) -> tuple[Tensor | None, Scores]:

@@ -22,6 +22,7 @@ from fsdp_trainer.models.config import (
     EXTRAS,
     NOT_COMPUTED,
     ModelConfig,
+    direction_problems,
     factors_misfit,
     needs_transformers,
     one_rope_type,
@@ -37,6 +38,8 @@ installed_version = cache(version)  # asked for hundreds of times by a plan
 TWO_MESHES = (2, 13)
 """The first torch version whose FSDP2 supports parameters of one unit on two meshes."""
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
+FREE = ("vocab_size", "attention_direction")
+"""Keys in which a run may differ from the model that it begins with."""
 
 
 def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
@@ -51,8 +54,10 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
         problems = [] if stored.by_transformers else _differences(model, keys, stored)
         if problems or (problems := _too_few_rows(model, keys, stored)):
             raise UserError("the requested model is not the one in model.init_from", problems)
-        free = (*CONTEXT_KEYS, *NOT_COMPUTED, "vocab_size")
-        return dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
+        free = (*CONTEXT_KEYS, *NOT_COMPUTED, *FREE)
+        return directed(
+            dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
+        )
     keys = {"vocab_size": vocab_size or 0} | FAMILIES[model.family or "llama"].defaults | keys
     width = keys.get("hidden_size", ModelConfig.hidden_size)
     heads = keys.get("num_attention_heads", ModelConfig.num_attention_heads)
@@ -61,7 +66,14 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
         channels = keys["qk_nope_head_dim"] + keys["qk_rope_head_dim"]
         keys.setdefault("head_dim", channels)
     keys.setdefault("head_dim", width // heads)
-    return ModelConfig(**keys)
+    return directed(ModelConfig(**keys))
+
+
+def directed(config: ModelConfig) -> ModelConfig:
+    """Return an architecture. Raises UserError if it cannot attend in both directions."""
+    if problems := [*direction_problems(config)]:
+        raise UserError("the model cannot attend to later tokens", problems)
+    return config
 
 
 def keys_set(model: Model) -> dict[str, Any]:
@@ -97,7 +109,7 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool, added: int = 
 def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
     """Return a problem for each set key that contradicts init_from's config.json."""
     is_named = model.name != "auto"
-    free = {*NOT_COMPUTED, "vocab_size", *(() if is_named else CONTEXT_KEYS)}
+    free = {*NOT_COMPUTED, *FREE, *(() if is_named else CONTEXT_KEYS)}
     free |= {"tie_word_embeddings"} if stored.scores else set()
     different = {
         name: getattr(stored, name)

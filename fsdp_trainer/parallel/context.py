@@ -50,7 +50,8 @@ class Ulysses(SplitRows):
     """
 
     def prepare(self) -> None:
-        self.whole = LAYOUTS[self.attention](self.lengths, self.row, self.device)
+        whole = LAYOUTS[self.attention](self.lengths, self.row, self.device)
+        self.whole = whole if self.causal else whole.in_both_directions()
 
     def with_window(self, window: int | None) -> "Ulysses":
         windowed = super().with_window(window)
@@ -81,8 +82,9 @@ class Gathered(DealtByCost):
     """Layout in which each rank's queries attend to the gathered keys and values of all ranks."""
 
     def prepare(self) -> None:
-        layout = LOCAL_QUERIES[self.attention]
-        self.whole = layout(self.local_positions(), self.lengths, self.row, self.device)
+        layout = LOCAL_QUERIES[self.attention if self.causal else "mask"]
+        whole = layout(self.local_positions(), self.lengths, self.row, self.device)
+        self.whole = whole if self.causal else whole.in_both_directions()
         starts = np.arange(len(self.lengths))[None, :, None] * self.row
         flat = (self.parts + starts).reshape(-1)
         self.places = to_device(flat, self.device)

@@ -54,7 +54,7 @@ class LocalMask(MaskedAttention):
         own = to_device(self.own, self.device)
         same = keys.gather(1, own)[:, :, None] == keys[:, None, :]
         distance = own[:, :, None] - torch.arange(self.row, device=self.device)
-        visible = same & (distance >= 0)
+        visible = same & (distance >= 0) if self.causal else same
         if self.window is not None:
             visible &= distance < self.window
         self.mask = visible[:, None]

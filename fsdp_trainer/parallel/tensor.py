@@ -21,7 +21,7 @@ from fsdp_trainer.base.distributed import place
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, B
 from fsdp_trainer.models.decoder import Attention, Decoder
 from fsdp_trainer.models.feed_forward import MLP
-from fsdp_trainer.models.head import Head
+from fsdp_trainer.models.head import Head, ScoreHead, StatesHead
 from fsdp_trainer.models.latent_attention import LatentAttention
 from fsdp_trainer.models.moe import ROUTERS, Gate
 from fsdp_trainer.models.norm import RMSNorm
@@ -42,6 +42,8 @@ from fsdp_trainer.parallel.tensor_layers import (
     TensorEmbedding,
     TensorHead,
     TensorModule,
+    TensorScoreHead,
+    TensorStatesHead,
 )
 from fsdp_trainer.parallel.tensor_ranks import TensorRanks
 
@@ -91,6 +93,8 @@ MODULES: dict[type[nn.Module], ShardedForm] = {
     Gate: ShardedForm(ReplicatedGate, {"weight": EACH}),
     nn.Embedding: ShardedForm(TensorEmbedding, {"weight": Shard(0)}),
     Head: ShardedForm(TensorHead, {"weight": Shard(0)}),
+    ScoreHead: ShardedForm(TensorScoreHead, {"weight": EACH, "bias": EACH}),
+    StatesHead: ShardedForm(TensorStatesHead, {}),
     Decoder: ShardedForm(TensorDecoder, {}),
 }
 """All other modules by class."""

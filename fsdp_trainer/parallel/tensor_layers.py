@@ -18,7 +18,7 @@ from fsdp_trainer.models.adapters.adapters import row_squares
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Attention, Auxiliary, Decoder
 from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
-from fsdp_trainer.models.head import Head, Scores, score_columns
+from fsdp_trainer.models.head import Head, ScoreHead, Scores, StatesHead, score_columns
 from fsdp_trainer.models.moe import Gate, Router
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.soft_targets import local_columns
@@ -26,6 +26,7 @@ from fsdp_trainer.parallel.convert import float8_product, is_float8
 from fsdp_trainer.parallel.tensor_ranks import (
     TOKENS,
     Gather,
+    ShareGradient,
     Sum,
     SumGradient,
     SumValue,
@@ -321,6 +322,26 @@ class TensorHead(TensorModule, Head):
     def joint_columns(self, own: Tensor) -> Tensor:
         """See Head. Collective."""
         return all_gather(own, -1, self.tensor_ranks.group)
+
+
+class TensorScoreHead(TensorModule, ScoreHead):
+    """A replicated head of scores: each rank computes them for all tokens.
+
+    The gradient of the hidden states is this rank's summand, as TensorHead's.
+    """
+
+    def numbers(self, hidden: Tensor) -> Tensor:
+        ranks = self.tensor_ranks
+        bias = None if self.bias is None else replicated(self.bias, ranks)
+        numbers = F.linear(hidden, replicated(self.weight, ranks), bias)
+        return ShareGradient.apply(numbers, ranks.size)
+
+
+class TensorStatesHead(TensorModule, StatesHead):
+    """No head, on each rank for all tokens."""
+
+    def numbers(self, hidden: Tensor) -> Tensor:
+        return ShareGradient.apply(hidden, self.tensor_ranks.size)
 
 
 class TensorDecoder(TensorModule, Decoder):

@@ -111,6 +111,21 @@ class SumGradient(torch.autograd.Function):
         return sum_over_ranks(gradients[0], ctx.group), None
 
 
+class ShareGradient(torch.autograd.Function):
+    """Identity in forward; backward divides by the number of ranks, which then sum gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        """Return x unchanged. x: equal on every rank."""
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """Return this rank's summand. gradients: equal on every rank."""
+        return gradients[0] / ctx.size, None
+
+
 class SumValue(torch.autograd.Function):
     """All-reduce in forward, identity in backward."""
 

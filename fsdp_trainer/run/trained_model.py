@@ -149,6 +149,11 @@ def with_head(
         uses = "objective=classify  tag  embed  or  rerank"
         reason = f"{config.family} is an encoder.\nUse  {uses}"
         raise UserError("the model writes no text", [Problem(what, reason)])
+    if not config.is_causal:
+        reason = "shows the token that a language model learns to predict.\n"
+        reason += "Use  causal  or  objective=embed, rerank or classify"
+        what = f"model.attention_direction={config.attention_direction}"
+        raise UserError("the model writes no text", [Problem(what, reason)])
     if not config.predicts:
         uses = "objective=reward  for one score,  classify  for labels,  embed  for embeddings"
         reason = f"is a model of scores or embeddings.\nUse  {uses}"

@@ -83,11 +83,13 @@ def test_classes_have_transformers_loss_and_gradients(ledger, kind):
 
 SHARED = {
     "two ranks": (2, "batch.micro_rows=2"),
-    "four ranks": (4, ""),
-    "ranks that split rows": (2, "sharding.context=2"),
+    "ranks that split rows": (2, "sharding.context=2 sharding.context_method=gathered"),
+    "ranks that divide heads": (4, "sharding.tensor=2 sharding.context=2"),
+    "four ranks that divide matrices": (4, "sharding.tensor=2"),
     "unpacked": (1, "data.packing=none batch.micro_rows=8"),
 }
-MEAN = "objective.pooling=mean objective.symmetric=true"
+BOTH = "objective.pooling=mean model.attention_direction=bidirectional"
+MEAN = f"{BOTH} objective.symmetric=true"
 
 
 @pytest.mark.parametrize("shared", SHARED)
@@ -286,7 +288,7 @@ def test_queries_are_compared_with_all_documents_of_the_step(ledger, words):
     assert start.column("loss") == pytest.approx([loss.item()], rel=1e-6)
     assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
     loss.backward()
-    own = words.replace("objective.pooling=mean", "")  # the folder says so itself
+    own = words.replace(BOTH, "")  # the folder says so itself
     run = run_of(ledger, "queries", *own.split(), f"model.init_from={folder}")
     named = {f"model.{name}": p.grad for name, p in model.named_parameters()}
     assert_equal(gradients(start, run), named)
@@ -530,3 +532,15 @@ def test_requests_that_a_model_of_numbers_cannot_answer_get_a_message(ledger, ca
     assert client.post("/v1/embeddings", json=body).json()["usage"]["total_tokens"] == 5
     assert main(["generate", str(folder), "prompt=x"]) == 2
     assert f"chat {folder}  , which answers /v1/embeddings" in capsys.readouterr().err
+
+
+def test_attention_in_both_directions_is_refused_where_it_is_not_computed(ledger, train):
+    both = "model.attention_direction=bidirectional"
+    words = [*map(ledger.with_places, [*PLAIN, *STEP, "data.path=DATA/classes.jsonl", both])]
+    ring = ["sharding.context=2", "sharding.context_method=ring"]
+    assert "sharding.context_method=gathered" in train("ring", *words, *ring, code=2).err
+    text = [PLAIN[0], *STEP, "data.path=demo:backwards", both]
+    text = map(ledger.with_places, text)
+    assert "learns to predict" in train("text", *text, code=2).err
+    other = [*words[1:], "model.family=gemma2", "model.sliding_window=8"]
+    assert "windows of 8 tokens" in train("windows", *other, code=2).err

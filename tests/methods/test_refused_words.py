@@ -34,9 +34,8 @@ REFUSED = {
         "objective=dpo", "objective=dpo  or  objective=ipo",
     ],
     # a reward model
-    "objective=reward sharding.tensor=2 train.sample_prompts=[Hello]"
-    " objective.beta=1": [
-        "sharding.tensor=1", "writes no text", "objective=dpo",
+    "objective=reward train.sample_prompts=[Hello] objective.beta=1": [
+        "writes no text", "objective=dpo",
     ],
     # answers
     "objective=grpo objective.rewards=[] sharding.pipeline=2 data.streaming=true"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from heads import write_queries
 from pairs import write_pairs
 
 SMALLER = [
@@ -31,6 +32,7 @@ KINDS = {
     "states on disk": ("llama8b_sft_24gb", "demo:backwards", []),
     "a packed base": ("llama70b_qlora", "demo:backwards", []),
     "pairs": ("qwen3_0_6b_dpo_lora", "pairs.jsonl", []),
+    "queries": ("qwen3_0_6b_embed", "queries.jsonl", []),
     "answers": (
         "qwen3_0_6b_grpo",
         "demo:sums",
@@ -46,6 +48,7 @@ def test_a_recipe_of_each_kind_trains_and_ends_with_a_checkpoint(world, inputs, 
     texts = [f"{i} times two is {2 * i}. " * (1 + i % 9) for i in range(80)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     write_pairs(tmp_path / "pairs.jsonl")
+    write_queries(tmp_path)
     run = world.train(
         tmp_path / "run",
         f"+recipe={recipe}",

@@ -4,11 +4,17 @@ import glob
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.schema import CORE_FILES, Evaluation
 from fsdp_trainer.errors import Problem, UserError
+
+MTEB = "mteb:"
+"""Prefix of the names of MTEB's tasks."""
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Endings of files of queries with documents."""
 
 
 def require_tasks(cfg: Evaluation, node: str) -> None:
@@ -25,18 +31,40 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
         reason = "there is no such file, and no folder with a task's YAML file"
         problems.append(Problem(f"{node}tasks=[{name}]", reason))
     problem = core_problem(cfg.core_data, node) if "core" in names else ""
+    for name in filter(is_retrieval, names if node else []):
+        reason = "is of models that embed or rank texts:  fsdp-trainer evaluate RUN tasks=[…]"
+        problems.append(Problem(f"{node}tasks=[{name}]", reason))
     if problem:
         problems.append(Problem(f"{node}core_data={cfg.core_data or 'null'}", problem))
-    if needs_harness(cfg) and importlib.util.find_spec("lm_eval") is None:
-        reason = "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
+    for reason in missing_packages(cfg):
         problems.append(Problem(f"{node}tasks", reason))
     if problems:
         raise UserError("there is nothing to evaluate", problems)
 
 
+def missing_packages(cfg: Evaluation) -> Iterator[str]:
+    """Yield a message for each package that the tasks need and that is not installed."""
+    needs_mteb = any(name.startswith(MTEB) for name in task_names(cfg))
+    if needs_mteb and importlib.util.find_spec("mteb") is None:
+        yield "mteb is not installed:  pip install 'fsdp_trainer[mteb]'"
+    if needs_harness(cfg) and importlib.util.find_spec("lm_eval") is None:
+        yield "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
+
+
 def needs_harness(cfg: Evaluation) -> bool:
     """Return True if one of the tasks is lm-evaluation-harness's."""
-    return any(name != "core" and not has_environment(name) for name in task_names(cfg))
+    names = (name for name in task_names(cfg) if not is_retrieval(name))
+    return any(name != "core" and not has_environment(name) for name in names)
+
+
+def is_retrieval(name: str) -> bool:
+    """Return True for a file of queries with documents, a folder in BEIR's form, or MTEB's task."""
+    return name.endswith(DATA_FILES) or name.startswith(MTEB) or has_queries(name)
+
+
+def has_queries(name: str) -> bool:
+    """Return True for a folder in BEIR's form."""
+    return os.path.isfile(os.path.join(name, "queries.jsonl"))
 
 
 def task_names(cfg: Evaluation) -> list[str]:
@@ -64,7 +92,8 @@ def is_file(name: str) -> bool:
 
 def is_missing(name: str) -> bool:
     """Return True for the path of a file that is not there."""
-    return (is_file(name) or "/" in name) and not os.path.isfile(name)
+    is_path = is_file(name) or name.endswith(DATA_FILES) or "/" in name
+    return is_path and not os.path.isfile(name) and not has_queries(name)
 
 
 def in_folder(path: Any, folder: Path) -> Any:

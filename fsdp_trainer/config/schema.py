@@ -220,7 +220,8 @@ class Evaluation:
     tasks: str | list[str] = key(
         [],
         "names of lm-evaluation-harness's tasks, or paths of their YAML files or of folders with "
-        "some; paths of YAML files with an environment; `core`: DCLM's 22 tasks",
+        "some; paths of YAML files with an environment; `core`: DCLM's 22 tasks; of models that"
+        " embed or rank texts: files of queries with documents, folders in BEIR's form, mteb:NAME",
     )
     code: list[str] = key(
         [],

@@ -442,6 +442,23 @@ class Evaluate(Evaluation):
         choices=("text", "json"),
     )
     out: str | None = key(None, "also write the object to this file")
+    mteb_data: str | None = key(
+        None,
+        "for tasks mteb:NAME: a folder with their data sets, each in a folder named as on the hub;"
+        " null: they are fetched from there",
+    )
+    mined: str | None = key(
+        None,
+        "of tasks of retrieval: also write the queries with their documents and hard negatives to"
+        " this JSONL file, which objective=embed reads; null: none are looked for",
+    )
+    negatives: int = key(8, "mined: hard negatives of each query, at most", minimum=1)
+    hardest: float = key(
+        0.95,
+        "mined: documents with more than this share of the similarity of the query's own one may"
+        " answer it too, and are left out",
+        above=0,
+    )
     dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from heads import ENCODERS, STEP, WORDS, gradients, make_encoder
+from heads import ENCODERS, STEP, WORDS, gradients, make_encoder, write_rows
 from peft import AutoPeftModelForFeatureExtraction, AutoPeftModelForSequenceClassification
 from transformers import (
     AutoModel,
@@ -534,6 +534,54 @@ def test_requests_that_a_model_of_numbers_cannot_answer_get_a_message(ledger, ca
     assert f"chat {folder}  , which answers /v1/embeddings" in capsys.readouterr().err
 
 
+def evaluated(world, *words, ranks=1, code=0):
+    return world.command("evaluate", *words, "format=json", ranks=ranks, code=code)[0]
+
+
+NAMES = ("recall_1", "mrr", "ndcg_10")
+
+
+def test_evaluate_has_the_metrics_of_a_run_and_finds_hard_negatives(ledger, world, tmp_path):
+    held_out = "data.validation=DATA/{}.jsonl train.validate_every=1 optim.lr=0.1"
+    for kind, more in (("queries", ["data.prompts={query: 'q: '}"]), ("lists", [])):
+        run = run_of(ledger, kind, *held_out.format(kind).split(), *more)
+        own = {name: run.metrics[-1][f"validation_{name}"] for name in NAMES}
+        words = [str(run.folder), f"tasks=[{ledger.data / kind}.jsonl]"]
+        for ranks in (1, 2):
+            metrics = json.loads(evaluated(world, *words, ranks=ranks).out)[kind]
+            assert {name: metrics[name] for name in NAMES} == pytest.approx(own, rel=1e-6)
+        mined = [f"mined={tmp_path / kind}.jsonl", "negatives=2", "hardest=2"]
+        if kind == "lists":
+            assert "needs an embedding model" in evaluated(world, *words, *mined, code=2).err
+            continue
+        evaluated(world, *words, *mined, ranks=2)
+        hard = [*map(json.loads, (tmp_path / "queries.jsonl").read_text().splitlines())]
+        assert [row["positive"] for row in hard] == [
+            row["positive"] for row in rows_of(ledger, kind)
+        ]
+        for row in hard:
+            assert not {*row["negatives"]} & {*row["positive"], row["query"]}
+        assert max(len(row["negatives"]) for row in hard) == 2
+        write_folder(tmp_path / "folder", rows_of(ledger, kind))
+        words[1] = f"tasks=[{tmp_path / 'folder'}]"
+        assert json.loads(evaluated(world, *words).out)["folder"] == pytest.approx(metrics)
+        assert (
+            "Use  a file of queries" in evaluated(world, words[0], "tasks=[arc_easy]", code=2).err
+        )
+
+
+def write_folder(folder, rows):
+    """Write rows as BEIR has them."""
+    (folder / "qrels").mkdir(parents=True)
+    texts = dict.fromkeys(text for row in rows for text in [*row["positive"], *row["negatives"]])
+    number = {text: f"d{i}" for i, text in enumerate(texts)}
+    write_rows(folder / "corpus.jsonl", [{"_id": number[text], "text": text} for text in texts])
+    queries = [{"_id": f"q{i}", "text": row["query"]} for i, row in enumerate(rows)]
+    write_rows(folder / "queries.jsonl", queries)
+    lines = [f"q{i}\t{number[t]}\t1" for i, row in enumerate(rows) for t in row["positive"]]
+    (folder / "qrels/test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]))
+
+
 def test_attention_in_both_directions_is_refused_where_it_is_not_computed(ledger, train):
     both = "model.attention_direction=bidirectional"
     words = [*map(ledger.with_places, [*PLAIN, *STEP, "data.path=DATA/classes.jsonl", both])]
@@ -544,3 +592,63 @@ def test_attention_in_both_directions_is_refused_where_it_is_not_computed(ledger
     assert "learns to predict" in train("text", *text, code=2).err
     other = [*words[1:], "model.family=gemma2", "model.sliding_window=8"]
     assert "windows of 8 tokens" in train("windows", *other, code=2).err
+
+
+MTEB = """
+import json
+from types import SimpleNamespace as Named
+
+
+class Meta:
+    @classmethod
+    def create_empty(cls):
+        return cls()
+
+
+def get_task(name):
+    if name != "Toy":
+        raise KeyError(f"{name} is not known, did you mean Toy?")
+    return Named(metadata=Named(dataset={"path": "mteb/toy", "revision": "1"}))
+
+
+def evaluate(model, task, *, cache, show_progress_bar):
+    assert isinstance(model.mteb_model_meta, Meta)
+    with open(task.metadata.dataset["path"] + "/rows.jsonl") as file:
+        rows = [json.loads(line) for line in file]
+    about = dict(task_metadata=task.metadata, hf_split="test", hf_subset="default")
+    texts = {kind: [{"text": [row[kind] for row in rows]}] for kind in ("query", "positive")}
+    queries = model.encode(texts["query"], prompt_type=Named(value="query"), **about)
+    documents = model.encode(texts["positive"], prompt_type=Named(value="document"), **about)
+    right = model.similarity(queries, documents).argmax(1)
+    share = sum(int(place) == i for i, place in enumerate(right)) / len(rows)
+    pairs = float(model.similarity_pairwise(queries, documents).mean())
+    scores = {"main_score": share, "pairs": pairs, "hf_subset": "default"}
+    return Named(task_results=[Named(scores={"test": [scores]})])
+"""
+
+
+def test_mteb_gets_a_runs_vectors_and_local_data(ledger, tmp_path, monkeypatch, capsys):
+    """Of mteb's own calls; the package itself is not installed here."""
+    (tmp_path / "mteb/models/model_meta").mkdir(parents=True)
+    (tmp_path / "mteb/__init__.py").write_text(MTEB)
+    (tmp_path / "mteb/models/__init__.py").touch()
+    (tmp_path / "mteb/models/model_meta/__init__.py").write_text(
+        "from mteb import Meta as ModelMeta"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run = run_of(ledger, "queries", *MEAN.split(), "optim.lr=1e-9")
+    rows = [{**row, "positive": row["positive"][0]} for row in rows_of(ledger, "queries")]
+    (tmp_path / "toy").mkdir()
+    write_rows(tmp_path / "toy/rows.jsonl", rows)
+    words = ["evaluate", str(run.folder), "launch.nproc_per_node=1", "format=json"]
+    reader = TextReader.load(run.folder)
+    one, other = (
+        reader.vectors(reader.encode([row[kind] for row in rows])) for kind in ("query", "positive")
+    )
+    assert main([*words, "tasks=[mteb:Toy]", f"mteb_data={tmp_path}"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["mteb:Toy"]
+    assert metrics["pairs"] == pytest.approx((one * other).sum(1).mean().item(), abs=1e-6)
+    assert main([*words, "tasks=[mteb:Toy]", f"mteb_data={run.folder}"]) == 2
+    assert "hf download mteb/toy --repo-type dataset" in capsys.readouterr().err
+    assert main([*words, "tasks=[mteb:Gone]"]) == 2
+    assert "did you mean Toy?" in capsys.readouterr().err

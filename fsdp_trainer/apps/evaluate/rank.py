@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.apps.evaluate.evaluated_model import build_scorer
+from fsdp_trainer.apps.evaluate.retrieval_tasks import evaluate_reader
 from fsdp_trainer.base.safe_text import visible
+from fsdp_trainer.checkpoint.frozen_weights import model_config
 from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.evaluation_inputs import is_retrieval, task_names
 from fsdp_trainer.config.paths import find_checkpoint, step_of, tokenizer_folder
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.data.templates.chat_template import load_template
@@ -54,6 +57,9 @@ def evaluate_as_rank(cfg: EvaluateConfig) -> int:
 
 def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> Metrics:
     """Return {task: {metric: value}}. Collective."""
+    reads = not model_config(Path(str(cfg.source)).expanduser(), cfg.implementation).predicts
+    if reads or any(map(is_retrieval, task_names(cfg))):
+        return evaluate_reader(cfg, device)
     folder = tokenizer_folder(str(cfg.source))
     tokenizer = load_tokenizer(str(folder))
     open_rewards = partial(open_models, device=device)

@@ -1,0 +1,147 @@
+"""Evaluation of models that embed or rank texts, and the hard negatives that one of them finds."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.apps.evaluate.mteb_tasks import MtebEncoder, Vectors, run_mteb
+from fsdp_trainer.checkpoint.load import endpoint_of
+from fsdp_trainer.config.evaluation_inputs import MTEB, is_retrieval, task_names
+from fsdp_trainer.config.verbs import EvaluateConfig
+from fsdp_trainer.data.records.labelled_texts import QUERIES, RANKED
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.evaluation.retrieval import (
+    Mining,
+    RetrievalTask,
+    in_blocks,
+    means,
+    read_retrieval,
+    scored_queries,
+)
+from fsdp_trainer.evaluation.scoring import Metrics, Scorer
+from fsdp_trainer.methods.text_reader import TextReader
+from fsdp_trainer.models.config import ModelConfig
+
+
+def evaluate_reader(cfg: EvaluateConfig, device: torch.device) -> Metrics:
+    """Return {task: {metric: value}} of tasks of retrieval, and write cfg.mined. Collective.
+
+    Each rank has a complete copy of the model, and reads a part of the texts. Raises UserError.
+    """
+    dtype = getattr(torch, cfg.dtype)
+    reader = TextReader.load(str(cfg.source), device, dtype, cfg.implementation)
+    embeds = bool(reader.model.config.pooling)
+    require_ranking(cfg, reader.model.config)
+    mining = Mining(cfg.negatives, cfg.hardest) if cfg.mined else None
+    metrics: Metrics = {}
+    rows: list[dict] = []
+    for name in task_names(cfg):
+        if name.startswith(MTEB):
+            metrics |= run_mteb(
+                name, MtebEncoder(vectors_of(reader), reader.prompts), cfg.mteb_data
+            )
+            continue
+        task = read_retrieval(name, QUERIES if embeds else RANKED, cfg.data, cfg.limit)
+        results = RankedTask(reader, task).results(mining)
+        metrics[task.name] = means([each for each, _ in results])
+        rows += [*mined_rows(task, [numbers for _, numbers in results])] if mining else []
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if cfg.mined and is_first:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        Path(cfg.mined).expanduser().write_text("".join(lines), encoding="utf-8")
+    return metrics
+
+
+def require_ranking(cfg: EvaluateConfig, config: ModelConfig) -> None:
+    """Raise UserError for a model that does not rank texts, or a task that is not of retrieval."""
+    problems = [
+        Problem(f"tasks=[{name}]", reason)
+        for name in task_names(cfg)
+        if (reason := why_no_task(name, cfg, config))
+    ]
+    if endpoint_of(config) == "/v1/classify":
+        reason = (
+            "is a classifier, which ranks no documents.\nIts metrics are those of training with"
+        )
+        problems.append(Problem(f"source={cfg.source}", f"{reason}  data.validation=FILE"))
+    if cfg.mined and not config.pooling:
+        reason = "needs an embedding model, which compares a query with all documents"
+        problems.append(Problem(f"mined={cfg.mined}", reason))
+    if problems:
+        raise UserError("the model cannot be evaluated so", problems)
+
+
+def why_no_task(name: str, cfg: EvaluateConfig, config: ModelConfig) -> str:
+    """Return why a task is not one of a model that ranks texts; "" if it is."""
+    if not is_retrieval(name):
+        return (
+            "asks a model that writes text, and this one embeds or ranks texts.\nUse  a file of"
+            " queries with documents, or a folder with corpus.jsonl and queries.jsonl"
+        )
+    if name.startswith(MTEB) and (cfg.mined or cfg.limit or not config.pooling):
+        return "is for embedding models, as a whole, without  limit  and  mined"
+    return ""
+
+
+class RankedTask:
+    """A task with the vectors of its texts by a model."""
+
+    def __init__(self, reader: TextReader, task: RetrievalTask):
+        """Compute all vectors. Collective."""
+        self.reader, self.task = reader, task
+        self.answered = [place for place, own in enumerate(task.relevant) if own]
+        """Numbers of the queries that have a document."""
+        if task.candidates is None:
+            vectors, prompts = vectors_of(reader), reader.prompts
+            self.documents = vectors(task.documents, prompts.get("document", ""))
+            self.queries = vectors(task.queries, prompts.get("query", ""))
+
+    def results(self, mining: Mining | None) -> list[tuple[dict[str, float], list[int]]]:
+        """Return metrics and hard negatives of each query that has a document. Collective."""
+
+        def work(places: Sequence[int]) -> list[tuple[dict[str, float], list[int]]]:
+            return scored_queries(self.task, self._similarities, places, mining)
+
+        scorer = Scorer(self.reader.model, 1, self.reader.device)
+        return scorer.compute_in_parts(self.answered, work, self._cost)
+
+    def _cost(self, place: int) -> int:
+        return 1 if self.task.candidates is None else len(self.task.candidates[place])
+
+    def _similarities(self, places: Sequence[int]) -> Iterator[Tensor]:
+        if self.task.candidates is None:
+            yield from in_blocks(self.queries[[*places]], self.documents)
+            return
+        for place in places:
+            documents = [self.task.documents[i] for i in self.task.candidates[place]]
+            context = self.reader.context
+            tokens = self.reader.encode_ranked(self.task.queries[place], documents, context)
+            yield self.reader.relevance(tokens)
+
+
+def vectors_of(reader: TextReader) -> Vectors:
+    """Return a function that embeds texts, of which each rank computes a part. It is collective.
+
+    Texts are cut to the model's context.
+    """
+    scorer = Scorer(reader.model, 1, reader.device)
+
+    def vectors(texts: Sequence[str], prompt: str) -> Tensor:
+        def work(own: Sequence[str]) -> list[Tensor]:
+            return [*reader.vectors(reader.encode(own, prompt, reader.context)).float()]
+
+        return torch.stack(scorer.compute_in_parts(texts, work, len))
+
+    return vectors
+
+
+def mined_rows(task: RetrievalTask, negatives: Sequence[Sequence[int]]) -> Iterator[dict]:
+    """Yield each query with its documents and its hard negatives, as objective=embed reads them."""
+    places = [place for place, own in enumerate(task.relevant) if own]
+    for place, numbers in zip(places, negatives, strict=True):
+        positive = [task.documents[number] for number in task.relevant[place]]
+        row = {"query": task.queries[place], "positive": positive}
+        yield row | {"negatives": [task.documents[number] for number in numbers]}

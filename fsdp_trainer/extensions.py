@@ -48,6 +48,12 @@ class Callback:
     def start(self, run: RunInfo) -> None:
         """Handle the start or resumption of the run, before its first step."""
 
+    def gradients(self, run: RunInfo, step: int) -> None:
+        """Handle the gradients of a step before they are clipped.
+
+        `run.model.parameters()` have this rank's parts of them in `grad`.
+        """
+
     def step(self, run: RunInfo, step: int) -> None:
         """Handle the end of a step. Its metrics may still be on the device: see `metrics`."""
 

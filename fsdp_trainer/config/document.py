@@ -26,6 +26,7 @@ from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import (
     PRIMARY,
+    Certified,
     ConfigConfig,
     Evaluate,
     LaunchFiles,
@@ -49,8 +50,9 @@ SMALL: dict[str, Any] = {
     "evaluate": Evaluate,
     "tokenizer": NewTokenizer,
     "rewards": RewardsTrial,
+    "prove": Certified,
 }
-"""The keys of the other verbs. The last four verbs have training's groups in addition."""
+"""The keys of the other verbs. The last five verbs have training's groups in addition."""
 
 
 def written(value: Any) -> str:

@@ -40,6 +40,7 @@ from fsdp_trainer.config.verbs import (
     ExportConfig,
     GenerateConfig,
     LighthouseConfig,
+    ProveConfig,
     ReportConfig,
     RewardsConfig,
     TokenizerConfig,
@@ -137,6 +138,10 @@ def _check_inputs_of_groups(cfg: TrainConfig, report: Report, complete: bool) ->
         return
     if isinstance(cfg, RewardsConfig):
         _check_trial(cfg, report)
+        return
+    if isinstance(cfg, ProveConfig) and cfg.source:
+        _check_exists("source", cfg.source, report)
+        _check_exists("reference", cfg.reference, report)
         return
     if complete:
         require_training_inputs(cfg, report)

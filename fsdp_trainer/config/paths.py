@@ -23,6 +23,7 @@ COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LAG_SECONDS = 60.0  # until other nodes see a new file: NFS caches its absence for so long
 ADAPTER_CONFIG = "adapter_config.json"
 TRAINER_STATE = "trainer.json"
+CERTIFICATE = "prove.json"  # of a run, written by `prove` into its folder
 MODEL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 BEST = "best"  # link next to the checkpoints, to the one with the lowest validation loss
 

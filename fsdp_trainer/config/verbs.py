@@ -155,6 +155,33 @@ class RehearseConfig(PlanConfig):
 
 
 @dataclass
+class Certified:
+    """The folder that is proved in place of a run, and the form of the certificate."""
+
+    source: str | None = key(
+        None,
+        "a folder of any tool instead of a run: an export, a merged model or an adapter of PEFT's",
+    )
+    reference: str | None = key(
+        None, "with source: the model that the folder was made from, a Hugging Face folder or a run"
+    )
+    format: str = key(
+        "text",
+        "`text` for people; `json`: one object with checks, not_proved and ok",
+        choices=("text", "json"),
+    )
+    html: str | None = key(None, "also write the certificate as a page: a file name")
+
+
+@dataclass
+class ProveConfig(PlanConfig, Certified):
+    """Proves that a run computes what it should, on a small copy of its model, before it is paid.
+
+    Takes the keys of a run, and of plan plan.world_size; it starts its own ranks on the CPU.
+    """
+
+
+@dataclass
 class Prepare:
     """The part of the work that `prepare` does."""
 
@@ -651,7 +678,7 @@ class LighthouseConfig:
 PRIMARY: dict[str, type] = {
     "train": TrainConfig, "plan": PlanConfig, "rehearse": RehearseConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
-    "verify": VerifyConfig, "convert": ConvertConfig,
+    "verify": VerifyConfig, "prove": ProveConfig, "convert": ConvertConfig,
     "generate": GenerateConfig, "chat": ChatConfig,
     "evaluate": EvaluateConfig, "rewards": RewardsConfig,
     "tokenizer": TokenizerConfig, "report": ReportConfig,

@@ -61,13 +61,14 @@ def ranks_to_start(cfg: Launch) -> int:
     return max(1, gpus(cfg) * cfg.ranks_per_gpu)
 
 
-def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> int:
+def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train", **streams: Any) -> int:
     """Start this node's ranks and wait for them.
 
     Returns the exit code of the first rank that failed, else 0. Unlike torchrun, this keeps the
     exit code and imports no torch. Signals are passed on to the ranks. With several nodes, each one
     starts its ranks when all nodes have met. When ranks of one node fail, those of the others end
     too, and all nodes return the same code. overrides: the arguments that `cfg` was composed from.
+    streams: stdout and stderr of the ranks, as of subprocess.Popen.
     """
     if PARENT in os.environ:  # a job of a sweep
         die_with_parent(int(os.environ[PARENT]))
@@ -79,7 +80,8 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
         node = meet_nodes(cfg.launch, str(cfg.run.name), count)
         with configuration_file(cfg) as file:
             words = [verb, *overrides]
-            processes = start_processes(words, cfg.launch.env, file.fileno(), count, node)
+            given = words, cfg.launch.env, file.fileno(), count, node
+            processes = start_processes(*given, **streams)
         advice = partial(advice_after_kill, run_folder(cfg), cfg.checkpoint.resume, verb)
         ranks = RankProcesses(processes, node, advice)
         with passing_on_signals(ranks) as received:
@@ -144,17 +146,19 @@ def start_processes(
     configuration: int,
     count: int,
     node: Node | None,
+    **streams: Any,
 ) -> list[subprocess.Popen]:
     """Start `count` ranks with the variables that torchrun would set.
 
-    words, configuration: see `start_process`; configured: launch.env.
+    words, configuration, streams: see `start_process`; configured: launch.env.
     """
     env = {**configured, **os.environ, "LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
     env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= node.environment() if node else {}
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     # a node of launch.hosts receives its signals through its standard input
-    streams = {"stdin": subprocess.DEVNULL} if env.pop(HOST, None) else {}
+    if env.pop(HOST, None):
+        streams["stdin"] = subprocess.DEVNULL
     first = node.first if node else 0
     env[DESCRIPTOR] = str(configuration)
     numbers = [{"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(count)]

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from fsdp_trainer.base.process import wait_until
 from fsdp_trainer.checkpoint.atomic_files import put_back, replaced
-from fsdp_trainer.config.paths import LAG_SECONDS
+from fsdp_trainer.config.paths import CERTIFICATE, LAG_SECONDS
 from fsdp_trainer.config.schema import Run
 from fsdp_trainer.errors import Problem, UserError
 
@@ -24,8 +24,8 @@ LOCK_SECONDS = 120.0
 its connection, holds the lock until its torchrun gives up."""
 LOOK_SECONDS = 1.0
 """Seconds that a group of ranks waits for its lock: others look at it, see `are_groups_beside`."""
-NOT_OF_A_RUN = (LOCK, "jobs", "sweep.jsonl", "output.log")
-"""Files that a sweep or a launch script writes into the folder before the run begins."""
+NOT_OF_A_RUN = (LOCK, "jobs", "sweep.jsonl", "output.log", CERTIFICATE)
+"""Files that a sweep, a launch script or `prove` writes into the folder before the run begins."""
 
 
 @dataclass

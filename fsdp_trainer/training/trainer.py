@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fsdp_trainer.base import phases
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
@@ -102,6 +104,11 @@ class Trainer(StepRunner):
             self.signals.raise_if_agreed()
             self.run_after_step()
             self.profiler.after(progress.step)
+
+    def clip(self, scale: Tensor | None) -> Tensor:
+        """See StepRunner. Callbacks see the gradients before."""
+        self.observer.call("gradients", self.progress.step + 1)
+        return super().clip(scale)
 
     def rate_of_step(self, step: int) -> float:
         """Return the learning rate of a step."""

@@ -221,11 +221,14 @@ def small_copy(config: ModelConfig, narrow: bool) -> ModelConfig:
     return replace(config, source=small, **sizes)
 
 
-def shrunk(hf_config: Any, narrow: bool) -> Any:
-    """Return a configuration object with fewer blocks, experts and tokens. narrow: and narrower."""
+def shrunk(hf_config: Any, narrow: bool, blocks: int = 2) -> Any:
+    """Return a configuration object with fewer blocks, experts and tokens.
+
+    narrow: and narrower. blocks: the least number of them, where there are as many.
+    """
     hf_config = copy.deepcopy(hf_config)
     text = hf_config.get_text_config(decoder=True)
-    cut_blocks(text)
+    cut_blocks(text, blocks)
     cut_tower(hf_config)
     for name, value in {**SET, "vocab_size": VOCABULARY}.items():
         if setting(text, name) is not None:
@@ -274,7 +277,7 @@ def drop_from(by_number: dict[Any, Any], first: int) -> None:
         del by_number[key]
 
 
-def cut_blocks(text: Any) -> None:
+def cut_blocks(text: Any, least: int) -> None:
     """Keep as many blocks of a configuration as it takes to have one of each kind."""
     own = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     layers = getattr(text, own)
@@ -283,7 +286,7 @@ def cut_blocks(text: Any) -> None:
         for name, value in vars(text).items()
         if isinstance(value, list | tuple) and len(value) == layers
     }
-    kept = min(layers, 2)
+    kept = min(layers, least)
     for values in lists.values():
         kinds = {str(value) for value in values}
         if len(kinds) < layers:

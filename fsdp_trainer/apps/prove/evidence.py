@@ -1,0 +1,96 @@
+"""What the checks of a run ask: its recordings, made when they are first asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_trainer.apps.prove.narrowing import SmallRun
+from fsdp_trainer.apps.prove.runs import RecordedRun, named, record, resumed
+from fsdp_trainer.apps.prove.trajectories import LIMITS, Difference, Trajectory
+from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.prepared_data import build_data
+from fsdp_trainer.data.store.component_store import Reporter
+from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.hf.read_architecture import read_architecture
+
+NUDGED = 1e-6
+"""Share by which weights differ at the start, to see how much a training amplifies rounding."""
+
+
+@dataclass
+class Evidence:
+    """The runs of a proof and what they read. scratch: their folder. say: shows progress."""
+
+    small: SmallRun
+    scratch: Path
+    say: Callable[[str], None]
+
+    # --- runs
+
+    @cached_property
+    def plain(self) -> RecordedRun:
+        """The run in one process: nothing sharded, recomputed or kept elsewhere."""
+        self.say("trains in one plain process")
+        return record(self.small.plain, self.scratch)
+
+    @cached_property
+    def planned(self) -> RecordedRun:
+        """The run in the planned layout."""
+        self.say(f"trains in the planned layout, on {self.small.ranks} ranks")
+        return record(self.small.planned, self.scratch)
+
+    @cached_property
+    def resumed(self) -> RecordedRun:
+        """The planned run, stopped in the middle and resumed."""
+        self.say("resumes on as many ranks")
+        return resumed(named(self.small.planned, "resumed"), self.planned, self.scratch)
+
+    @cached_property
+    def resumed_elsewhere(self) -> RecordedRun:
+        """The planned run, stopped in the middle and resumed in one process."""
+        self.say("resumes on one rank")
+        return resumed(named(self.small.plain, "resumed_elsewhere"), self.planned, self.scratch)
+
+    def rounding(self, kind: str, difference: Difference) -> float:
+        """Return how much rounding at the start changes a kind of LIMITS; 0 if within its limit."""
+        return self._nudged[kind].value if difference.value > LIMITS[kind] else 0.0
+
+    @cached_property
+    def _nudged(self) -> dict[str, Difference]:
+        self.say("trains from weights that differ by rounding")
+        run = record(named(self.small.plain, "nudged"), self.scratch, nudged=NUDGED)
+        return Trajectory.of(run).differences(Trajectory.of(self.plain))
+
+    # --- the model and the data
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The architecture of the small model."""
+        return read_architecture(self.plain.checkpoints[-1] / "hf")
+
+    @cached_property
+    def data(self) -> tuple[TextTokenizer, Template, Prepared]:
+        """Tokenizer, template and data, as training reads them."""
+        silent = Reporter(lambda line: None, lambda line: None)
+        return build_data(self.small.plain, silent)
+
+    @cached_property
+    def order(self) -> Mixture | None:
+        """The order of the rows; None for a stream and for prompts."""
+        cfg, prepared = self.small.plain, self.data[2]
+        if prepared.streamed or cfg.objective.method.samples:
+            return None
+        return OrderMaker.of(cfg, packs=self.config.packs).training(cfg.data, prepared)
+
+    def rows_of_step(self, step: int) -> Rows:
+        """Return the rows of a step, counted from 1."""
+        assert self.order
+        count = self.small.plain.batch.rows
+        return self.order.read_rows(np.arange((step - 1) * count, step * count))

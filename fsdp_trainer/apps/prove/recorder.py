@@ -1,0 +1,70 @@
+"""What a proof's ranks record: a callback that is imported in them, as by --import.
+
+Every rank writes its own parts, without a message, so that a copy which differs from the others
+shows.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.apps.prove.records import FOLDER, GRADIENTS, NUDGE
+from fsdp_trainer.base.distributed import local_part, local_slice
+from fsdp_trainer.extensions import Callback, RunInfo, register
+from fsdp_trainer.models.decoder import stored_buffers
+
+
+@register("callback", "recorder of prove")
+class Recorder(Callback):
+    """Writes weights at the start and the end, and the gradients of some steps."""
+
+    def start(self, run: RunInfo) -> None:
+        """Write the weights with which the run starts or resumes."""
+        if share := float(os.environ.get(NUDGE, "0")):
+            nudge(run, share)
+        write(run, "start", all_weights(run))
+
+    def gradients(self, run: RunInfo, step: int) -> None:
+        """Write the gradients of a step; a parameter without one has zeros."""
+        if step not in GRADIENTS:
+            return
+        trained = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained}
+        write(run, f"gradients-{step}", {name: (True, g) for name, g in gradients.items()})
+
+    def end(self, run: RunInfo, reason: str, exit_code: int) -> None:
+        """Write the weights with which the run ends."""
+        write(run, "end", all_weights(run))
+
+
+def all_weights(run: RunInfo) -> dict[str, tuple[bool, Tensor]]:
+    """Return the parameters and the stored buffers, each with whether it is trained."""
+    parameters = {name: (p.requires_grad, p) for name, p in run.model.named_parameters()}
+    buffers = {name: (False, buffer) for name, buffer in stored_buffers(run.model).items()}
+    return {**parameters, **buffers}
+
+
+def write(run: RunInfo, name: str, tensors: dict[str, tuple[bool, Tensor]]) -> None:
+    """Write this rank's parts of tensors, each with whether it is trained."""
+    parts = {
+        key: (trained, tuple(t.shape), [part.start for part in local_slice(t)], on_host(t))
+        for key, (trained, t) in tensors.items()
+    }
+    torch.save(parts, Path(os.environ[FOLDER]) / f"{name}.rank{run.rank}.pt")
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of this rank's part of a tensor."""
+    return local_part(tensor.detach()).to("cpu", copy=True)
+
+
+@torch.no_grad()
+def nudge(run: RunInfo, share: float) -> None:
+    """Change each number of the trained weights by a share, up or down in turn."""
+    for parameter in run.model.parameters():
+        if parameter.requires_grad:
+            local = local_part(parameter)
+            up = torch.arange(local.numel()).view_as(local) % 2
+            local.mul_(1 + share * (2 * up - 1))

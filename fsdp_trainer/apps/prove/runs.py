@@ -1,0 +1,112 @@
+"""The runs of a proof: the program's own ranks, with a recorder, and their output in a file."""
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from fsdp_trainer.apps.prove.records import FOLDER, GRADIENTS, NUDGE, whole_tensors
+from fsdp_trainer.config.paths import checkpoint_folders, run_folder
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.extensions import IMPORTS
+from fsdp_trainer.launch.start import start_ranks
+
+LAST_LINES = 30
+RECORDER = "fsdp_trainer.apps.prove.recorder"
+"""The module that ranks import."""
+
+
+class RecordedRun:
+    """A finished run and what its ranks recorded in `folder`, beside its own folder."""
+
+    def __init__(self, cfg: TrainConfig, folder: Path):
+        self.cfg, self.folder = cfg, folder
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, one a step."""
+        lines = (run_folder(self.cfg) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Its checkpoints, oldest first."""
+        return checkpoint_folders(run_folder(self.cfg))
+
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        """All weights at the start, by name, frozen ones and buffers too."""
+        return whole_tensors(self.folder, "start")[0]
+
+    @cached_property
+    def end(self) -> dict[str, Tensor]:
+        """All weights at the end, by name."""
+        return whole_tensors(self.folder, "end")[0]
+
+    @cached_property
+    def trained(self) -> dict[str, bool]:
+        """Whether each weight is trained."""
+        return whole_tensors(self.folder, "start")[1]
+
+    def gradients(self, step: int) -> dict[str, Tensor]:
+        """Return the gradient of each trained weight in a step of `GRADIENTS`."""
+        return whole_tensors(self.folder, f"gradients-{step}")[0]
+
+    @property
+    def unequal_copies(self) -> list[str]:
+        """Sentences about numbers that ranks hold alike, and that differ."""
+        names = ["start", *(f"gradients-{step}" for step in GRADIENTS), "end"]
+        return [text for one in names for text in whole_tensors(self.folder, one)[2]]
+
+
+def record(cfg: TrainConfig, scratch: Path, nudged: float = 0.0) -> RecordedRun:
+    """Train, and return what was recorded. Raises UserError and RunFailed as the run does.
+
+    scratch: the folder for records and output. nudged: see `records.NUDGE`.
+    """
+    folder = scratch / "records" / str(cfg.run.name)
+    folder.mkdir(parents=True)
+    output = folder / "output.log"
+    imports = ",".join(filter(None, [os.environ.get(IMPORTS), RECORDER]))
+    own = {IMPORTS: imports, FOLDER: str(folder)}
+    if nudged:
+        own[NUDGE] = str(nudged)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, own))
+        file = stack.enter_context(output.open("w"))
+        code = start_ranks(cfg, [], stdout=file, stderr=file)
+    if code:
+        raise failure(str(cfg.run.name), code, output.read_text())
+    return RecordedRun(cfg, folder)
+
+
+def failure(name: str, code: int, output: str) -> UserError | RunFailed:
+    """Return the error of a run that ended with a code, with the end of what it printed."""
+    own = output[output.rfind("fsdp-trainer: ") :] if "fsdp-trainer: " in output else output
+    text = "\n".join(own.strip().splitlines()[-LAST_LINES:]).removeprefix("fsdp-trainer: ")
+    if code == UserError.exit_code:
+        return UserError(f"the {name} run is refused", [Problem("as `train` says", text)])
+    return RunFailed(f"the {name} run of the proof ended with code {code}:\n{text}")
+
+
+def resumed(cfg: TrainConfig, begun: RecordedRun, scratch: Path) -> RecordedRun:
+    """Go on from another run's first checkpoint, as its own run that was stopped there would."""
+    first = begun.checkpoints[0]
+    place = run_folder(cfg) / "checkpoints" / first.name
+    shutil.copytree(first, place, symlinks=True)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        shutil.copyfile(run_folder(begun.cfg) / name, run_folder(cfg) / name)
+    return record(cfg, scratch)
+
+
+def named(cfg: TrainConfig, name: str) -> TrainConfig:
+    """Return the configuration of another run of the proof."""
+    return replace(cfg, run=replace(cfg.run, name=name))

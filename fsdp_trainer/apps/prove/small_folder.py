@@ -1,0 +1,62 @@
+"""A small copy of an architecture with random weights, as a Hugging Face folder."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from fsdp_trainer.models.config import ModelConfig, has_tower
+from fsdp_trainer.models.hf.hf_config import config_object, quiet_transformers
+from fsdp_trainer.models.hf.probe import shrunk
+
+DEVIATION = 0.1
+"""Of the numbers of a matrix: with transformers' 0.02 a narrow model hardly looks at its input, and
+faults would not show."""
+BESIDE = (".json", ".jinja", ".model", ".txt")
+OWN_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def write_small_folder(
+    config: ModelConfig, out: Path, vocabulary: int, blocks: int, seed: int = 0
+) -> None:
+    """Write a folder with few, narrow blocks of the same architecture and with random weights.
+
+    vocabulary: number of its tokens. blocks: the least number of blocks.
+    """
+    raw = config.source if config.by_transformers else config.to_hf("float32")
+    with quiet_transformers():
+        known = config_object({**raw, "model_type": raw.get("model_type")}, config.folder)
+        small = shrunk(known, narrow=True, blocks=blocks)
+        text, own = small.get_text_config(decoder=True), known.get_text_config(decoder=True)
+        text.vocab_size = vocabulary
+        for name in OWN_TOKENS:
+            setattr(text, name, getattr(own, name, None))
+        auto: Any = transformers.AutoModelForCausalLM
+        if config.by_transformers and has_tower(raw):
+            auto = transformers.AutoModelForImageTextToText
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = auto.from_config(small, dtype=torch.float32)
+            spread(model)
+        model.save_pretrained(out)
+
+
+@torch.no_grad()
+def spread(model: nn.Module) -> None:
+    """Give matrices a deviation of DEVIATION, and change vectors by a little."""
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.add_(torch.randn_like(parameter), alpha=DEVIATION / 2)
+        elif deviation := float(parameter.std()):
+            parameter.mul_(DEVIATION / deviation)
+
+
+def copy_small_files(source: Path, out: Path) -> None:
+    """Copy what lies beside the weights: tokenizer, template, processor, settings."""
+    for file in source.iterdir():
+        is_small = file.suffix in BESIDE and not file.name.endswith(".index.json")
+        if is_small and file.is_file() and not (out / file.name).exists():
+            shutil.copyfile(file, out / file.name)

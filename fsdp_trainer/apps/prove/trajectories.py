@@ -1,0 +1,138 @@
+"""Losses, gradients and weights of two trainings, and by how much they differ."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.apps.prove.certificate import Checked, compared
+from fsdp_trainer.apps.prove.records import GRADIENTS
+from fsdp_trainer.apps.prove.runs import RecordedRun
+
+SMALL = 1e-3
+"""Tensors whose largest number is a smaller share of the largest of all are compared as if it were
+this: the gradient of a key's bias is 0 but for rounding."""
+LIMITS = {"losses": 1e-5, "gradients": 1e-4, "weights": 1e-3}
+"""Largest relative differences of float32, of weights relative to how far they moved."""
+AMPLIFIED = 4.0
+"""How many times the difference may be that weights at the start cause which differ by rounding."""
+UNITS = {
+    "losses": "of the loss",
+    "gradients": "of the tensor's largest number",
+    "weights": "of how far the tensor moved",
+}
+
+
+class Difference(NamedTuple):
+    """The largest difference, and where it is."""
+
+    value: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a training computed.
+
+    losses: of each step, what is minimised; gradients: by step and name, of some steps; start, end:
+    weights by name.
+    """
+
+    losses: list[float]
+    gradients: dict[int, dict[str, Tensor]]
+    start: dict[str, Tensor]
+    end: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, run: RecordedRun) -> "Trajectory":
+        """Return what a run recorded."""
+        losses = [line.get("objective", line["loss"]) for line in run.metrics]
+        return cls(losses, {step: run.gradients(step) for step in GRADIENTS}, run.start, run.end)
+
+    def differences(self, other: "Trajectory") -> dict[str, Difference]:
+        """Return the largest differences from another training, by the names of LIMITS."""
+        steps = self.gradients.keys() & other.gradients.keys()
+        gradients = [
+            named(f"step {step}", largest(self.gradients[step], other.gradients[step]))
+            for step in sorted(steps)
+        ]
+        moved = {name: (w.float() - other.start[name].float()) for name, w in other.end.items()}
+        return {
+            "losses": of_losses(self.losses, other.losses),
+            "gradients": max(gradients, default=Difference(0.0, "")),
+            "weights": largest(self.end, other.end, moved),
+        }
+
+
+def of_losses(ours: list[float], expected: list[float]) -> Difference:
+    """Return the largest relative difference of the losses of steps."""
+    if len(ours) != len(expected):
+        return Difference(math.inf, f"{len(ours)} steps in place of {len(expected)}")
+    each = [
+        Difference(
+            finite(abs(a - b) / max(abs(b), 1e-3)), f"step {step}: {a:.6f}, expected {b:.6f}"
+        )
+        for step, (a, b) in enumerate(zip(ours, expected, strict=True), 1)
+    ]
+    return max(each)
+
+
+def largest(
+    ours: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor] | None = None,
+) -> Difference:
+    """Return the largest difference relative to the largest number of its tensor.
+
+    scales: tensors whose largest numbers count in place of those of `expected`. Further rows of
+    `ours` are padding, which must be 0.
+    """
+    if lacking := expected.keys() ^ ours.keys():
+        return Difference(math.inf, f"only one has {', '.join(sorted(lacking)[:3])}")
+    tops = {name: top(tensor) for name, tensor in (scales or expected).items()}
+    least = SMALL * max(tops.values(), default=0.0)
+    each = [Difference(0.0, "")]
+    for name, tensor in expected.items():
+        own = ours[name]
+        if own.ndim and len(own) > len(tensor):
+            if own[len(tensor) :].any():
+                each.append(Difference(math.inf, f"padding of {name}"))
+            own = own[: len(tensor)]
+        if own.shape != tensor.shape:
+            each.append(Difference(math.inf, f"{name} is {list(own.shape)}"))
+        elif tensor.is_floating_point():
+            error, scale = top(own.float() - tensor.float()), max(tops[name], least)
+            each.append(Difference(finite(error / scale) if error else 0.0, name))
+        elif not torch.equal(own, tensor):
+            each.append(Difference(math.inf, name))
+    return max(each)
+
+
+def top(tensor: Tensor) -> float:
+    """Return the largest absolute number; 0 for an empty tensor."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def finite(value: float) -> float:
+    """Return the value, or infinity if it is not a number."""
+    return math.inf if math.isnan(value) else value
+
+
+def named(prefix: str, difference: Difference) -> Difference:
+    """Return a difference that also says where it is."""
+    return Difference(difference.value, f"{prefix}, {difference.where}")
+
+
+def verdict(
+    name: str, kind: str, difference: Difference, rounding: float, what: str, advice: str
+) -> Checked:
+    """Return the comparison of one kind of LIMITS.
+
+    rounding: by how much weights at the start that differ by rounding change this kind.
+    """
+    limit = max(LIMITS[kind], AMPLIFIED * rounding)
+    where = f"; largest {UNITS[kind]}: {difference.where}" if difference.value else ""
+    return compared(f"{name}: {kind}", difference.value, limit, f"{what}{where}", advice)

@@ -1,0 +1,37 @@
+"""The verb `prove`: a certificate that a run, or a folder, computes what it should."""
+
+import json
+import os
+
+from fsdp_trainer.apps.prove.certificate import Certificate
+from fsdp_trainer.apps.prove.certificate_text import certificate_lines
+from fsdp_trainer.base.safe_text import safe
+from fsdp_trainer.config.verbs import ProveConfig
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.launch.start import launcher
+
+NOT_EQUAL = 3
+
+
+def prove(cfg: ProveConfig) -> int:
+    """Print the certificate. Returns 0 if all is equal, else 3. Raises UserError and RunFailed."""
+    if name := launcher(os.environ):
+        problem = Problem(name, "prove starts ranks of its own: type  fsdp-trainer prove …")
+        raise UserError("this proof would run once for each rank", [problem])
+    certificate = certificate_of(cfg)
+    if "json" in (cfg.format, cfg.plan.format):
+        print(json.dumps(certificate.as_json(), allow_nan=False))
+    else:
+        print(*map(safe, certificate_lines(certificate)), sep="\n")
+    return 0 if certificate.ok else NOT_EQUAL
+
+
+def certificate_of(cfg: ProveConfig) -> Certificate:
+    """Return the certificate of a folder, if `source` names one, else of a run."""
+    if cfg.source:
+        problem = Problem(f"source={cfg.source}", "leave it out: a run is proved by its keys")
+        raise UserError("a folder is not proved in this version", [problem])
+    # imports torch, which mistakes in the configuration need not wait for
+    from fsdp_trainer.apps.prove.run_certificate import prove_run
+
+    return prove_run(cfg)

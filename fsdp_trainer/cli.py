@@ -56,7 +56,7 @@ VERBS = {
     "export": Verb("fsdp_trainer.checkpoint.export_verb:export"),
     "convert": Verb("fsdp_trainer.apps.convert.verb:convert_verb"),
     "verify": Verb("fsdp_trainer.apps.verify:verify"),
-    "prove": Verb("fsdp_trainer.apps.prove.verb:prove"),
+    "prove": Verb("fsdp_trainer.apps.prove.verb:prove", ("words",)),
     "generate": Verb("fsdp_trainer.apps.generate:generate"),
     "chat": Verb("fsdp_trainer.apps.chat.verb:chat"),
     "evaluate": Verb(

@@ -1,5 +1,6 @@
-"""What the checks of a run ask: its recordings, made when they are first asked for."""
+"""Recordings of a run for the checks, each made when it is first needed."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_trainer.apps.prove.narrowing import SmallRun
-from fsdp_trainer.apps.prove.runs import RecordedRun, named, record, resumed
+from fsdp_trainer.apps.prove.runs import ProofRun
 from fsdp_trainer.apps.prove.trajectories import LIMITS, Difference, Trajectory
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import Rows
@@ -26,37 +27,45 @@ NUDGED = 1e-6
 
 @dataclass
 class Evidence:
-    """The runs of a proof and what they read. scratch: their folder. say: shows progress."""
+    """The runs of a proof and what they read.
+
+    words: of the command line. scratch: the runs' folder. say: shows progress.
+    """
 
     small: SmallRun
+    words: list[str]
     scratch: Path
     say: Callable[[str], None]
+
+    def command(self, more: str) -> str:
+        """Return the command line of this proof with further words."""
+        return f"{shlex.join(['fsdp-trainer', 'prove', *self.words])} {more}".strip()
 
     # --- runs
 
     @cached_property
-    def plain(self) -> RecordedRun:
+    def plain(self) -> ProofRun:
         """The run in one process: nothing sharded, recomputed or kept elsewhere."""
         self.say("trains in one plain process")
-        return record(self.small.plain, self.scratch)
+        return ProofRun(self.small.plain, self.scratch).recorded()
 
     @cached_property
-    def planned(self) -> RecordedRun:
+    def planned(self) -> ProofRun:
         """The run in the planned layout."""
         self.say(f"trains in the planned layout, on {self.small.ranks} ranks")
-        return record(self.small.planned, self.scratch)
+        return ProofRun(self.small.planned, self.scratch).recorded()
 
     @cached_property
-    def resumed(self) -> RecordedRun:
+    def resumed(self) -> ProofRun:
         """The planned run, stopped in the middle and resumed."""
         self.say("resumes on as many ranks")
-        return resumed(named(self.small.planned, "resumed"), self.planned, self.scratch)
+        return self.planned.named("resumed").resumed_from(self.planned)
 
     @cached_property
-    def resumed_elsewhere(self) -> RecordedRun:
+    def resumed_elsewhere(self) -> ProofRun:
         """The planned run, stopped in the middle and resumed in one process."""
         self.say("resumes on one rank")
-        return resumed(named(self.small.plain, "resumed_elsewhere"), self.planned, self.scratch)
+        return self.plain.named("resumed_elsewhere").resumed_from(self.planned)
 
     def rounding(self, kind: str, difference: Difference) -> float:
         """Return how much rounding at the start changes a kind of LIMITS; 0 if within its limit."""
@@ -65,7 +74,7 @@ class Evidence:
     @cached_property
     def _nudged(self) -> dict[str, Difference]:
         self.say("trains from weights that differ by rounding")
-        run = record(named(self.small.plain, "nudged"), self.scratch, nudged=NUDGED)
+        run = self.plain.named("nudged").recorded(NUDGED)
         return Trajectory.of(run).differences(Trajectory.of(self.plain))
 
     # --- the model and the data

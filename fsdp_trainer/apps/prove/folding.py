@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.pipeline_schedules import Stages
-from fsdp_trainer.config.schema import Batch, Sharding, TrainConfig
+from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.errors import UserError
 
 FOLDED = 2
@@ -51,9 +51,8 @@ def folded_batch(planned: Layout, sharding: Sharding, ranks: int) -> Batch:
     return replace(batch, micro_rows=micro, rows=rows or micro * readers * count)
 
 
-def planned_layout(cfg: TrainConfig, ranks: int) -> Layout:
-    """Return the layout that is planned. Raises UserError if its ranks cannot be arranged so."""
-    layout = Layout(cfg.sharding, ranks, cfg.batch)
+def possible(layout: Layout) -> Layout:
+    """Return a layout. Raises UserError if its ranks cannot be arranged so."""
     problem = layout.problem or layout.pipeline_problem
     if problem:
         raise UserError("the planned layout is not possible", [problem])

@@ -1,4 +1,4 @@
-"""What a proof's ranks record: a callback that is imported in them, as by --import.
+"""Recorder of a proof's ranks: a callback that is imported in them, as by --import.
 
 Every rank writes its own parts, without a message, so that a copy which differs from the others
 shows.
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.records import FOLDER, GRADIENTS, NUDGE
+from fsdp_trainer.apps.prove.recordings import FOLDER, GRADIENTS, NUDGE
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.extensions import Callback, RunInfo, register
 from fsdp_trainer.models.decoder import stored_buffers

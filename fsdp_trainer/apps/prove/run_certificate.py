@@ -6,20 +6,23 @@ from pathlib import Path
 
 from fsdp_trainer.apps.prove.certificate import Certificate
 from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.narrowing import narrow
+from fsdp_trainer.apps.prove.narrowing import Narrowing
 from fsdp_trainer.apps.prove.registry import OF_A_RUN
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.observe.console import Console
 
 
-def prove_run(cfg: ProveConfig) -> Certificate:
-    """Return the certificate of a run. Raises UserError and RunFailed."""
+def prove_run(cfg: ProveConfig, words: list[str]) -> Certificate:
+    """Return the certificate of a run. Raises UserError and RunFailed.
+
+    words: of the command line.
+    """
     console = Console(quiet=False, stream=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         scratch = Path(folder)
-        small = narrow(cfg, scratch)
+        small = Narrowing(cfg, scratch).small_run()
         certificate = Certificate(about=small.about)
-        evidence = Evidence(small, scratch, lambda line: console.say(f"proof  {line}"))
+        evidence = Evidence(small, words, scratch, lambda line: console.say(f"proof  {line}"))
         for check in OF_A_RUN:
             certificate.add(check(evidence))
         certificate.not_proved += small.not_proved

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.records import FOLDER, GRADIENTS, NUDGE, whole_tensors
+from fsdp_trainer.apps.prove.recordings import FOLDER, GRADIENTS, NUDGE, whole_tensors
 from fsdp_trainer.config.paths import checkpoint_folders, run_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -24,11 +24,51 @@ RECORDER = "fsdp_trainer.apps.prove.recorder"
 """The module that ranks import."""
 
 
-class RecordedRun:
-    """A finished run and what its ranks recorded in `folder`, beside its own folder."""
+@dataclass
+class ProofRun:
+    """A run of a proof: where it lies, and once it is `recorded` what its ranks wrote.
 
-    def __init__(self, cfg: TrainConfig, folder: Path):
-        self.cfg, self.folder = cfg, folder
+    scratch: the folder of all runs' records.
+    """
+
+    cfg: TrainConfig
+    scratch: Path
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the ranks' records and their output."""
+        return self.scratch / "records" / str(self.cfg.run.name)
+
+    def named(self, name: str) -> "ProofRun":
+        """Return another run of this configuration."""
+        return ProofRun(replace(self.cfg, run=replace(self.cfg.run, name=name)), self.scratch)
+
+    def recorded(self, nudged: float = 0.0) -> "ProofRun":
+        """Train, and return itself. Raises UserError and RunFailed as the run does.
+
+        nudged: see `recordings.NUDGE`.
+        """
+        self.folder.mkdir(parents=True)
+        output = self.folder / "output.log"
+        imports = ",".join(filter(None, [os.environ.get(IMPORTS), RECORDER]))
+        own = {IMPORTS: imports, FOLDER: str(self.folder)}
+        if nudged:
+            own[NUDGE] = str(nudged)
+        with ExitStack() as stack:
+            stack.enter_context(patch.dict(os.environ, own))
+            file = stack.enter_context(output.open("w"))
+            code = start_ranks(self.cfg, [], stdout=file, stderr=file)
+        if code:
+            raise failure(str(self.cfg.run.name), code, output.read_text())
+        return self
+
+    def resumed_from(self, begun: "ProofRun") -> "ProofRun":
+        """Go on from another run's first checkpoint, as its own run that was stopped there."""
+        own, first = run_folder(self.cfg), begun.checkpoints[0]
+        shutil.copytree(first, own / "checkpoints" / first.name, symlinks=True)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            shutil.copyfile(run_folder(begun.cfg) / name, own / name)
+        return self.recorded()
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -38,7 +78,7 @@ class RecordedRun:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Its checkpoints, oldest first."""
+        """The checkpoints, oldest first."""
         return checkpoint_folders(run_folder(self.cfg))
 
     @cached_property
@@ -53,7 +93,7 @@ class RecordedRun:
 
     @cached_property
     def trained(self) -> dict[str, bool]:
-        """Whether each weight is trained."""
+        """True for each weight that is trained."""
         return whole_tensors(self.folder, "start")[1]
 
     def gradients(self, step: int) -> dict[str, Tensor]:
@@ -67,27 +107,6 @@ class RecordedRun:
         return [text for one in names for text in whole_tensors(self.folder, one)[2]]
 
 
-def record(cfg: TrainConfig, scratch: Path, nudged: float = 0.0) -> RecordedRun:
-    """Train, and return what was recorded. Raises UserError and RunFailed as the run does.
-
-    scratch: the folder for records and output. nudged: see `records.NUDGE`.
-    """
-    folder = scratch / "records" / str(cfg.run.name)
-    folder.mkdir(parents=True)
-    output = folder / "output.log"
-    imports = ",".join(filter(None, [os.environ.get(IMPORTS), RECORDER]))
-    own = {IMPORTS: imports, FOLDER: str(folder)}
-    if nudged:
-        own[NUDGE] = str(nudged)
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, own))
-        file = stack.enter_context(output.open("w"))
-        code = start_ranks(cfg, [], stdout=file, stderr=file)
-    if code:
-        raise failure(str(cfg.run.name), code, output.read_text())
-    return RecordedRun(cfg, folder)
-
-
 def failure(name: str, code: int, output: str) -> UserError | RunFailed:
     """Return the error of a run that ended with a code, with the end of what it printed."""
     own = output[output.rfind("fsdp-trainer: ") :] if "fsdp-trainer: " in output else output
@@ -95,18 +114,3 @@ def failure(name: str, code: int, output: str) -> UserError | RunFailed:
     if code == UserError.exit_code:
         return UserError(f"the {name} run is refused", [Problem("as `train` says", text)])
     return RunFailed(f"the {name} run of the proof ended with code {code}:\n{text}")
-
-
-def resumed(cfg: TrainConfig, begun: RecordedRun, scratch: Path) -> RecordedRun:
-    """Go on from another run's first checkpoint, as its own run that was stopped there would."""
-    first = begun.checkpoints[0]
-    place = run_folder(cfg) / "checkpoints" / first.name
-    shutil.copytree(first, place, symlinks=True)
-    for name in ("metrics.jsonl", "events.jsonl"):
-        shutil.copyfile(run_folder(begun.cfg) / name, run_folder(cfg) / name)
-    return record(cfg, scratch)
-
-
-def named(cfg: TrainConfig, name: str) -> TrainConfig:
-    """Return the configuration of another run of the proof."""
-    return replace(cfg, run=replace(cfg.run, name=name))

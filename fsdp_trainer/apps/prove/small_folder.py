@@ -31,9 +31,9 @@ def write_small_folder(
         known = config_object({**raw, "model_type": raw.get("model_type")}, config.folder)
         small = shrunk(known, narrow=True, blocks=blocks)
         text, own = small.get_text_config(decoder=True), known.get_text_config(decoder=True)
-        text.vocab_size = vocabulary
-        for name in OWN_TOKENS:
-            setattr(text, name, getattr(own, name, None))
+        more = {name: getattr(own, name, None) for name in OWN_TOKENS}
+        for name, value in {**more, "vocab_size": vocabulary}.items():
+            setattr(text, name, value)
         auto: Any = transformers.AutoModelForCausalLM
         if config.by_transformers and has_tower(raw):
             auto = transformers.AutoModelForImageTextToText

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.apps.prove.certificate import Checked, compared
-from fsdp_trainer.apps.prove.records import GRADIENTS
-from fsdp_trainer.apps.prove.runs import RecordedRun
+from fsdp_trainer.apps.prove.recordings import GRADIENTS
+from fsdp_trainer.apps.prove.runs import ProofRun
 
 SMALL = 1e-3
 """Tensors whose largest number is a smaller share of the largest of all are compared as if it were
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a training computed.
+    """The course of a training.
 
     losses: of each step, what is minimised; gradients: by step and name, of some steps; start, end:
     weights by name.
@@ -47,10 +47,12 @@ class Trajectory:
     end: dict[str, Tensor]
 
     @classmethod
-    def of(cls, run: RecordedRun) -> "Trajectory":
+    def of(cls, run: ProofRun) -> "Trajectory":
         """Return what a run recorded."""
         losses = [line.get("objective", line["loss"]) for line in run.metrics]
-        return cls(losses, {step: run.gradients(step) for step in GRADIENTS}, run.start, run.end)
+        gradients = {step: run.gradients(step) for step in GRADIENTS}
+        there = {step: tensors for step, tensors in gradients.items() if tensors}
+        return cls(losses, there, run.start, run.end)
 
     def differences(self, other: "Trajectory") -> dict[str, Difference]:
         """Return the largest differences from another training, by the names of LIMITS."""
@@ -93,7 +95,7 @@ def largest(
     if lacking := expected.keys() ^ ours.keys():
         return Difference(math.inf, f"only one has {', '.join(sorted(lacking)[:3])}")
     tops = {name: top(tensor) for name, tensor in (scales or expected).items()}
-    least = SMALL * max(tops.values(), default=0.0)
+    floor = SMALL * max(tops.values(), default=0.0)
     each = [Difference(0.0, "")]
     for name, tensor in expected.items():
         own = ours[name]
@@ -104,7 +106,7 @@ def largest(
         if own.shape != tensor.shape:
             each.append(Difference(math.inf, f"{name} is {list(own.shape)}"))
         elif tensor.is_floating_point():
-            error, scale = top(own.float() - tensor.float()), max(tops[name], least)
+            error, scale = top(own.float() - tensor.float()), max(tops[name], floor)
             each.append(Difference(finite(error / scale) if error else 0.0, name))
         elif not torch.equal(own, tensor):
             each.append(Difference(math.inf, name))

@@ -13,12 +13,15 @@ from fsdp_trainer.launch.start import launcher
 NOT_EQUAL = 3
 
 
-def prove(cfg: ProveConfig) -> int:
-    """Print the certificate. Returns 0 if all is equal, else 3. Raises UserError and RunFailed."""
+def prove(cfg: ProveConfig, words: list[str]) -> int:
+    """Print the certificate. Returns 0 if all is equal, else 3. Raises UserError and RunFailed.
+
+    words: of the command line.
+    """
     if name := launcher(os.environ):
         problem = Problem(name, "prove starts ranks of its own: type  fsdp-trainer prove …")
         raise UserError("this proof would run once for each rank", [problem])
-    certificate = certificate_of(cfg)
+    certificate = certificate_of(cfg, words)
     if "json" in (cfg.format, cfg.plan.format):
         print(json.dumps(certificate.as_json(), allow_nan=False))
     else:
@@ -26,7 +29,7 @@ def prove(cfg: ProveConfig) -> int:
     return 0 if certificate.ok else NOT_EQUAL
 
 
-def certificate_of(cfg: ProveConfig) -> Certificate:
+def certificate_of(cfg: ProveConfig, words: list[str]) -> Certificate:
     """Return the certificate of a folder, if `source` names one, else of a run."""
     if cfg.source:
         problem = Problem(f"source={cfg.source}", "leave it out: a run is proved by its keys")
@@ -34,4 +37,4 @@ def certificate_of(cfg: ProveConfig) -> Certificate:
     # imports torch, which mistakes in the configuration need not wait for
     from fsdp_trainer.apps.prove.run_certificate import prove_run
 
-    return prove_run(cfg)
+    return prove_run(cfg, words)

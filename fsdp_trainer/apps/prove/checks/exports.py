@@ -1,0 +1,177 @@
+"""Each form of export computes the same logits, under the names that other programs expect."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared, counted_wrong
+from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.apps.prove.export_forms import (
+    LENGTH,
+    TEXTS,
+    Original,
+    adapter_misnamed,
+    misnamed,
+    quiet,
+)
+from fsdp_trainer.apps.prove.promises import broken_promises
+from fsdp_trainer.apps.prove.twin_losses import documents
+from fsdp_trainer.apps.verify import peft_model
+from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.load import read_model
+from fsdp_trainer.errors import UserError
+
+LIMIT = 2e-5
+"""Largest difference of logits in float32, as a share of the largest one."""
+HALF_A_STEP = 1.01 / 127 / 2
+"""Largest error of a number in 8 bits, as a share of the largest of its row."""
+ADVICE = "do not serve this export; report it with the names above"
+NAMES = "a server would leave such tensors out: do not serve this export, and report it"
+
+
+def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
+    """Write the plain run's last checkpoint in each form, and read it by other programs."""
+    evidence.say("exports, and reads the exports by other programs")
+    checkpoint = evidence.plain.checkpoints[-1]
+    original = Original.of(checkpoint, texts_of(evidence), evidence.scratch / "exports")
+    forms: dict[str, Callable[[Original, bool], Iterator[Checked]]] = {"export": merged}
+    if evidence.small.plain.adapter.name != "none":
+        forms = {"merged": merged, "adapter": adapter}
+    if evidence.config.predicts:
+        forms |= {"gguf": gguf, "compressed": compressed}
+    for name, form in forms.items():
+        lacking = lacking_package(name)
+        if lacking:
+            extra, package = lacking
+            yield NotProved(f"{name}: {package} is not installed", install(extra, evidence))
+            continue
+        try:
+            with quiet():
+                results = [*form(original, evidence.small.plain.adapter.name != "none")]
+            yield from results
+        except UserError as error:
+            reason = error.problems[0].reason.splitlines()[0] if error.problems else error.title
+            yield NotProved(f"{name}: {reason}", f"fsdp-trainer export RUN form={name} out=OUT")
+
+
+PACKAGES = {
+    "export": [("hf", "transformers")],
+    "merged": [("hf", "transformers")],
+    "adapter": [("hf", "transformers"), ("peft", "peft")],
+    "gguf": [("gguf", "gguf")],
+    "compressed": [("compressed", "compressed_tensors"), ("hf", "transformers")],
+}
+"""The extra and the package that reading a form needs."""
+
+
+def lacking_package(form: str) -> tuple[str, str] | None:
+    """Return an extra and a package that are not installed here, if a form needs one."""
+    needed = PACKAGES[form]
+    return next((pair for pair in needed if not importlib.util.find_spec(pair[1])), None)
+
+
+def install(extra: str, evidence: Evidence) -> str:
+    """Return the command that installs an extra and repeats the proof."""
+    what = extra if extra == "peft" else f"'fsdp_trainer[{extra}]'"
+    return f"pip install {what} ; {evidence.command('')}"
+
+
+def texts_of(evidence: Evidence) -> list[Tensor]:
+    """Return the beginnings of a few documents; random tokens for a stream and for prompts."""
+    if evidence.order is None:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(evidence.config.vocab_size, (LENGTH,), generator=generator)]
+    return [one.tokens[:LENGTH] for one in documents(evidence.rows_of_step(1))][:TEXTS]
+
+
+def class_of(original: Original) -> Any:
+    """Return transformers' class of an export."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if original.config.pooling:
+        return transformers.AutoModel
+    if original.config.scores:
+        return transformers.AutoModelForSequenceClassification
+    if original.config.reads_images:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
+    """Compare a whole folder by transformers."""
+    name = "merged" if is_adapter else "export"
+    folder = original.merged()
+    model, wrong = misnamed(folder, class_of(original))
+    right = "transformers misses no tensor and knows all of them"
+    yield counted_wrong(f"{name}: names", wrong, right, NAMES)
+    right = "config.json promises nothing that is not there"
+    yield counted_wrong(f"{name}: promises", broken_promises(folder), right, NAMES)
+    if original.config.predicts:
+        detail = f"logits of {len(original.texts)} texts by transformers from the folder"
+        yield compared(f"{name}: logits", original.difference(model), LIMIT, detail, ADVICE)
+
+
+def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
+    """Compare the adapter on its base by PEFT."""
+    folder = original.folder / "adapter"
+    export_adapter(original.checkpoint, folder, "float32")
+    model = peft_model(class_of(original), folder)
+    wrong = adapter_misnamed(folder, model.get_base_model())
+    modules = {name.replace(".base_layer", "") for name, _ in model.named_modules()}
+    wrong = [text for text in wrong if text.split()[0] not in modules]
+    right = "each tensor names a module of the base, as PEFT and vLLM look for it"
+    yield counted_wrong("adapter: names", wrong, right, NAMES)
+    if original.config.predicts:
+        detail = "logits by PEFT from the adapter on its base, and of the run"
+        yield compared("adapter: logits", original.difference(model), LIMIT, detail, ADVICE)
+
+
+def gguf(original: Original, is_adapter: bool) -> Iterator[Checked]:
+    """Compare a GGUF file in float32, read back."""
+    from fsdp_trainer.checkpoint.formats.gguf_file import write_gguf
+
+    file = original.folder / "gguf" / "model.gguf"
+    file.parent.mkdir()
+    write_gguf(original.merged(), file, "f32")
+    model = read_model(file)
+    detail = "logits of the GGUF file in float32, read back, and of the run"
+    yield compared("gguf: logits", original.difference(model.logits), LIMIT, detail, ADVICE)
+
+
+def compressed(original: Original, is_adapter: bool) -> Iterator[Checked]:
+    """Compare each number of an export in 8 bits, as its authors' package decodes it."""
+    import transformers
+
+    from fsdp_trainer.checkpoint.compressed_export import write_compressed
+
+    folder = original.folder / "compressed"
+    folder.mkdir()
+    write_compressed(original.merged(), folder, "int8", None)
+    options = transformers.CompressedTensorsConfig(dequantize=True)
+    auto = class_of(original)
+    decoded = auto.from_pretrained(folder, dtype="auto", quantization_config=options).state_dict()
+    worst, where = 0.0, ""
+    for name, exact in auto.from_pretrained(original.merged(), dtype="auto").state_dict().items():
+        error = row_error(decoded[name], exact)
+        if error > worst:
+            worst, where = error, name
+    detail = f"numbers in 8 bits, of a row's largest one; largest in {where}"
+    yield compared("compressed: numbers", worst, HALF_A_STEP, detail, ADVICE)
+    yield counted_wrong(
+        "compressed: promises", broken_promises(folder), "config.json keeps its promises", NAMES
+    )
+
+
+def row_error(decoded: Tensor, exact: Tensor) -> float:
+    """Return the largest error as a share of the largest number of its row."""
+    if decoded.shape != exact.shape:
+        return float("inf")
+    error = (decoded.float() - exact.float()).abs()
+    if not exact.ndim:
+        return float(error)
+    largest = exact.float().abs().amax(-1, keepdim=True).clamp_min(1e-20)
+    return float((error / largest).max()) if error.numel() else 0.0

@@ -1,0 +1,34 @@
+"""The plain run trains as transformers does, with torch's AdamW and the papers' formulas."""
+
+from collections.abc import Iterator
+
+from fsdp_trainer.apps.prove.certificate import Checked, NotProved
+from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.apps.prove.trajectories import verdict
+from fsdp_trainer.apps.prove.twin import train_twin
+from fsdp_trainer.apps.prove.twin_model import NoTwin
+
+ADVICE = (
+    "this program and transformers disagree on the model: compare config.json's keys with the"
+    " published folder, upgrade transformers, or train with  model.implementation=transformers ;"
+    " and report it"
+)
+
+
+def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
+    """Compare the steps of the plain run with those of transformers, document by document."""
+    try:
+        ours, expected = train_twin(evidence)
+    except NoTwin as missing:
+        name, words = missing.args
+        yield NotProved(f"one process = {name}", evidence.command(words))
+        return
+    by = "transformers" if evidence.small.plain.adapter.name == "none" else "PEFT"
+    for kind, difference in ours.differences(expected).items():
+        if kind == "weights" and len(ours.losses) == 1:
+            name = f"an independent optim={evidence.small.plain.optim.name}"
+            yield NotProved(f"weights after ten steps = {name}", evidence.command("optim=adamw"))
+            continue
+        rounding = evidence.rounding(kind, difference)
+        what = f"packed rows in one process and {by}, one document at a time"
+        yield verdict(by, kind, difference, rounding, what, ADVICE)

@@ -1,0 +1,63 @@
+"""Documents in a packed row are computed as they are alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared
+from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.checkpoint.load import read_model
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.training.batches import Assembler
+
+NAME = "packed = alone"
+LIMIT = 2e-5
+"""Largest difference of a log-probability or a score, as a share of the largest one."""
+ADVICE = "documents see each other: use  data.packing=none  and report it"
+
+
+def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
+    """Compare the scores of the first step's tokens in packed rows and document by document."""
+    if evidence.order is None or evidence.config.reads_images:
+        what = "of images" if evidence.config.reads_images else "of a stream or of answers"
+        words = "data.streaming=false objective=sft"
+        yield NotProved(f"{NAME}, in rows {what}", evidence.command(words))
+        return
+    model = read_model(evidence.plain.checkpoints[-1], is_checked=True)
+    rows = evidence.rows_of_step(1)
+    pooling = evidence.config.pooling or ("last" if evidence.config.scores else "")
+    packed = scores(model, rows, pooling)
+    alone = torch.cat([scores(model, one, pooling) for one in documents_as_rows(rows)])
+    error = float((packed - alone).abs().max() / alone.abs().max().clamp_min(1e-20))
+    count = sum(map(len, rows.documents))
+    largest = max(map(len, rows.documents))
+    detail = f"{len(alone)} scores of {count} documents, up to {largest} in a row, and each alone"
+    yield compared(NAME, error, LIMIT, detail, ADVICE)
+
+
+@torch.no_grad()
+def scores(model: Decoder, rows: Rows, pooling: str) -> Tensor:
+    """Return the log-probability of each target, or the numbers of each pooled token."""
+    device = torch.device("cpu")
+    given = rows.tokens.shape[1], 1, len(rows.documents), 0, 1, device
+    assembler = Assembler(*given, pooling=pooling)
+    batch = assembler.assemble(rows)
+    own = model(batch).scores
+    values = own.log_probability if own.numbers is None else own.numbers
+    supervised = int((rows.labels != -100).sum()) if not pooling else sum(map(len, rows.documents))
+    return values[:supervised]
+
+
+def documents_as_rows(rows: Rows) -> Iterator[Rows]:
+    """Yield each document in a row of its own."""
+    for row, lengths in enumerate(rows.documents):
+        for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+            alone, part = Rows.empty(1, rows.tokens.shape[1]), slice(start, start + length)
+            for name in ("tokens", "labels", "weights", "positions"):
+                getattr(alone, name)[0, :length] = getattr(rows, name)[row, part]
+            alone.positions[0, :length] = np.arange(length)
+            yield replace(alone, documents=[[length]])

@@ -1,0 +1,101 @@
+"""A checkpoint in each form of `export`, read back by other programs, on a few tokens."""
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.load import read_model
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+
+LENGTH, TEXTS = 96, 4
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what exports and other programs print out of the certificate."""
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@dataclass(frozen=True)
+class Original:
+    """A checkpoint, its model in this program, and the texts on which others are compared.
+
+    logits: of each text. folder: where forms of it are written.
+    """
+
+    checkpoint: Path
+    config: ModelConfig
+    model: Decoder
+    texts: list[Tensor]
+    logits: list[Tensor]
+    folder: Path
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, checkpoint: Path, texts: list[Tensor], folder: Path) -> "Original":
+        """Return a checkpoint with its logits. folder: a new one."""
+        folder.mkdir()
+        model = read_model(checkpoint, is_checked=True)
+        logits = [model.logits(text[None]) for text in texts]
+        return cls(checkpoint, model.config, model, texts, logits, folder)
+
+    @torch.no_grad()
+    def difference(self, other: Any) -> float:
+        """Return the largest difference of another model's logits, as a share of the largest."""
+        largest = 0.0
+        for text, expected in zip(self.texts, self.logits, strict=True):
+            given = other(text[None])
+            logits = getattr(given, "logits", given)
+            if logits.shape != expected.shape:
+                return float("inf")
+            error = (logits.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-20)
+            largest = max(largest, float(error))
+        return largest
+
+    def merged(self) -> Path:
+        """Return a Hugging Face folder of the checkpoint, with adapters merged, in float32."""
+        out = self.folder / "merged"
+        if not out.exists():
+            with quiet():
+                export_checkpoint(self.checkpoint, out, "float32")
+        return out
+
+
+def misnamed(folder: Path, auto: Any) -> tuple[Any, list[str]]:
+    """Return transformers' model of a folder, and the tensors that it lacks or does not know."""
+    model, info = auto.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    wrong += [f"{name} is not known" for name in sorted(info["unexpected_keys"])]
+    wrong += [f"{each[0]} has another shape" for each in sorted(info["mismatched_keys"])]
+    return model.eval(), wrong
+
+
+def adapter_misnamed(folder: Path, base: Any) -> list[str]:
+    """Return the tensors of an adapter that name no module of the base model. base: its class."""
+    modules = {name for name, _ in base.named_modules()}
+    wrong = []
+    with safe_open(folder / "adapter_model.safetensors", "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            module = name.removeprefix("base_model.model.")
+            for ending in (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", ".weight"):
+                if module.endswith(ending):
+                    module = module.removesuffix(ending)
+                    break
+            own = module.removesuffix(".base_layer")
+            if not name.startswith("base_model.model.") or own not in modules:
+                wrong.append(f"{name} belongs to no module of {type(base).__name__}")
+    return wrong

@@ -1,0 +1,101 @@
+"""Promises of a Hugging Face folder's config.json, and whether they are kept.
+
+Servers read the file and then look for the tensors that it names.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from fsdp_trainer.config.weight_files import weight_files
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FURTHER = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Keys that count blocks for further tokens, which speculation needs."""
+FURTHER_NAMES = ("mtp.", "nextn", "eh_proj")
+BLOCK = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def broken_promises(folder: Path) -> list[str]:
+    """Return a sentence for each promise of a folder that it does not keep."""
+    config = json.loads((folder / "config.json").read_text())
+    shapes = tensor_shapes_of(folder)
+    return [
+        *broken_counts(config, shapes),
+        *broken_vocabulary(config, shapes),
+        *missing_files(config, folder),
+    ]
+
+
+def tensor_shapes_of(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of a folder's tensors by name."""
+    shapes = {}
+    for file in weight_files(folder, SINGLE, INDEX):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                shapes[name] = opened.get_slice(name).get_shape()
+    return shapes
+
+
+def broken_counts(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
+    """Yield what a configuration counts and the tensors lack: blocks, further ones, a tower."""
+    text = config.get("text_config") or config
+    layers = text.get("num_hidden_layers") or 0
+    numbers = block_numbers(shapes)
+    lacking = sorted({*range(layers)} - numbers) if numbers else []
+    if lacking:
+        yield f"num_hidden_layers={layers}, and block {lacking[0]} has no tensor"
+    has_further = any(part in name for name in shapes for part in FURTHER_NAMES)
+    if not has_further and max(numbers, default=-1) < layers:
+        counted = [(key, text[key]) for key in FURTHER if text.get(key)]
+        yield from (f"{key}={n}, and there are no tensors of such blocks" for key, n in counted)
+    if config.get("vision_config") and not any("vis" in name for name in shapes):
+        yield "vision_config, and there are no tensors of a tower for images"
+
+
+def block_numbers(shapes: dict[str, list[int]]) -> set[int]:
+    """Return the numbers of the blocks for text that tensors are named for."""
+    places = (BLOCK.search(name) for name in shapes if is_of_text(name))
+    return {int(place[1]) for place in places if place}
+
+
+def is_of_text(name: str) -> bool:
+    """Return True for a tensor that belongs to no tower for images or sounds."""
+    return not any(part in name for part in ("vis", "audio", "image"))
+
+
+def broken_vocabulary(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
+    """Yield what does not fit the vocabulary's size, or the head that is or is not tied."""
+    text = config.get("text_config") or config
+    size = text.get("vocab_size")
+    of_vocabulary = {n: shape[0] for n, shape in shapes.items() if n.endswith((EMBEDDING, HEAD))}
+    for name, rows in of_vocabulary.items():
+        if size and rows != size:
+            yield f"vocab_size={size}, and {name} has {rows} rows"
+    is_generator = any("CausalLM" in name for name in config.get("architectures") or [])
+    has_head = any(name.endswith(HEAD) for name in of_vocabulary)
+    if is_generator and of_vocabulary and not has_head and is_untied(config, text):
+        yield f"tie_word_embeddings=false, and there is no {HEAD}"
+
+
+def is_untied(config: dict[str, Any], text: dict[str, Any]) -> bool:
+    """Return True if a configuration says that the head has a matrix of its own."""
+    return False in (config.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
+
+
+def missing_files(config: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Yield the files that are named and not there."""
+    for name in (config.get("auto_map") or {}).values():
+        file = f"{str(name).partition('.')[0]}.py"
+        if "--" not in str(name) and not (folder / file).is_file():
+            yield f"auto_map names {file}, which is not there"
+    if not config.get("architectures"):
+        yield "no architectures: a server does not know which class computes it"
+    texts = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in texts):
+        yield "there is no tokenizer"

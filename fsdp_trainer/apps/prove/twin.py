@@ -1,0 +1,149 @@
+"""Ten steps of a run by transformers and torch's AdamW alone: the twin that runs are held to."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.apps.prove.recordings import GRADIENTS
+from fsdp_trainer.apps.prove.trajectories import Trajectory
+from fsdp_trainer.apps.prove.twin_losses import PAPERS, pair_losses, token_losses
+from fsdp_trainer.apps.prove.twin_model import NoTwin, Twin, load, open_twin, stored_form
+from fsdp_trainer.config.schema import Loss, ObjectiveChoice, Optim
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.extensions import registered_by_user
+from fsdp_trainer.models.hf.read_architecture import read_architecture
+
+OF_ROUTERS = ("load_balancing", "router_z_loss", "bias_update_speed")
+Losses = Callable[[Any, Any, Rows], Iterator[Tensor]]
+
+
+def twin_losses(cfg: ObjectiveChoice, loss: Loss) -> Losses:
+    """Return what yields the parts of a step's loss, by an independent formula. Raises NoTwin."""
+    words = [f"loss.{name}=0" for name in OF_ROUTERS if getattr(loss, name)]
+    if words:
+        raise NoTwin("transformers with other losses of routers", " ".join(words))
+    if registered_by_user(cfg) or (cfg.name not in (*PAPERS, "reward", "sft")):
+        raise NoTwin(f"an independent formula of objective={cfg.name}", "objective=sft")
+    if cfg.method.reads == "pairs":
+        return partial(pair_losses, cfg=cfg)
+    return partial(token_losses, loss=loss)
+
+
+def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
+    """Return what the plain run and its twin computed, under the same names. Raises NoTwin.
+
+    With an optimizer that is not AdamW both are of the first step, without its update.
+    """
+    run, cfg, config = evidence.plain, evidence.small.plain, evidence.config
+    losses = twin_losses(cfg.objective, cfg.loss)
+    if evidence.order is None:
+        raise NoTwin("transformers on a stream", "data.streaming=false")
+    if config.reads_images:
+        raise NoTwin("transformers on the rows with images", "")
+    evidence.say("trains by transformers, one document at a time")
+    twin = open_twin(run, config, evidence.scratch / "twin")
+    ours = ours_as_stored(evidence, twin)
+    trained = ours_trained(evidence, twin)
+    parameters = twin.trained(trained)
+    for name, parameter in twin.model.named_parameters():
+        parameter.requires_grad_(name in parameters)
+    reference = reference_of(evidence, twin)
+    steps = len(ours.losses)
+    optimizer = adamw(parameters, cfg.optim) if steps > 1 else None
+    values, gradients = [], {}
+    for step in range(1, steps + 1):
+        total = 0.0
+        for part in losses(twin.model, reference, evidence.rows_of_step(step)):
+            part.backward()
+            total += float(part.detach())
+        values.append(total)
+        if step in GRADIENTS:
+            gradients[step] = only(trained, twin.as_stored(gradients_of(parameters)))
+        if optimizer:
+            update(optimizer, [*parameters.values()], cfg.optim, run.metrics[step - 1]["lr"])
+    whole = {name: p.detach() for name, p in twin.model.named_parameters()}
+    end = only(ours.end, twin.as_stored(whole))
+    return ours, Trajectory(values, gradients, ours.start, end)
+
+
+def ours_as_stored(evidence: Evidence, twin: Twin) -> Trajectory:
+    """Return the plain run under its twin's names; its first step alone for another optimizer."""
+    own = Trajectory.of(evidence.plain)
+
+    def form(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if twin.names is not None:
+            return {name: tensors[name] for name in twin.names}
+        return stored_form(evidence.config, tensors)
+
+    trained = {n: t for n, t in own.end.items() if evidence.plain.trained[n]}
+    if not evidence.small.plain.optim.spec.takes_states:  # it is not AdamW
+        start = form({name: own.start[name] for name in trained})
+        return Trajectory(own.losses[:1], {1: form(own.gradients[1])}, start, start)
+    gradients = {step: form(tensors) for step, tensors in own.gradients.items()}
+    start = form({name: own.start[name] for name in trained})
+    return Trajectory(own.losses, gradients, start, form(trained))
+
+
+def ours_trained(evidence: Evidence, twin: Twin) -> dict[str, bool]:
+    """Return the stored names of what is trained."""
+    if twin.names is not None:
+        return dict.fromkeys(twin.names, True)
+    trained = {n: t for n, t in evidence.plain.start.items() if evidence.plain.trained[n]}
+    return dict.fromkeys(stored_form(evidence.config, trained), True)
+
+
+def reference_of(evidence: Evidence, twin: Twin) -> Any:
+    """Return the frozen model that pairs are compared with; None if there is none."""
+    second = evidence.small.plain.second_model
+    if second is None or second.role != "reference":
+        return None
+    if second.is_start:
+        return copy.deepcopy(twin.model).requires_grad_(False)
+    folder = Path(second.source)
+    return load(read_architecture(folder), folder).requires_grad_(False)
+
+
+def adamw(parameters: dict[str, nn.Parameter], cfg: Optim) -> torch.optim.AdamW:
+    """Return torch's AdamW, in which norms and biases do not decay."""
+    matrices = [p for n, p in parameters.items() if p.ndim >= 2 and not n.endswith("bias")]
+    known = {id(p) for p in matrices}
+    vectors = [p for p in parameters.values() if id(p) not in known]
+    groups = [
+        {"params": matrices, "weight_decay": cfg.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = cfg.betas[0], cfg.betas[1]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, eps=cfg.eps)
+
+
+def update(
+    optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], cfg: Optim, rate: float
+) -> None:
+    """Clip the gradients, update the weights, and forget the gradients."""
+    if cfg.grad_clip_value is not None:
+        nn.utils.clip_grad_value_(parameters, cfg.grad_clip_value)
+    if cfg.grad_clip is not None:
+        nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gradients_of(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the gradients by name, zeros where there is none."""
+    return {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).clone()
+        for name, p in parameters.items()
+    }
+
+
+def only(names: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of these names."""
+    return {name: tensor for name, tensor in tensors.items() if name in names}

@@ -392,6 +392,7 @@ def head(result: Conversion) -> list[str]:
         f" {counts[TRANSLATED]} translated, {counts[NOTHING]} without a meaning here,"
         f" {counts[IMPOSSIBLE]} not possible; {len(file.implied)} defaults.",
         "#",
+        f"#   fsdp-trainer prove THIS_FILE.yaml{path}     # a small copy of it, on any machine",
         f"#   fsdp-trainer train THIS_FILE.yaml{path}",
         "",
     ]

@@ -87,7 +87,22 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
     print(f"wrote  {file}\nstart  {START[kind].format(path, folder=folder)}")
     if kind == "docker" and cfg.nodes > 1:
         print("on every node, with HEAD=NAME of one of them in the environment")
+    world = f"plan.world_size={cfg.nodes * ranks_of_node(cfg)}"
+    line = shlex.join(["fsdp-trainer", "prove", *training_words(words), world])
+    print(f"before that, here or on a laptop, a small copy of it:\n       {line}")
     return 0
+
+
+def training_words(words: list[str]) -> list[str]:
+    """Return the words that a training has too, without its name."""
+    own = {*(f.name for f in fields(LaunchFiles)), "run.name", "launch.groups"}
+    return [word for word in words if word.lstrip("+").partition("=")[0] not in own]
+
+
+def ranks_of_node(cfg: LaunchFilesConfig) -> int:
+    """Return the number of ranks that each node starts."""
+    given = cfg.launch.nproc_per_node
+    return max(1, cfg.gpus_per_node) if given == "auto" else given
 
 
 def checked(cfg: LaunchFilesConfig) -> str:
@@ -158,23 +173,13 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
 
     name: the run's name without special characters; file: path of the file; words: overrides.
     """
-    own = {f.name for f in fields(LaunchFiles)}
-    trained = [
-        word
-        for word in words
-        if word.lstrip("+").partition("=")[0] not in (*own, "run.name", "launch.groups")
-    ]
+    trained = training_words(words)
     given = {f.name: getattr(cfg, f.name) for f in fields(LaunchFiles)}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
-    )
-    ranks = (
-        cfg.launch.nproc_per_node
-        if cfg.launch.nproc_per_node != "auto"
-        else max(1, cfg.gpus_per_node)
     )
     run = map(shlex.quote, [*trained, f"run.name={quoted(str(cfg.run.name))}"])
     rendezvous = f' launch.nodes={cfg.nodes} launch.rendezvous="$HEAD:29500"'
@@ -192,7 +197,7 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
         own_image=cfg.image != LaunchFiles.image,
         minutes=math.ceil(parse_duration(cfg.time) / 60),
         cpus_per_node=cfg.cpus_per_gpu * max(1, cfg.gpus_per_node),
-        ranks=ranks,
+        ranks=ranks_of_node(cfg),
         groups=cfg.launch.groups,
         mounts="".join(f" -v {shlex.quote(f'{folder}:{folder}')}" for folder in outside(cfg)),
     )

@@ -21,7 +21,7 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
-NUDGED = 1e-6
+NUDGED = 2e-7
 """Share by which weights differ at the start, to see how much a training amplifies rounding."""
 
 

@@ -47,7 +47,7 @@ class Original:
     def of(cls, checkpoint: Path, texts: list[Tensor], folder: Path) -> "Original":
         """Return a checkpoint with its logits. folder: a new one."""
         folder.mkdir()
-        model = read_model(checkpoint, is_checked=True)
+        model = read_model(checkpoint, merge_into="original", is_checked=True)
         logits = [model.logits(text[None]) for text in texts]
         return cls(checkpoint, model.config, model, texts, logits, folder)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.pipeline_schedules import Stages
@@ -17,7 +18,7 @@ SPLIT = ("pipeline", "context", "tensor", "expert")
 def folded(planned: Layout) -> tuple[Sharding, int]:
     """Return the layout's keys and its number of ranks, with at most FOLDED in each dimension."""
     sharding = planned.sharding
-    split = {name: min(FOLDED, getattr(sharding, name)) for name in SPLIT}
+    split: dict[str, Any] = {name: min(FOLDED, getattr(sharding, name)) for name in SPLIT}
     readers = {name: min(FOLDED, planned.sizes[name]) for name in ("replicate", "shard")}
     of_expert = readers["shard"] * split["context"] * split["tensor"]
     split["expert"] = math.gcd(split["expert"], of_expert)
@@ -30,12 +31,13 @@ def folded(planned: Layout) -> tuple[Sharding, int]:
         readers["shard"] = 1
     if ranks() > MOST_RANKS:
         readers["replicate"] = 1
-    more = {}
+    more: dict[str, Any] = {}
     if sharding.strategy == "hsdp":
         more["replicas"] = readers["replicate"]
     if not isinstance(sharding.reshard_after_forward, bool | str):
         more["reshard_after_forward"] = True
-    return replace(sharding, **split, **more, quantize="none", error_feedback=False), ranks()
+    more |= {"quantize": "none", "error_feedback": False, "messages": "ordinary"}
+    return replace(sharding, **split, **more), ranks()
 
 
 def folded_batch(planned: Layout, sharding: Sharding, ranks: int) -> Batch:

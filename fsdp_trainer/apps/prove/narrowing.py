@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fsdp_trainer.apps.prove.certificate import NotProved
 from fsdp_trainer.apps.prove.folding import FOLDED, folded, folded_batch, possible
 from fsdp_trainer.apps.prove.recordings import STEPS
@@ -33,9 +35,8 @@ from fsdp_trainer.config.schema import (
     TrainConfig,
 )
 from fsdp_trainer.config.verbs import ProveConfig
-from fsdp_trainer.data.prepared_data import build_data, build_tokenizer, tokenizer_path
+from fsdp_trainer.data.prepared_data import build_data, build_tokenizer, cache_root, tokenizer_path
 from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.data.store.data_statistics import length_for_most, lost_share
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -43,8 +44,10 @@ from fsdp_trainer.plan.plan_inputs import architecture
 
 SMALL = 4_000_000
 """Weights of a model that is proved as it is."""
-ROW, MOST_LOST = 256, 0.5
-"""Tokens of a row if that is enough for this share of the data's."""
+ROW, LONG_ROW = 256, 1024
+"""Tokens of a row at least; and at most, unless documents are longer."""
+DOCUMENTS, FITTING = 4, 0.8
+"""Documents of the median length in a row, and the share of all that fit into one."""
 LEAST_RATE, LEAST_EPS = 1e-3, 1e-3
 """With a lower rate float32 would round updates away; with a lower eps of Adam gradients that are
 only rounding would move weights as far as others."""
@@ -53,12 +56,12 @@ DEVIATION = 0.1
 OF_THE_MACHINE = ("run", "launch", "logging", "checkpoint", "evaluation", "profile")
 """Groups of keys that decide no numbers."""
 BETWEEN_STEPS = {
-    *("data.validation", "data.max_lost", "data.prefetch", "train.validate_every"),
+    *("data.validation", "data.max_lost", "data.prefetch", "data.cache", "train.validate_every"),
     *("train.validate_first", "train.evaluate_every", "train.sample_prompts", "train.time_limit"),
     *("train.early_stop", "train.check_every", "train.on_spike", "train.steps", "train.epochs"),
 }
 """Keys that decide what happens between steps, and how many there are."""
-OF_THE_MODEL = ("implementation", "trust_remote_code", "vocab_multiple", "attention")
+OF_THE_MODEL = ("implementation", "trust_remote_code", "vocab_multiple")
 """Keys of the model that its small copy has too."""
 
 
@@ -149,8 +152,16 @@ class Narrowing:
                 init_from=None,
             ),
             "schedule": replace(cfg.schedule, warmup_steps=min(1, cfg.schedule.warmup_steps)),
-            "data": replace(cfg.data, validation=None, max_lost=1.0, prefetch=0),
-            "adapter": replace(cfg.adapter, init_from=None),
+            "data": replace(
+                cfg.data,
+                validation=None,
+                max_lost=1.0,
+                prefetch=0,
+                cache=str(cache_root(cfg.data, cfg.run)),
+            ),
+            "adapter": replace(
+                cfg.adapter, init_from=None, base="nf4" if cfg.adapter.base == "nf4" else "auto"
+            ),
             "activation_checkpoint": replace(
                 cfg.activation_checkpoint, mode="full" if mode == "budget" else mode
             ),
@@ -177,7 +188,7 @@ class Narrowing:
             return choice
         limits = {"samples": 4, "max_new_tokens": 16}
         fewer = {name: min(limit, getattr(choice, name)) for name, limit in limits.items()}
-        return replace(choice, **fewer, server=None)
+        return replace(choice, **fewer, server=None, ahead=0)
 
     @property
     def of_the_machine(self) -> dict[str, Any]:
@@ -215,14 +226,21 @@ class Narrowing:
         is_here = source is None or is_described(model_folder(source))
         if self.config.parameters() <= SMALL and is_here:
             is_random = source is None and not self.config.by_transformers
-            return replace(model, initializer_range=DEVIATION) if is_random else model
+            more: dict[str, Any] = {"initializer_range": DEVIATION} if is_random else {}
+            return replace(model, attention=self.attention, **more)
         folder = self.small_copy(self.config, self.scratch / "model")
         if source and is_here:
             from fsdp_trainer.apps.prove.small_folder import copy_small_files
 
             copy_small_files(model_folder(source), folder)
         own = {name: getattr(model, name) for name in OF_THE_MODEL}
-        return Model(init_from=str(folder), **own)
+        return Model(init_from=str(folder), attention=self.attention, **own)
+
+    @property
+    def attention(self) -> str:
+        """The way of attention: the planned one, if it is one of a CPU."""
+        own = self.cfg.model.attention
+        return own if own in ("documents", "mask") else "auto"
 
     @property
     def second(self) -> dict[str, str]:
@@ -266,7 +284,7 @@ def world_of(cfg: ProveConfig) -> int:
 
 
 def row_length(small: Any, cfg: ProveConfig) -> int:
-    """Return the tokens of a row: few, but enough for most of the data. Raises UserError.
+    """Return the tokens of a row: few, but enough for several documents. Raises UserError.
 
     small: the configuration of the small run, with the rows of `cfg`.
     """
@@ -275,11 +293,11 @@ def row_length(small: Any, cfg: ProveConfig) -> int:
         return planned
     if cfg.data.streaming:
         return ROW
-    shorter = replace(small, batch=replace(small.batch, seq_len=ROW))
-    prepared = build_data(shorter, Reporter(lambda line: None, lambda line: None))[2]
-    if lost_share(prepared) <= MOST_LOST:
-        return ROW
-    return min(planned, round_up(length_for_most(prepared), ROW))
+    prepared = build_data(small, Reporter(lambda line: None, lambda line: None))[2]
+    lengths = np.concatenate([store.lengths for store in prepared.train])
+    several = DOCUMENTS * int(np.median(lengths))
+    enough = max(ROW, min(several, LONG_ROW), int(np.quantile(lengths, FITTING)))
+    return min(planned, round_up(enough, ROW // 4))
 
 
 # --- what is said about it ------------------------------------------------------------------------
@@ -321,6 +339,7 @@ def left_out(cfg: ProveConfig) -> list[NotProved]:
         (cfg.replicas.method != "none", "groups that leave and come back"),
         (cfg.adapter.init_from, "the adapter that training starts from"),
         (cfg.objective.server, "answers of a server"),
+        (cfg.objective.ahead, "answers that are generated while others are trained on"),
     ]
     first_gpu = "python -m benchmarks.first_gpu --part broken"
     return [

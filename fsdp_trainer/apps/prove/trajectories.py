@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.apps.prove.certificate import Checked, compared
-from fsdp_trainer.apps.prove.recordings import GRADIENTS
+from fsdp_trainer.apps.prove.recordings import GRADIENTS, STEPS
 from fsdp_trainer.apps.prove.runs import ProofRun
 
 SMALL = 1e-3
 """Tensors whose largest number is a smaller share of the largest of all are compared as if it were
 this: the gradient of a key's bias is 0 but for rounding."""
-LIMITS = {"losses": 1e-5, "gradients": 1e-4, "weights": 1e-3}
-"""Largest relative differences of float32, of weights relative to how far they moved."""
+LIMITS = {"losses": 1e-5, "gradients": 5e-5, "last gradients": 1e-3, "weights": 1e-3}
+"""Largest relative differences of float32, of weights relative to how far they moved. Gradients of
+the last step are of weights that differ by the rounding of all steps before."""
 AMPLIFIED = 4.0
 """How many times the difference may be that weights at the start cause which differ by rounding."""
 UNITS = {
     "losses": "of the loss",
     "gradients": "of the tensor's largest number",
+    "last gradients": "of the tensor's largest number",
     "weights": "of how far the tensor moved",
 }
 
@@ -56,17 +58,21 @@ class Trajectory:
 
     def differences(self, other: "Trajectory") -> dict[str, Difference]:
         """Return the largest differences from another training, by the names of LIMITS."""
-        steps = self.gradients.keys() & other.gradients.keys()
-        gradients = [
-            named(f"step {step}", largest(self.gradients[step], other.gradients[step]))
-            for step in sorted(steps)
-        ]
+        steps = sorted(self.gradients.keys() & other.gradients.keys())
+        first = [self.of_step(other, step) for step in steps if step < STEPS]
+        last = [self.of_step(other, step) for step in steps if step == STEPS]
         moved = {name: (w.float() - other.start[name].float()) for name, w in other.end.items()}
         return {
             "losses": of_losses(self.losses, other.losses),
-            "gradients": max(gradients, default=Difference(0.0, "")),
+            **({"gradients": max(first)} if first else {}),
+            **({"last gradients": max(last)} if last else {}),
             "weights": largest(self.end, other.end, moved),
         }
+
+    def of_step(self, other: "Trajectory", step: int) -> Difference:
+        """Return the largest difference of the gradients of a step."""
+        difference = largest(self.gradients[step], other.gradients[step])
+        return Difference(difference.value, f"step {step}, {difference.where}")
 
 
 def of_losses(ours: list[float], expected: list[float]) -> Difference:
@@ -121,11 +127,6 @@ def top(tensor: Tensor) -> float:
 def finite(value: float) -> float:
     """Return the value, or infinity if it is not a number."""
     return math.inf if math.isnan(value) else value
-
-
-def named(prefix: str, difference: Difference) -> Difference:
-    """Return a difference that also says where it is."""
-    return Difference(difference.value, f"{prefix}, {difference.where}")
 
 
 def verdict(

@@ -2,8 +2,11 @@
 
 import json
 import os
+import sys
+from pathlib import Path
 
 from fsdp_trainer.apps.prove.certificate import Certificate
+from fsdp_trainer.apps.prove.certificate_page import cannot_write, keep_in_run, write_page
 from fsdp_trainer.apps.prove.certificate_text import certificate_lines
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.config.verbs import ProveConfig
@@ -21,7 +24,12 @@ def prove(cfg: ProveConfig, words: list[str]) -> int:
     if name := launcher(os.environ):
         problem = Problem(name, "prove starts ranks of its own: type  fsdp-trainer prove …")
         raise UserError("this proof would run once for each rank", [problem])
+    page = Path(cfg.html).expanduser() if cfg.html else None
+    if page and not page.parent.is_dir():
+        raise cannot_write(page, "there is no such folder")
     certificate = certificate_of(cfg, words)
+    if page:
+        write_page(certificate, cfg.source or str(cfg.run.name), page)
     if "json" in (cfg.format, cfg.plan.format):
         print(json.dumps(certificate.as_json(), allow_nan=False))
     else:
@@ -37,4 +45,9 @@ def certificate_of(cfg: ProveConfig, words: list[str]) -> Certificate:
     # imports torch, which mistakes in the configuration need not wait for
     from fsdp_trainer.apps.prove.run_certificate import prove_run
 
-    return prove_run(cfg, words)
+    certificate = prove_run(cfg, words)
+    try:
+        print(f"kept in {keep_in_run(certificate, cfg)}", file=sys.stderr)
+    except OSError as error:
+        print(f"not kept in the run's folder: {error}", file=sys.stderr)
+    return certificate

@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from fsdp_trainer.apps.report.columns import PHASES, ROWS, RunColumns
+from fsdp_trainer.apps.report.known_certificate import KnownCertificate, read_certificate
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
@@ -55,6 +56,8 @@ class RecordedRun:
     """The last step whose line has the load of every expert, and that load, one text per block."""
     own_metrics: set[str] = field(default_factory=set)
     """Names of the entries of lines that the user's own metrics wrote."""
+    certificate: KnownCertificate | None = None
+    """What `prove` has found out about a small copy of the run; None: it was not proved."""
     label: str = ""
     """A short name for narrow places of the page; by default the name."""
 
@@ -280,6 +283,7 @@ def read_run(
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         if not isinstance(error, FileNotFoundError):
             run.remarks.append(f"config.yaml cannot be read: {error}")
+    run.certificate = read_certificate(folder, run.configuration, run.remarks.append)
     run.state, run.reason = state(run)
     return run
 

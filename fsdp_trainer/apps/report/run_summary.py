@@ -99,6 +99,8 @@ class Summary:
         facts += self._world_and_speed()
         if self.goodput:
             facts.append(("goodput", goodput_in_words(self.goodput)))
+        if run.certificate:
+            facts.append(("certificate", run.certificate.verdict))
         return facts
 
     def _starts(self) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from fsdp_trainer.apps.prove.evidence import Evidence
 from fsdp_trainer.apps.prove.written_rows import WrittenRow, written_rows
 from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.records.messages import Message
+from fsdp_trainer.data.records.preference_records import Preference
 from fsdp_trainer.errors import UserError
 
 MOST = 20
@@ -43,13 +44,14 @@ def questions(rows: list[WrittenRow]) -> Iterator[tuple[list[Message], list[int]
     """Yield the turns before the last answer, and the tokens of the whole conversation."""
     for row in rows:
         written = row.written
-        if not isinstance(written, Conversation) or written.tools:
+        if not isinstance(written, Conversation | Preference) or written.tools:
             continue
-        *before, last = written.messages
+        is_pair = isinstance(written, Preference)
+        *before, last = [*written.prompt, *written.chosen] if is_pair else written.messages
         plain = [{"role": turn["role"], "content": turn["content"]} for turn in before]
         if not before or last["role"] != "assistant" or plain != [only_text(t) for t in before]:
             continue
-        yield plain, row.samples[-1][0].tolist()
+        yield plain, row.samples[0 if is_pair else -1][0].tolist()
 
 
 def only_text(turn: Message) -> dict[str, Any]:

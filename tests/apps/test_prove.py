@@ -1,0 +1,232 @@
+"""A certificate is right on an honest run, and finds numbers that are planted wrongly."""
+
+import json
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from world import command
+from zoo import HF, make_folder
+
+from fsdp_trainer.apps.prove import registry, runs
+from fsdp_trainer.apps.prove.certificate import Certificate, Checked, NotProved, compared
+from fsdp_trainer.apps.prove.certificate_text import certificate_lines
+from fsdp_trainer.apps.prove.checks.mask import LearntWords
+from fsdp_trainer.apps.prove.folding import folded, folded_batch
+from fsdp_trainer.apps.prove.promises import broken_promises
+from fsdp_trainer.apps.prove.recordings import whole_tensors
+from fsdp_trainer.apps.prove.trajectories import Trajectory
+from fsdp_trainer.apps.prove.written_rows import WrittenRow
+from fsdp_trainer.apps.report.read import read_run
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Batch, Sharding
+from fsdp_trainer.data.records.conversations import Conversation
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.extensions import CALLBACKS
+
+pytest.importorskip("transformers")
+
+
+def train_in_worker(composed):
+    """Train as one rank of the pool, with the recorder's callback. Returns the result."""
+    CALLBACKS["recorder"] = import_module(runs.RECORDER).Recorder()
+    try:
+        return command(["train"], None, composed)
+    finally:
+        CALLBACKS.clear()
+
+
+@pytest.fixture(scope="module")
+def proof(world, tmp_path_factory):
+    """The output of `prove` for a run on a small folder, and the run's folder."""
+    place = tmp_path_factory.mktemp("proof")
+    folder = make_folder(place / "hf", "qwen3", max_position_embeddings=256)
+
+    def start_ranks(cfg, words, **streams):
+        own = {runs.FOLDER: runs.os.environ[runs.FOLDER]}
+        code = world.call(cfg.launch.nproc_per_node, train_in_worker, cfg, [runs.RECORDER], env=own)
+        return max(result.code for result in code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "start_ranks", start_ranks)
+        result = command(
+            [
+                "prove", *HF, f"model.init_from={folder}", f"run.root={place}", "batch.seq_len=128",
+                "data.path=demo:backwards", "run.name=run", "format=json", "adapter=lora",
+                "adapter.rank=4", "sharding.tensor=2", "plan.world_size=8",
+                f"html={place / 'page.html'}",
+            ],
+            None,
+        )  # fmt: skip
+    return result, place
+
+
+def test_an_honest_run_has_nothing_that_differs(proof):
+    result, place = proof
+    assert result.code == 0, result
+    answer = json.loads(result.out)
+    assert answer["ok"]
+    assert not [check for check in answer["checks"] if not check["ok"]]
+    assert {*answer} == {"checks", "not_proved", "ok"}
+    assert {*answer["checks"][0]} == {"name", "difference", "limit", "ok", "detail"}
+    assert {*answer["not_proved"][0]} == {"name", "command"}
+    about = {check["name"].partition(":")[0] for check in answer["checks"]}
+    assert about >= {
+        "layout", "packed = alone", "frozen weights stay", "the mask", "prompts",
+        "resume, as many ranks", "resume, other ranks", "merged",
+    }  # fmt: skip
+    by_name = {check["name"]: check for check in answer["checks"]}
+    assert "0 of 300 words of user" in by_name["the mask"]["detail"]
+    assert "all equal" in (place / "page.html").read_text()
+
+
+def test_the_report_of_a_run_shows_its_certificate_and_the_keys_that_differ(proof, tmp_path):
+    _, place = proof
+    (tmp_path / "prove.json").write_text((place / "run/prove.json").read_text())
+    (tmp_path / "config.yaml").write_text("optim: {lr: 0.5}\nrun: {name: other}\n")
+    known = read_run(tmp_path, "run").certificate
+    assert known.ok
+    assert known.changed == ["optim.lr"]
+    assert "all equal; with other values of optim.lr" in known.verdict
+    (tmp_path / "prove.json").write_text("[]")
+    damaged = read_run(tmp_path, "run")
+    assert damaged.certificate is None
+    assert "prove.json cannot be read" in damaged.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["plan.world_size=[2,4]"], "plan.world_size=[2,4]"),
+        (["sharding.tensor=3", "plan.world_size=4"], "sharding.tensor=3"),
+        (["html=/nowhere/page.html"], "html=/nowhere/page.html"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused_in_one_message(words, named, tmp_path):
+    result = command(["prove", "+recipe=quickstart", f"run.root={tmp_path}", *words], None)
+    assert result.code == 2
+    assert named in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_difference_ends_with_code_3_and_says_what_to_do(monkeypatch, tmp_path):
+    wrong = compared("layout: losses", float("nan"), 1e-5, "step 3", "leave it out")
+    monkeypatch.setattr(registry, "OF_A_RUN", [])
+    monkeypatch.setattr(
+        "fsdp_trainer.apps.prove.run_certificate.OF_A_RUN", [lambda evidence: [wrong]]
+    )
+    result = command(["prove", "+recipe=quickstart", f"run.root={tmp_path}", "format=json"], None)
+    assert result.code == 3
+    (check,) = json.loads(result.out)["checks"]
+    assert check["difference"] is None
+    assert check["detail"] == "step 3. leave it out"
+
+
+def test_a_certificate_lists_what_differs_and_what_is_left_to_prove():
+    certificate = Certificate(about=["two ranks"])
+    certificate.add([Checked("a", 0, 0, True, "right"), NotProved("NCCL", "torchrun …")])
+    assert certificate.ok
+    certificate.add([Checked("b", 2, 0, False, "x; y", "report it")])
+    text = "\n".join(certificate_lines(certificate))
+    for part in ("two ranks", "DIFFERS b", "2 wrong", "→ report it", "torchrun …", "1 DIFFER"):
+        assert part in text
+    assert not Certificate().ok, "nothing was compared"
+
+
+# --- numbers that are planted wrongly -------------------------------------------------------------
+
+
+def test_each_kind_of_difference_of_two_trainings_is_named():
+    weights = {"a": torch.ones(4, 2), "b": torch.zeros(3)}
+    gradients = {1: {"a": torch.ones(4, 2), "b": torch.full((3,), 1e-9)}}
+    one = Trajectory([1.0, 2.0], gradients, weights, {**weights, "a": torch.full((4, 2), 1.1)})
+    assert not any(difference.value for difference in one.differences(one).values())
+    changed = {1: {**gradients[1], "a": torch.tensor([[1.0, 1.0]] * 3 + [[1.0, 1.01]])}}
+    assert replace(one, gradients=changed).differences(one)["gradients"].value > 5e-3
+    assert "a" in replace(one, gradients=changed).differences(one)["gradients"].where
+    noise = {1: {**gradients[1], "b": torch.zeros(3)}}
+    assert replace(one, gradients=noise).differences(one)["gradients"].value < 1e-4
+    assert replace(one, losses=[1.0, 2.1]).differences(one)["losses"].where.startswith("step 2")
+    assert replace(one, losses=[1.0]).differences(one)["losses"].value == float("inf")
+    moved = replace(one, end={**one.end, "b": torch.full((3,), 0.01)})
+    assert moved.differences(one)["weights"].value > 0.05
+    padded = replace(one, end={**one.end, "b": torch.tensor([0.0, 0, 0, 1])})
+    assert padded.differences(one)["weights"].where == "padding of b"
+    renamed = replace(one, end={"a": one.end["a"]})
+    assert "b" in renamed.differences(one)["weights"].where
+
+
+def test_parts_of_ranks_are_joined_and_unequal_copies_are_named(tmp_path):
+    whole = torch.arange(6.0).view(3, 2)
+    for rank, (start, numbers) in enumerate([(0, whole[:2]), (1, whole[1:])]):
+        torch.save({"w": (True, (3, 2), [start, 0], numbers)}, tmp_path / f"end.rank{rank}.pt")
+    tensors, trained, unequal = whole_tensors(tmp_path, "end")
+    assert torch.equal(tensors["w"], whole)
+    assert trained == {"w": True}
+    assert not unequal
+    torch.save({"w": (True, (3, 2), [1, 0], whole[1:] + 1)}, tmp_path / "end.rank1.pt")
+    assert "rank 1 holds other numbers of w" in whole_tensors(tmp_path, "end")[2][0]
+    (tmp_path / "end.rank1.pt").unlink()
+    assert whole_tensors(tmp_path, "end")[2] == ["no rank holds all of w"]
+
+
+@pytest.mark.parametrize(
+    ("learnt", "problem"),
+    [
+        ("fine, thank you", None),
+        ("how are you, my friend?", "what the user says is learnt"),
+        ("", "no word of the assistant is learnt"),
+    ],
+)
+def test_the_mask_is_judged_by_the_words_of_roles(learnt, problem):
+    tokenizer = load_tokenizer("demo:bytes")
+    turns = [
+        {"role": "user", "content": "how are you, my friend?"},
+        {"role": "assistant", "content": "fine, thank you"},
+    ]
+    tokens = torch.tensor(tokenizer.encode(learnt or "x")).numpy()
+    weights = torch.full((len(tokens),), float(bool(learnt))).numpy()
+    words = LearntWords(tokenizer, "assistant")
+    words.add(WrittenRow(Conversation(turns, None, ("f.jsonl", 7)), [(tokens, weights)]))
+    assert bool(words.wrong) == bool(problem)
+    assert not problem or any(f"f.jsonl:7: {problem}" in text for text in words.wrong)
+    assert words.words == {"user": 5, "assistant": 3}
+
+
+def test_promises_that_a_folder_does_not_keep_are_named(tmp_path):
+    folder = make_folder(tmp_path / "hf", "qwen3")
+    assert broken_promises(folder) == []
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    wrong = {
+        "num_hidden_layers": 5, "mtp_num_hidden_layers": 1, "vocab_size": 7,
+        "tie_word_embeddings": False, "auto_map": {"AutoModel": "own.Model"}, "vision_config": {},
+    }  # fmt: skip
+    file.write_text(json.dumps(config | wrong))
+    text = "\n".join(broken_promises(folder))
+    for key in ("num_hidden_layers=5", "vocab_size=7", "tie_word_embeddings", "own.py"):
+        assert key in text
+
+
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "sizes"),
+    [
+        ({}, 64, 2),
+        ({"strategy": "hsdp", "replicas": 4}, 64, 4),
+        ({"tensor": 8, "pipeline": 16, "context": 2}, 512, 8),
+        ({"expert": 8}, 16, 2),
+        ({"strategy": "ddp", "tensor": 2}, 8, 4),
+        ({"reshard_after_forward": 4}, 8, 2),
+    ],
+)
+def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, ranks, sizes):
+    planned = Layout(Sharding(**sharding), ranks, Batch(rows=512, micro_rows=4))
+    small, count = folded(planned)
+    batch = folded_batch(planned, small, count)
+    layout = Layout(small, count, batch)
+    assert count == sizes
+    assert not layout.problem
+    assert not layout.pipeline_problem
+    assert batch.rows <= 64
+    assert batch.micro_rows == 2

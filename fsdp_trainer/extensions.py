@@ -121,7 +121,7 @@ class Tracker:
         self.run, self.id, self.newest = run, run.id, newest
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the numbers of a step, by the names that docs/seeing.md has for trackers."""
+        """Log the numbers of a step, by the names that docs/trackers.md has."""
 
     def text(self, name: str, text: str, step: int) -> None:
         """Log a text, such as an answer to one of train.sample_prompts."""

@@ -1,7 +1,7 @@
 """The settings that follow from model.depth: one number decides the model's sizes and its training.
 
 The rules are those of nanochat (Karpathy 2025, scripts/base_train.py), which measured them on
-models of 12 to 26 blocks. docs/from-nothing-to-chat.md states them.
+models of 12 to 26 blocks. docs/depth.md states them.
 """
 
 import math

@@ -57,6 +57,8 @@ SMALL: dict[str, Any] = {
 
 def written(value: Any) -> str:
     """Return a default as it is written in YAML."""
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value)
     return f"[{', '.join(map(as_text, value))}]" if isinstance(value, list) else as_text(value)
 
 

@@ -1,7 +1,8 @@
 """Classification of texts, and regression: transformers' losses of …ForSequenceClassification."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.document_sums import answer_sums, counted_once
-from fsdp_trainer.methods.labels import MULTI, REGRESSION, SINGLE, label_values
+from fsdp_trainer.methods.labels import FEW, MULTI, REGRESSION, SINGLE, in_words, label_values
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
@@ -28,8 +29,10 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward
 
-FEW, SHOWN = 10, 20
-"""Texts of a label that are hardly enough to learn it, and labels that are named in a line."""
+MOST_CONFUSED, MOST_CURVES = 30, 64
+"""Labels of which confusions are counted, and of which areas under curves are computed, at most."""
+BINS, WIDEST = 600, 15.0
+"""Scores from -WIDEST to WIDEST are counted in so many bins."""
 
 
 def document_numbers(scores: Scores, batch: MicroBatch, dims: Dims | None) -> Tensor:
@@ -126,18 +129,26 @@ class LabelForwardBackward(DocumentForwardBackward):
 
 
 class ClassMetrics:
-    """The share of texts whose labels are all right, and F1 over the labels.
+    """The share of texts whose labels are all right, F1 over the labels, and the area under the
+    ROC curve of two labels, or of many, the mean over them.
 
     Sums: number of texts, number of right ones; then for each label the number of texts that have
-    it and are given it, that are given it, and that have it.
+    it and are given it, that are given it, and that have it. Of one label of several at most
+    MOST_CONFUSED, the number of texts for each pair of the label that they have and that they are
+    given. For the curve of each label the numbers of texts without it and with it by the score.
     """
 
-    keys: tuple[str, ...] = ("accuracy", "f1_macro", "f1_micro")
+    keys: tuple[str, ...] = ("accuracy", "f1_macro", "f1_micro", "auc")
     of_tokens = False
 
-    def __init__(self, labels: int, problem: str, dims: Dims | None = None):
-        self.labels, self.problem, self.dims = labels, problem, dims
-        self.size = 2 + 3 * labels
+    def __init__(self, labels: Sequence[str], problem: str, dims: Dims | None = None):
+        self.names, self.labels = labels, len(labels)
+        self.problem, self.dims = problem, dims
+        count = self.labels
+        pairs = count**2 if problem != MULTI and count <= MOST_CONFUSED else 0
+        curves = {MULTI: count if count <= MOST_CURVES else 0, SINGLE: int(count == 2)}
+        self.sizes = [2, *[count] * 3, pairs, 2 * BINS * curves.get(problem, 0)]
+        self.size = sum(self.sizes)
 
     def part(self, result: MicroBatchResult) -> Tensor:
         """Return [size] float64. Collective: see answer_sums."""
@@ -145,25 +156,84 @@ class ClassMetrics:
         wanted = wanted_numbers(result.batch, self.labels)
         if self.problem == MULTI:
             given, have = numbers > 0, wanted > 0
+            right = (given == have).all(1)
+            totals = torch.stack([given & have, given, have]).sum(1).flatten()
+            counts = torch.stack([torch.ones_like(right).sum(), right.sum()])
+            sums = torch.cat([counts, totals]).double()
         else:
-            given = F.one_hot(numbers.argmax(1), self.labels).bool()
-            have = F.one_hot(wanted[:, 0].long(), self.labels).bool()
-        right = (given == have).all(1)
-        totals = torch.stack([given & have, given, have]).sum(1).flatten()
-        counts = torch.stack([torch.ones_like(right).sum(), right.sum()])
-        return counted_once(torch.cat([counts, totals]).double(), self.dims)
+            wanted = wanted[:, 0].long()
+            sums = self.of_labels(numbers.argmax(1), wanted, torch.ones_like(wanted).bool())
+        return counted_once(torch.cat([sums, self.of_curves(numbers, wanted)]), self.dims)
+
+    def of_labels(self, given: Tensor, wanted: Tensor, counted: Tensor) -> Tensor:
+        """Return the sums of all but the curves for one label of several, float64.
+
+        given, wanted: [texts] int64. counted: False for what is no text.
+        """
+        right = (given == wanted) & counted
+        each = ((wanted, right), (given, counted), (wanted, counted))
+        parts = [torch.stack([counted.sum(), right.sum()]).double()]
+        parts += [histogram(label, some, self.labels) for label, some in each]
+        if self.sizes[-2]:
+            parts.append(histogram(wanted * self.labels + given, counted, self.sizes[-2]))
+        return torch.cat(parts)
+
+    def of_curves(self, numbers: Tensor, wanted: Tensor) -> Tensor:
+        """Return how many texts have each label and each score, [curves · 2 · BINS] float64."""
+        if not self.sizes[-1]:
+            return numbers.new_zeros(0, dtype=torch.float64)
+        if self.problem == SINGLE:
+            numbers, wanted = numbers[:, 1:] - numbers[:, :1], wanted[:, None]
+        bins = ((numbers / WIDEST + 1) / 2 * BINS).clamp(0, BINS - 1).long()
+        curves = torch.arange(numbers.shape[1], device=numbers.device)
+        places = (curves * 2 + (wanted > 0)) * BINS + bins
+        return histogram(places.flatten(), torch.ones_like(places).flatten(), self.sizes[-1])
+
+    def split(self, sums: list[float]) -> list[list[float]]:
+        """Return the sums in their parts, one for each of `sizes`."""
+        ends = [*accumulate(self.sizes)]
+        return [sums[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
 
     def written(self, sums: list[float]) -> dict[str, Any]:
         """Return the metrics; F1's mean is over the labels that a text has or is given."""
-        count, right, *totals = sums
+        (count, right), hits, given, have, _, curves = self.split(sums)
         if not count:
             return {}
-        hits, given, have = (totals[i * self.labels :][: self.labels] for i in range(3))
         of_labels = [*zip(hits, map(sum, zip(given, have, strict=True)), strict=True)]
         each = [2 * both / either for both, either in of_labels if either]
         macro = sum(each) / len(each) if each else 0.0
         micro = 2 * sum(hits) / max(1, sum(given) + sum(have))
-        return {"accuracy": right / count, "f1_macro": macro, "f1_micro": micro}
+        areas = area_under(np.array(curves).reshape(-1, 2, BINS))
+        area = {"auc": float(np.mean(areas))} if len(areas) else {}
+        return {"accuracy": right / count, "f1_macro": macro, "f1_micro": micro, **area}
+
+    def events(self, sums: list[float]) -> dict[str, dict[str, Any]]:
+        """Return what a validation records beside its metrics: which labels are taken for which.
+
+        Each row of `counts` is of the texts with one label, in the order of the labels.
+        """
+        pairs = np.array(self.split(sums)[-2], np.int64)
+        if not pairs.any():
+            return {}
+        counts = pairs.reshape(self.labels, self.labels).tolist()
+        return {"confusion": {"labels": [*self.names], "counts": counts}}
+
+
+def histogram(places: Tensor, counted: Tensor, size: int) -> Tensor:
+    """Return how many of these places are each number below `size`, [size] float64."""
+    zeros = torch.zeros(size, dtype=torch.float64, device=places.device)
+    return zeros.index_add(0, places, counted.double())
+
+
+def area_under(counts: np.ndarray) -> np.ndarray:
+    """Return the area under the ROC curve of each label that some texts have and others have not.
+
+    counts: [labels, without it and with it, BINS], by the score. Equal ones count half.
+    """
+    without, with_it = counts[:, 0], counts[:, 1]
+    pairs = without.sum(1) * with_it.sum(1)
+    below = without.cumsum(1) - without / 2
+    return ((with_it * below).sum(1) / pairs.clip(min=1))[pairs > 0]
 
 
 class RegressionMetrics:
@@ -236,21 +306,16 @@ class LabelMethod(Method):
         """Return a line on the labels, and one on those that hardly any text has."""
         if self.counts is None:
             return []
-        counts = dict(zip(self.setup.config.labels, self.counts.tolist(), strict=True))
-        shown = ", ".join(f"{name} {count:,.0f}" for name, count in [*counts.items()][:SHOWN])
-        more = f" … and {len(counts) - SHOWN:,} more" if len(counts) > SHOWN else ""
-        lines = [f"labels {shown}{more}"]
-        rare = [name for name, count in counts.items() if count < FEW]
-        if rare:
-            names = ", ".join(rare[:SHOWN])
-            lines.append(f"labels with fewer than {FEW} {self.counted} are hardly learnt: {names}")
-        return lines
+        counts = self.counts.astype(int).tolist()
+        shown, rare = in_words(dict(zip(self.setup.config.labels, counts, strict=True)))
+        few = f"labels with fewer than {FEW} {self.counted} are hardly learnt: {rare}"
+        return [f"labels {shown}", *([few] if rare else [])]
 
     def metric(self) -> MethodMetric:
         config, dims = self.setup.config, self.setup.dims
         if config.problem == REGRESSION:
             return RegressionMetrics(dims)
-        return ClassMetrics(len(config.labels), config.problem, dims)
+        return ClassMetrics(config.labels, config.problem, dims)
 
     def step(self, parts: StepParts) -> ForwardBackward:
         weight = None if self.weight is None else self.weight.to(self.setup.device)

@@ -1,6 +1,7 @@
 """The labels of texts: their names, found in the data or in a model's folder, and their numbers."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -21,6 +22,8 @@ SINGLE, MULTI, REGRESSION = (
     "regression",
 )
 """transformers' names for one label of several, any number of them, and numbers."""
+FEW, SHOWN = 10, 20
+"""Texts of a label that are hardly enough to learn it, and labels that are named in a line."""
 PROBLEMS = {"single": SINGLE, "multi": MULTI, "regression": REGRESSION}
 """The values of objective.problem but `auto`."""
 
@@ -35,16 +38,21 @@ def labelled(
     rehearsal. Raises UserError.
     """
     of_tokens = OF_TOKENS if choice.method.reads == TAGGED else ""
+    named = tuple(choice.labels) or config.labels
     if not stores:
-        names = tuple(choice.labels) or ONE_LABEL
-        return config if config.scores else config.with_labels(names, of_tokens)
+        return config if config.scores else config.with_labels(named or ONE_LABEL, of_tokens)
     values = [json.loads(text) for text in dict.fromkeys(_texts(stores))]
     problem = of_tokens or PROBLEMS.get(choice.problem) or config.problem or problem_of(values)
-    names = tuple(choice.labels) or config.labels or names_in(values, problem)
+    names = named or names_in(values, problem)
+    require_several(names, problem)
+    return config.with_labels(names, problem)
+
+
+def require_several(names: Sequence[str], problem: str) -> None:
+    """Raise UserError for one label, or none, of which one is to be chosen."""
     if problem in (SINGLE, OF_TOKENS) and len(names) < 2:
         given = f"there is one label, {names[0]!r}" if names else "there are no labels"
         raise UserError("there is nothing to learn", [Problem("objective.labels", given)])
-    return config.with_labels(names, problem)
 
 
 def names_in(values: Sequence[Any], problem: str) -> tuple[str, ...]:
@@ -67,6 +75,30 @@ def problem_of(values: Sequence[Any]) -> str:
     if not all(float(number).is_integer() for number in numbers):
         return REGRESSION
     return MULTI if any(isinstance(value, list) for value in values) else SINGLE
+
+
+def counts_by_name(stores: Sequence[TokenStore]) -> dict[str, int]:
+    """Return how many texts or words have each label, in their order; {} for numbers."""
+    given = Counter(_texts(stores))
+    values = {text: json.loads(text) for text in given}
+    if problem_of([*values.values()]) == REGRESSION:
+        return {}
+    counts: Counter[str] = Counter()
+    for text, value in values.items():
+        for one in listed(value):
+            counts[name_of(one)] += given[text]
+    return {name: counts[name] for name in sorted(counts, key=rank)}
+
+
+def in_words(counts: dict[str, int]) -> tuple[str, str]:
+    """Return the numbers of texts or words with each label, and the labels that hardly any has.
+
+    Of many labels only some are named.
+    """
+    shown = ", ".join(f"{name} {count:,}" for name, count in [*counts.items()][:SHOWN])
+    more = f" … and {len(counts) - SHOWN:,} more" if len(counts) > SHOWN else ""
+    rare = [name for name, count in counts.items() if count < FEW]
+    return shown + more, ", ".join(rare[:SHOWN])
 
 
 def label_values(store: TokenStore, config: ModelConfig, key: str) -> np.ndarray:

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.methods.classification import ClassMetrics, LabelForwardBackward, LabelMethod
+from fsdp_trainer.methods.classification import (
+    ClassMetrics,
+    LabelForwardBackward,
+    LabelMethod,
+    histogram,
+)
 from fsdp_trainer.methods.document_sums import counted_once
 from fsdp_trainer.methods.labels import token_labels
 from fsdp_trainer.models.decoder import MicroBatch
@@ -127,8 +132,9 @@ class TagMetrics(ClassMetrics):
     of_tokens = True
 
     def __init__(self, labels: Sequence[str], problem: str, dims: Dims | None = None):
-        super().__init__(len(labels), problem, dims)
+        super().__init__(labels, problem, dims)
         self.entities = EntityLabels.of(labels)
+        self.of_words = self.size
         self.size += 3 * len(self.entities.types) if self.entities else 0
 
     def part(self, result: MicroBatchResult) -> Tensor:
@@ -136,12 +142,7 @@ class TagMetrics(ClassMetrics):
         batch, numbers = result.batch, result.scores.numbers
         assert numbers is not None
         given, wanted, is_labelled = numbers.argmax(1), batch.targets, batch.weights > 0
-        right = (given == wanted) & is_labelled
-        counts = [is_labelled.sum(), right.sum()]
-        zeros = torch.zeros(self.labels, dtype=torch.float64, device=numbers.device)
-        each = ((wanted, right), (given, is_labelled), (wanted, is_labelled))
-        totals = [zeros.index_add(0, label, some.double()) for label, some in each]
-        sums = torch.cat([torch.stack(counts).double(), *totals])
+        sums = self.of_labels(given, wanted, is_labelled)
         return sums if self.entities is None else torch.cat([sums, self._of_entities(batch, given)])
 
     def _of_entities(self, batch: MicroBatch, given: Tensor) -> Tensor:
@@ -152,18 +153,16 @@ class TagMetrics(ClassMetrics):
         begin, kind, end = self.entities.entities(wanted, documents)
         begins, begin = begins & is_word, begin & is_word
         hits = begins & begin & (kinds == kind) & (ends == end)
-        zeros = torch.zeros(len(self.entities.types), dtype=torch.float64, device=given.device)
-        each = ((kind, hits), (kinds, begins), (kind, begin))
-        totals = [zeros.index_add(0, own.clamp_min(0), some.double()) for own, some in each]
+        each, count = ((kind, hits), (kinds, begins), (kind, begin)), len(self.entities.types)
+        totals = [histogram(own.clamp_min(0), some, count) for own, some in each]
         return counted_once(torch.cat(totals), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
         """Return the metrics; F1's mean is over the labels, or types, that are there or given."""
-        of_words = 2 + 3 * self.labels
-        written = super().written(sums[:of_words])
+        written = super().written(sums[: self.of_words])
         if not written or self.entities is None:
             return written
-        count, own = len(self.entities.types), sums[of_words:]
+        count, own = len(self.entities.types), sums[self.of_words :]
         hits, given, have = (own[i * count :][:count] for i in range(3))
         both = [(2 * hit, a + b) for hit, a, b in zip(hits, given, have, strict=True) if a + b]
         found = sum(hits)

@@ -417,6 +417,7 @@ class ModelConfig:
             self,
             family="llama",
             by_transformers=False,
+            encoder=False,
             expert_blocks=(),
             num_experts=0,
             source={},

@@ -258,9 +258,11 @@ class ModelParts:
         self.tied = model.config.tie_word_embeddings
         self.images = image_units(model)
         self.embedding: Tensor = model.embedding.weight
-        self.head: Tensor = self.embedding if self.tied else model.lm_head.weight
+        none = torch.empty(0, device="meta")  # states are results, or an encoder has its own head
+        own = getattr(model.lm_head, "weight", none)
+        self.head: Tensor = self.embedding if self.tied else own
         self.norm: nn.Module = model.final_norm
-        self.last = [self.head, *self.norm.parameters()]
+        self.last = [one for one in (self.head, *self.norm.parameters()) if one.numel()]
         self.first = self.last if self.tied else [self.embedding]
         self.kinds: list[BlockKind] = []
         self.kind_of: list[int] = []

@@ -131,34 +131,42 @@ def with_head(
     method, what = choice.method, f"model.init_from={source}"
     if reason := why_no_head(config, method):
         raise UserError("this model is not trained so", [Problem(what, reason)])
+    if not method.scores:
+        if reason := why_no_text(config):
+            raise UserError("the model writes no text", [Problem(what, reason)])
+        return config
     if method.reads == QUERIES:
         own = config.pooling or ("mean" if config.encoder else "last")
         return config.with_pooling(own if choice.pooling == "auto" else choice.pooling)
-    if config.scores and config.tags != (method.reads == TAGGED):
-        use = "objective=tag" if config.tags else "objective=classify  or  rerank"
-        reason = f"has labels of {'tokens' if config.tags else 'texts'}.\nUse  {use}"
+    if reason := why_another_head(config, method):
         raise UserError("the model has another head", [Problem(what, reason)])
     if method.reads in (LABELLED, TAGGED):
         return labelled(config, choice, stores)
-    if method.scores and config.scores > 1:
-        reason = f"has {config.scores} labels, and a reward model one.\nUse  objective=classify"
-        raise UserError("the model has another head", [Problem(what, reason)])
-    if method.scores:
-        return config.with_labels()
+    return config.with_labels()
+
+
+def why_no_text(config: ModelConfig) -> str:
+    """Return why a model writes no text; "" if it does."""
     if config.encoder:
         uses = "objective=classify  tag  embed  or  rerank"
-        reason = f"{config.family} is an encoder.\nUse  {uses}"
-        raise UserError("the model writes no text", [Problem(what, reason)])
+        return f"{config.family} is an encoder.\nUse  {uses}"
     if not config.is_causal:
-        reason = "shows the token that a language model learns to predict.\n"
-        reason += "Use  causal  or  objective=embed, rerank or classify"
-        what = f"model.attention_direction={config.attention_direction}"
-        raise UserError("the model writes no text", [Problem(what, reason)])
-    if not config.predicts:
-        uses = "objective=reward  for one score,  classify  for labels,  embed  for embeddings"
-        reason = f"is a model of scores or embeddings.\nUse  {uses}"
-        raise UserError("the model writes no text", [Problem(what, reason)])
-    return config
+        reason = f"has model.attention_direction={config.attention_direction}, which shows the "
+        reason += "token that a language model learns to predict.\n"
+        return reason + "Use  causal  or  objective=embed, rerank or classify"
+    uses = "objective=reward  for one score,  classify  for labels,  embed  for embeddings"
+    reason = f"is a model of scores or embeddings.\nUse  {uses}"
+    return "" if config.predicts else reason
+
+
+def why_another_head(config: ModelConfig, method: MethodSpec) -> str:
+    """Return why a model's own head is not the one that a method trains; "" if it may be."""
+    if config.scores and config.tags != (method.reads == TAGGED):
+        use = "objective=tag" if config.tags else "objective=classify  or  rerank"
+        return f"has labels of {'tokens' if config.tags else 'texts'}.\nUse  {use}"
+    if config.scores > 1 and method.reads not in (LABELLED, TAGGED):
+        return f"has {config.scores} labels, and a reward model one.\nUse  objective=classify"
+    return ""
 
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASSIFIER, TAGGER)

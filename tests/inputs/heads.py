@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 WORDS = {"fruit": "apple pear plum", "grain": "rye oats rice", "root": "beet leek yam"}
@@ -83,13 +83,11 @@ ENCODERS = {
     "distilbert": {}, "roberta": {"pad_token_id": 1}, "xlm-roberta": {"pad_token_id": 1},
 }  # fmt: skip
 """Options of small encoders by model_type."""
-PAIRED = {"bert": "[CLS] $A [SEP] $B:1 [SEP]:1"}
-"""How texts are paired, if not as RoBERTa does."""
 
 
 def make_encoder(folder, kind, head="MaskedLM"):
     """Write an encoder, whose head others will replace, and a tokenizer of characters."""
-    specials = ["[CLS]", "[PAD]", "[SEP]", "[UNK]"]
+    specials = ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"]
     if not ENCODERS[kind]:
         specials[:2] = "[PAD]", "[CLS]"
     characters = [*map(chr, range(33, 127))]
@@ -99,12 +97,15 @@ def make_encoder(folder, kind, head="MaskedLM"):
     own.pre_tokenizer = WhitespaceSplit()
     own.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]",
-        pair=PAIRED.get(kind, "[CLS] $A [SEP] [SEP] $B [SEP]"),
+        pair="[CLS] $A [SEP] [SEP] $B [SEP]",
         special_tokens=[(name, numbered[name]) for name in ("[CLS]", "[SEP]")],
     )
-    names = dict(zip(("cls", "pad", "sep", "unk"), sorted(specials), strict=True))
+    names = dict(zip(("cls", "pad", "sep", "unk"), sorted(specials[:4]), strict=True))
     described = {f"{name}_token": token for name, token in names.items()}
-    PreTrainedTokenizerFast(tokenizer_object=own, **described).save_pretrained(folder)
+    published = PreTrainedTokenizerFast(tokenizer_object=own, **described)
+    if kind == "bert":
+        published = BertTokenizer(vocab=numbered, do_lower_case=False)
+    published.save_pretrained(folder)
     sizes = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 98, "initializer_range": 0.2,

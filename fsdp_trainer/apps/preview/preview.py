@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
 from fsdp_trainer.data.prepared_data import build_data, new_rows, other_size
-from fsdp_trainer.data.records.labelled_texts import NO_SCORE, TAGGED
+from fsdp_trainer.data.records.labelled_texts import LABELLED, NO_SCORE, TAGGED
 from fsdp_trainer.data.records.preference_records import SIDES
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.data_statistics import (
@@ -38,6 +39,7 @@ from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.samples import MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.methods.labels import FEW, counts_by_name, in_words
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.training.run_length import RunLength
@@ -253,6 +255,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
     return [
         ("samples", f"{samples:,}"),
         *pair_figures(prepared.train),
+        *([("labels", labels[0])] if (labels := labels_of(cfg, prepared)) else []),
         ("tokens", f"{tokens:,}"),
         ("supervised", f"{supervised:,}, {supervised / tokens:.1%} of them"),
         ("left out", left_out(prepared.train)),
@@ -269,6 +272,13 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
             else []
         ),
     ]
+
+
+def labels_of(cfg: PreviewConfig, prepared: Prepared) -> tuple[str, str] | None:
+    """Return the labels with their numbers, and those that are rare; None for other data."""
+    is_labelled = cfg.objective.method.reads in (LABELLED, TAGGED)
+    counts = counts_by_name(prepared.train) if is_labelled else {}
+    return in_words(counts) if counts else None
 
 
 def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
@@ -341,6 +351,9 @@ def method_findings(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> l
         for c, n in repeats
         if n > REPEATED and len(order.components) > 1
     ]
+    if labels := labels_of(cfg, prepared):
+        few = f"labels with fewer than {FEW} rows or words are hardly learnt: {labels[1]}"
+        return [*known, *([Finding(few, "add some, or leave those labels out")] * bool(labels[1]))]
     if cfg.objective.method.compares_answers or not pair_figures(prepared.train):
         return known
     text = "the method does not train on answers that are compared"
@@ -496,10 +509,10 @@ class TaggedTexts:
         assert store.labels is not None
         pieces = self.texts.of(tokens, store.read(sample)[1])
         labels = iter(json.loads(store.labels.text(sample)))
-        for piece in pieces:
-            if piece.weight:
-                piece.label = CONTROL.sub(_visible, str(next(labels)))
-        return pieces
+        return [
+            replace(one, label=CONTROL.sub(_visible, str(next(labels)))) if one.weight else one
+            for one in pieces
+        ]
 
 
 def _visible(match: re.Match[str]) -> str:

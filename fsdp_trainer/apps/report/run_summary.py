@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import box
@@ -22,6 +22,22 @@ from fsdp_trainer.observe.metric_groups import OWN, VALIDATION, group_title, ord
 
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 60
 SHOWN = 12  # most runs with their own summary at the terminal, and most differing keys shown
+
+
+class Confusion(NamedTuple):
+    """How many validation texts, or words, with each label are given each label.
+
+    counts: a row for each label that they have.
+    """
+
+    labels: list[str]
+    counts: list[list[int]]
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The rows of a table: the label that texts have, and the numbers given each label."""
+        texts = ([f"{count:,}" if count else "·" for count in row] for row in self.counts)
+        return [(label, *row) for label, row in zip(self.labels, texts, strict=True)]
 
 
 @dataclass
@@ -49,6 +65,12 @@ class Summary:
             if phase not in OUTSIDE
         }
         return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+    @property
+    def confusion(self) -> Confusion | None:
+        """Which labels are taken for which, of the last validation; None for other methods."""
+        found = (event for event in reversed(self.run.events) if event["event"] == "confusion")
+        return next((Confusion(each["labels"], each["counts"]) for each in found), None)
 
     @property
     def about(self) -> list[str]:
@@ -325,6 +347,11 @@ def show_one(summary: Summary, console: Console) -> None:
     for name, value in rows:
         grid.add_row(Text(name, "dim"), Text(value))
     console.print(grid)
+    if confusion := summary.confusion:
+        table = Table("has \\ given", *map(escape, confusion.labels), box=box.SIMPLE_HEAD)
+        for row in confusion.rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
     for remark in run.remarks:
         console.print(Text(f"note: {remark}", "dim"), soft_wrap=True)
     if run.state == "nothing yet":

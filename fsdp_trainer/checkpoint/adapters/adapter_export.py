@@ -179,7 +179,11 @@ def peft_files(
         raise UserError("the adapter cannot be written", [Problem("adapter.also", text)])
     metadata = {FUSED_RANKS: json.dumps(fused_ranks)} if fused_ranks else {}
     described = adapter_config(spec, ranks, of_experts, tensors, layout, base)
-    files = PeftFiles(described, tensors, metadata)
+    return of_task(PeftFiles(described, tensors, metadata), config)
+
+
+def of_task(files: PeftFiles, config: ModelConfig) -> PeftFiles:
+    """Return an adapter as PEFT reads it for what the model is for."""
     if config.pooling:
         return of_bare_model(files)
     if config.scores:
@@ -320,9 +324,9 @@ def adapter_config(
     alpha = next((value for value in exact if math.isclose(value, alpha)), alpha)
     other_ranks = {name: own for name, (own, _) in ranks.items() if own != rank}
     other_alphas = {name: own for name, (_, own) in ranks.items() if own != alpha}
-    saved = {n.rpartition(".")[0] for n in tensors if ".lora_" not in n}
+    whole = {n.rpartition(".")[0] for n in tensors if ".lora_" not in n}
     # PEFT itself wraps a whole classifier, of one layer or more
-    saved = sorted({CLASSIFIER if n.startswith(f"{CLASSIFIER}.") else n for n in saved})
+    saved = sorted({CLASSIFIER if n.startswith(f"{CLASSIFIER}.") else n for n in whole})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

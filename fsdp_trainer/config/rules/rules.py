@@ -38,6 +38,7 @@ from fsdp_trainer.config.rules.rules_data import (
     users_of_validation,
 )
 from fsdp_trainer.config.rules.rules_objective import (
+    different_labels,
     divergence,
     environment_of_answers,
     prompts,
@@ -132,6 +133,7 @@ RULES: tuple[Rule, ...] = (
     rewards,
     prompts,
     divergence,
+    different_labels,
     prompts_of_texts,
     stored_teacher,
     server,

@@ -148,6 +148,14 @@ def prompts(cfg: TrainConfig, report: Report) -> Violations:
         yield "batch.seq_len", reason + f"Use  batch.seq_len={2 * needed}  or more"
 
 
+def different_labels(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that no label is named twice."""
+    labels = cfg.objective.labels
+    twice = [label for label in dict.fromkeys(labels) if labels.count(label) > 1]
+    if twice:
+        yield "objective.labels", f"has {', '.join(twice)} more than once"
+
+
 def prompts_of_texts(cfg: TrainConfig, report: Report) -> Violations:
     """Check that texts before queries and documents are for embeddings, and of these two."""
     if cfg.data.prompts and cfg.objective.method.reads != "queries":

@@ -227,8 +227,11 @@ class Reader:
             meaning: _present(column_value(row.columns, used[meaning])) if meaning in used else None
             for meaning in FORMATS[self.format]
         }
-        for meaning in used.keys() & {"label", "tags"} if self.label_names else ():
-            values[meaning] = named_labels(values[meaning], self.label_names.get(used[meaning]))
+        values |= {
+            meaning: named_labels(values[meaning], self.label_names[column])
+            for meaning, column in used.items()
+            if column in self.label_names
+        }
         for meaning in REQUIRED[self.format]:
             if values[meaning] is None:
                 column = used.get(meaning, meaning)

@@ -72,27 +72,35 @@ def read_tagged(values: Values) -> TaggedText:
 
     Raises RecordError for other columns, and for another number of labels.
     """
-    named = "words" if values["words"] is not None else "steps"
-    if values[named] is None or (named == "steps" and values["prompt"] is None):
+    if values["words"] is not None:
+        return TaggedText(*labelled_parts(values, "words"), values.where)
+    if values["steps"] is None or values["prompt"] is None:
         raise RecordError(
             f"has neither {values.name('words')!r}, a list of words, nor {values.name('prompt')!r}"
             f" and {values.name('steps')!r}, an answer in steps"
         )
-    parts, labels = (parsed_list(values[meaning]) for meaning in (named, "tags"))
+    return TaggedText(*labelled_parts(values, "steps"), values.where, values.text("prompt"))
+
+
+def labelled_parts(values: Values, meaning: str) -> tuple[list[str], list[Any]]:
+    """Return the parts of a text, and as many labels. RecordError for anything else."""
+    name, of_labels = values.name(meaning), repr(values.name("tags"))
+    parts, labels = parsed_list(values[meaning]), parsed_list(values["tags"])
     if not isinstance(parts, list) or not isinstance(labels, list):
-        raise RecordError(f"{values.name(named)!r} and {values.name('tags')!r} should be lists")
-    parts = [text_of(part, values.name(named)) for part in parts]
+        raise RecordError(f"{name!r} and {of_labels} should be lists")
     if len(labels) != len(parts):
         size = counted(len(parts), "part")
-        raise RecordError(f"{values.name('tags')!r} has {len(labels)} labels, for {size}")
-    for one in labels:
-        if one not in IGNORED and (not isinstance(one, str | int) or one == ""):
-            raise RecordError(
-                f"{values.name('tags')!r} should be words or whole numbers, one is"
-                f" {shown_value(one)}"
-            )
-    prompt = values.text("prompt") if named == "steps" else None
-    return TaggedText(parts, labels, values.where, prompt)
+        raise RecordError(f"{of_labels} has {len(labels)} labels, for {size}")
+    wrong = [one for one in labels if one not in IGNORED and not is_name(one)]
+    if wrong:
+        shown = shown_value(wrong[0])
+        raise RecordError(f"{of_labels} should be words or whole numbers, one is {shown}")
+    return [text_of(part, name) for part in parts], labels
+
+
+def is_name(value: Any) -> bool:
+    """Return True for a word or a whole number."""
+    return isinstance(value, str | int) and value != ""
 
 
 def read_labelled_text(values: Values) -> LabelledTexts:

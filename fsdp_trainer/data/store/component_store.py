@@ -23,7 +23,7 @@ from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.images.image_files import changed_files
-from fsdp_trainer.data.records.labelled_texts import TAGGED
+from fsdp_trainer.data.records.labelled_texts import LABELLED, TAGGED
 from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
 from fsdp_trainer.data.records.prompts import QUESTION_VERSION
 from fsdp_trainer.data.records.record_formats import OF_HEADS
@@ -34,9 +34,11 @@ from fsdp_trainer.data.store.token_store import (
     Damaged,
     TokenStore,
     add_totals,
+    divide,
     group_digests,
     merge,
     read_meta,
+    share_of_each,
     write_meta,
 )
 from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
@@ -120,6 +122,7 @@ class ComponentStores:
         decisive = [read, [*keys, options.seq_len, options.share]]
         decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS, *OF_HEADS) else []
         decisive += [data.prompts] if options.kind in OF_HEADS else []
+        decisive += ["share of each label"] if options.kind == LABELLED and options.share else []
         decisive += [data.step_separator] if options.kind == TAGGED else []
         decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
         if options.images:  # paths of images are relative to the folder of the file
@@ -322,10 +325,26 @@ class ComponentStores:
         meta = self._description(done, into) | {"stores": stores}
         if not stores[TRAIN]["totals"]:
             self._refuse(meta)
+        if self.options.share and self.options.kind == LABELLED:
+            stores |= self._divided(into)
         if meta["problems"] and self.options.data.on_error == "skip":
             with open(into / SKIPPED, "wb") as out:
                 out.writelines((part / SKIPPED).read_bytes() for part in parts)
         write_meta(into, meta)
+
+    def _divided(self, into: Path) -> dict[str, Any]:
+        """Hold out a share of the samples with each label; return what `_merge` has of stores."""
+        whole = into / TRAIN
+        held_out = share_of_each(TokenStore(whole, ""), self.options.share)
+        with tempfile.TemporaryDirectory(dir=into) as aside:
+            folders = {False: Path(aside) / TRAIN, True: Path(aside) / VALIDATION}
+            totals = divide(whole, held_out, folders)
+            stores = {}
+            for is_held_out, name in ((False, TRAIN), (True, VALIDATION)):
+                shutil.rmtree(into / name)
+                digest = merge([folders[is_held_out]], into / name, self._report_merging)
+                stores[name] = {"fingerprint": digest, "totals": totals[is_held_out]}
+        return stores
 
     def _report_merging(self) -> None:
         self.reporter.progress("data   merging the parts")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from mmap import MADV_RANDOM, MADV_WILLNEED, PAGESIZE, mmap
 from pathlib import Path
@@ -43,11 +43,17 @@ QUESTIONS, IMAGES, LABELS = TEXTS = ("questions", "images", "labels")
 judged by, the images of a sample, if it has any, and what a head is to learn of it."""
 SIZES = "_sizes"
 """Suffix of the column with the bytes of each text: [samples] int64."""
+AT_ONCE = 1000
+"""Samples that are copied together."""
 BLOCK = 1 << 24  # bytes copied between two calls of `tick`
 CHECKED_BYTES = 256 << 20
 """Size of the largest file whose content is checked at every start, which takes 0.1 s."""
 CHECKSUMS, CHECKSUM = "checksums", "crc32"
 """Keys of meta.json: the CRC-32 of each file up to CHECKED_BYTES, and that of all other keys."""
+
+
+Totals = dict[str, dict[str, int]]
+"""Numbers of samples and tokens, by source."""
 
 
 class Damaged(Exception):
@@ -463,6 +469,48 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
             if column in (GROUP_STARTS, KINDS):
                 digest.update(values)
     return digest.hexdigest()
+
+
+def divide(whole: Path, is_chosen: np.ndarray, into: Mapping[bool, Path]) -> dict[bool, Totals]:
+    """Write the samples of a store without groups as two stores; return their totals by source.
+
+    is_chosen: [samples] bool.
+    """
+    store, totals = TokenStore(whole, ""), {}
+    origins, of_origin = np.unique(
+        np.stack([store.sources, store.files], 1), axis=0, return_inverse=True
+    )
+    for chosen, folder in into.items():
+        writer = StoreWriter(folder)
+        for number, (source, file) in enumerate(origins.tolist()):
+            places = np.flatnonzero((of_origin == number) & (is_chosen == chosen))
+            for some in np.split(places, range(AT_ONCE, len(places), AT_ONCE)):
+                lines = np.asarray(store.lines)[some].tolist()
+                writer.write([labelled_sample(store, i) for i in some], source, file, lines)
+        writer.close()
+        totals[chosen] = writer.totals
+    return totals
+
+
+def labelled_sample(store: TokenStore, sample: int) -> Sample:
+    """Return a sample of a store without groups, with its label."""
+    return Sample(*store.read(sample), label=store.labels.text(sample) if store.labels else None)
+
+
+def share_of_each(store: TokenStore, share: float) -> np.ndarray:
+    """Return True for about this share of the samples with each label, [samples] bool.
+
+    They are those with the smallest digests, so that equal samples are on one side. Labels are
+    rounded up and down so that the share of all samples is kept too.
+    """
+    assert store.labels is not None
+    labels = [store.labels.text(i) for i in range(len(store))]
+    names, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    ends, digests = np.cumsum(counts), np.asarray(store.digests)
+    wanted = np.diff(np.rint(ends * share), prepend=0).astype(np.int64)
+    ordered = digests[np.lexsort((digests, numbers))]
+    last = ordered[(ends - counts + wanted - 1).clip(min=0)] if len(names) else ordered
+    return (wanted[numbers] > 0) & (digests <= last[numbers])
 
 
 def _has(folder: Path, column: str) -> bool:

@@ -131,6 +131,16 @@ class Rendered:
     """True if it may continue in another row."""
 
     @property
+    def has_labels(self) -> bool:
+        """True for texts with labels, or in parts with labels."""
+        return bool(self.labelled or self.tagged)
+
+    @property
+    def is_weighed(self) -> bool:
+        """True for a text whose tokens have the weights of its spans."""
+        return not (self.is_document or self.has_labels) and self.sample is None
+
+    @property
     def is_compared(self) -> bool:
         """True for an answer that is compared, and so is used whole or not at all."""
         return self.rejected is not None or self.is_good is not None
@@ -486,19 +496,15 @@ class SampleBuilder:
     def _tokenized(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         sides = [side for text in texts for side in text.sides]
         plain = [text.text for text in sides if text.is_document]
-        weighed = [
-            text.text
-            for text in sides
-            if not (text.is_document or text.labelled or text.tagged) and text.sample is None
-        ]
+        weighed = [text.text for text in sides if text.is_weighed]
         documents = iter(self.tokenizer.encode_plain(plain))
         chats = iter(self.tokenizer.encode_batch(weighed))
         for text in texts:
             if text.rejected is not None:
                 yield self._keep_pair([self._weigh(next(chats), side) for side in text.sides], text)
                 continue
-            if text.labelled or text.tagged:
-                yield self._group(text) if text.labelled else self._with_tags(text)
+            if text.has_labels:
+                yield self._for_head(text)
                 continue
             if text.question is not None:
                 yield self._prompt(next(chats), text)
@@ -548,6 +554,9 @@ class SampleBuilder:
         if not (chosen_kept and rejected_kept):
             return []
         return [chosen, replace(rejected, starts_group=False)]
+
+    def _for_head(self, text: Rendered) -> list[Sample]:
+        return self._group(text) if text.labelled else self._with_tags(text)
 
     def _group(self, text: Rendered) -> list[Sample]:
         """Return the labelled texts of a row, or none: one row of tokens must hold all.

@@ -27,6 +27,7 @@ from fsdp_trainer.data.records.conversations import (
     Reader,
     make_reader,
 )
+from fsdp_trainer.data.records.labelled_texts import LABELLED
 from fsdp_trainer.data.records.preference_records import PROMPTS, SINGLE, UNPAIRED
 from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.data.store.token_store import Damaged, StoreWriter, check_columns
@@ -280,7 +281,9 @@ class TaskTokenizer:
     def _render(self, row: Any) -> tuple[str, list[Rendered]]:
         """Return the store that a row belongs to, and its texts."""
         render = self.builder.render_prompt if self.options.kind == PROMPTS else self.builder.render
-        texts, share = render(row), self.options.share
+        # of labels a share of each is held out, as soon as all are known
+        share = 0.0 if self.options.kind == LABELLED else self.options.share
+        texts = render(row)
         return VALIDATION if share and content_place(row) < share else TRAIN, texts
 
     def _records(self, unit: TaskUnit) -> Iterator[Record]:

@@ -190,13 +190,10 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
     try:
         with quiet_transformers(), torch.device("cpu"), parameters_on_meta():
             if config.scores:
-                hf_config.num_labels = config.scores
-            hf = auto_class(config).from_config(
+                hf_config.update({"num_labels": config.scores})
+            return auto_class(config).from_config(
                 hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
             )
-            if config.pooling and getattr(hf, "pooler", None) is not None:
-                hf.pooler = None  # no text is embedded by it
-            return hf
     except Exception as error:  # any, from what transformers' class makes of the values
         lines = str(error).strip().splitlines() or [type(error).__name__]
         problem = Problem(f"model_type={config.family}", lines[0][:300])

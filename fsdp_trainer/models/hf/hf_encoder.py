@@ -31,7 +31,7 @@ class TransformersEncoder(TransformersDecoder):
     """
 
     def own_head(self, hf: PreTrainedModel) -> Head:
-        return StatesHead(self.config)
+        return super().own_head(hf) if self.config.pooling else StatesHead(self.config)
 
     @property
     def head_names(self) -> set[str]:

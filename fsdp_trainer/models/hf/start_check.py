@@ -62,7 +62,7 @@ def sizes_that_fit(model: Any) -> Iterator[None]:
 
 def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
     """Return the problem of logits that are not transformers' own."""
-    if model.config.scores:
+    if not model.config.predicts:
         return []
     first = tokens[:, : LENGTHS[0]]
     both = model.both_logits(first, positions_of(first))

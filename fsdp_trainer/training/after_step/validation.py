@@ -82,5 +82,9 @@ class Validation(StoppableWork[ValidationSums]):
             line["validation_loss_by_source"] = by_source
         of_method = self.forward_backward.metrics.of_method
         names = of_method.keys if of_method is not None else ()
+        if events_of := getattr(of_method, "events", None):
+            events = events_of(metrics.of("method", sums).tolist())
+            for name, event in events.items():
+                self.log.observer.event(name, step=progress.step, **event)
         line |= {f"validation_{name}": written[name] for name in names if name in written}
         self.log.add_to_line(line, progress)

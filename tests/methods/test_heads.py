@@ -8,7 +8,11 @@ import torch
 from heads import ENCODERS, STEP, WORDS, gradients, make_encoder, write_rows
 from datasets import ClassLabel, Dataset, Features, Value
 from other_models import make_other_folder
-from peft import AutoPeftModelForFeatureExtraction, AutoPeftModelForSequenceClassification
+from peft import (
+    AutoPeftModelForFeatureExtraction,
+    AutoPeftModelForSequenceClassification,
+    AutoPeftModelForTokenClassification,
+)
 from sklearn.metrics import roc_auc_score
 from transformers import (
     AutoModel,
@@ -235,13 +239,8 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     expected = torch.stack(losses).mean().item()
     assert runs["lists"].column("objective") == pytest.approx([expected], rel=1e-5)
     tagger = AutoModelForTokenClassification.from_pretrained(folders["tags"]).eval()
-    total = count = 0
-    for row in rows_of(ledger, "tags"):
-        read = map(torch.tensor, words_of(row, tokenizer, tagger.config.label2id))
-        tokens, labels = (each[None] for each in read)
-        size = (labels != -100).sum()
-        total, count = total + size * tagger(tokens, labels=labels).loss, count + size
-    assert runs["tags"].column("objective") == pytest.approx([(total / count).item()], rel=1e-5)
+    loss = loss_of_tags(tagger, tokenizer, rows_of(ledger, "tags"), tagger.config.label2id)
+    assert runs["tags"].column("objective") == pytest.approx([loss], rel=1e-5)
     model = AutoModel.from_pretrained(folders["queries"]).eval()
     rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
@@ -250,6 +249,41 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     assert runs["queries"].column("objective") == pytest.approx([loss], rel=1e-5)
     other = run_of(ledger, "queries", *words, first, "batch.micro_rows=4", ranks=2)
     assert other.column("objective") == pytest.approx([loss], rel=1e-5)
+
+
+def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
+    adapter = ["adapter=lora", "adapter.rank=4", "train.steps=2", "optim.lr=0.1"]
+    rows = rows_of(ledger, "tags")
+    run = run_of(ledger, "tags", *adapter)
+    again = run_of(ledger, "tags", f"adapter.init_from={run.folder / 'adapter'}", "optim.lr=0")
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "adapter")
+    names = json.loads((run.folder / "adapter/config.json").read_text())["label2id"]
+    tagger = AutoPeftModelForTokenClassification.from_pretrained(
+        str(run.folder / "adapter"), num_labels=len(names)
+    )
+    loss = loss_of_tags(tagger, tokenizer, rows, names)
+    assert again.column("objective") == pytest.approx([loss], rel=1e-5)
+    words = encoder_words(ledger, "roberta")
+    run = run_of(ledger, "classes", *words, *adapter)
+    again = run_of(ledger, "classes", f"model.init_from={run.folder}", words[1], "optim.lr=0")
+    folder = str(run.folder / "adapter")
+    model = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
+    model.config.label2id = {name: i for i, name in enumerate(sorted(WORDS))}
+    model.config.problem_type = "single_label_classification"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loss = loss_of_transformers(model, tokenizer, rows_of(ledger, "classes")).item()
+    assert again.column("objective") == pytest.approx([loss], rel=1e-5)
+
+
+def loss_of_tags(model, tokenizer, rows, label2id):
+    """The mean loss of the labelled tokens of rows, one row at a time."""
+    total = count = 0
+    for row in rows:
+        tokens, labels = map(torch.tensor, words_of(row, tokenizer, label2id))
+        size = (labels != -100).sum().item()
+        loss = model(input_ids=tokens[None], labels=labels[None]).loss.item()
+        total, count = total + size * loss, count + size
+    return total / count
 
 
 def same_of(rows):
@@ -374,6 +408,8 @@ def test_labels_that_the_head_does_not_have_are_refused(ledger, train, tmp_path)
     other.write_text("".join(f'{{"text": "elm {i}", "label": "tree {i}"}}\n' for i in range(9)))
     share = [*words[:-1], f"data.path={other}", "data.validation=0.5"]
     assert ", tree 8 " in train("share", *share).out
+    twice = train("twice", *words, "objective.labels=[fruit,root,fruit]", code=2).err
+    assert "has fruit more than once" in twice
     said = train("split", *words, "data.too_long=split", code=2).err
     assert "holds labelled texts" in said
     head = f"model.init_from={run_of(ledger, 'classes').folder}"

@@ -86,8 +86,9 @@ class TransformersDecoder(Decoder):
     def own_head(self, hf: PreTrainedModel) -> Head:
         """Return the head in place of transformers' output layer."""
         if self.config.pooling:
-            if getattr(hf, "pooler", None) is not None:  # no text is embedded by it
-                replace_module(hf, hf.pooler, None)
+            pooler: Any = getattr(hf, "pooler", None)
+            if pooler is not None:  # no text is embedded by it
+                replace_module(hf, pooler, None)
             return StatesHead(self.config)
         before = hf.get_output_embeddings()
         head = new_head(self.config, before)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -547,7 +548,7 @@ def served(folder):
     )
 
 
-def test_the_server_gives_the_numbers_of_transformers(ledger):
+def test_the_server_gives_the_numbers_of_transformers(ledger, tmp_path):
     openai = pytest.importorskip("openai")
     run = run_of(ledger, "queries", *MEAN.split(), "optim.lr=1e-9")
     model = AutoModel.from_pretrained(run.folder / "hf", dtype=torch.float32)
@@ -567,6 +568,11 @@ def test_the_server_gives_the_numbers_of_transformers(ledger):
     (best,) = client.post("/v1/rerank", json=body).json()["results"]
     assert best["document"] == {"text": queries[0]}
     assert best["relevance_score"] == pytest.approx(1)
+
+    shutil.copytree(run.folder / "hf", tmp_path / "saved")
+    model.save_pretrained(tmp_path / "saved")  # its names lack "model."
+    reader = TextReader.load(tmp_path / "saved")
+    assert torch.allclose(reader.vectors(reader.encode(queries)), vectors[kinds == 0], atol=1e-6)
 
     folder = run_of(ledger, "lists", "objective.ranking=pairwise").folder / "hf"
     ranker = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)

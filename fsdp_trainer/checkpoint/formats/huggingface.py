@@ -167,7 +167,22 @@ def stored_tensors(
         others = other_tensors(folder, config)
         if others is not None:
             return dict(others), []
-    return read_headers(folder, all_parts=config.by_transformers)
+    tensors, problems = read_headers(folder, all_parts=config.by_transformers)
+    return tensors if config.by_transformers else of_whole_model(tensors), problems
+
+
+def of_whole_model(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
+    """Return tensors under the names of a model with a head.
+
+    Transformers saves a bare model, as embedding models are, without the first part of its names.
+    """
+    if "embed_tokens.weight" not in tensors:
+        return tensors
+    parts = ("embed_tokens.", "layers.", "norm.")
+    return {
+        f"model.{name}" if name.startswith(parts) else name: tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def certificate_lines(certificate: Certificate) -> Iterator[str]:
     width = max((len(check.name) for check in certificate.checks), default=0)
     for check in certificate.checks:
         mark = "ok    " if check.ok else "DIFFERS"
-        yield f"{mark:8}{check.name:{width}}  {amount(check)}"
+        yield f"{mark:8}{check.name:{width}}  {amount(check)}".rstrip()
         yield from wrapped(check.detail, INDENT * 2)
         if not check.ok:
             yield from wrapped(check.advice, INDENT * 2 + "→ ")
@@ -35,8 +35,8 @@ def certificate_lines(certificate: Certificate) -> Iterator[str]:
 
 def amount(check: Checked) -> str:
     """Return the difference of a comparison beside its limit."""
-    if check.limit == 0 and check.difference == int(check.difference):
-        return f"{int(check.difference)} wrong" if check.difference else ""
+    if check.limit == 0:
+        return f"{check.difference:g} wrong" if check.difference else ""
     return f"{check.difference:.1e} of at most {check.limit:.0e}"
 
 

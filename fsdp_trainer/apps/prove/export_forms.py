@@ -48,7 +48,11 @@ class Original:
         """Return a checkpoint with its logits. folder: a new one."""
         folder.mkdir()
         model = read_model(checkpoint, merge_into="original", is_checked=True)
-        logits = [model.logits(text[None]) for text in texts]
+        if model.config.reads_images:  # texts alone are compared
+            tower: Any = model
+            texts = [torch.where(text == tower.tower.token, 0, text) for text in texts]
+        predicts = model.config.predicts
+        logits = [model.logits(text[None]) for text in texts] if predicts else []
         return cls(checkpoint, model.config, model, texts, logits, folder)
 
     @torch.no_grad()

@@ -112,10 +112,9 @@ class Narrowing:
         given |= {"sharding": sharding, "batch": batch, **self.of_the_machine}
         small = TrainConfig(**given)
         small = replace(small, batch=replace(batch, seq_len=row_length(small, cfg)))
-        one = dict.fromkeys(("pipeline", "context", "tensor", "expert", "replicas"), 1)
         plain = replace(
             small,
-            sharding=Sharding(**one),
+            sharding=Sharding(),
             activation_checkpoint=ActivationCheckpoint(),
             optim=replace(small.optim, offload="none", implementation="foreach"),
             batch=replace(small.batch, micro_rows=small.batch.rows),

@@ -58,7 +58,7 @@ class ProofRun:
             stack.enter_context(patch.dict(os.environ, own))
             file = stack.enter_context(output.open("w"))
             code = start_ranks(self.cfg, [], stdout=file, stderr=file)
-        if code:
+        if code or not (self.folder / "end.rank0.pt").exists():
             raise failure(str(self.cfg.run.name), code, output.read_text())
         return self
 

@@ -15,11 +15,13 @@ from fsdp_trainer.apps.prove.runs import ProofRun
 SMALL = 1e-3
 """Tensors whose largest number is a smaller share of the largest of all are compared as if it were
 this: the gradient of a key's bias is 0 but for rounding."""
-LIMITS = {"losses": 1e-5, "gradients": 5e-5, "last gradients": 1e-3, "weights": 1e-3}
+LIMITS = {"losses": 1e-5, "gradients": 1e-4, "last gradients": 1e-3, "weights": 1e-3}
 """Largest relative differences of float32, of weights relative to how far they moved. Gradients of
 the last step are of weights that differ by the rounding of all steps before."""
 AMPLIFIED = 4.0
 """How many times the difference may be that weights at the start cause which differ by rounding."""
+LARGEST = 0.02
+"""The largest limit, which faults are beyond."""
 UNITS = {
     "losses": "of the loss",
     "gradients": "of the tensor's largest number",
@@ -136,6 +138,6 @@ def verdict(
 
     rounding: by how much weights at the start that differ by rounding change this kind.
     """
-    limit = max(LIMITS[kind], AMPLIFIED * rounding)
+    limit = max(LIMITS[kind], min(AMPLIFIED * rounding, LARGEST))
     where = f"; largest {UNITS[kind]}: {difference.where}" if difference.value else ""
     return compared(f"{name}: {kind}", difference.value, limit, f"{what}{where}", advice)

@@ -32,7 +32,7 @@ class NoTwin(Exception):
 class Twin:
     """transformers' or PEFT's model, ready to train. names: of its trained parameters, by ours."""
 
-    model: nn.Module
+    model: Any
     names: dict[str, str] | None
 
     def trained(self, ours: Mapping[str, bool]) -> dict[str, nn.Parameter]:

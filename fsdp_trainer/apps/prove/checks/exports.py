@@ -2,9 +2,11 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared, counted_wrong
@@ -42,6 +44,9 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
         forms = {"merged": merged, "adapter": adapter}
     if evidence.config.predicts:
         forms |= {"gguf": gguf, "compressed": compressed}
+    else:
+        line = "fsdp-trainer verify RUN hf=RUN/hf"
+        yield NotProved("scores or embeddings of the export by transformers", line)
     for name, form in forms.items():
         lacking = lacking_package(name)
         if lacking:
@@ -55,6 +60,9 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
         except UserError as error:
             reason = error.problems[0].reason.splitlines()[0] if error.problems else error.title
             yield NotProved(f"{name}: {reason}", f"fsdp-trainer export RUN form={name} out=OUT")
+        except Exception as error:  # whatever another program raises that cannot read an export
+            reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+            yield counted_wrong(f"{name}: read by others", [reason], "", ADVICE)
 
 
 PACKAGES = {
@@ -62,7 +70,7 @@ PACKAGES = {
     "merged": [("hf", "transformers")],
     "adapter": [("hf", "transformers"), ("peft", "peft")],
     "gguf": [("gguf", "gguf")],
-    "compressed": [("compressed", "compressed_tensors"), ("hf", "transformers")],
+    "compressed": [("compressed", "compressed_tensors")],
 }
 """The extra and the package that reading a form needs."""
 
@@ -143,27 +151,30 @@ def gguf(original: Original, is_adapter: bool) -> Iterator[Checked]:
 
 
 def compressed(original: Original, is_adapter: bool) -> Iterator[Checked]:
-    """Compare each number of an export in 8 bits, as its authors' package decodes it."""
-    import transformers
-
+    """Compare each number of an export in 8 bits, as vLLM decodes it: an integer and its scale."""
     from fsdp_trainer.checkpoint.compressed_export import write_compressed
 
     folder = original.folder / "compressed"
     folder.mkdir()
     write_compressed(original.merged(), folder, "int8", None)
-    options = transformers.CompressedTensorsConfig(dequantize=True)
-    auto = class_of(original)
-    decoded = auto.from_pretrained(folder, dtype="auto", quantization_config=options).state_dict()
+    stored, exact = stored_in(folder), stored_in(original.merged())
     worst, where = 0.0, ""
-    for name, exact in auto.from_pretrained(original.merged(), dtype="auto").state_dict().items():
-        error = row_error(decoded[name], exact)
+    for name, tensor in exact.items():
+        decoded = stored.get(name, torch.empty(0))
+        if (scale := stored.get(f"{name}_scale")) is not None:
+            decoded = decoded.float() * scale.float()
+        error = row_error(decoded, tensor)
         if error > worst:
             worst, where = error, name
     detail = f"numbers in 8 bits, of a row's largest one; largest in {where}"
     yield compared("compressed: numbers", worst, HALF_A_STEP, detail, ADVICE)
-    yield counted_wrong(
-        "compressed: promises", broken_promises(folder), "config.json keeps its promises", NAMES
-    )
+    right = "config.json keeps its promises"
+    yield counted_wrong("compressed: promises", broken_promises(folder), right, NAMES)
+
+
+def stored_in(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder by name."""
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 def row_error(decoded: Tensor, exact: Tensor) -> float:

@@ -116,8 +116,8 @@ def turns_with_expectation(written: object, loss_on: str) -> list[tuple[Message,
     def expected(place: int, turn: Message) -> bool | None:
         if turn.get("weight") is not None or turn.get("tool_calls"):
             return None
-        if loss_on == "all":
-            return True
+        if loss_on == "all":  # a template may leave a system's text out
+            return True if turn["role"] in ("user", "assistant") else None
         return turn["role"] == "assistant" and (loss_on == "assistant" or place == last)
 
     return [(turn, expected(place, turn)) for place, turn in enumerate(written.messages)]

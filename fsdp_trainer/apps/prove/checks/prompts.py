@@ -43,15 +43,20 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
 def questions(rows: list[WrittenRow]) -> Iterator[tuple[list[Message], list[int]]]:
     """Yield the turns before the last answer, and the tokens of the whole conversation."""
     for row in rows:
-        written = row.written
-        if not isinstance(written, Conversation | Preference) or written.tools:
+        written, (tokens, _) = row.written, row.samples[-1]
+        if isinstance(written, Preference):
+            *before, last = [*written.prompt, *written.chosen]
+            tokens = row.samples[0][0]
+        elif isinstance(written, Conversation):
+            *before, last = written.messages
+        else:
             continue
-        is_pair = isinstance(written, Preference)
-        *before, last = [*written.prompt, *written.chosen] if is_pair else written.messages
+        if written.tools:
+            continue
         plain = [{"role": turn["role"], "content": turn["content"]} for turn in before]
         if not before or last["role"] != "assistant" or plain != [only_text(t) for t in before]:
             continue
-        yield plain, row.samples[0 if is_pair else -1][0].tolist()
+        yield plain, tokens.tolist()
 
 
 def only_text(turn: Message) -> dict[str, Any]:

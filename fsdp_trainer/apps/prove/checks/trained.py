@@ -34,7 +34,9 @@ def check(evidence: Evidence) -> Iterator[Checked]:
     wrong = [f"{name} is frozen and moved" for name in moved]
     wrong += [f"{name} is to be frozen and is trained" for name in wrongly_trained(run)]
     frozen = sum(not trained for trained in run.trained.values())
-    right = f"all {frozen} frozen tensors have the same bits as before" if frozen else "none is"
+    right = (
+        f"all {frozen} frozen tensors have the same bits as before" if frozen else "none is frozen"
+    )
     yield counted_wrong("frozen weights stay", wrong, right, STAYS)
 
 

@@ -45,8 +45,8 @@ def proof(world, tmp_path_factory):
 
     def start_ranks(cfg, words, **streams):
         own = {runs.FOLDER: runs.os.environ[runs.FOLDER]}
-        code = world.call(cfg.launch.nproc_per_node, train_in_worker, cfg, [runs.RECORDER], env=own)
-        return max(result.code for result in code)
+        results = world.call(cfg.launch.nproc_per_node, train_in_worker, cfg, env=own)
+        return max(result.code for result in results)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "start_ranks", start_ranks)

@@ -53,6 +53,8 @@ LEAST_RATE, LEAST_EPS = 1e-3, 1e-3
 only rounding would move weights as far as others."""
 DEVIATION = 0.1
 """Of random weights: with the usual 0.02 a narrow model hardly looks at its input."""
+GRADED = {"name": "length", "unit": "characters", "max": 400, "buffer": 400}
+"""A reward that differs between the answers of a small random model, which earn no other."""
 OF_THE_MACHINE = ("run", "launch", "logging", "checkpoint", "evaluation", "profile")
 """Groups of keys that decide no numbers."""
 BETWEEN_STEPS = {
@@ -187,7 +189,8 @@ class Narrowing:
             return choice
         limits = {"samples": 4, "max_new_tokens": 16}
         fewer = {name: min(limit, getattr(choice, name)) for name, limit in limits.items()}
-        return replace(choice, **fewer, server=None, ahead=0)
+        rewards = [*choice.rewards, GRADED]
+        return replace(choice, **fewer, rewards=rewards, server=None, ahead=0)
 
     @property
     def of_the_machine(self) -> dict[str, Any]:

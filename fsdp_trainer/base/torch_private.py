@@ -11,12 +11,14 @@ import platform
 import shutil
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
+from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -186,7 +188,8 @@ def numbers_in(path: Path, offset: int, length: int) -> Numbers:
             raise
         has_order = archive.has_record(ORDER)  # torch before 2.1 has written none
         small = [DESCRIPTION, ORDER] if has_order else [DESCRIPTION]
-        if any(archive.get_record_size(name) > LARGEST_RECORD for name in small):
+        size_of = _sizes_of_records(archive, file, offset + length)
+        if any(size_of(name) > LARGEST_RECORD for name in small):
             raise ValueError("a tensor with a long description")
         if has_order and archive.get_record(ORDER) != sys.byteorder.encode():
             raise ValueError("numbers in another order of bytes")
@@ -194,13 +197,30 @@ def numbers_in(path: Path, offset: int, length: int) -> Numbers:
         if file.read(2) != bytes(2):
             raise ValueError("compressed numbers")
         begin = offset + archive.get_record_offset(NUMBERS)
-        size = archive.get_record_size(NUMBERS)
+        size = size_of(NUMBERS)
         if begin + size > offset + length:
             raise ValueError("a part of a tensor")
         file.seek(begin + size)
         if file.read(2) != b"PK":  # of the archive's next entry, or of its directory
             raise ValueError("numbers at another place")
         return Numbers(begin, size, archive.get_record(DESCRIPTION))
+
+
+def _sizes_of_records(archive: Any, file: BinaryIO, end: int) -> Callable[[str], int]:
+    """Return a function from the name of a record to its bytes; -1 if there is none.
+
+    end: the place in the file where the archive ends.
+    """
+    if hasattr(archive, "get_record_size"):
+        return archive.get_record_size
+    file.seek(max(0, end - LARGEST_RECORD))  # torch 2.11 does not say, and the directory is last
+    try:
+        with zipfile.ZipFile(BytesIO(file.read(min(end, LARGEST_RECORD)))) as directory:
+            entries = directory.infolist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise RuntimeError(str(error)) from None
+    sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
+    return lambda name: sizes.get(name, -1)
 
 
 COPIES = ("_codecs.encode", "builtins.bytearray", "builtins.set", "collections.Counter",

@@ -3,14 +3,12 @@
 One that fails or hangs is reported once and never stops a run.
 """
 
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import Full, Queue
-from threading import Thread
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 from fsdp_trainer.config.methods import method_in
@@ -21,46 +19,66 @@ from fsdp_trainer.observe.records import flat, numbers, whole_lines
 from fsdp_trainer.observe.trackers.known_trackers import chosen_trackers, open_tracker
 from fsdp_trainer.observe.trackers.tracked_steps import CONTINUES, TrackedSteps, tracked_run
 
-WAITING = 20_000  # lines that a tracker may lag behind; further lines are dropped
+WAITING = 20_000  # lines that wait in memory; further ones are read back from metrics.jsonl
 CLOSE_SECONDS = 60.0  # for sending the remaining lines at the end of a finished run
 STOP_SECONDS = 10.0  # for sending the remaining lines of any other run: a launcher may wait for it
 Work = Callable[[TrackedSteps], Any]
+
+
+@dataclass
+class Late:
+    """Steps whose lines a tracker reads back from metrics.jsonl."""
+
+    first: int
+    last: int
+
+    def extend(self, step: int) -> None:
+        """Add the next step."""
+        self.last = step
 
 
 class TrackerThread:
     """One tracker, opened and written to by its own thread."""
 
     def __init__(
-        self, name: str, open_tracker: Callable[[], TrackedSteps], say: Callable[[str], None]
+        self,
+        name: str,
+        open_tracker: Callable[[], TrackedSteps],
+        read_back: Callable[[TrackedSteps, Late], Any],
+        say: Callable[[str], None],
     ):
-        self.name, self.open_tracker, self.say, self.missed = name, open_tracker, say, 0
-        self._queue: Queue[Work | None] = Queue(WAITING)
+        """read_back: sends the lines of late steps to the tracker."""
+        self.name, self.open_tracker, self.read_back, self.say = name, open_tracker, read_back, say
+        self._queue: SimpleQueue[Work | Late | None] = SimpleQueue()
+        self._late: Late | None = None
+        """The last entry of the queue, if it is a Late and the thread has not begun with it."""
+        self._lock = Lock()
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, work: Work) -> None:
-        """Queue work for the thread without waiting; drop it if too much is queued.
+    def put(self, work: Work, step: int | None = None) -> None:
+        """Queue work for the thread without waiting.
 
+        step: that of the line which the work sends; where too much is queued, it is read back.
         Work that returns TrackedSteps replaces the present ones.
         """
         if not self._thread.is_alive():
             return
-        try:
-            self._queue.put_nowait(work)
-        except Full:
-            if not self.missed:
-                lacks = "does not keep up and lacks some metrics"
-                self.say(f"{self.name} {lacks}; metrics.jsonl has everything.")
-            self.missed += 1
+        with self._lock:
+            if step is None or self._queue.qsize() < WAITING:
+                self._late = None
+                self._queue.put(work)
+            elif self._late:
+                self._late.extend(step)
+            else:
+                self._late = Late(step, step)
+                self._queue.put(self._late)
 
     def close(self, exit_code: int, seconds: float) -> None:
         """Let the tracker send the remaining lines, waiting at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        for work in (lambda steps: steps.close(exit_code), None):  # None ends the thread
-            if self._thread.is_alive():
-                with suppress(Full):
-                    self._queue.put(work, timeout=max(0.0, deadline - time.monotonic()))
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self.put(lambda steps: steps.close(exit_code))
+        self._queue.put(None)  # ends the thread
+        self._thread.join(seconds)
         if self._thread.is_alive():
             late = f"did not close within {seconds:.0f} s"
             self.say(f"{self.name} {late}; metrics.jsonl has everything.")
@@ -73,6 +91,11 @@ class TrackerThread:
             return
         try:
             while work := self._queue.get():
+                if isinstance(work, Late):
+                    with self._lock:
+                        self._late = None
+                    self.read_back(steps, work)
+                    continue
                 result = work(steps)
                 steps = result if isinstance(result, TrackedSteps) else steps
         except Exception as error:  # any error of an external service
@@ -103,7 +126,8 @@ class Trackers:
         self.method = method_in(dict(flat(config)))
         after = step if goes_back else None
         self.threads = [
-            TrackerThread(name, partial(self._opened, name, after), say) for name in self._chosen
+            TrackerThread(name, partial(self._opened, name, after), self._read_back, say)
+            for name in self._chosen
         ]
 
     def _opened(self, name: str, after: int | None) -> TrackedSteps:
@@ -125,6 +149,16 @@ class Trackers:
             if first < line["step"] <= last:
                 steps.log(self._values(line), line["step"])
         return steps
+
+    def _send(self, steps: TrackedSteps, line: dict[str, Any]) -> None:
+        steps.log(self._values(line), line["step"])
+        steps.tracker.line(line)
+
+    def _read_back(self, steps: TrackedSteps, late: Late) -> None:
+        """Send lines of metrics.jsonl."""
+        for line in whole_lines(self._lines):
+            if late.first <= line["step"] <= late.last:
+                self._send(steps, line)
 
     def _go_back(self, after: int) -> None:
         """Go on after an earlier step, in other runs of the trackers that keep all steps."""
@@ -152,14 +186,8 @@ class Trackers:
         if line["step"] <= self._newest:
             self._go_back(line["step"] - 1)
         self._newest = line["step"]
-        values = self._values(line)
-
-        def send(steps: TrackedSteps) -> None:
-            steps.log(values, line["step"])
-            steps.tracker.line(line)
-
         for thread in self.threads:
-            thread.put(send)
+            thread.put(lambda steps: self._send(steps, line), line["step"])
 
     def event(self, line: dict[str, Any]) -> None:
         """Pass a line of events.jsonl or metrics.jsonl to the trackers unchanged."""

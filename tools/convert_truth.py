@@ -84,6 +84,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft lora": ("sft", LORA),
     "sft lora of all": ("sft", LORA | {
         "lora_target_modules": ["all-linear"], "use_rslora": True, "lora_alpha": 8}),
+    "sft of texts": ("sft", SFT | {"dataset_name": "texts.jsonl"}),
+    "sft of plain prompts": ("sft", SFT | {"dataset_name": "plain.jsonl"}),
+    "dpo of plain prompts": ("dpo", PAIRS | LARGE_RATE | {
+        "loss_type": ["sigmoid"], "dataset_name": "plain_pairs.jsonl"}),
     "dpo": ("dpo", PAIRS | LARGE_RATE | {"beta": 0.2, "loss_type": ["sigmoid"]}),
     "ipo": ("dpo", PAIRS | LARGE_RATE | {"loss_type": ["ipo"], "warmup_steps": 0.25}),
     "kto": ("kto", PAIRS | LARGE_RATE | {
@@ -161,8 +165,14 @@ def write_inputs(folder: Path) -> None:
     labelled = labelled[: ROWS // BATCH * BATCH]
     prompts = [{"prompt": one} for one in asked]
     of_tokens = [{"input_ids": row} for row in rows]
+    triples = [*zip(texts, texts[1:], texts[2:], strict=False)]
+    plain = [{"prompt": one, "completion": f" {good}"} for one, good, _ in triples]
+    plain_pairs = [{"prompt": one, "chosen": f" {good}", "rejected": f" {bad}"}
+                   for one, good, bad in triples]  # fmt: skip
     for name, content in (("rows", of_tokens), ("held", of_tokens[:10]), ("pairs", pairs),
-                          ("labelled", labelled), ("prompts", prompts)):  # fmt: skip
+                          ("labelled", labelled), ("prompts", prompts), ("plain", plain),
+                          ("plain_pairs", plain_pairs),
+                          ("texts", [{"text": one} for one in texts])):  # fmt: skip
         lines = "".join(f"{json.dumps(row)}\n" for row in content)
         (folder / f"{name}.jsonl").write_text(lines)
 

@@ -497,7 +497,8 @@ class Data:
     template: str | None = key(
         None,
         "chat template: chatml, gemma, llama2, llama3, mistral, olmo2, phi3, phi4, qwen2, qwen3,"
-        " plain, or a .jinja file; null: the tokenizer's own, else plain",
+        " plain, none (prompt and answer alone, as they are), or a .jinja file; null: the "
+        "tokenizer's own, else plain",
     )
     template_args: dict[str, Any] | None = key(
         None,

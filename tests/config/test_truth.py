@@ -43,21 +43,20 @@ def test_a_recipe_has_the_steps_rates_and_parameters_of_the_real_run(name, input
     table = {what: numbers for what, *numbers in result.comparison()}
     assert table["trained parameters"] == [f"{there['trained']:,}"] * 2
     assert table["steps"] == [str(there["steps"])] * 2
+    assert table.pop("text around a prompt", ["none"] * 2) == ["none"] * 2
     others = table.keys() - {"", "trained parameters", "steps"}
     assert len(others) == 3
     assert all(math.isclose(*map(float, table[what])) for what in others)
     assert float(table["highest learning rate"][1]) == pytest.approx(max(rates), rel=1e-3)
 
 
-def test_a_prompt_that_is_a_text_has_no_template_there(inputs, monkeypatch):
+def test_only_samples_that_are_texts_have_none_around_them(inputs, monkeypatch):
     monkeypatch.chdir(inputs)
-    row = json.dumps({"prompt": "w1", "chosen": " w2", "rejected": " w3"})
-    (inputs / "plain.jsonl").write_text(row)
-    for data, is_plain in (("plain.jsonl", True), ("pairs.jsonl", False)):
-        file = inputs / "of_data.yaml"
-        file.write_text(json.dumps(CASES["dpo"][1] | {"dataset_name": data}))
-        rows = convert(read_foreign_file(file), 1).comparison()
-        assert (("text around a prompt", "none", "data.template") in rows) == is_plain
+    templates = {name: convert(read_foreign_file(write_case(name, inputs)), 1).cfg.data.template
+                 for name in CASES}  # fmt: skip
+    assert {name for name, template in templates.items() if template == "none"} == {
+        "sft of texts", "sft of plain prompts", "dpo of plain prompts"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name, there in STORED.items() if there["losses"]])

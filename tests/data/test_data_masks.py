@@ -64,6 +64,7 @@ RENDERED = {
         "<|im_start|>user<|im_sep|>V<|im_end|>"
         "<|im_start|>assistant<|im_sep|>«B<|im_end|>»"
     ),
+    "none": "SUA</s>V«B</s>»",
     "plain": "<s>System:\nS\n\nUser:\nU\n\nAssistant:\nA</s>\n\nUser:\nV\n\nAssistant:\n«B</s>»",
     "qwen2": (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
@@ -132,7 +133,7 @@ CHATS = [
         turn("assistant", "B", reasoning_content="so"),
     ],
 ]  # fmt: skip
-COMPARED = {"chatml": 4, "qwen2": 4, "llama3": 4, "plain": 4, "mistral": 2, "qwen3": 1}
+COMPARED = {"chatml": 4, "qwen2": 4, "llama3": 4, "plain": 4, "none": 4, "mistral": 2, "qwen3": 1}
 """How many of CHATS a template shows as they are and in one sample, if not 3."""
 
 

@@ -13,7 +13,7 @@ import yaml
 from fsdp_trainer.apps.convert import trl
 from fsdp_trainer.apps.convert.counted_samples import counted
 from fsdp_trainer.apps.convert.data_sets import answers_to_lists
-from fsdp_trainer.apps.convert.defaults import with_defaults
+from fsdp_trainer.apps.convert.defaults import AROUND, with_defaults
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
 from fsdp_trainer.apps.convert.meanings import CLIPPING, RULES, SECTIONS, option, rows
 from fsdp_trainer.apps.convert.named_data import answers_to_names, entries_of_index
@@ -88,7 +88,10 @@ class Conversion:
         cfg, file, length = self.cfg, self.file, self.length()
         if cfg is None or length is None:
             return []
-        return comparison(length, trained_parameters(cfg.model, cfg.adapter, file.method), file)
+        trained = trained_parameters(cfg.model, cfg.adapter, file.method)
+        template = cfg.data.template or "the tokenizer's template"
+        around = [("text around a prompt", "none", template)] if AROUND in file.implied else []
+        return comparison(length, trained, file) + around
 
     def of_kind(self, kind: str) -> dict[str, Answer]:
         """Return the answers of one kind."""

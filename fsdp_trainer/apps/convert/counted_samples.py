@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.apps.convert.defaults import AROUND
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
+from fsdp_trainer.apps.convert.trainers import OWN_TOOL
 from fsdp_trainer.config.data_files import ARROW, CSV, JSON, kind
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import find_sources
@@ -31,5 +33,13 @@ def counted(file: ForeignFile, path: Any) -> ForeignFile:
                 samples += record.error is None
     except (UserError, OSError, ValueError, RecursionError):
         return file
-    is_plain = isinstance(first.get("prompt"), str)
-    return replace(file, samples=samples, columns=frozenset(first), has_plain_prompts=is_plain)
+    return with_nothing_around(replace(file, samples=samples, columns=frozenset(first)), first)
+
+
+def with_nothing_around(file: ForeignFile, sample: dict[str, Any]) -> ForeignFile:
+    """Return a file that says so if TRL's trainers write nothing around such a sample."""
+    is_text = any(isinstance(sample.get(name), str) for name in ("prompt", "text"))
+    if not (is_text and file.method and file.tool == OWN_TOOL):
+        return file
+    settings = file.settings | {AROUND: "no text"}
+    return replace(file, settings=settings, implied=file.implied | {AROUND})

@@ -13,6 +13,7 @@ from fsdp_trainer.apps.convert.trainers import OWN_TOOL
 from fsdp_trainer.apps.convert.translation import is_off
 
 EPOCH, WARM_UP, END = "(the end of an epoch)", "(the first step)", "(the end of the run)"
+AROUND = "(around a prompt that is a text)"
 """Stand in the settings for what a trainer does and no setting says."""
 TRAINERS = (OWN_TOOL, "axolotl", "LLaMA-Factory")
 """Tools whose files stand for a whole training, which transformers' Trainer runs."""

@@ -53,8 +53,6 @@ class ForeignFile:
     """The number of samples of the data, if its files are here."""
     columns: frozenset[str] = frozenset()
     """The columns of its first sample."""
-    has_plain_prompts: bool = False
-    """True if the prompt of its first sample is a text: TRL then uses no chat template."""
 
     def value(self, *names: str) -> Any:
         """Return the value of the first of these settings that is set; None if none is."""

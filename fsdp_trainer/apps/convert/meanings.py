@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_trainer.apps.convert import trl
 from fsdp_trainer.apps.convert.data_sets import hub_or_file
-from fsdp_trainer.apps.convert.defaults import END, EPOCH, WARM_UP
+from fsdp_trainer.apps.convert.defaults import AROUND, END, EPOCH, WARM_UP
 from fsdp_trainer.apps.convert.foreign_file import ForeignFile
 from fsdp_trainer.apps.convert.lengths import (
     ACCUMULATED,
@@ -763,6 +763,7 @@ RULES: dict[str, Rule] = {
     EPOCH: end_of_epoch,
     WARM_UP: option({"schedule.from_zero": True}),
     END: option({"checkpoint.export_hf": True}),
+    AROUND: option({"data.template": "none"}),
     "enable_thinking": lambda value, file: impossible(
         f"with a template of it:  'data.template_args={{enable_thinking: {str(value).lower()}}}'"
     ),

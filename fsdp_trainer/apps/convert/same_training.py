@@ -61,8 +61,6 @@ def comparison(
         ("steps of warm-up", warm_up_steps(file, there), rise),
         ("trained parameters", *trained),
     ]
-    if file.method and file.tool == OWN_TOOL and file.has_plain_prompts:
-        lines.append(("text around a prompt", "none", "data.template"))
     head = ("", shown_name(file), "here")
     return [head, *((what, number(one), number(other)) for what, one, other in lines)]
 

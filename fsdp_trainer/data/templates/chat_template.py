@@ -32,6 +32,8 @@ BUILT_IN = {
     file.stem: file.read_text(encoding="utf-8")
     for file in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
 }
+NOTHING = "none"
+"""The template that writes no text but the tokenizer's first token, contents, and end tokens."""
 CHATML = ("<|im_start|>", "<|im_end|>")
 MARKERS = {
     "chatml": CHATML, "qwen2": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
@@ -41,7 +43,7 @@ MARKERS = {
 }  # fmt: skip
 """Texts that must each be a single token."""
 NAMED = {
-    "plain": ("eos_token",), "olmo2": ("eos_token",), "phi3": ("eos_token",),
+    **dict.fromkeys(("plain", "none", "olmo2", "phi3"), ("eos_token",)),
     "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
     "gemma": ("bos_token",), "llama3": ("bos_token",),
 }  # fmt: skip
@@ -320,7 +322,7 @@ def load_template(
     name = name_or_path or ("tokenizer's own" if tokenizer.chat_templates else "plain")
     source: str | dict[str, str] = tokenizer.chat_templates
     if name in BUILT_IN:
-        source = BUILT_IN[name]
+        source = _built_in(name, tokenizer)
     elif name_or_path:
         source = _read(name_or_path)
     unfit = _misfit(name, tokenizer)
@@ -337,6 +339,13 @@ def load_template(
         raise _bad(name, "is nested too deeply, or too much to compile") from None
     template.unfit = unfit
     return template
+
+
+def _built_in(name: str, tokenizer: TextTokenizer) -> str:
+    """Return a built-in template; `none` begins with the token that the tokenizer itself does."""
+    first = tokenizer.first_added() if name == NOTHING else []
+    texts = [tokenizer.backend.id_to_token(id) for id in first]
+    return "".join(f"{{{{- {text!r} }}}}" for text in texts) + BUILT_IN[name]
 
 
 def _check_length(name: str, texts: list[str]) -> None:

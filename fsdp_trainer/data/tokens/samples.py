@@ -31,7 +31,7 @@ from fsdp_trainer.data.records.messages import BAD_KEY, MESSAGE_KEYS, UNREAD_KEY
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
 from fsdp_trainer.data.records.unread_columns import bad_verdicts
-from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.templates.chat_template import NOTHING, Template
 from fsdp_trainer.data.templates.completeness import TEXT as TEXT_LEFT_OUT
 from fsdp_trainer.data.templates.completeness import TOOLS as TOOLS_LEFT_OUT
 from fsdp_trainer.data.templates.completeness import (
@@ -611,7 +611,10 @@ class SampleBuilder:
 
     def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        front = [bos] if bos is not None and ids[:1].tolist() != [bos] else []
+        begin = [bos] if bos is not None else []
+        if self.template.name == NOTHING:
+            begin = self._first
+        front = begin if ids[:1].tolist() != begin else []
         tokens = np.concatenate(
             [front, ids, [eos] if eos is not None and ids[-1:].tolist() != [eos] else []]
         ).astype(np.int32)
@@ -624,6 +627,8 @@ class SampleBuilder:
             self.counts[LAST_TOKENS] += len(encoding.ids) * (number == count)
         self._leave_out_stripped(encoding, text.text)
         self._count_first(encoding, text)
+        if self.template.name == NOTHING:
+            text = replace(text, spans=[_to_whole_token(encoding, span) for span in text.spans])
         sample = Sample(encoding.ids, token_weights(encoding, text), images=text.images)
         self._count_turns(encoding, text, sample)
         return sample
@@ -834,6 +839,18 @@ def _context_spans(message: Message, text: str, start: int) -> list[Span]:
     if parts and begin < 0:
         raise RecordError("train_detail: the chat template changes the turn's text")
     return [(begin + first, begin + stop, 0.0) for first, stop in parts]
+
+
+def _to_whole_token(encoding: Encoding | EncodedWords, span: Span) -> Span:
+    """Return a span with the part of its first token that is before it.
+
+    Without text around an answer, its first letters may share a token with the prompt's last ones.
+    """
+    start, end, weight = span
+    first = encoding.first_reaching(start + 1)
+    if weight and first < len(encoding.ids):
+        start = min(start, encoding.start_of(first))
+    return start, end, weight
 
 
 def token_weights(encoding: Encoding | EncodedWords, text: Rendered) -> np.ndarray:

@@ -130,6 +130,8 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     }
     cfg = compose(name, own, config_dir, inputs=verb.inputs)
     allow_remote_code(cfg)
+    if "://" in str(getattr(cfg, "source", "")):
+        cfg = resolve_name("fsdp_trainer.run.mirrored_source:with_local_source")(cfg)
     return resolve_name(verb.function)(cfg, *(further[need] for need in verb.needs))
 
 

@@ -1,7 +1,6 @@
 """The verb `generate`: answers to prompts, or a chat at the terminal."""
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp_trainer.base.folders import user_cache
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.checkpoint.load import load_model
@@ -202,11 +202,6 @@ def reader_of_images(config: ModelConfig, source: str | Path) -> ImageReader | N
         return None
     processor = ImageProcessor(str(model_folder(source)))
     return ImageReader(processor, user_cache(), ImageWarnings())
-
-
-def user_cache() -> Path:
-    """Return the folder for copies of images that a prompt names by their URL."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsdp_trainer"
 
 
 def show_answers(prompt: str, answers: list[str], form: str) -> None:

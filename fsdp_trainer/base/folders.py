@@ -1,6 +1,7 @@
 """Folders that a command creates, and deletes again if it fails. Names that others give."""
 
 import hashlib
+import os
 from pathlib import Path, PurePath
 
 from fsdp_trainer.base.safe_text import visible
@@ -33,6 +34,11 @@ class NewFolders:
                 folder.rmdir()
             except OSError:  # it was never created or is not empty
                 continue
+
+
+def user_cache() -> Path:
+    """Return the folder for copies of what commands read at addresses."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsdp_trainer"
 
 
 def is_possible(name: str) -> bool:

@@ -6,10 +6,10 @@ counts only with it, and is the first to be deleted.
 
 import re
 import secrets
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ class Torn(OSError):
     """Raised for an object that is not what its checkpoint's manifest says."""
 
 
-def mirror_error(url: str, error: Exception) -> UserError:
+def mirror_error(url: str, error: Exception, key: str = "checkpoint.mirror") -> UserError:
     """Return what a Bucket has raised as an error with its address and the cause."""
-    title, key = "the mirror cannot be used", "checkpoint.mirror"
+    title = "the mirror cannot be used"
     if isinstance(error, Torn):
         return UserError(title, [Problem(f"{key}={shown(url)}", str(error))])
     return user_error(url, key, error, title=title)
@@ -116,6 +116,12 @@ class Bucket:
         if self._system.cat_file(manifest) != text:
             raise Torn(f"{MANIFEST} is not as it was written in {self.address}")
         return sent
+
+    def has(self, checkpoint: Path) -> bool:
+        """Return True if a folder is a copy of the checkpoint of its name."""
+        manifest = checkpoint / MANIFEST
+        place = self._place(checkpoint.name, MANIFEST)
+        return manifest.is_file() and manifest.read_bytes() == self._system.cat_file(place)
 
     def fetch(self, name: str, run: Path, progress: Say = nothing) -> Path:
         """Fetch a checkpoint into a run's folder, verified, and return it.
@@ -215,22 +221,42 @@ class Bucket:
     def _in_threads(
         self, work: Callable[[str], Any], names: Iterable[str], tell: Callable[[], Any] = int
     ) -> list[Any]:
-        """Return the results of `work` for each name; call `tell` each second."""
+        """Return the results of `work`, in any order; call `tell` each second.
+
+        Called by one thread. Returns at once after `cancel`.
+        """
         self._cancelled = False
-        with ThreadPoolExecutor(AT_ONCE, "mirror") as pool:
-            everything = [pool.submit(work, name) for name in names]
-            running = set(everything)
-            try:
-                while running:
-                    done, running = wait(running, 1, FIRST_EXCEPTION)
-                    for one in done:
-                        one.result()
-                    tell()
-            except BaseException:
-                self._cancelled = True
-                pool.shutdown(cancel_futures=True)
-                raise
-        return [one.result() for one in everything]
+        waiting = iter([*names])
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def work_on() -> None:
+            for name in waiting:
+                try:
+                    results.append(work(name))
+                except BaseException as error:
+                    self._cancelled = True
+                    errors.append(error)
+                if errors:
+                    return
+
+        # daemons: a transfer that hangs in its package does not keep a program from ending
+        threads = [threading.Thread(target=work_on, daemon=True) for _ in range(AT_ONCE)]
+        for thread in threads:
+            thread.start()
+        try:
+            while threads and not self._closed:
+                threads[0].join(1.0)
+                tell()
+                threads = [thread for thread in threads if thread.is_alive()]
+        except BaseException as error:
+            self._cancelled = True
+            errors.append(error)
+            raise
+        if errors:
+            raise errors[0]
+        self._require_going_on()
+        return results
 
 
 def append(file: Path, block: bytes) -> None:

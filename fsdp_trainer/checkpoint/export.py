@@ -53,6 +53,7 @@ from fsdp_trainer.config.paths import (
     model_folder,
     tokenizer_folder,
 )
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import COMPUTED_BY, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, stored_buffers
@@ -135,6 +136,8 @@ def export_checkpoint(
         notes = write_config(
             partial / "config.json", config if is_foreign else None, default, carried
         )
+        if (own := tokenizer_folder(source)).suffix == ".gguf":
+            load_tokenizer(str(own)).save(partial)
         if not is_foreign:
             write_json(partial / ORIGIN, record(source, dtype, merge_into))
             if not is_adapter(source):

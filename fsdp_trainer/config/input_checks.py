@@ -2,8 +2,6 @@
 
 import glob
 import importlib.util
-import json
-import shlex
 from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -96,6 +94,7 @@ SOURCES = {
     ReportConfig: "a run, several, or a sweep, e.g.  source=runs/quickstart",
     ConvertConfig: "another trainer's configuration file, e.g.  source=axolotl.yml",
 }
+IS_READ = "is for reading: name a bucket, such as  s3://bucket/runs,  or a folder"
 NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
 
 
@@ -109,12 +108,15 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
     elif isinstance(cfg, READ_SOURCE):
         reason = f"say what to read: {SOURCES.get(type(cfg), A_RUN)}"
         _require("source", cfg.source or None, reason, report)
-        if not isinstance(cfg, ConvertConfig):  # reads command lines and standard input too
+        if isinstance(cfg, ReportConfig):
             _check_exists("source", cfg.source, report)
+        elif not isinstance(cfg, ConvertConfig):  # reads command lines and standard input too
+            _check_source(cfg.source, report)
     elif isinstance(cfg, ChainConfig):
         _check_chain(cfg, report)
-    if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
-        report.add("source", cfg.source, _to_add_tokenizer(Path(cfg.source)))
+    is_speaking = isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source
+    if is_speaking and not is_url(cfg.source) and _lacks_tokenizer(cfg.source):
+        report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's there")
     _check_own_inputs(cfg, report)
 
 
@@ -211,7 +213,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         _check_exists("data.template", cfg.data.template, report)
     _check_hosts(cfg.launch.hosts, report)
     _check_packages(cfg, report)
-    _check_mirror(cfg.checkpoint.mirror, report)
+    _check_bucket("checkpoint.mirror", cfg.checkpoint.mirror, IS_READ, report)
     resume = cfg.checkpoint.resume
     if resume not in ("auto", "never") and find_checkpoint(resume) is None:
         reason = "is neither auto nor never, nor a run or checkpoint that was committed"
@@ -227,13 +229,21 @@ def _check_packages(cfg: TrainConfig, report: Report) -> None:
                 report.add(key, value, reason)
 
 
-def _check_mirror(mirror: str | None, report: Report) -> None:
-    if mirror and is_url(mirror):
-        reason = why_url_unusable(mirror)
-        if mirror.startswith(("http://", "https://", "hf://")):
-            reason = "is for reading: name a bucket, such as  s3://bucket/runs,  or a folder"
+def _check_source(source: str | None, report: Report) -> None:
+    """Check that a source exists, or that its address can be that of a mirror."""
+    if source and is_url(source):
+        _check_bucket("source", source, "is no bucket: fetch it, and name the folder", report)
+    else:
+        _check_exists("source", source, report)
+
+
+def _check_bucket(key: str, place: str | None, of_another: str, report: Report) -> None:
+    """Check the address of a mirror. of_another: the message for one that is no bucket's."""
+    if place and is_url(place):
+        is_bucket = not place.startswith(("http://", "https://", "hf://"))
+        reason = why_url_unusable(place) if is_bucket else of_another
         if reason:
-            report.add("checkpoint.mirror", mirror, reason)
+            report.add(key, place, reason)
 
 
 def _lacking(package: str, reason: str) -> str:
@@ -318,6 +328,11 @@ def _check_second_model(cfg: TrainConfig, report: Report) -> None:
 
 def _check_weights(key: str, path: str, report: Report) -> None:
     problem = _wrong_weights(key, Path(path))
+    if is_url(path):
+        problem = (
+            "is not on this machine. A run in its mirror is fetched by  "
+            f"fsdp-trainer verify {path}  , which says where its copy is"
+        )
     if problem:
         report.add(key, path, problem)
 
@@ -357,21 +372,6 @@ def _lacks_tokenizer(path: str) -> bool:
     """Return True if a model has no tokenizer beside it. Checkpoints always have one."""
     described = is_described(model_folder(path)) and not find_checkpoint(path)
     return described and not has_tokenizer(tokenizer_folder(path))
-
-
-def _to_add_tokenizer(source: Path) -> str:
-    """Return what to type so that a model's tokenizer lies beside it."""
-    if source.suffix != ".gguf":
-        return f"{NO_TOKENIZER}: copy the model's there"
-    folder, name = json.dumps(str(source.parent)), json.dumps(source.name)
-    code = (
-        "from transformers import AutoTokenizer as T;"
-        f" T.from_pretrained({folder}, gguf_file={name}).save_pretrained({folder})"
-    )
-    return (
-        "has no tokenizer.json beside it: copy the model's there, or, with transformers,"
-        f" write out what the file holds:\npython -c {shlex.quote(code)}"
-    )
 
 
 def _unreadable(key: str, path: str) -> str | None:
@@ -425,6 +425,8 @@ def _check_exists(key: str, value: str | list[str] | None, report: Report) -> No
 
 
 def _missing(path: str) -> str:
+    if is_url(path):
+        return "is not on this machine: fetch it first, such as with  aws s3 sync"
     if Path(path).is_symlink():
         return "is a broken or circular link"
     looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from fsdp_trainer.base.folders import is_possible
+from fsdp_trainer.config.other_tools.gguf_description import gguf_files, open_gguf
 from fsdp_trainer.config.other_tools.other_weights import described_at, kind_of_weights
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
@@ -144,14 +145,21 @@ def model_folder(path: str | Path) -> Path:
 
 
 def tokenizer_folder(path: str | Path) -> Path:
-    """Return the folder with the tokenizer: an adapter's own, if it has one, else the model's."""
+    """Return the folder with the tokenizer: an adapter's own, if it has one, else the model's.
+
+    Without any in the folder of a GGUF file, the file itself, which may hold one.
+    """
     folder = Path(path).expanduser()
     own = folder if is_adapter(folder) and has_tokenizer(folder) else model_folder(path)
-    return own.parent if own.suffix == ".gguf" else own
+    beside = own.parent if own.suffix == ".gguf" else own
+    files = gguf_files(own)
+    return files[0] if files and not has_tokenizer(beside) else beside
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a tokenizer's files are in a folder."""
+    """Return True if a tokenizer's files are in a folder, or one in a GGUF file."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        return "tokenizer.ggml.model" in open_gguf(folder).facts
     parts = (folder / "vocab.json", folder / "merges.txt")
     return (
         (folder / "tokenizer.json").is_file()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,19 +73,27 @@ class Mirror:
 
         world.rank0_then_nodes_then_all("fetching a checkpoint", fetch_on_main, self.patience)
 
-    @contextmanager
-    def opened(self) -> Iterator[Bucket]:
-        """Yield the bucket; report errors of the file system's package as ours."""
-        try:
-            yield Bucket(self.url, self.name)
-        except (UserError, RunFailed, Stopped):
-            raise
-        except Exception as error:  # of any package
-            failure = mirror_error(self.url, error)
-            if isinstance(failure, Unreachable):
-                problem = failure.problems[0]
-                raise RunFailed(f"{failure.title}: {problem.what} {problem.reason}") from error
-            raise failure from error
+    def opened(self) -> AbstractContextManager[Bucket]:
+        """See `opened`."""
+        return opened(self.url, self.name)
+
+
+@contextmanager
+def opened(url: str, name: str, key: str = "checkpoint.mirror") -> Iterator[Bucket]:
+    """Yield the bucket of a run; report errors of the file system's package as ours.
+
+    key: that of the configuration which has the address.
+    """
+    try:
+        yield Bucket(url, name)
+    except (UserError, RunFailed, Stopped):
+        raise
+    except Exception as error:  # of any package
+        failure = mirror_error(url, error, key)
+        if isinstance(failure, Unreachable):
+            problem = failure.problems[0]
+            raise RunFailed(f"{failure.title}: {problem.what} {problem.reason}") from error
+        raise failure from error
 
 
 def is_within(resume: str, run: Path) -> bool:

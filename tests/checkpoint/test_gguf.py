@@ -13,10 +13,12 @@ from stored import assert_byte_equal, tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from zoo import make_folder
 
-from fsdp_trainer.checkpoint.formats.gguf_file import QWEN2_REGEX, REGEXES
+from fsdp_trainer.checkpoint.formats.gguf_file import REGEXES
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.other_tools import gguf_header
 from fsdp_trainer.config.other_tools.gguf_description import described_by_gguf
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.word_cache import QWEN
 from fsdp_trainer.errors import UserError
 
 TEXTS = ["Hello there, 12345 world!", "  two  spaces\n\nand lines", "naïve café 東京 ½"]
@@ -164,7 +166,10 @@ def test_a_byte_level_tokenizer_encodes_the_same_from_the_file(tmp_path, express
     assert read["tokenizer.ggml.tokens"][262:] == ["[PAD262]", "[PAD263]"]
     merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
     assert read["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
-    if expression == QWEN2_REGEX:  # transformers cuts every Qwen 2 tokenizer like this
+    ours = load_tokenizer(str(folder / "a.gguf"))
+    assert [ours.encode(text) for text in TEXTS] == [tokenizer.encode(t).ids for t in TEXTS]
+    assert (ours.special["eos_token"], ours.first_added()) == ("<|im_end|>", [])
+    if expression == QWEN:  # transformers cuts every Qwen 2 tokenizer like this
         from_file = AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")
         for text in TEXTS:
             ids = from_file(text, add_special_tokens=False)["input_ids"]
@@ -182,17 +187,19 @@ def test_transformers_reads_a_tokenizer_of_bytes_alone_from_the_file(tmp_path):
     merges = exported(folder, folder / "a.gguf").fields["tokenizer.ggml.merges"]
     assert len(merges.data) == 0  # llama.cpp asks for the list
     from_file = AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")
+    ours = load_tokenizer(str(folder / "a.gguf"))
     for text in TEXTS:
         ids = from_file(text, add_special_tokens=False)["input_ids"]
-        assert ids == tokenizer.encode(text).ids, text
+        assert ids == ours.encode(text) == tokenizer.encode(text).ids, text
 
 
 def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path):
-    folder = make_folder(tmp_path / "hf", "llama")
+    folder = make_folder(tmp_path / "hf", "llama", vocab_size=304)
     (tmp_path / "text").write_text("\n".join(SAMPLE * 20))
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=300,
         model_type="bpe", byte_fallback=True, hard_vocab_limit=False,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
     )  # fmt: skip
     (folder / "tokenizer.vocab").unlink()
     known = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
@@ -208,6 +215,9 @@ def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path):
     assert types[0] == gguf.TokenType.UNKNOWN
     assert types[1] == gguf.TokenType.CONTROL
     assert types[tokens.index("<0x41>")] == gguf.TokenType.BYTE
+    original, ours = map(load_tokenizer, map(str, (folder, tmp_path / "a.gguf")))
+    assert [ours.encode(text) for text in TEXTS] == [original.encode(text) for text in TEXTS]
+    assert ours.first_added() == [known.bos_id()]
 
 
 def test_a_file_that_exists_or_a_tokenizer_without_a_name_there_is_refused(tmp_path, capsys):

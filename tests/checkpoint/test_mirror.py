@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import inject
 import pytest
 from stored import assert_undisturbed, checkpoint
 from world import RankFailed, flip_bit, wait_for_step
+
+from fsdp_trainer.checkpoint.atomic_files import describe, manifest_text
+from fsdp_trainer.checkpoint.bucket import Bucket
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.paths import MANIFEST
 
 HOW = ["schedule=constant", "checkpoint.every=3", "checkpoint.keep=1"]
 NEWEST = "step-00000006"
@@ -163,3 +169,40 @@ def test_a_new_run_does_not_mix_with_an_earlier_one_in_its_mirror(mirrored):
     assert "holds an earlier run" in train("other/run", *never, code=2).err
     train("other/run", *never, "run.overwrite=true")
     assert listed() == ["step-00000001"]
+
+
+def test_verbs_read_a_run_at_its_address_and_fetch_what_has_changed(
+    mirrored, tmp_path, monkeypatch, capsys
+):
+    train, _ = mirrored
+    train("run", "train.steps=6", "checkpoint.keep=2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    address = f"file://{tmp_path}/bucket/run"
+    first = tmp_path / "bucket/run/checkpoints/step-00000003"
+
+    def said_by(*words, code=0):
+        assert main([*words]) == code
+        return "".join(capsys.readouterr())
+
+    assert f"fetching {address}/checkpoints/{NEWEST}" in said_by("verify", address)
+    assert "fetching" not in said_by("generate", address, "prompt=1", "max_tokens=1")
+    assert "fetch it first" in said_by("report", address, code=2)
+    flip_bit(first / "__0_0.distcp")
+    assert "checksum" in said_by("verify", f"{address}/checkpoints/{first.name}", code=3)
+    for wrong, reason in ((f"{address}s", "no such file"), ("file://run", "is no run in a mirror"),
+                          (f"{address}/checkpoints/step-4", "there is no step-4"),
+                          ("https://host/run", "is no bucket")):  # fmt: skip
+        assert reason in said_by("verify", wrong, code=2)
+
+
+def test_a_transfer_that_hangs_ends_when_it_is_cancelled(tmp_path):
+    folder, go_on = tmp_path / "step-00000001", threading.Event()
+    folder.mkdir()
+    (folder / "weights").write_text("1")
+    (folder / MANIFEST).write_text(manifest_text({"files": describe(folder, ["weights"])}))
+    bucket = Bucket(str(tmp_path / "bucket"), "run")
+    with inject.around("mirror_put", lambda *_, **__: go_on.wait(60)):
+        threading.Timer(0.2, bucket.cancel).start()
+        with pytest.raises(InterruptedError):
+            bucket.upload(folder)
+    go_on.set()

@@ -200,12 +200,6 @@ def test_an_older_torchft_is_named_with_what_to_install(refused, tmp_path, monke
         assert "pip install 'fsdp_trainer[replicas]'" in said
 
 
-def test_a_gguf_file_alone_says_how_its_tokenizer_is_written_out(refused, tmp_path):
-    (tmp_path / "x.gguf").touch()
-    said = refused("generate", f"source={tmp_path / 'x.gguf'}", "prompt=a")
-    assert f'T.from_pretrained("{tmp_path}", gguf_file="x.gguf").save_pretrained(' in said
-
-
 def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
     assert "-m" not in refused("report", "source=a,b")
     assert "choose one value" in refused("launch-files", "kind=slurm,docker")

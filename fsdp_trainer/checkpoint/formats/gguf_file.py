@@ -22,6 +22,7 @@ from safetensors import safe_open
 from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
 from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, is_norm
+from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_unread
@@ -34,11 +35,7 @@ NUMBERS = {
     "q8_0": (Type.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 """Number formats of matrices, and the type of a file with them. All vectors are float32."""
-QWEN2_REGEX = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-REGEXES = {QWEN2_REGEX: "qwen2", QWEN2_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe"}
+REGEXES = {QWEN: "qwen2", LLAMA_3: "llama-bpe"}
 """llama.cpp's names of how a text is cut before its pieces are encoded, by the expression."""
 # it warns of each token that a pair of texts begins with, as Llama 3's
 logging.getLogger("gguf.vocab").setLevel(logging.ERROR)

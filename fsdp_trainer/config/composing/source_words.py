@@ -9,10 +9,12 @@ from fsdp_trainer.errors import Problem, UserError
 
 
 def is_path(word: str) -> bool:
-    """Return True for a word that is no setting and names something that exists.
+    """Return True for a word that is no setting and names something that exists, or an address.
 
     Folders of a sweep have `=` in their names: `runs/sweep/optim.lr=0.001` is a path.
     """
+    if re.match(r"[^=\s]+://\S+$", word):
+        return True
     return ("=" not in word or "/" in word.split("=")[0]) and Path(word).exists()
 
 

@@ -5,6 +5,7 @@ The package gguf makes an object of each value of each list, and believes every 
 
 import mmap
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -54,7 +55,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """facts: values by name, None for a list. tensors: by name."""
+    """facts: values by name, None for a list that is not read. tensors: by name."""
 
     facts: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -105,6 +106,14 @@ class _Cursor:
         else:
             raise ValueError(f"before byte {self.at:,} is a list of the unknown kind {kind}")
 
+    def list_of(self) -> list[Any]:
+        """Return the values of a list."""
+        begin = self.at
+        self.skip_list()  # the whole of it is there
+        self.at = begin
+        kind, count = self.number("I"), self.number("Q")
+        return [self.value(kind) for _ in range(count)]
+
     def _skip_texts(self, count: int) -> None:
         unpack, at = struct.Struct("<Q").unpack_from, self.at
         try:
@@ -114,14 +123,16 @@ class _Cursor:
             raise ValueError(f"ends before the {count:,} texts from byte {self.at:,} on") from None
         self.skip(at - self.at)
 
-    def facts(self, count: int) -> dict[str, Any]:
-        """Return the values by name."""
+    def facts(self, count: int, lists: Collection[str]) -> dict[str, Any]:
+        """Return the values by name. lists: names of the lists that are read."""
         facts: dict[str, Any] = {}
         for _ in range(count):
             name = self.text()
             if name in facts:
                 raise ValueError(f"it has {name} twice")
-            facts[name] = self.value(self.number("I"))
+            kind = self.number("I")
+            is_read = kind == LIST and name in lists
+            facts[name] = self.list_of() if is_read else self.value(kind)
         return facts
 
     def tensors(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
@@ -138,8 +149,11 @@ class _Cursor:
         return tensors
 
 
-def read_header(file: Path) -> GgufHeader:
-    """Return what a file holds. Raises OSError, and ValueError for a damaged one."""
+def read_header(file: Path, lists: Collection[str] = ()) -> GgufHeader:
+    """Return what a file holds. Raises OSError, and ValueError for a damaged one.
+
+    lists: names of the lists that are read.
+    """
     with file.open("rb") as opened:
         size = file.stat().st_size
         if opened.read(len(MAGIC)) != MAGIC:
@@ -151,7 +165,7 @@ def read_header(file: Path) -> GgufHeader:
             if version not in VERSIONS:
                 raise ValueError(f"its version is {version}: read are 2 and 3, little-endian")
             tensors, facts = cursor.number("Q"), cursor.number("Q")
-            known = cursor.facts(facts)
+            known = cursor.facts(facts, lists)
             places = cursor.tensors(tensors)
     alignment = known.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:

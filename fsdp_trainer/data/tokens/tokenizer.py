@@ -26,6 +26,7 @@ from fsdp_trainer.data.tokens.described_tokens import (
     TokenDescription,
     add_new_tokens,
 )
+from fsdp_trainer.data.tokens.gguf_tokenizer import read_gguf_tokenizer
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.tokenizer_classes import (
     ALWAYS,
@@ -416,18 +417,29 @@ def _write_templates(folder: Path, templates: dict[str, str]) -> None:
 def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     """Return a tokenizer from a file, from a folder with such a file, or from `demo:bytes`.
 
-    Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, or vocab.json with merges.txt.
+    Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, vocab.json with merges.txt, or a
+    `.gguf` that holds one.
 
     add_tokens: special tokens to add if they are missing; new ones get the next free ids. Raises
     UserError, whatever the files contain.
     """
     try:
-        return _load(path, add_tokens)
+        return _load_gguf(path, add_tokens) if path.endswith(".gguf") else _load(path, add_tokens)
     except DescriptionError as e:
         raise _bad(path, str(e)) from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
         reason = f"one of its files cannot be used: {type(e).__name__}: {e}"
         raise _bad(path, reason) from None
+
+
+def _load_gguf(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
+    """Return the tokenizer in a GGUF file, see load_tokenizer."""
+    try:
+        backend, special, ends, template = read_gguf_tokenizer(Path(path).expanduser())
+    except Exception as e:  # tokenizers raises bare Exception
+        raise _bad(path, f"the tokenizer in it cannot be read: {e}") from None
+    new = _add_special(backend, add_tokens)
+    return TextTokenizer(backend, special, ends, template, new=new)
 
 
 def _load(path: str, add_tokens: Sequence[str]) -> TextTokenizer:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.config.parts.optimizers import OPTIMIZERS
 from fsdp_trainer.config.schema import Batch, Optim, Schedule, Train
 from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.store.findings import Finding
@@ -51,6 +52,19 @@ class RunLength:
         return learning_rate(self.schedule, peak, step, steps, warmup), step
 
     def findings(self) -> list[Finding]:
+        """Return the findings on the learning rate and on the number of steps."""
+        return [*self._rate_findings(), *self._length_findings()]
+
+    def _rate_findings(self) -> list[Finding]:
+        """Return the finding that no model learns at the peak of the learning rate."""
+        peak, name = peak_learning_rate(self.optim, self.batch), self.optim.name
+        if peak <= OPTIMIZERS[name].highest_lr:
+            return []
+        text = f"the learning rate is {peak:g}: with {name} no model learns above "
+        text += f"{OPTIMIZERS[name].highest_lr:g}"
+        return [Finding(text, "use  optim.lr=1e-5  for a trained model,  optim.lr=3e-4  for a new")]
+
+    def _length_findings(self) -> list[Finding]:
         """Return the finding that all steps of the run are warm-up, or few.
 
         Few steps are one only where the data decides their number.

@@ -262,10 +262,42 @@ def test_a_batch_script_for_groups_is_an_array_with_one_job_a_group(write, tmp_p
     assert (cfg["replicas"]["id"], cfg["launch"]["groups"]) == (2, 1)
 
 
+def lacking(name: str, tree: dict, fields: dict) -> list[str]:
+    """Return what a tree has and the model of this name lacks, with those of the models within."""
+    lacks = [f"{name}.{key}" for key in tree.keys() - fields[name].keys()]
+    for key, value in tree.items():
+        if inner := fields[name].get(key):
+            parts = value if isinstance(value, list) else [value]
+            lacks += [each for part in parts for each in lacking(inner, part, fields)]
+    return lacks
+
+
+TRAINJOB = yaml.safe_load((REPO / "tests/inputs/trainjob_fields.yaml").read_text())
+REPLICA = "KubeflowOrgV1ReplicaSpec"
+# of kubeflow-training 1.9.4, whose pods are those of Kubernetes too
+PYTORCHJOB = TRAINJOB | {
+    "KubeflowOrgV1PyTorchJob": {
+        "apiVersion": None, "kind": None, "metadata": "IoK8sApimachineryPkgApisMetaV1ObjectMeta",
+        "spec": "KubeflowOrgV1PyTorchJobSpec", "status": None,
+    },
+    "KubeflowOrgV1PyTorchJobSpec": {
+        "elasticPolicy": None, "nprocPerNode": None, "pytorchReplicaSpecs": "replicas",
+        "runPolicy": "KubeflowOrgV1RunPolicy",
+    },
+    "replicas": {"Master": REPLICA, "Worker": REPLICA},
+    "KubeflowOrgV1RunPolicy": dict.fromkeys((
+        "activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "managedBy", "schedulingPolicy",
+        "suspend", "ttlSecondsAfterFinished",
+    )),
+    REPLICA: {"replicas": None, "restartPolicy": None, "template": "IoK8sApiCoreV1PodTemplateSpec"},
+}  # fmt: skip
+
+
 def test_a_file_for_kubernetes_has_a_job_for_each_group(write):
     jobs = [*yaml.safe_load_all(write("kubernetes", *NASTY, *GROUPS, "nodes=2"))]
     assert len({job["metadata"]["name"] for job in jobs}) == 3
     for i, job in enumerate(jobs):
+        assert lacking("KubeflowOrgV1PyTorchJob", job, PYTORCHJOB) == []
         (container,) = pod_of(job, "Worker")["containers"]
         assert container["args"][0].split()[-1] == f"replicas.id={i}"
 
@@ -293,19 +325,6 @@ def test_a_job_for_kubernetes_is_whole(write):
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
         assert set(mounts.values()) == {"/dev/shm", "/shared"}
-
-
-def lacking(name: str, tree: dict, fields: dict) -> list[str]:
-    """Return what a tree has and the model of this name lacks, with those of the models within."""
-    lacks = [f"{name}.{key}" for key in tree.keys() - fields[name].keys()]
-    for key, value in tree.items():
-        if inner := fields[name].get(key):
-            parts = value if isinstance(value, list) else [value]
-            lacks += [each for part in parts for each in lacking(inner, part, fields)]
-    return lacks
-
-
-TRAINJOB = yaml.safe_load((REPO / "tests/inputs/trainjob_fields.yaml").read_text())
 
 
 def test_the_copy_of_the_schema_of_trainjobs_is_the_packages():

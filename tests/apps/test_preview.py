@@ -264,8 +264,10 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     out, _ = preview(None, *how, "train.epochs=2", "schedule.warmup_steps=20")
     assert re.search(r"steps +\d+ of 32 rows, 2.00 epochs", out)
     assert "the warm-up takes 20 steps" in out
-    typed = preview(None, *how, "train.steps=20", "schedule.warmup_steps=20")[0]
+    assert "no model learns" not in out
+    typed = preview(None, *how, "train.steps=20", "schedule.warmup_steps=20", "optim.lr=1e5")[0]
     assert "the learning rate only rises, to" in typed
+    assert "the learning rate is 100000: with adamw no model learns above 0.1" in typed
     better = re.search(r"batch.rows=\d+", out)[0]
     assert "warm-up" not in preview(None, *how, "train.epochs=2", "schedule.warmup=0.1", better)[0]
     assert "is seen" not in preview(None, *how, "train.steps=1", "batch.rows=4")[0]

@@ -19,7 +19,8 @@ class OptimizerSpec:
     a fused kernel for it. takes_states: True if it can begin with another tool's states. in_8_bits,
     in_bfloat16: overrides that store its moments so. with_fewer_moments: an optimizer with one
     moment for matrices in place of two. depth_lr: its learning rate for model.depth=12 and 2**19
-    tokens a step; None: unknown.
+    tokens a step; None: unknown. highest_lr: above it no model learns, and `preview` and `train`
+    warn.
     """
 
     whole_matrices: bool = False
@@ -30,6 +31,7 @@ class OptimizerSpec:
     in_bfloat16: str = "optim.state_dtype=bfloat16"
     with_fewer_moments: str | None = None
     depth_lr: float | None = None
+    highest_lr: float = 0.1  # of updates that are about as large as the rate
 
 
 OPTIMIZERS = {
@@ -44,9 +46,9 @@ OPTIMIZERS = {
     # nanochat's 0.02 for orthogonal updates, in Moonlight's scale: 0.02 / (0.2 · √768)
     "muon": OptimizerSpec(whole_matrices=True, has_owners=True, depth_lr=3.6e-3),
     "lion": OptimizerSpec(),
-    "sgd": OptimizerSpec(),
-    "lamb": OptimizerSpec(whole_matrices=True),
-    "lars": OptimizerSpec(whole_matrices=True),
+    "sgd": OptimizerSpec(highest_lr=100.0),
+    "lamb": OptimizerSpec(whole_matrices=True, highest_lr=1.0),
+    "lars": OptimizerSpec(whole_matrices=True, highest_lr=100.0),
 }
 
 

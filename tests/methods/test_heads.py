@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from heads import ENCODERS, STEP, WORDS, gradients, make_encoder, write_rows
 from datasets import ClassLabel, Dataset, Features, Value
+from heads import ENCODERS, STEP, WORDS, gradients, make_encoder, write_rows
 from other_models import make_other_folder
 from peft import (
     AutoPeftModelForFeatureExtraction,
@@ -15,14 +15,13 @@ from peft import (
     AutoPeftModelForTokenClassification,
 )
 from sklearn.metrics import roc_auc_score
+from starlette.testclient import TestClient
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
-from starlette.testclient import TestClient
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from fsdp_trainer.apps.chat.app import make_app
 from fsdp_trainer.apps.chat.readings import ServedReader
@@ -30,8 +29,8 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.methods.classification import ClassMetrics
 from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
-from fsdp_trainer.methods.text_reader import TextReader
 from fsdp_trainer.methods.labels import SINGLE
+from fsdp_trainer.methods.text_reader import TextReader
 
 OBJECTIVES = {
     "queries": "embed", "alike": "embed", "lists": "rerank", "tags": "tag", "steps": "tag",
@@ -718,7 +717,7 @@ def evaluate(model, task, *, cache, show_progress_bar):
 
 
 def test_mteb_gets_a_runs_vectors_and_local_data(ledger, tmp_path, monkeypatch, capsys):
-    """Of mteb's own calls; the package itself is not installed here."""
+    """The package itself is not installed here: a stand-in makes its calls."""
     (tmp_path / "mteb/models/model_meta").mkdir(parents=True)
     (tmp_path / "mteb/__init__.py").write_text(MTEB)
     (tmp_path / "mteb/models/__init__.py").touch()

@@ -215,9 +215,12 @@ def _size_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def length_problems(config: ModelConfig, length: int) -> Iterator[Problem]:
-    """Yield a problem if rows of `length` tokens are longer than the model's context."""
+    """Yield a problem if rows of `length` tokens are longer than the model's context.
+
+    A row of an encoder may hold several texts, each of which has positions of its own.
+    """
     positions = config.max_position_embeddings
-    if length > positions:
+    if length > positions and not config.encoder:
         reason = (
             f"longer than the model's context ({positions:,} positions).\n"
             f"Use  batch.seq_len={positions}  or  model.max_position_embeddings={length}"

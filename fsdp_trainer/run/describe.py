@@ -61,7 +61,9 @@ def describe(
     origin = cfg.model.init_from or "random weights"
     exported_type = str(config.source.get("model_type") or config.family)
     token_notes = renumbered(cfg.tokenizer, inputs.tokenizer, cfg.model.init_from, inputs.init_from)
-    token_notes += [*lossy(inputs.tokenizer), *inputs.tokenizer.notes_with(exported_type)]
+    if config.predicts:  # others write no text
+        token_notes += lossy(inputs.tokenizer)
+    token_notes += inputs.tokenizer.notes_with(exported_type)
     if inputs.init_from:
         rows = stored_vocabulary(model_folder(inputs.init_from))
         token_notes += new_rows(inputs.tokenizer, rows)

@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
@@ -106,8 +108,10 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     if isinstance(cfg.data.validation, float) and data.validation:
         stores = [*stores, data.validation]  # a share: chance decides which labels are in it
     config = with_head(resolved, cfg.objective, cfg.model.init_from, stores)
-    if config.encoder and config.source.get("type_vocab_size", 1) > 1:
-        config = replace(config, second_after=inputs.tokenizer.ends_first_of_two)
+    if config.encoder:
+        require_positions(config, [*data.train, *filter(None, [data.validation])])
+        if config.source.get("type_vocab_size", 1) > 1:
+            config = replace(config, second_after=inputs.tokenizer.ends_first_of_two)
     if inputs.second_folder:
         return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
@@ -118,6 +122,18 @@ def resolve_for(cfg: TrainConfig, init_from: Path | None, tokenizer: TextTokeniz
     grows = bool(cfg.tokenizer.add_tokens)
     model = fetched_model(cfg.model, init_from)
     return resolve_with_tokenizer(model, tokenizer.vocab_size, grows, len(tokenizer.new))
+
+
+def require_positions(config: ModelConfig, stores: Sequence[TokenStore]) -> None:
+    """Raise UserError for a text that is longer than an encoder's context."""
+    positions = config.max_position_embeddings
+    for store in stores:
+        lengths = np.asarray(store.lengths)
+        if len(lengths) and lengths.max() > positions:
+            where, size = store.where(int(lengths.argmax())), lengths.max()
+            reason = f"has {size:,} tokens, and {config.family} has {positions:,} positions.\n"
+            problem = Problem(where, f"{reason}Use  batch.seq_len={positions}")
+            raise UserError("a text is longer than the model's context", [problem])
 
 
 def with_head(

@@ -247,7 +247,7 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows))
     loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
     assert runs["queries"].column("objective") == pytest.approx([loss], rel=1e-5)
-    other = run_of(ledger, "queries", *words, first, "batch.micro_rows=4", ranks=2)
+    other = run_of(ledger, "queries", *words, "batch.micro_rows=4", "batch.seq_len=300", ranks=2)
     assert other.column("objective") == pytest.approx([loss], rel=1e-5)
 
 

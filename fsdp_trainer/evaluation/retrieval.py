@@ -6,7 +6,7 @@ qrels/test.tsv), or a file of rows as objective=embed and objective=rerank read 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,11 @@ def read_retrieval(path: str, kind: str, data: Data, limit: int | None) -> Retri
     so many queries.
     """
     if not Path(path).is_dir():
-        return of_rows(Path(path).stem, [*rows_of(path, kind, data)][:limit], kind)
+        task = of_rows(Path(path).stem, [*rows_of(path, kind, data)], kind)
+        own = task.candidates and task.candidates[:limit]
+        return replace(
+            task, queries=task.queries[:limit], relevant=task.relevant[:limit], candidates=own
+        )
     if kind != QUERIES:
         reason = "has all documents for each query, and a reranker reads a query with its own.\n"
         reason += "Use  a file of rows with  query, documents  and  scores"

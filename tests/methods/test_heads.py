@@ -643,7 +643,8 @@ def test_evaluate_has_the_metrics_of_a_run_and_finds_hard_negatives(ledger, worl
         if kind == "lists":
             assert "needs an embedding model" in evaluated(world, *words, *mined, code=2).err
             continue
-        evaluated(world, *words, *mined, ranks=2)
+        said = evaluated(world, *words, *mined, ranks=2).err
+        assert "queries.jsonl: 16 queries, " in said
         hard = [*map(json.loads, (tmp_path / "queries.jsonl").read_text().splitlines())]
         assert [row["positive"] for row in hard] == [
             row["positive"] for row in rows_of(ledger, kind)

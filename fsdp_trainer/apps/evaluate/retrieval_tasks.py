@@ -1,6 +1,7 @@
 """Evaluation of models that embed or rank texts, and the hard negatives that one of them finds."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def evaluate_reader(cfg: EvaluateConfig, device: torch.device) -> Metrics:
     if cfg.mined and is_first:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         Path(cfg.mined).expanduser().write_text("".join(lines), encoding="utf-8")
+        count = sum(len(row["negatives"]) for row in rows)
+        print(f"{cfg.mined}: {len(rows):,} queries, {count:,} hard negatives", file=sys.stderr)
     return metrics
 
 

@@ -13,9 +13,14 @@ from fsdp_trainer.launch.start import start_ranks, starts_ranks
 def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
     """Evaluate a model on tasks, on as many ranks as cfg.launch asks for. Returns the exit code."""
     require_tasks(cfg, "")
-    if cfg.out and not Path(cfg.out).expanduser().parent.is_dir():
-        problem = Problem(f"out={cfg.out}", "its folder does not exist: create it, or name another")
-        raise UserError("the results could not be written", [problem])
+    written = {"out": cfg.out, "mined": cfg.mined}
+    problems = [
+        Problem(f"{name}={file}", "its folder does not exist: create it, or name another")
+        for name, file in written.items()
+        if file and not Path(file).expanduser().parent.is_dir()
+    ]
+    if problems:
+        raise UserError("the results could not be written", problems)
     if starts_ranks(cfg.launch, os.environ):
         return start_ranks(cfg, overrides, verb="evaluate")
     for name, value in cfg.launch.env.items():

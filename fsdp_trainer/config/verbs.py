@@ -175,7 +175,7 @@ class Certified:
 
 @dataclass
 class ProveConfig(PlanConfig, Certified):
-    """Proves that a run computes what it should, on a small copy of its model, before it is paid.
+    """Trains a small copy of a run and compares it with plain programs, before the run is paid for.
 
     Takes the keys of a run, and of plan plan.world_size; it starts its own ranks on the CPU.
     """

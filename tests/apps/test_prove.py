@@ -54,7 +54,7 @@ def proof(world, tmp_path_factory):
             [
                 "prove", *HF, f"model.init_from={folder}", f"run.root={place}", "batch.seq_len=128",
                 "data.path=demo:backwards", "run.name=run", "format=json", "adapter=lora",
-                "adapter.rank=4", "sharding.tensor=2", "plan.world_size=8",
+                "adapter.rank=4", "sharding.tensor=2", "plan.world_size=2",
                 f"html={place / 'page.html'}",
             ],
             None,

@@ -21,6 +21,8 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
+TEXTBOOKS = "python -m pytest tests/methods"
+"""In a checkout: the methods' losses beside those of textbooks."""
 NUDGED = 2e-7
 """Share by which weights differ at the start, to see how much a training amplifies rounding."""
 
@@ -38,8 +40,10 @@ class Evidence:
     say: Callable[[str], None]
 
     def command(self, more: str) -> str:
-        """Return the command line of this proof with further words."""
-        return f"{shlex.join(['fsdp-trainer', 'prove', *self.words])} {more}".strip()
+        """Return the command line of this proof with further words, or other values of its own."""
+        keys = {word.partition("=")[0] for word in more.split()}
+        own = [word for word in self.words if word.lstrip("+").partition("=")[0] not in keys]
+        return f"{shlex.join(['fsdp-trainer', 'prove', *own])} {more}".strip()
 
     # --- runs
 

@@ -29,7 +29,7 @@ def twin_losses(cfg: ObjectiveChoice, loss: Loss) -> Losses:
     if words:
         raise NoTwin("transformers with other losses of routers", " ".join(words))
     if registered_by_user(cfg) or (cfg.name not in (*PAPERS, "reward", "sft")):
-        raise NoTwin(f"an independent formula of objective={cfg.name}", "objective=sft")
+        raise NoTwin(f"an independent formula of objective={cfg.name}", "")
     if cfg.method.reads == "pairs":
         return partial(pair_losses, cfg=cfg)
     return partial(token_losses, loss=loss)

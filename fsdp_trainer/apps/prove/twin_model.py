@@ -3,6 +3,7 @@
 The names of tensors are those of a Hugging Face folder; of adapters this program's.
 """
 
+import importlib.util
 import json
 from collections import defaultdict
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ OF_ADAPTERS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
 class NoTwin(Exception):
-    """No other program computes this. args: what it is, and the words with which one would."""
+    """No other program computes this. args: what it is; the words with which one would, or how to
+    install it; "" if nothing would.
+    """
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Twin:
 def open_twin(run: ProofRun, config: ModelConfig, folder: Path) -> Twin:
     """Return the twin of a run's model at its start. folder: a new one. Raises NoTwin."""
     adapted = {name for name in run.start if name.endswith(OF_ADAPTERS)}
+    if not importlib.util.find_spec("transformers"):
+        raise NoTwin("transformers, which is not installed", "pip install 'fsdp_trainer[hf]' ; ")
     if run.cfg.adapter.base == "nf4":
         raise NoTwin("PEFT on a base in 4 bits", "adapter.base=auto")
     base = {name: tensor for name, tensor in run.start.items() if name not in adapted}
@@ -90,7 +95,7 @@ def with_adapters(model: Any, run: ProofRun) -> Twin:
     try:
         from peft import PeftModel
     except ImportError:
-        raise NoTwin("PEFT, which is not installed here", "") from None
+        raise NoTwin("PEFT, which is not installed", "pip install peft ; ") from None
     adapter = run_folder(run.cfg) / "adapter"
     peft = PeftModel.from_pretrained(model, str(adapter), is_trainable=True).eval()
     own = dict(peft.named_parameters())

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fsdp_trainer.apps.prove.certificate import Checked, NotProved
-from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.apps.prove.evidence import TEXTBOOKS, Evidence
 from fsdp_trainer.apps.prove.trajectories import verdict
 from fsdp_trainer.apps.prove.twin import train_twin
 from fsdp_trainer.apps.prove.twin_model import NoTwin
@@ -21,7 +21,10 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
         ours, expected = train_twin(evidence)
     except NoTwin as missing:
         name, words = missing.args
-        yield NotProved(f"one process = {name}", evidence.command(words))
+        is_package = words.startswith("pip ")
+        again = words + evidence.command("") if is_package else evidence.command(words)
+        command = again if words else TEXTBOOKS
+        yield NotProved(f"one process = {name}", command)
         return
     by = "transformers" if evidence.small.plain.adapter.name == "none" else "PEFT"
     for kind, difference in ours.differences(expected).items():

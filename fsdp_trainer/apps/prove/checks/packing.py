@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared
-from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.apps.prove.evidence import TEXTBOOKS, Evidence
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.decoder import Decoder
@@ -23,9 +23,9 @@ ADVICE = "documents see each other: use  data.packing=none  and report it"
 def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
     """Compare the scores of the first step's tokens in packed rows and document by document."""
     if evidence.order is None or evidence.config.reads_images:
-        what = "of images" if evidence.config.reads_images else "of a stream or of answers"
-        words = "data.streaming=false objective=sft"
-        yield NotProved(f"{NAME}, in rows {what}", evidence.command(words))
+        is_stream = evidence.small.plain.data.streaming
+        command = evidence.command("data.streaming=false") if is_stream else TEXTBOOKS
+        yield NotProved(f"{NAME}, in rows of a stream, of sampled answers or of images", command)
         return
     model = read_model(evidence.plain.checkpoints[-1], is_checked=True)
     rows = evidence.rows_of_step(1)

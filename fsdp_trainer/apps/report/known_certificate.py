@@ -29,10 +29,9 @@ class KnownCertificate:
     def verdict(self) -> str:
         """The result in a few words."""
         wrong = sum(not check["ok"] for check in self.checks)
-        counted = f"{len(self.checks)} checks, " + (f"{wrong} differ" if wrong else "all equal")
-        return (
-            f"{counted}; not of these keys: {' '.join(self.changed)}" if self.changed else counted
-        )
+        result = f"{len(self.checks)} checks, " + (f"{wrong} differ" if wrong else "all equal")
+        other = f"; with other values of {' '.join(self.changed)}" if self.changed else ""
+        return f"{result}{other}"
 
 
 def read_certificate(

@@ -10,7 +10,7 @@ MINUTES ?= 10
 BIN := $(VENV)/bin
 HELPERS := tests/ranks:tests/inputs:tests/measures:tests/covering:tests/strangers:.
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
-BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
+BENCHMARKS := train_step implementations hybrids images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
 .PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-changed test-faults fuzz covering mutants soak same convert-truth lint docs release bench bench-gpu first-gpu two-ranks cuda-shapes clean
 

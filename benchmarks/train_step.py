@@ -219,11 +219,16 @@ def start(line: list[str], ranks: int) -> str:
     ).stdout
 
 
-def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
-    """Train with accelerate and transformers on the same samples and return the figures."""
+def accelerated(
+    folder: Path, way: str, ranks: int, program: str = "benchmarks.train_step"
+) -> dict[str, Any]:
+    """Train with accelerate and transformers on the same samples and return the figures.
+
+    program: whose --peer a rank is.
+    """
     task = peers_task(folder, way)
     (folder / "task.json").write_text(json.dumps(task))
-    results = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
+    results = run_ranks(program, ranks, "--peer", str(folder / "task.json"))
     return peers_figures(task, way, results)
 
 
@@ -273,12 +278,15 @@ def documents(row: dict[str, Any]) -> list[dict[str, list[int]]]:
     return samples
 
 
-def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
-    """Train as one rank; return its figures. A rank's part of a step is one forward."""
+def train_with_accelerate(task: dict[str, Any], block: str = "LlamaDecoderLayer") -> dict[str, Any]:
+    """Train as one rank; return its figures. A rank's part of a step is one forward.
+
+    block: the class of the blocks, which are sharded one by one.
+    """
     import torch
     import transformers
 
-    accelerator = accelerator_with_fsdp2()
+    accelerator = accelerator_with_fsdp2(block)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         task["folder"], dtype=torch.float32
     ).train()
@@ -286,15 +294,15 @@ def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "memory_mib": rank_memory(), "losses": losses}
 
 
-def accelerator_with_fsdp2() -> Any:
-    """Return accelerate's Accelerator for a Llama whose blocks are sharded."""
+def accelerator_with_fsdp2(block: str = "LlamaDecoderLayer") -> Any:
+    """Return accelerate's Accelerator for a model whose blocks, of this class, are sharded."""
     import accelerate
     import torch
 
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        transformer_cls_names_to_wrap=[block],
     )
     accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     # On CPUs accelerate always chooses plain data parallelism. With these attributes set to FSDP it

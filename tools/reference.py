@@ -32,6 +32,7 @@ from fsdp_trainer.data.records.record_formats import FORMATS
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, NAMED
 from fsdp_trainer.environments.known_environments import ENVIRONMENTS
 from fsdp_trainer.models.families import FAMILIES
+from fsdp_trainer.models.hf.further_blocks import HEADS
 from fsdp_trainer.observe.metric_groups import GENERAL, TITLES
 from fsdp_trainer.rewards.table import REWARDS
 
@@ -282,6 +283,11 @@ def models() -> str:
             "## Families of our decoder\n\nEvery other causal model of transformers is computed by"
             " its own class ([any model](../any-model.md)).\n",
             table(["model_type", "class", "optional keys of config.json"], families),
+            "## Heads for a further token\n\n`objective.mtp` trains them ([MTP](../mtp.md)).\n",
+            table(
+                ["model_type", "names of its tensors in a folder"],
+                [[f"`{name}`", f"`{start.format(blocks='N')}…`"] for name, start in HEADS.items()],
+            ),
             "## Named sizes\n\n`model=NAME`.\n",
             table(["name", "family", "width", "blocks", "heads"], sizes),
         ]

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.decoding import Decoding
+from fsdp_trainer.generation.drafts import Drafts, drafts_of, sum_of_drafts
 from fsdp_trainer.generation.prompt_images import PromptImages
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.config import AUTO, ONLY_TEXT, ModelConfig
@@ -61,9 +62,13 @@ class Speaker:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         implementation: str = AUTO,
+        mtp: bool = False,
     ) -> "Speaker":
-        """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
-        model = load_model(source, device, dtype, implementation=implementation)
+        """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError.
+
+        mtp: with the MTP head.
+        """
+        model = load_model(source, device, dtype, implementation=implementation, mtp=mtp)
         tokenizer = load_tokenizer(str(tokenizer_folder(source)))
         images = reader_of_images(model.config, source)
         return cls(model, tokenizer, load_template(None, tokenizer), images)
@@ -114,13 +119,16 @@ class Speaker:
 
     def say_all(self, asked: list[Asked], cfg: GenerateConfig) -> list[list[str]]:
         """Return cfg.samples continuations of each text, computed in batches of cfg.rows rows."""
+        return [[self.tokenizer.decode(each) for each in own] for own in self.tokens(asked, cfg)]
+
+    def tokens(self, asked: list[Asked], cfg: GenerateConfig) -> list[list[list[int]]]:
+        """Return the tokens of cfg.samples continuations of each text, as `say_all`."""
         prompts = [self.encode(each.text) for each in asked]
         images = [each.images for each in asked]
         stop_ids, sampling = self.tokenizer.stop_ids, sampling_of(cfg)
-        answers = generate_tokens(
+        return generate_tokens(
             self.model, prompts, stop_ids, sampling, rows=cfg.rows, images=images
         )
-        return [[self.tokenizer.decode(tokens) for tokens in each] for each in answers]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt. Raises UserError if there are none, or too many."""
@@ -151,19 +159,38 @@ def generate(cfg: GenerateConfig) -> int:
     """Run the verb: answer `prompt=` or the prompts of a file, or chat at the terminal."""
     prompts = read_prompts(cfg)
     dtype = getattr(torch, cfg.dtype)
-    speaker = Speaker.load(str(cfg.source), device_of(cfg.device), dtype, cfg.implementation)
+    if cfg.mtp:
+        require_measurable(cfg, prompts)
+    device = device_of(cfg.device)
+    speaker = Speaker.load(str(cfg.source), device, dtype, cfg.implementation, cfg.mtp)
     if not prompts:
         return chat(speaker, cfg)
     if cfg.raw:
         texts = [Asked(prompt) for prompt in prompts]
     else:
         texts = [speaker.ask(conversation(cfg, prompt)) for prompt in prompts]
-    if len(texts) == cfg.samples == 1 and cfg.format == "text":
+    if len(texts) == cfg.samples == 1 and cfg.format == "text" and not cfg.mtp:
         show(speaker.say(texts[0], cfg))
         return 0
-    for prompt, answers in zip(prompts, speaker.say_all(texts, cfg), strict=True):
-        show_answers(prompt, answers, cfg.format)
+    total = Drafts(0, 0)
+    for prompt, asked, tokens in zip(prompts, texts, speaker.tokens(texts, cfg), strict=True):
+        answers = [speaker.tokenizer.decode(each) for each in tokens]
+        before = speaker.encode(asked.text)
+        drafts = [drafts_of(speaker.model, before, each) for each in tokens] if cfg.mtp else []
+        show_answers(prompt, answers, cfg.format, drafts)
+        total = sum_of_drafts([total, *drafts])
+    if cfg.mtp and cfg.format == "text":
+        print(f"MTP head: {total}")
     return 0
+
+
+def require_measurable(cfg: GenerateConfig, prompts: list[str]) -> None:
+    """Raise UserError unless the answers are those whose drafts are counted."""
+    reason = "only counts with  temperature=0" if cfg.temperature else ""
+    reason = reason or ("only counts without images" if cfg.image else "")
+    reason = reason or ("needs a prompt:  prompt='…'  or  prompts=FILE" if not prompts else "")
+    if reason:
+        raise UserError("drafts are not counted", [Problem("mtp=true", reason)])
 
 
 def read_prompts(cfg: GenerateConfig) -> list[str]:
@@ -204,11 +231,15 @@ def reader_of_images(config: ModelConfig, source: str | Path) -> ImageReader | N
     return ImageReader(processor, user_cache(), ImageWarnings())
 
 
-def show_answers(prompt: str, answers: list[str], form: str) -> None:
-    """Print the answers to one prompt, as text or as one JSON object per line."""
+def show_answers(prompt: str, answers: list[str], form: str, drafts: Sequence[Drafts] = ()) -> None:
+    """Print the answers to one prompt, as text or as one JSON object per line.
+
+    drafts: of the MTP head for each answer; empty: not counted.
+    """
     if form == "json":
         for sample, text in enumerate(answers):
             line = {"prompt": prompt, "sample": sample, "text": text}
+            line |= drafts[sample]._asdict() if drafts else {}
             print(visible(json.dumps(line, ensure_ascii=False)))
         return
     print(visible(f"> {prompt}"))

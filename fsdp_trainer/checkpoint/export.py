@@ -55,7 +55,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import COMPUTED_BY, ModelConfig
+from fsdp_trainer.models.config import COMPUTED_BY, TRAINED_MTP, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, stored_buffers
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
@@ -181,7 +181,7 @@ def write_config(
     config = foreign.to_hf(dtype) if foreign else json.loads(file.read_text())
     config.pop("quantization_config", None)  # a quantized base is decoded as it is read
     config.pop(COMPUTED_BY, None)
-    notes = notes_on(config, carried)
+    notes = carried.notes if config.pop(TRAINED_MTP, 0) else notes_on(config, carried)
     write_json(file, config | {"dtype": dtype, "torch_dtype": dtype})
     return notes
 

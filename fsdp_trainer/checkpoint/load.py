@@ -18,6 +18,7 @@ from fsdp_trainer.config.paths import find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.mtp_architecture import with_mtp_head
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
 WRONG_HEAD = "the model has another head"
@@ -30,14 +31,15 @@ def load_model(
     merge_into: str = "trained",
     scores: bool = False,
     implementation: str = AUTO,
+    mtp: bool = False,
 ) -> Decoder:
     """Return a decoder from a Hugging Face folder, a checkpoint or a run, ready for `logits`.
 
     The adapter of a run or of a PEFT folder is merged into its base model. merge_into: for a base
     kept in 4 bits, `trained` merges into the rounded weights that it was trained on, `original`
     into those before rounding. scores: True for a reward model, whose only logit is a score.
-    implementation: as model.implementation. Raises UserError, also if `scores` does not fit the
-    model, and RunFailed.
+    implementation: as model.implementation. mtp: True: with the MTP head. Raises UserError, also if
+    the model has no such head, or if `scores` does not fit it, and RunFailed.
     """
     config = whole_config(path, implementation)
     if not (config.scores == 1 if scores else config.predicts):
@@ -47,7 +49,7 @@ def load_model(
             kind = "a model of scores or embeddings, which writes no text"
             use = f"{use}, or  fsdp-trainer chat {path}  , which answers {endpoint_of(config)}"
         raise UserError(WRONG_HEAD, [Problem(str(path), f"is {kind}.\nUse  {use}")])
-    return read_model(path, device, dtype, merge_into, implementation=implementation)
+    return read_model(path, device, dtype, merge_into, implementation=implementation, mtp=mtp)
 
 
 def load_reader(
@@ -87,18 +89,28 @@ def read_model(
     merge_into: str = "trained",
     is_checked: bool = False,
     implementation: str = AUTO,
+    mtp: bool = False,
 ) -> Decoder:
     """Return a decoder as `load_model` does, without checking the files and the kind of model.
 
     is_checked: frozen weights are not compared with their digests either.
     """
     path = Path(path).expanduser()
-    model = meta_decoder(model_config(path, implementation)).to(dtype)
+    config = model_config(path, implementation)
+    model = meta_decoder(with_stored_head(config, path) if mtp else config).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     model.fill_buffers()
     read_into(model, path, merge_into, alone=True, is_checked=is_checked)
     return model.eval().requires_grad_(False)
+
+
+def with_stored_head(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return the architecture of a source of weights with its MTP head. Raises UserError."""
+    if find_checkpoint(path) and not config.mtp_heads:
+        reason = f"{path} was trained without its MTP head.\nUse an export of it"
+        raise UserError("there is no MTP head", [Problem("mtp=true", reason)])
+    return with_mtp_head(config, "mtp=true", "mtp=false")
 
 
 def read_into(

@@ -65,6 +65,13 @@ class ObjectiveChoice:
     )
     desirable_weight: float = key(1.0, "kto: weight of good answers", minimum=0, used_by=("kto",))
     undesirable_weight: float = key(1.0, "kto: weight of bad answers", minimum=0, used_by=("kto",))
+    mtp: float = key(
+        0.0,
+        "sft: weight of the loss of the model's MTP head, which predicts the token after the next "
+        "one; it is trained with the model. 0: an export has the folder's head as it was",
+        minimum=0,
+        used_by=("sft",),
+    )
     reference: str = key(
         "start",
         "dpo, ipo, kto, grpo with kl: the reference model. `start`: the model at the start of "

@@ -404,9 +404,15 @@ class GenerateConfig:
         1, "number of answers to each prompt; at temperature 0 all are the same", minimum=1
     )
     rows: int = key(32, "number of answers that are computed at the same time", minimum=1)
+    mtp: bool = key(
+        False,
+        "also say how many tokens of greedy answers the model's MTP head drafts, so that a server "
+        "accepts them",
+    )
     format: str = key(
         "text",
-        "`text` for people; `json`: an object a line, with prompt, sample and text",
+        "`text` for people; `json`: an object a line, with prompt, sample and text, and with mtp "
+        "the numbers of drafted and of accepted tokens",
         choices=("text", "json"),
     )
     device: str = key(

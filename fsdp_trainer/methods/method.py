@@ -80,8 +80,9 @@ class Method:
     @property
     def objective_differs(self) -> bool:
         """True if the objective is another number than the reported loss."""
-        loss = self.setup.cfg.loss
-        return bool(registered_by_user(self.choice) or loss.label_smoothing or loss.z_loss)
+        loss, choice = self.setup.cfg.loss, self.choice
+        added = choice.mtp or loss.label_smoothing or loss.z_loss
+        return bool(registered_by_user(choice) or added)
 
     def about(self) -> list[str]:
         """Return printed lines on what the method makes of the data."""

@@ -180,11 +180,13 @@ ONLY_TEXT = "and the model reads only text. If it has a tower, use  implementati
 """Values of model.implementation."""
 COMPUTED_BY = "fsdp_trainer_implementation"
 """Key in the config.json of a checkpoint of a model that transformers' class computes."""
+TRAINED_MTP = "fsdp_trainer_mtp"
+"""Key in the config.json of a checkpoint that holds MTP heads, for their number."""
 OF_TRANSFORMERS = ("by_transformers", "counted")
 """Fields that only a model of transformers' classes sets."""
 WITHOUT_EFFECT = (
     *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-    *("use_cache", "vocab_size", COMPUTED_BY),
+    *("use_cache", "vocab_size", COMPUTED_BY, TRAINED_MTP),
 )
 """Keys of config.json that do not decide the function that transformers' class computes."""
 NOT_COMPUTED = ("vocab_multiple", "initializer", "initializer_range")
@@ -319,6 +321,8 @@ class ModelConfig:
     """True: each token sees all of its document, and transformers' class computes also the head."""
     second_after: int = field(default=-1, compare=False)
     """The token after which an encoder's second text begins, of another type; -1: of none."""
+    mtp_heads: int = field(default=0, compare=False)
+    """Number of heads for further tokens that are part of the model; folders may have more."""
     folder: str = field(default="", compare=False)
     """The folder with Python code that computes the model; "": none."""
     source: Json = field(default_factory=dict, compare=False)
@@ -383,6 +387,7 @@ class ModelConfig:
             problem="",
             tie_word_embeddings=False,
             logit_factor=1.0,
+            mtp_heads=0,
             names=self.names.with_base(has_head=False),
         )
 
@@ -390,7 +395,13 @@ class ModelConfig:
         """Return this architecture with a head that returns a score of each label, not logits."""
         names = self.names.with_base(has_head=True)
         return replace(
-            self, labels=labels, problem=problem, pooling="", tie_word_embeddings=False, names=names
+            self,
+            labels=labels,
+            problem=problem,
+            pooling="",
+            tie_word_embeddings=False,
+            mtp_heads=0,
+            names=names,
         )
 
     @property
@@ -418,6 +429,7 @@ class ModelConfig:
             family="llama",
             by_transformers=False,
             encoder=False,
+            mtp_heads=0,
             expert_blocks=(),
             num_experts=0,
             source={},
@@ -557,7 +569,16 @@ class ModelConfig:
             embeddings = (self.vocab_size + self.scores) * hidden + self.scores * self.tags
         mixers = self.num_hidden_layers * (self._mixer_parameters() + self._norm_parameters())
         fed = sum(self._feed_forward_parameters(kind, active) for kind in self.feed_forwards)
-        return mixers + fed + embeddings + hidden
+        return mixers + fed + embeddings + hidden + self._mtp_parameters(active)
+
+    def _mtp_parameters(self, active: bool) -> int:
+        """Return the number of weights of the MTP heads: a block, a projection, three norms."""
+        hidden = self.hidden_size
+        if not self.mtp_heads:
+            return 0
+        block = self._mixer_parameters() + self._norm_parameters()
+        block += self._feed_forward_parameters(self.feed_forwards[-1], active)
+        return self.mtp_heads * (block + 2 * hidden * hidden + 3 * hidden)
 
     def _mixer_parameters(self) -> int:
         """Return the number of attention weights in one block, including its norms."""
@@ -616,6 +637,7 @@ class ModelConfig:
         """
         path = Path(folder) / "config.json"
         raw = _without_mxfp4(_text_part(read_config_file(path)))
+        mtp_heads = int(raw.pop(TRAINED_MTP, 0) == 1)
         if problems := _unsupported(raw):
             raise UserError(f"{path} describes a model that is not supported", problems)
         family = raw["model_type"]
@@ -628,7 +650,7 @@ class ModelConfig:
         values |= _read_windows(raw, FAMILIES[family]) | _read_rope(raw, FAMILIES[family])
         if raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True:
             values["attention_direction"] = BIDIRECTIONAL
-        config = cls(**values, family=family, source=raw)
+        config = cls(**values, family=family, source=raw, mtp_heads=mtp_heads)
         if problems := factors_misfit(config):
             raise UserError(f"{path} describes a model that is not supported", problems)
         if config.parameters() > MOST_PARAMETERS:
@@ -667,7 +689,8 @@ class ModelConfig:
         exported.pop("quantization_config", None)  # exported weights are decoded
         exported |= self._export_labels() | self._export_direction()
         if self.family_spec.further_blocks:
-            exported[self.family_spec.further_blocks] = 0
+            exported[self.family_spec.further_blocks] = self.mtp_heads
+        exported |= self._export_heads()
         exported |= self._export_windows() | self._export_rope()
         exported |= {"torch_dtype": dtype, "dtype": dtype, "use_cache": True}
         if not self.source and eos_ids is not None:
@@ -678,6 +701,7 @@ class ModelConfig:
     def _export_source(self, dtype: str) -> Json:
         """Return the config.json of a checkpoint of a model that transformers' class computes."""
         exported: Json = {**self.source, COMPUTED_BY: TRANSFORMERS, "dtype": dtype}
+        exported |= self._export_heads()
         text = self.source.get("text_config")
         if isinstance(text, dict) and "vocab_size" in text:
             exported["text_config"] = text | {"vocab_size": self.vocab_size}
@@ -686,6 +710,10 @@ class ModelConfig:
         if not self.predicts:
             exported |= {"architectures": [self.architecture], **self._export_labels()}
         return exported
+
+    def _export_heads(self) -> Json:
+        """Return the key of config.json for MTP heads that a checkpoint holds."""
+        return {TRAINED_MTP: self.mtp_heads} if self.mtp_heads else {}
 
     def _export_labels(self) -> Json:
         """Return the keys of config.json that describe the scores of a classifier."""

@@ -21,6 +21,7 @@ from fsdp_trainer.models.feed_forward import MLP
 from fsdp_trainer.models.head import Head, Objective, ScoreHead, Scores, StatesHead
 from fsdp_trainer.models.latent_attention import CosSin, LatentAttention
 from fsdp_trainer.models.moe import MixtureOfExperts
+from fsdp_trainer.models.mtp import MtpBlock, of_next_tokens, scores_with_mtp
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import Rope, rotate
 from fsdp_trainer.models.sdpa import Scoring
@@ -231,6 +232,14 @@ class Block(nn.Module):
         return x if name is None else getattr(self, name)(x)
 
 
+class MtpHead(MtpBlock, Block):  # type: ignore[misc]  # it takes two inputs
+    """A block like the last one, which predicts a further token."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, config.num_hidden_layers - 1)
+        self.add_parts(config.hidden_size, lambda: RMSNorm(config))
+
+
 class Backbone(nn.Module):
     """Embedding, blocks and final norm: the module called `model` in transformers."""
 
@@ -241,6 +250,8 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Block(config, i) for i in range(config.num_hidden_layers)}
         )
+        if config.mtp_heads:  # as in a folder
+            self.layers[str(config.num_hidden_layers)] = MtpHead(config)
         self.norm: Any = RMSNorm(config)
 
 
@@ -256,6 +267,8 @@ class Decoder(nn.Module):
 
     inference_methods: tuple[str, ...] = ("next_logits",)
     """Methods that are called on a sharded model in place of forward."""
+    mtp_weight = 0.0
+    """Weight of the loss of MTP heads in training; 0: they are not computed."""
 
     def __init__(self, config: ModelConfig, balance: Balance | None = None):
         """balance: of the load of a model with experts; None: the load is not measured."""
@@ -328,7 +341,11 @@ class Decoder(nn.Module):
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks of this model or stage by name: "0", "1", ..."""
-        return dict(self.model.layers.items())
+        return {n: b for n, b in self.model.layers.items() if not isinstance(b, MtpBlock)}
+
+    def mtp_heads(self) -> list[nn.Module]:
+        """Return the heads for further tokens that are part of the model."""
+        return [block for block in self.model.layers.values() if isinstance(block, MtpBlock)]
 
     @property
     def head_names(self) -> set[str]:
@@ -349,13 +366,33 @@ class Decoder(nn.Module):
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
         """Compute the objective and the scores of the micro-batch's supervised tokens."""
         share = batch.token_share if objective else None  # a validation has no auxiliary losses
-        hidden, auxiliary = self._supervised(batch, share)
-        value, scores = self.lm_head(self.normed(hidden), batch.targets, objective, batch.soft)
+        if objective is not None and self.mtp_weight:
+            value, scores, auxiliary = scores_with_mtp(self, batch, objective, share)
+        else:
+            hidden, auxiliary = self._supervised(batch, share)
+            value, scores = self.lm_head(self.normed(hidden), batch.targets, objective, batch.soft)
         if value is not None:
             losses = (scalar for name, scalar in auxiliary.items() if name.endswith("_loss"))
             value = sum(losses, start=value)
         detached = {name: scalar.detach() for name, scalar in auxiliary.items()}
         return DecoderOutput(value, scores, detached)
+
+    def states_with_mtp(
+        self, batch: MicroBatch, token_share: Tensor | None
+    ) -> tuple[Tensor, Tensor, Auxiliary]:
+        """Return the output head's input of the model and of its MTP head, and auxiliary values.
+
+        The states are [rows, length, hidden].
+        """
+        positions, layout = batch.positions, batch.layout
+        embedded = self.embed(batch.tokens)
+        x, auxiliary = self.run_blocks(
+            embedded, positions, layout, self.blocks(), token_share=token_share
+        )
+        states = self.normed(x)
+        (head,) = self.mtp_heads()
+        cos_sin = self.ropes[False](positions, x.dtype, layout)
+        return states, head(of_next_tokens(embedded), states, cos_sin, layout), auxiliary
 
     def states_for_head(self, batch: MicroBatch) -> Tensor:
         """Return the states of the supervised tokens that a head makes logits of.

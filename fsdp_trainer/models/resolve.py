@@ -31,7 +31,9 @@ from fsdp_trainer.models.config import (
     why_unknown,
 )
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
+from fsdp_trainer.models.hf.further_blocks import start_of_names
 from fsdp_trainer.models.hf.hf_rules import transformers_problems, without_folder
+from fsdp_trainer.models.hf.mtp_architecture import with_mtp_head
 from fsdp_trainer.models.hf.read_architecture import missing_extra, read_architecture
 
 installed_version = cache(version)  # asked for hundreds of times by a plan
@@ -74,6 +76,24 @@ def directed(config: ModelConfig) -> ModelConfig:
     if problems := [*direction_problems(config)]:
         raise UserError("the model cannot attend to later tokens", problems)
     return config
+
+
+def with_trained_head(config: ModelConfig, mtp: float) -> ModelConfig:
+    """Return the architecture with the MTP head that objective.mtp trains, if it is above 0.
+
+    Raises UserError for a model without one.
+    """
+    setting = f"objective.mtp={mtp:g}"
+    return with_mtp_head(config, setting, "objective.mtp=0") if mtp else config
+
+
+def frozen_names(freeze: Sequence[str], mtp: float, config: ModelConfig) -> tuple[str, ...]:
+    """Return the patterns of train.freeze, and that of an MTP head that is not trained.
+
+    mtp: objective.mtp.
+    """
+    untrained = config.mtp_heads and not mtp
+    return (*freeze, *([f"{start_of_names(config)}*"] if untrained else []))
 
 
 def keys_set(model: Model) -> dict[str, Any]:
@@ -162,7 +182,7 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
                 return problems_without_reading(model, cfg.sharding, raw)
             if problems := architecture_problems(file.parent):
                 return problems
-        config = resolve_model(model)
+        config = with_trained_head(resolve_model(model), cfg.objective.mtp)
     except UserError as error:
         return error.problems
     return [

@@ -14,10 +14,11 @@ def matmul_parameters(config: ModelConfig) -> int:
     """Return the number of weights with which each token is multiplied.
 
     These are all weights except the input embedding and the experts that a token is not routed to.
-    A tied embedding counts as the head's weight.
+    A tied embedding counts as the head's weight, which an MTP head uses once more.
     """
     embedding = config.vocab_size * config.hidden_size
-    return config.parameters(active=True) - embedding * (not config.tie_word_embeddings)
+    used = config.mtp_heads - (not config.tie_word_embeddings)
+    return config.parameters(active=True) + embedding * used
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,12 @@ def trained_work(model: Decoder) -> TrainedWork:
         any_trained = any_trained or trained > 0
         reached.append(any_trained)
         weights += 2 * total + 2 * total * any_trained + 2 * trained
+    counts = [count_numbers(head) for head in model.mtp_heads()]
+    computed = [each for each in counts if each[1]]  # others are in the model to be kept
+    weights += sum(4 * total + 2 * trained for total, trained in computed)
     weight = getattr(model.lm_head, "weight", None)
     head = config.vocab_size * config.hidden_size if weight is not None else 0
+    head *= 1 + len(computed)
     norm, trained_norm = count_numbers(model.final_norm)
     any_trained = any_trained or trained_norm > 0
     weights += 2 * norm + 2 * norm * any_trained + 2 * trained_norm

@@ -37,6 +37,7 @@ GENERAL: dict[str, dict[str, Title]] = {
     COURSE: {
         "loss": Title("Loss", log=True, is_smoothed=True),
         "objective": Title("Objective (what was minimised)", log=True, is_smoothed=True),
+        "mtp_loss": Title("Loss of the MTP head, two tokens ahead", log=True, is_smoothed=True),
         "loss_by_source/": Title("Loss by source", is_smoothed=True),
         "validation_loss": Title("Validation loss", log=True),
         "validation_bits_per_byte": Title("Validation, bits per byte"),

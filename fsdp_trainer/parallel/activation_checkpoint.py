@@ -44,7 +44,7 @@ def checkpoint_activations(
     offloader: Offloader | None = None,
     splits_backward: bool = False,
 ) -> None:
-    """Wrap the forward of every n-th block, also of a tower for images.
+    """Wrap the forward of every n-th block, also of MTP heads and a tower for images.
 
     Wrapping the block itself would change names. offloader: moves the results that `selective`
     keeps in blocks for text; None if blocks are compiled. splits_backward: True for a pipeline's
@@ -58,7 +58,9 @@ def checkpoint_activations(
     # a block has no randomness, so there is no random state to preserve
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     kept = frozenset(cfg.save) if cfg.mode == "selective" else None
-    for blocks, mover in ([*model.blocks().values()], offloader), (model.image_blocks(), None):
+    of_text = [*model.blocks().values()]
+    others = [*model.mtp_heads(), *model.image_blocks()]
+    for blocks, mover in (of_text, offloader), (others, None):
         of_mode: dict[str, Any] = {}
         if kept is not None:
             of_mode["context_fn"] = partial(selective_contexts, kept, mover, splits_backward)

@@ -73,7 +73,7 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
     options: dict[str, Any] = {"mode": cfg.mode, "backend": BACKEND}
     if model.lm_head is not None:
         model.lm_head.compile_chunks(**options)
-    for block in model.blocks().values():
+    for block in [*model.blocks().values(), *model.mtp_heads()]:
         options["fullgraph"] = is_one_graph(block)
         if forward_alone:
             method: Any = block.forward

@@ -224,7 +224,8 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
 class ShardedPart(NamedTuple):
     """A model, or a stage of it, that becomes one FSDP root.
 
-    embedding: the embedding if it is a separate unit. images: see Decoder.image_parts. ends:
+    embedding: the embedding if it is a separate unit. images: see Decoder.image_parts. heads: for
+    further tokens, units that some forwards leave out. ends:
     modules of the unit that stays gathered after forward. is_frozen_before: True if nothing before
     the blocks is trained. inference: names of the methods for inference, which must also gather
     parameters.
@@ -234,6 +235,7 @@ class ShardedPart(NamedTuple):
     embedding: nn.Module | None
     images: list[nn.Module]
     blocks: list[nn.Module]
+    heads: list[nn.Module]
     ends: list[nn.Module]
     is_frozen_before: bool
     inference: tuple[str, ...]
@@ -249,7 +251,8 @@ def parts_of(model: Decoder) -> list[ShardedPart]:
     embedding: nn.Module | None = None if tied else model.embedding
     blocks, ends = list(model.blocks().values()), model.ends()
     images, methods = model.image_parts(), model.inference_methods
-    return [ShardedPart(model, embedding, images, blocks, ends, is_frozen, methods)]
+    heads = model.mtp_heads()
+    return [ShardedPart(model, embedding, images, blocks, heads, ends, is_frozen, methods)]
 
 
 def trains_images(model: Decoder) -> bool:
@@ -262,7 +265,8 @@ def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
     ends: list[nn.Module] = [] if stage.ends is None else [stage.ends]
     blocks = list(stage.layers.values())
     is_frozen_before = is_frozen and stage.is_first
-    return ShardedPart(stage, stage.embed_tokens, [], blocks, ends, is_frozen_before, ("advance",))
+    inference = ("advance",)
+    return ShardedPart(stage, stage.embed_tokens, [], blocks, [], ends, is_frozen_before, inference)
 
 
 @chunks_when_read()
@@ -289,7 +293,7 @@ def shard_part(
     if part.ends:
         fully_shard(part.ends, reshard_after_forward=False, **options)
     units = grouped_blocks(part.blocks, cfg)
-    for unit in units:
+    for unit in [*units, *([head] for head in part.heads)]:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **of_blocks)
     fully_shard(part.root, reshard_after_forward=False, **options)
     before_trained = units_before_trained(units) if part.is_frozen_before else []

@@ -228,7 +228,7 @@ def trace_block(
         mixer: Any = block.self_attn
         mixer.scoring = mixer.scoring._replace(softcap=None)
         mixer.sinks = None
-    decoder: Any = SimpleNamespace(blocks=lambda: {"0": block}, image_blocks=list)
+    decoder: Any = SimpleNamespace(blocks=lambda: {"0": block}, mtp_heads=list, image_blocks=list)
     checkpoint_activations(decoder, recomputed)
 
     def make() -> tuple[nn.Module, tuple]:

@@ -325,12 +325,13 @@ def forward_flops(model: PlannedModel) -> Flops:
     attention_cost = whole_cost / sharding.context
     # kernels need values as wide as keys: they are padded with zeros (models.latent_attention)
     heads_width = config.num_attention_heads * max(config.head_dim, config.value_dim)
-    ends = replace(config, num_hidden_layers=0).parameters()
+    ends = replace(config, num_hidden_layers=0, mtp_heads=0).parameters()
     blocks = config.parameters(active=True) - ends
     # each rank of a tensor group sends only its own tokens to experts
     others = 1 - 1 / sharding.tensor
     routed, trained_routed = (others * numbers for numbers in parts.routed)
-    head = 2.0 * config.embedding_rows * config.hidden_size * tokens
+    heads = 1 + model.part.shape.mtp_heads
+    head = 2.0 * heads * config.embedding_rows * config.hidden_size * tokens
     of_experts = 3 * config.num_experts_per_tok * config.hidden_size * config.expert_size
     return Flops(
         products=2.0 * (blocks - routed + parts.adapters.numbers) * tokens,

@@ -262,7 +262,9 @@ class ModelParts:
         own = getattr(model.lm_head, "weight", none)
         self.head: Tensor = self.embedding if self.tied else own
         self.norm: nn.Module = model.final_norm
-        self.last = [one for one in (self.head, *self.norm.parameters()) if one.numel()]
+        heads = [p for head in model.mtp_heads() for p in head.parameters()]
+        last = self.head, *self.norm.parameters(), *heads
+        self.last = [one for one in last if one.numel()]
         self.first = self.last if self.tied else [self.embedding]
         self.kinds: list[BlockKind] = []
         self.kind_of: list[int] = []
@@ -303,9 +305,10 @@ class ModelParts:
 
     @cached_property
     def trained_active(self) -> int:
-        """Size of the trained parameters in the blocks that a token uses."""
+        """Size of the trained parameters in the blocks and MTP heads that a token uses."""
         each = [count_numbers(kind.block)[1] for kind in self.kinds]
-        return sum(each[kind] for kind in self.kind_of)
+        of_heads = sum(count_numbers(head)[1] for head in self.model.mtp_heads())
+        return sum(each[kind] for kind in self.kind_of) + of_heads
 
     def matrices(self, kinds: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, columns) of each trained stack of matrices in some blocks.

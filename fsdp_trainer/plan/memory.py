@@ -236,8 +236,8 @@ class Activations(NamedTuple):
 
     traced: of each block; moved: bytes of each block that are in host memory between its forward
     and its backward; hidden: bytes of the hidden states of all tokens in the head; stream: between
-    blocks; norm: the norm before the head; common: bytes that all blocks use; waiting: bytes of a
-    pipeline's forwards that wait for their backward.
+    blocks; norm: the norm before the head, and an MTP head; common: bytes that all blocks use;
+    waiting: bytes of a pipeline's forwards that wait for their backward.
     """
 
     traced: list[TracedPart]
@@ -256,12 +256,16 @@ class Activations(NamedTuple):
         traced = stages.of(traced)
         hidden = layout.tokens * model.config.hidden_size * model.number
         stream = hidden / layout.sharding.tensor
+        norm = norm_traced(model.own, layout.tokens, model.precision.param_dtype)
+        heads = model.part.shape.mtp_heads
+        if heads:  # taken to be as the last block, with states and embeddings joined before
+            norm = norm._replace(saved=norm.saved + traced[-1].saved + 4 * hidden)
         return cls(
             traced,
             moved_bytes(model, traced, device),
-            hidden,
+            hidden * (1 + heads),
             stream,
-            norm_traced(model.own, layout.tokens, model.precision.param_dtype),
+            norm,
             float(common),
             _waiting(model, stages, traced, common, stream),
         )

@@ -29,7 +29,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
-from fsdp_trainer.models.resolve import resolve_model, sharding_problems
+from fsdp_trainer.models.resolve import resolve_model, sharding_problems, with_trained_head
 from fsdp_trainer.parallel.memory_check import host_bytes
 from fsdp_trainer.plan.planned_model import IMAGE_SHARE
 
@@ -56,7 +56,8 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
         assumed.append(f"{tokens:,} tokens in the vocabulary, {reason}")
     if model.depth:
         assumed.append(depth_in_words(cfg))
-    config = resolve_model(model, tokens)
+    resolved = replace(resolve_model(model, tokens), mtp_heads=0)  # one is frozen, not computed
+    config = with_trained_head(resolved, cfg.objective.mtp)
     if cfg.objective.method.scores and not config.scores:
         config = config.with_labels(tuple(cfg.objective.labels) or ONE_LABEL)
     if config.by_transformers:

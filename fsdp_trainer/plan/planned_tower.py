@@ -162,7 +162,9 @@ class PlannedTower:
         )
         whole, trained = numbers_of(self.block.parameters())
         block.requires_grad_(trained > whole / 2)  # else only adapters are trained
-        decoder: Any = SimpleNamespace(blocks=lambda: {"0": block}, image_blocks=list)
+        decoder: Any = SimpleNamespace(
+            blocks=lambda: {"0": block}, mtp_heads=list, image_blocks=list
+        )
         checkpoint_activations(decoder, recompute)
         shape = (1, self.patches, width)
         traced = trace(lambda: (block, ()), shape, self.dtype, self.is_reached).part()

@@ -224,6 +224,7 @@ def build_model(setup: RunSetup, temperature: float) -> Decoder:
     model = meta_decoder(trained.config, new_balance(trained.config, cfg.loss, setup.device))
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = temperature
+    model.mtp_weight = cfg.objective.mtp
     computation = Computation.of(cfg, setup.compiled)
     return parallelize(model, setup.dims, computation, trained.adapters, trained.freeze)
 
@@ -311,6 +312,7 @@ def build_step(
         setup.device,
         model.balance,
         method.metric(),
+        has_mtp=model.mtp_weight > 0,
     )
     probe, sync = EmbeddingGradProbe(model), None
     if sharding.pipeline == 1:

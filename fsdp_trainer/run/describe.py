@@ -81,6 +81,7 @@ def describe(
         f"{counted(config.num_hidden_layers, 'block')}, "
         f"{config.vocab_size:,} tokens, from {origin}",
         *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
+        *line_on_mtp_head(config, cfg.objective.mtp),
         *unread_tensors(unread, config.vocab_size),
         *by_transformers(config, cfg.data.packing),
         *left_out_of_training(config.source),
@@ -164,6 +165,14 @@ def stages(layout: Layout, model: Decoder) -> list[str]:
         f"stages {', '.join(blocks)} (blocks) on {division.ranks} ranks in a row, "
         f"{division.schedule}: idle {layout.idle:.0%} of a step if all take equally long"
     ]
+
+
+def line_on_mtp_head(config: ModelConfig, mtp: float) -> list[str]:
+    """Return the line on a model's MTP head, if it has one. mtp: objective.mtp."""
+    if not config.mtp_heads:
+        return []
+    does = f"its loss counts {mtp:g} (objective.mtp)" if mtp else "it stays as it is"
+    return [f"       with an MTP head, which predicts the token after the next one: {does}"]
 
 
 def unread_tensors(unread: Unread | None, vocabulary: int) -> list[str]:

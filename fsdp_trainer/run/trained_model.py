@@ -24,10 +24,12 @@ from fsdp_trainer.models.config import CLASSIFIER, TAGGER, ModelConfig
 from fsdp_trainer.models.hf.hf_rules import transformers_problems
 from fsdp_trainer.models.resolve import (
     expert_problems,
+    frozen_names,
     keys_set,
     length_problems,
     resolve_model,
     resolve_with_tokenizer,
+    with_trained_head,
 )
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.convert import require_float8
@@ -50,7 +52,8 @@ def check_room(
     if layout.pipeline_problem:
         raise UserError("a step is too small for the pipeline", [layout.pipeline_problem])
     require_float8(cfg.precision, world.device)
-    config = resolve_model(fetched_model(cfg.model, init_from))
+    resolved = resolve_model(fetched_model(cfg.model, init_from))
+    config = with_trained_head(resolved, cfg.objective.mtp)
     source = WeightSource.of(cfg.model, cfg.adapter, init_from, cfg.run.seed)
     if config.by_transformers:
         refused = [
@@ -59,7 +62,8 @@ def check_room(
         ]
         if refused:
             raise UserError("transformers' class cannot be divided like this", refused)
-    setup = ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
+    frozen = frozen_names(cfg.train.freeze, cfg.objective.mtp, config)
+    setup = ModelSetup.resolve(config, cfg.adapter, frozen, source)
     ranks, adapters = cfg.sharding.tensor, setup.adapters
     moments = moments_format(cfg.optim, cfg.precision.master_dtype)
     problems = [
@@ -94,7 +98,8 @@ def resolve_setup(cfg: TrainConfig, inputs: RunInputs) -> ModelSetup:
     """Return the setup of the model in training, which is resolved only here. Raises UserError."""
     config = resolve_architecture(cfg, inputs)
     source = WeightSource.of(cfg.model, cfg.adapter, inputs.init_from, cfg.run.seed)
-    return ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
+    frozen = frozen_names(cfg.train.freeze, cfg.objective.mtp, config)
+    return ModelSetup.resolve(config, cfg.adapter, frozen, source)
 
 
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
@@ -150,7 +155,7 @@ def with_head(
     if not method.scores:
         if reason := why_no_text(config):
             raise UserError("the model writes no text", [Problem(what, reason)])
-        return config
+        return with_trained_head(config, choice.mtp)
     if method.reads == QUERIES:
         own = config.pooling or ("mean" if config.encoder else "last")
         return config.with_pooling(own if choice.pooling == "auto" else choice.pooling)

@@ -19,6 +19,7 @@ from fsdp_trainer.extensions import METRICS
 from fsdp_trainer.models.balance import LOAD, Balance
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
+from fsdp_trainer.models.mtp import LOGPROBS
 from fsdp_trainer.observe.metric_groups import OWN_METRICS
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
@@ -92,6 +93,25 @@ class StepTotal:
     def written(self, sums: list[float]) -> dict[str, Any]:
         """Return the sum; None (null) if it is not finite, in which case the step was skipped."""
         return {self.name: finite_or_none(sums[0])} if self.is_written else {}
+
+
+class MtpLoss:
+    """The loss of the MTP head, before its weight: it is part of the objective.
+
+    Sums: Σ weight · loss of its predictions, Σ weight of the model's own.
+    """
+
+    size = 2
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [2] float32."""
+        weights = result.batch.weights
+        return torch.stack([-(result.auxiliary[LOGPROBS] * weights).sum(), weights.sum()])
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return `mtp_loss`; None if it is not finite or nothing is supervised."""
+        loss, weight = sums
+        return {"mtp_loss": finite_or_none(loss / weight) if weight else None}
 
 
 class LossBySource:
@@ -296,11 +316,12 @@ def step_metrics(
     device: torch.device,
     balance: Balance | None = None,
     of_method: MethodMetric | None = None,
+    has_mtp: bool = False,
 ) -> Metrics:
     """Return the metrics of a training step.
 
     objective_differs: whether the objective is another number than the reported loss. of_method:
-    the training method's own metrics.
+    the training method's own metrics. has_mtp: whether an MTP head is trained.
     """
     objective = StepTotal("objective", is_written=objective_differs)
     auxiliary: dict[str, Metric] = {name: AuxiliaryMean(name) for name in auxiliary_names}
@@ -308,6 +329,8 @@ def step_metrics(
         objective.is_written = objective_differs or bool(balance.loss_names)
         auxiliary |= {name: AuxiliaryTotal(name) for name in balance.loss_names}
         auxiliary[LOAD] = ExpertLoad(*balance.load.shape)
+    if has_mtp:
+        auxiliary[LOGPROBS] = MtpLoss()
     registered = {name: build() for name, build in METRICS.items()}
     losses = loss_metrics(source_names, of_method)
     metrics = {"objective": objective, **losses, **auxiliary, **registered}

@@ -44,7 +44,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import is_encoded
-from fsdp_trainer.models.hf.further_blocks import is_unread
+from fsdp_trainer.models.hf.further_blocks import copies_in_head, is_unread
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.read_architecture import stored_vocabulary
 
@@ -95,10 +95,14 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
     Rows of stacked matrices are counted as in one matrix of all rows, in parameters and in tensors.
     vocab_size: rows of embedding and head in the folder; a sharded model's may be padded.
     """
+    repeated = [
+        TensorPart(weight, 0, tensor, 0, vocab_size)
+        for tensor, weight in copies_in_head(model.config).items()
+    ]
     if model.config.by_transformers:
         own: Any = model  # a TransformersDecoder
         places, _ = places_of(own, own.stored_shapes(vocab_size))
-        return [TensorPart(*place) for place in places]
+        return [TensorPart(*place) for place in places] + repeated
     family = model.config.family_spec
     parts: list[TensorPart] = []
     ends: Counter[str] = Counter()
@@ -118,14 +122,16 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
         rows = vocab_size if name in model.config.names.vocabulary else len(parameter)
         parts.append(TensorPart(name, 0, tensor, ends[tensor], rows))
         ends[tensor] += rows
-    return parts
+    return parts + repeated
 
 
 def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the parts make up."""
     if model.config.by_transformers:
         own: Any = model  # a TransformersDecoder
-        return own.stored_shapes(model.config.vocab_size)
+        shapes = own.stored_shapes(model.config.vocab_size)
+        copies = copies_in_head(model.config)
+        return shapes | {tensor: shapes[weight] for tensor, weight in copies.items()}
     weights = model.named_weights()
     shapes = {}
     for part in parts:
@@ -280,7 +286,7 @@ def check_tensors(
     missing = {
         name: f"is missing; the model has it with shape {list(shape)}"
         for name, shape in shapes.items()
-        if name not in stored and name not in model.head_names
+        if name not in stored and name not in model.head_names | copies_in_head(model.config).keys()
     }
     others = {
         name: _misfit(tensor, shapes.get(name))
@@ -307,25 +313,31 @@ def _misfit(tensor: HuggingFaceTensor, shape: tuple[int, ...] | None) -> str:
     return ""
 
 
-def check_tied_head(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> list[Problem]:
-    """Return a Problem if a tied head is stored and differs from the embedding.
+def check_repeated(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> list[Problem]:
+    """Return a Problem for each stored tensor that should repeat a weight and differs from it.
 
-    Every rank reads both completely, a piece at a time.
+    These are a tied head, and what an MTP head shares with the model. Every rank reads both
+    completely, a piece at a time.
     """
-    names = model.config.names
-    if names.head not in stored or not model.config.tie_word_embeddings:
-        return []
-    head, embedding = stored[names.head], stored.get(names.embedding)
-    if embedding is None:  # a folder with other names
-        return []
-    fits = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-    if fits and all(map(torch.equal, head.pieces(), embedding.pieces())):
-        return []
-    reason = (
-        f"in {head.chunks[0].file.name} differs from {names.embedding}, "
-        "though config.json says tie_word_embeddings=true: set it to false"
-    )
-    return [Problem(names.head, reason)]
+    names, repeated = model.config.names, copies_in_head(model.config)
+    reasons = dict.fromkeys(repeated, "and an MTP head that shares it with the model is trained")
+    if model.config.tie_word_embeddings:
+        repeated = {names.head: names.embedding, **repeated}
+        says = "though config.json says tie_word_embeddings=true: set it to false"
+        reasons[names.head] = says
+    return [
+        Problem(tensor, f"in {stored[tensor].chunks[0].file.name} differs from {weight}, {reason}")
+        for tensor, reason in reasons.items()
+        if differ(stored.get(tensor), stored.get(weight := repeated[tensor]))
+    ]
+
+
+def differ(one: HuggingFaceTensor | None, other: HuggingFaceTensor | None) -> bool:
+    """Return True if both tensors are there and differ; a folder may have other names."""
+    if one is None or other is None:
+        return False
+    fits = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return not (fits and all(map(torch.equal, one.pieces(), other.pieces())))
 
 
 def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
@@ -418,7 +430,7 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
     misfits = check_tensors(model, stored, vocab_size)
     if problems:  # a tensor that is missing may be in a broken file
         misfits = [problem for problem in misfits if problem.what in stored]
-    problems = problems + misfits or check_tied_head(model, stored)
+    problems = problems + misfits or check_repeated(model, stored)
     if not problems:
         return stored
     more = len(problems) - MAX_SHOWN_PROBLEMS

@@ -42,6 +42,20 @@ def refused(cfg: TrainConfig, report: Report) -> Violations:
             yield key, reason.replace("{name}", choice.name)
 
 
+def mtp_head(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that a layout and adapters allow to train an MTP head."""
+    if not cfg.objective.mtp:
+        return
+    without = "or  objective.mtp=0"
+    for name in ("tensor", "context", "pipeline"):
+        if getattr(cfg.sharding, name) > 1:
+            reason = "an MTP head needs each token's next one and the states of whole rows"
+            yield f"sharding.{name}", f"{reason}.\nUse  sharding.{name}=1  {without}"
+    if cfg.adapter.name != "none":
+        reason = "an MTP head is trained with all weights, and no server reads adapters of it"
+        yield "objective.mtp", f"{reason}.\nUse  adapter=none  {without}"
+
+
 def reference(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the path of a reference that reads all rows before training has a model."""
     second = cfg.second_model

@@ -137,7 +137,8 @@ def adaptable_layers(model: Decoder) -> list[str]:
 def block_linears(model: Decoder) -> dict[str, nn.Linear]:
     """Return the linear layers of the blocks, by name."""
     prefix = model.config.names.blocks
-    modules = model.named_modules()
+    of_heads = {module for head in model.mtp_heads() for module in head.modules()}
+    modules = [(n, m) for n, m in model.named_modules() if m not in of_heads]
     return {n: m for n, m in modules if n.startswith(prefix) and isinstance(m, nn.Linear)}
 
 

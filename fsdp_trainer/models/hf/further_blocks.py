@@ -1,4 +1,7 @@
-"""Tensors that no module here reads: above all blocks that draft further tokens."""
+"""Heads that predict further tokens (MTP, NextN), and other tensors that no module may read.
+
+DeepSeek-V3 (2024, §2.2) defines them; here are their names in folders and config.json.
+"""
 
 import re
 from collections.abc import Iterator
@@ -14,6 +17,16 @@ BLOCK = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\
 CONSTANT = "rotary_emb.inv_freq"
 """The end of the names of constants in old exports."""
 DRAFTS = re.compile(r"(?:.*\.)?mtp[._]")
+NEXT_BLOCK, MTP = "model.layers.{blocks}.", "mtp."
+"""How the names of a head's tensors begin: a block after the last one, or beside the model."""
+HEADS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), NEXT_BLOCK),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text"), MTP),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), MTP),
+}
+"""The families whose heads are trained, by model_type."""
+UNCOUNTED = ("qwen3_next",)
+"""Families whose published config.json does not count the one head that their folders have."""
 
 
 def counts(part: Json) -> Iterator[tuple[Json, str]]:
@@ -25,8 +38,36 @@ def counts(part: Json) -> Iterator[tuple[Json, str]]:
             yield part, key
 
 
+def stored_heads(config: ModelConfig) -> int:
+    """Return how many heads the config.json of a folder counts; 1 for random weights."""
+    numbers = [part[key] for part, key in counts(config.source)]
+    is_uncounted = not config.source or config.family in UNCOUNTED
+    return max(numbers, default=int(is_uncounted))
+
+
+def start_of_names(config: ModelConfig) -> str:
+    """Return how the names of the tensors of a model's head begin."""
+    return HEADS[config.family].format(blocks=config.num_hidden_layers)
+
+
+def copies_in_head(config: ModelConfig) -> dict[str, str]:
+    """Return the weights that a head's tensors in a folder repeat, by the tensors' names.
+
+    Embedding and output head of DeepSeek-V3 and GLM-4.5 are those of the model, and are stored in
+    the head again: vLLM reads them there.
+    """
+    if not config.mtp_heads or HEADS[config.family] != NEXT_BLOCK:
+        return {}
+    names, start = config.names, start_of_names(config)
+    head = names.embedding if config.tie_word_embeddings else names.head
+    own = {"embed_tokens.weight": names.embedding, "shared_head.head.weight": head}
+    return {start + name: weight for name, weight in own.items()}
+
+
 def is_further(name: str, config: ModelConfig) -> bool:
-    """Return True for a tensor of such a block, as published folders name it."""
+    """Return True for a tensor of a head that is no part of the model, as folders name it."""
+    if config.mtp_heads and name.startswith(start_of_names(config)):
+        return False
     block = BLOCK.match(name)
     if block and int(block[1]) >= config.num_hidden_layers:
         is_counted = any(part[key] > 0 for part, key in counts(config.source))

@@ -37,7 +37,9 @@ from fsdp_trainer.models.config import (
     WeightNames,
     has_tower,
 )
+from fsdp_trainer.models.hf.hf_mtp import add_mtp_head
 from fsdp_trainer.models.hf.routers import routers
+from fsdp_trainer.models.mtp import MtpBlock
 
 UNLIMITED = 2**40
 """Positions of a model whose config.json names no limit, such as a state-space model."""
@@ -191,9 +193,12 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
         with quiet_transformers(), torch.device("cpu"), parameters_on_meta():
             if config.scores:
                 hf_config.update({"num_labels": config.scores})
-            return auto_class(config).from_config(
+            hf = auto_class(config).from_config(
                 hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
             )
+            if config.mtp_heads:
+                add_mtp_head(hf, config, *block_list(hf))
+            return hf
     except Exception as error:  # any, from what transformers' class makes of the values
         lines = str(error).strip().splitlines() or [type(error).__name__]
         problem = Problem(f"model_type={config.family}", lines[0][:300])
@@ -349,4 +354,5 @@ def block_list(hf: PreTrainedModel) -> tuple[str, dict[str, nn.Module]]:
         problem = Problem(type(hf).__name__, "has no list of blocks to shard one by one")
         raise UserError("the model has no blocks", [problem])
     longest = max(candidates, key=lambda name: len(candidates[name]))
-    return longest, {str(i): module for i, module in enumerate(candidates[longest])}
+    blocks = [each for each in candidates[longest] if not isinstance(each, MtpBlock)]
+    return longest, {str(i): module for i, module in enumerate(blocks)}

@@ -20,18 +20,20 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Auxiliary, Decoder, ImageInputs
+from fsdp_trainer.models.decoder import Auxiliary, Decoder, ImageInputs, MicroBatch
 from fsdp_trainer.models.head import Head, ScoreHead, StatesHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
 from fsdp_trainer.models.hf.document_layers import DocumentRows, keep_apart
-from fsdp_trainer.models.hf.further_blocks import is_further
+from fsdp_trainer.models.hf.further_blocks import copies_in_head, is_further
 from fsdp_trainer.models.hf.hf_config import block_list, build_hf_model, mark_experts
 from fsdp_trainer.models.hf.hf_head import BiasedHead, TransformersHead
+from fsdp_trainer.models.hf.hf_mtp import RecordedRotations, head_of
 from fsdp_trainer.models.hf.image_tower import TOKEN_TYPES, ImageTower
 from fsdp_trainer.models.hf.own_cache import CACHES, OwnCache
 from fsdp_trainer.models.hf.routers import RouterWatch, routers
 from fsdp_trainer.models.hf.stored_names import Place, may_be_unused, places, stored_shapes
 from fsdp_trainer.models.hf.unpack import OneDocumentRows
+from fsdp_trainer.models.mtp import of_next_tokens
 
 
 class TransformersDecoder(Decoder):
@@ -44,6 +46,7 @@ class TransformersDecoder(Decoder):
     hf: PreTrainedModel
     """transformers' model. It shares its modules with this one."""
     own_blocks: dict[str, nn.Module]
+    own_mtp_heads: list[nn.Module]
     tower: ImageTower | None
     """Of a model that reads images."""
 
@@ -70,7 +73,10 @@ class TransformersDecoder(Decoder):
             require_classifier(config)
             self.add_module("score", head)
         self.__dict__["lm_head"] = head
-        self.__dict__["own_blocks"] = block_list(hf)[1]
+        list_name, self.__dict__["own_blocks"] = block_list(hf)
+        self.__dict__["own_mtp_heads"] = [head_of(hf, list_name)] if config.mtp_heads else []
+        rotations = [hf.get_decoder().rotary_emb] if config.mtp_heads else []
+        self.recorded_rotations = [RecordedRotations(module) for module in rotations]
         tower = ImageTower(hf) if config.reads_images and config.predicts else None
         self.__dict__["tower"] = tower
         self.document_rows = DocumentRows()
@@ -112,6 +118,7 @@ class TransformersDecoder(Decoder):
             id(module)
             for part in (
                 *self.blocks().values(),
+                *self.own_mtp_heads,
                 *self.image_parts(),
                 self.embedding,
                 self.lm_head,
@@ -124,6 +131,10 @@ class TransformersDecoder(Decoder):
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks by number: "0", "1", ..."""
         return dict(self.own_blocks)
+
+    def mtp_heads(self) -> list[nn.Module]:
+        """Return the heads for further tokens that are part of the model."""
+        return self.own_mtp_heads
 
     def ends(self) -> list[nn.Module]:
         """Return the head. Norms, and a head tied to the embedding, are sharded with the root."""
@@ -193,6 +204,26 @@ class TransformersDecoder(Decoder):
             return states, {}
         share = token_share if alone is None else alone.spread(token_share)
         return states, self.watch.auxiliary(self.balance, share)
+
+    def states_with_mtp(
+        self, batch: MicroBatch, token_share: Tensor | None
+    ) -> tuple[Tensor, Tensor, Auxiliary]:
+        """Return the output head's input of the model and of its MTP head. See Decoder."""
+        layout, images = batch.layout, batch.images
+        (recorded,), (head,) = self.recorded_rotations, self.own_mtp_heads
+        with recorded.recorded():
+            states, auxiliary = self.hidden(
+                batch.tokens, batch.positions, layout, token_share=token_share, images=images
+            )
+        embedded, rotations = recorded.taken()
+        drafted = head(
+            of_next_tokens(embedded),
+            states,
+            position_embeddings=rotations,
+            attention_mask=None,
+            documents=Documents(layout, set(self.config.windows)),
+        )
+        return self.normed(states), self.normed(drafted), auxiliary
 
     def states(
         self,
@@ -266,7 +297,7 @@ class TransformersDecoder(Decoder):
     def places(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[Place], list[str]]:
         """Return where a folder's tensors belong, and those that are not part of this model."""
         found, unused = places(self.hf, stored, self.named_weights())
-        passed_over = self.passed_over(unused)
+        passed_over = {*self.passed_over(unused), *copies_in_head(self.config)}
         return found, [n for n in unused if n not in passed_over and not self.repeats_head(n)]
 
     def passed_over(self, names: Iterable[str]) -> set[str]:
@@ -283,7 +314,8 @@ class TransformersDecoder(Decoder):
         """Return the names of the tensors of a folder, by their shapes, that nothing here reads."""
         passed_over = {name: stored[name] for name in self.passed_over(stored)}
         _, unused = places(self.hf, passed_over, self.named_weights())
-        return [name for name in unused if not self.repeats_head(name)]
+        copies = copies_in_head(self.config)
+        return [name for name in unused if not self.repeats_head(name) and name not in copies]
 
     def use_attention(self, name: str) -> None:
         """Set the function that computes attention to text, by transformers' name for it."""

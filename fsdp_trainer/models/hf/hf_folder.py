@@ -24,7 +24,9 @@ from fsdp_trainer.models.hf.hf_config import (
     describe,
     is_encoder,
     sizes_of,
-)
+    TRAINED_MTP,
+from fsdp_trainer.models.hf.hf_config import build_hf_model, config_object, describe, sizes_of
+from fsdp_trainer.models.hf.mtp_architecture import with_mtp_head
 from fsdp_trainer.models.hf.probe import probe
 
 
@@ -33,8 +35,11 @@ def read_hf_config(folder: Path, raw: Json) -> ModelConfig:
 
     Raises UserError if transformers does not know it, or if it needs code that is not allowed.
     """
-    known = {name: value for name, value in raw.items() if name != COMPUTED_BY}
-    return _read(str(folder), json.dumps(known), remote_code_is_allowed())
+    known = {name: v for name, v in raw.items() if name not in (COMPUTED_BY, TRAINED_MTP)}
+    config = _read(str(folder), json.dumps(known), remote_code_is_allowed())
+    if raw.get(TRAINED_MTP) == 1 and config.predicts:
+        return with_mtp_head(config, f"{TRAINED_MTP}=1", f"{TRAINED_MTP}=0")
+    return config
 
 
 @lru_cache(maxsize=64)

@@ -218,7 +218,7 @@ def small_copy(config: ModelConfig, narrow: bool) -> ModelConfig:
     hf_config = shrunk(config_object(config.source, config.folder), narrow)
     small = {**hf_config.to_dict(), "model_type": config.source.get("model_type")}
     sizes = sizes_of(config_object(small, config.folder)) | {"vocab_size": VOCABULARY}
-    return replace(config, source=small, **sizes)
+    return replace(config, source=small, mtp_heads=0, **sizes)
 
 
 def shrunk(hf_config: Any, narrow: bool, blocks: int = 2) -> Any:

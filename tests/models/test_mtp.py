@@ -1,0 +1,310 @@
+"""The head for a further token: held against transformers' own module, on any ranks, in exports."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gradients import (
+    INDEX,
+    LENGTHS,
+    ROW,
+    TARGETS,
+    WEIGHTS,
+    documents,
+    positions_of,
+    random_tokens,
+    stored_gradients,
+    zero_if_none,
+)
+from other_models import RUN, SGD, make_other
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import MtpLayer
+from zoo import make_model
+
+import fsdp_trainer
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.attention import LAYOUTS
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.mtp import LOGPROBS
+from fsdp_trainer.training.objective import CrossEntropy
+
+WEIGHT = 0.3
+COUNT = {"qwen3_5_text": "mtp_num_hidden_layers"}
+"""The key of config.json that counts heads, if it is not num_nextn_predict_layers."""
+
+
+class Theirs(torch.nn.Module):
+    """transformers' model and its own module for a further token, in float64 or float32."""
+
+    def __init__(self, kind):
+        super().__init__()
+        is_native = kind == "deepseek_v3"
+        self.main = make_model(kind, vocab_size=264) if is_native else make_other(kind)
+        decoder, config = self.main.get_decoder(), self.main.config
+        types = getattr(config, "layer_types", None) or ["full_attention"]
+        number = len(decoder.layers) - types[::-1].index("full_attention") - 1
+        like = decoder.layers[number]
+        self.mtp = MtpLayer(config, type(like), type(like.input_layernorm), number)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.mtp.parameters():
+            size = parameter.shape
+            parameter.data = torch.randn(size, generator=generator) * 0.2 + (parameter.ndim == 1)
+        for name, buffer in self.mtp.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+
+    def logits(self, tokens):
+        """Return the logits of a document, and those of the head at all tokens but the last."""
+        decoder = self.main.get_decoder()
+        states = decoder(tokens).last_hidden_state
+        embedded = decoder.embed_tokens(tokens[:, 1:])
+        positions = torch.arange(tokens.shape[1] - 1)[None]
+        rotations = decoder.rotary_emb(embedded, positions)
+        mask = torch.full((1, 1, len(positions[0]), len(positions[0])), -torch.inf).triu(1)
+        drafted = self.mtp(embedded, states[:, :-1], rotations, mask, positions, None)
+        return self.main.lm_head(states)[0], self.main.lm_head(drafted)[0]
+
+    def tensors(self, view):
+        """Return what `view` gives of each parameter, by the names in a folder."""
+        main = revert_weight_conversion(self.main, named(self.main, view))
+        kind, blocks = self.main.config.model_type, len(self.main.get_decoder().layers)
+        # the conversion of experts knows names of blocks
+        own = named(self.mtp.mtp_block, view)
+        block = revert_weight_conversion(
+            self.main, {f"model.layers.{blocks}.{name}": each for name, each in own.items()}
+        )
+        parts = {"enorm": self.mtp.enorm, "hnorm": self.mtp.hnorm, "eh_proj": self.mtp.eh_proj}
+        parts["shared_head.norm"] = self.mtp.post_norm
+        start = f"model.layers.{blocks}."
+        head = block | {f"{start}{name}.weight": view(each.weight) for name, each in parts.items()}
+        if kind.startswith("qwen"):
+            inside = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+            inside |= {"eh_proj": "fc", "shared_head.norm": "norm"}
+            renamed = {f"{start}{old}.weight": f"mtp.{new}.weight" for old, new in inside.items()}
+            head = {
+                renamed.get(name, name.replace(start, "mtp.layers.0.")): each
+                for name, each in head.items()
+            }
+        return main, head
+
+
+def named(module, view):
+    """Return the parameters and stored buffers of a module by name, each as `view` gives it."""
+    stored = dict(module.state_dict(keep_vars=True))
+    return {name: view(each) for name, each in stored.items()}
+
+
+def folder_with_head(folder, kind):
+    """Write a folder with a head under the names that vLLM reads; return it, and the models."""
+    theirs = Theirs(kind)
+    theirs.main.config.architectures = [type(theirs.main).__name__]
+    theirs.main.save_pretrained(folder)
+    load_tokenizer("demo:bytes").save(folder)
+    main, head = theirs.tensors(lambda each: each.detach().clone())
+    if not kind.startswith("qwen"):
+        start = f"model.layers.{len(theirs.main.get_decoder().layers)}."
+        head[f"{start}embed_tokens.weight"] = main["model.embed_tokens.weight"].clone()
+        head[f"{start}shared_head.head.weight"] = main["lm_head.weight"].clone()
+    held = load_file(folder / "model.safetensors")
+    save_file(held | {n: t.contiguous() for n, t in head.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config[COUNT.get(kind, "num_nextn_predict_layers")] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, theirs, head
+
+
+KINDS = ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path, kind):
+    folder, theirs, _ = folder_with_head(tmp_path, kind)
+    ours = fsdp_trainer.load_model(folder, mtp=True).requires_grad_(True)
+    ours.mtp_weight = WEIGHT
+    tokens = random_tokens(len(LENGTHS), ROW)
+    layout = LAYOUTS["documents"](LENGTHS, ROW, torch.device("cpu"))
+    batch = MicroBatch(tokens, positions_of(LENGTHS, ROW), layout, INDEX, TARGETS, WEIGHTS)
+    value, scores, auxiliary = ours(batch, CrossEntropy(WEIGHTS))
+    value.backward()
+    loss, further = torch.zeros(()), torch.zeros(())
+    for i, part, alone in documents(tokens):
+        logits, drafted = theirs.logits(alone) if alone.shape[1] > 1 else (None, None)
+        if logits is None:
+            logits = theirs.main(alone).logits[0]
+        for at, target, weight in zip((INDEX - i * ROW).tolist(), TARGETS, WEIGHTS, strict=True):
+            if part.start <= at < part.stop:
+                place = at - part.start
+                loss = loss + weight * F.cross_entropy(logits[place], target)
+                if place:
+                    further = further + weight * F.cross_entropy(drafted[place - 1], target)
+    (loss + WEIGHT * further).backward()
+    assert value.item() == pytest.approx((loss + WEIGHT * further).item(), rel=1e-5)
+    assert -(scores.log_probability * WEIGHTS).sum() == pytest.approx(loss.item(), rel=1e-5)
+    assert -(auxiliary[LOGPROBS] * WEIGHTS).sum() == pytest.approx(further.item(), rel=1e-5)
+    main, head = theirs.tensors(zero_if_none)
+    wanted, gradients = main | head, stored_gradients(ours)
+    copies = {name for name in gradients if name.endswith(("embed_tokens.weight", "head.weight"))}
+    copies -= {"model.embed_tokens.weight", "lm_head.weight"}
+    for name in gradients.keys() - copies:
+        error = (torch.cat(gradients[name]).view_as(wanted[name]) - wanted[name]).abs().max()
+        assert error <= 1e-4 * max(1, wanted[name].abs().max()), name
+    assert all(wanted[name].any() for name in head if "bias" not in name and "experts" not in name)
+
+
+LENGTHS_OF_TEXTS = (30, 34, 20, 44, 40, 24, 11, 53)
+"""Tokens of the documents, of which pairs fill rows of 64."""
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Return a file of tokens, and the tokens with which of them are supervised."""
+    generator = torch.Generator().manual_seed(3)
+    held = [torch.randint(0, 256, (n,), generator=generator) for n in LENGTHS_OF_TEXTS]
+    masks = [torch.arange(n) % 3 > 0 for n in LENGTHS_OF_TEXTS]
+    file = tmp_path_factory.mktemp("tokens") / "tokens.jsonl"
+    rows = [
+        {"input_ids": text.tolist(), "labels": torch.where(mask, text, -100).tolist()}
+        for text, mask in zip(held, masks, strict=True)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file, list(zip(held, masks, strict=True))
+
+
+def steps_of(theirs, texts, count, lr):
+    """Return [loss, loss of the head] of some steps of gradient descent, each text by itself."""
+    losses = []
+    for _ in range(count):
+        loss, further, weight = torch.zeros(()), torch.zeros(()), 0
+        for text, mask in texts:
+            logits, drafted = theirs.logits(text[None])
+            loss = (
+                loss + (F.cross_entropy(logits[:-1], text[1:], reduction="none") * mask[1:]).sum()
+            )
+            ahead = F.cross_entropy(drafted[:-1], text[2:], reduction="none")
+            further = further + (ahead * mask[2:]).sum()
+            weight += mask[1:].sum()
+        ((loss + WEIGHT * further) / weight).backward()
+        losses.append([loss.item() / weight, further.item() / weight])
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter -= lr * zero_if_none(parameter)
+                parameter.grad = None
+    return torch.tensor(losses).T
+
+
+WAYS = {
+    "deepseek_v3": (4, ["sharding.expert=2", "batch.micro_rows=1"]),
+    "glm4_moe": (1, ["batch.micro_rows=4"]),
+    "qwen3_5_text": (2, ["activation_checkpoint=full", "batch.micro_rows=1"]),
+    "qwen3_5_moe_text": (2, ["sharding=hsdp", "sharding.replicas=2", "activation_checkpoint=full"]),
+}
+"""Ranks, and how they compute, by model_type."""
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_steps_and_the_exported_head_are_transformers_on_any_ranks(train, tmp_path, texts, kind):
+    folder, theirs, head = folder_with_head(tmp_path / "in", kind)
+    before = set(load_file(folder / "model.safetensors"))
+    file, held = texts
+    loss, further = steps_of(theirs, held, 2, 0.1)
+    ranks, how = WAYS[kind]
+    words = [
+        *(f"model.init_from={folder}", f"data.path={file}", "data.format=tokens", "batch.rows=4"),
+        *("batch.seq_len=64", f"objective.mtp={WEIGHT}", *SGD, "optim.lr=0.1", *RUN),
+    ]
+    run = train("run", *words, "train.steps=2", *how, ranks=ranks, base=[])
+    assert run.column("loss") == pytest.approx(loss.tolist(), abs=1e-5)
+    assert run.column("mtp_loss") == pytest.approx(further.tolist(), abs=1e-5)
+    assert run.column("objective") == pytest.approx((loss + WEIGHT * further).tolist(), abs=1e-5)
+    exported = load_file(run.folder / "hf" / "model.safetensors")
+    main, own = theirs.tensors(lambda each: each.detach())
+    assert exported.keys() == before
+    for name, value in (main | own).items():
+        assert (exported[name] - value).abs().max() < 1e-4, name
+    for name in head.keys() - own.keys():  # copies of embedding and output head
+        end = name.rpartition("shared_head.head.")[2] if "shared_head" in name else ""
+        same = "lm_head.weight" if end else "model.embed_tokens.weight"
+        assert torch.equal(exported[name], exported[same])
+    config = json.loads((run.folder / "hf" / "config.json").read_text())
+    assert config[COUNT.get(kind, "num_nextn_predict_layers")] == 1
+    assert not any(key.startswith("fsdp_trainer") for key in config)
+    if ranks == 1:  # a stop in between changes no bit; the next run keeps the head
+        train("half", *words, "train.steps=1", *how, base=[])
+        again = train("half", *words, "train.steps=2", *how, base=[])
+        resumed = load_file(again.folder / "hf" / "model.safetensors")
+        assert all(torch.equal(resumed[name], exported[name]) for name in exported)
+        plain = [word for word in words if not word.startswith(("objective.", "model."))]
+        source = f"model.init_from={run.folder}"
+        next_run = train("next", *plain, source, "train.steps=1", base=[])
+        assert "it stays as it is" in next_run.out
+        after = load_file(next_run.folder / "hf" / "model.safetensors")
+        assert all(torch.equal(after[name], exported[name]) for name in own)
+        assert not torch.equal(after["lm_head.weight"], exported["lm_head.weight"])
+
+
+DEEPSEEK = [
+    *("tokenizer.path=demo:bytes", "model=tiny", "model.family=deepseek_v3"),
+    *("model.num_key_value_heads=4", "model.head_dim=48"),
+]
+REFUSED = {
+    "sharding.tensor=2": "Use  sharding.tensor=1  or  objective.mtp=0",
+    "sharding.context=2": "Use  sharding.context=1  or  objective.mtp=0",
+    "sharding.pipeline=2": "Use  sharding.pipeline=1  or  objective.mtp=0",
+    "adapter=lora": "Use  adapter=none  or  objective.mtp=0",
+    "objective=dpo": "only counts with  objective=sft",
+    "model.family=llama": "llama has no head that is computed; deepseek_v3, glm4_moe",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_is_refused_by_name(word):
+    words = [*DEEPSEEK, "data.path=demo:backwards", "objective.mtp=0.1"]
+    compose("train", words)
+    with pytest.raises(UserError) as raised:
+        compose("train", [*(w for w in words if w[:12] != word[:12]), word])
+    assert REFUSED[word] in str(raised.value)
+
+
+def test_folders_whose_head_cannot_be_trained_are_refused(tmp_path):
+    folder, _, head = folder_with_head(tmp_path, "deepseek_v3")
+    stored = load_file(folder / "model.safetensors")
+    (copy,) = (name for name in head if name.endswith("shared_head.head.weight"))
+    save_file(stored | {copy: stored[copy] + 1}, folder / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"differs from lm_head.weight, and an MTP head that shares"
+    ):
+        fsdp_trainer.load_model(folder, mtp=True)
+    fsdp_trainer.load_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for count in (0, 2):
+        changed = json.dumps(config | {"num_nextn_predict_layers": count})
+        (folder / "config.json").write_text(changed)
+        with pytest.raises(UserError, match=f"counts {count} MTP heads, and one is computed"):
+            fsdp_trainer.load_model(folder, mtp=True)
+
+
+def test_generate_counts_the_drafts_of_a_trained_head(train, tmp_path, capsys):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "abcdefgh" * 7}) + "\n")
+    words = [
+        *(f"data.path={texts}", "data.format=text", *DEEPSEEK, "model.num_hidden_layers=2"),
+        *("model.hidden_size=64", "batch.seq_len=64", "batch.rows=4", "optim.lr=1e-2"),
+        *("train.steps=40", "objective.mtp=1", "data.max_lost=1", *RUN),
+    ]
+    run = train("run", *words, base=[])
+    assert run.column("mtp_loss")[0] > 5 > 1 > run.column("mtp_loss")[-1]
+    question = ["prompt=abcdefghabc", "raw=true", "max_tokens=20", "mtp=true"]
+    capsys.readouterr()
+    for source in (run.folder, run.folder / "hf"):
+        assert main(["generate", f"source={source}", *question]) == 0
+        assert "MTP head: 19 of 19 drafted tokens accepted (100.0%)" in capsys.readouterr().out
+    assert main(["generate", f"source={run.folder}", *question, "format=json"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["drafted"], line["accepted"], line["text"][:5]) == (19, 19, "defgh")
+    assert main(["generate", f"source={run.folder}", *question, "temperature=1"]) == 2
+    assert "only counts with  temperature=0" in capsys.readouterr().err

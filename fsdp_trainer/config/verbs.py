@@ -75,7 +75,7 @@ class Plan:
     rehearse: bool = key(
         True,
         "peak and messages are those of a step that is run on tensors without storage, of a search"
-        " the fastest three; false: of formulas",
+        " the fastest three; false: a lower bound of the peak, and planned messages",
     )
     expert_load: float = key(
         1.5,

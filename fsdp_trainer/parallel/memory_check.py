@@ -4,25 +4,26 @@ import math
 import os
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.schema import Optim, Precision, Sharding
+from fsdp_trainer.config.schema import Adapter, Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
-from fsdp_trainer.models.freeze import count_trained
 from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.optim.footprint import is_matrix, state_bytes
 
+T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")
 OTHER_DEVICES = "For a GPU ask  fsdp-trainer plan  with these keys and  plan.gpu=h100"
 MAX_TIMES_RANKS = 2**19  # limit of the search for a sufficient number of ranks
@@ -34,7 +35,9 @@ class StateSetup(NamedTuple):
     layout: Layout
     precision: Precision
     optim: Optim
-    adapters: AdapterSpec | None = None
+    adapters: AdapterSpec | Adapter | None = None
+    averages: bool = False
+    """True if groups of ranks average their weights, which keeps a copy and its momentum."""
 
 
 class MemoryItem(NamedTuple):
@@ -66,23 +69,93 @@ class Places(NamedTuple):
             "disk": cls("disk", "host", computing),
         }[optim.offload]
 
-    def without_host(self) -> "Places":
-        """Return the places for a device that is the host itself."""
-        return Places(self.states.replace("host", "device"), "device", self.copies and "device")
+
+class WeightKind(NamedTuple):
+    """What numbers are. name: weights (trained), frozen or in 4 bits; in_matrix: of a block."""
+
+    name: str
+    of_experts: bool
+    in_matrix: bool
+
+
+Numbers = Counter[WeightKind]
+"""How many numbers some weights have, by kind."""
+
+
+class CountedModel(NamedTuple):
+    """The numbers of a model's weights: of all, and of each block."""
+
+    config: ModelConfig
+    whole: Numbers
+    blocks: list[Numbers]
+
+    @classmethod
+    def of(cls, model: Decoder) -> "CountedModel":
+        """Return the numbers of a model, which may be on the meta device."""
+        blocks = list(model.blocks().values())
+        experts = {p for part in expert_modules([model]) for p in part.parameters()}
+        block_of = {p: i for i, block in enumerate(blocks) for p in block.parameters()}
+        whole: Numbers = Counter()
+        each: list[Numbers] = [Counter() for _ in blocks]
+        for name, p in model.named_parameters():
+            state = "in 4 bits" if is_encoded(p) else "weights" if p.requires_grad else "frozen"
+            in_matrix = p in block_of and is_matrix(name, p.ndim)
+            kind = WeightKind(state, p in experts, in_matrix)
+            whole[kind] += p.numel()
+            if p in block_of:
+                each[block_of[p]][kind] += p.numel()
+        return cls(model.config, whole, each)
+
+    def count(self, name: str) -> int:
+        """Return how many numbers have a state: `weights`, `frozen` or `in 4 bits`."""
+        return sum(count for kind, count in self.whole.items() if kind.name == name)
+
+    def mean_state_bytes(self, precision: Precision, optim: Optim) -> float:
+        """Return a lower bound of the mean bytes of optimizer state per trained number."""
+        total = sum(
+            count * state_bytes(optim, precision.master_dtype, in_block=kind.in_matrix)
+            for kind, count in self.whole.items()
+            if kind.name == "weights"
+        )
+        return total / max(1, self.count("weights"))
+
+
+class LeastMemory(NamedTuple):
+    """A lower bound of what a rank holds.
+
+    states: all the time; gradients: at the end of backward; unit: the largest gathered unit of
+    blocks; gathered: all units, None if they do not stay gathered until backward.
+    """
+
+    states: list[MemoryItem]
+    gradients: MemoryItem
+    unit: MemoryItem
+    gathered: MemoryItem | None
+
+    @property
+    def largest(self) -> list[MemoryItem]:
+        """What is held at the moment with most bytes."""
+        moments = [[self.gradients, self.unit]]
+        if self.gathered:  # there are no gradients yet
+            moments.append([self.gathered])
+        moment = [item for item in max(moments, key=total) if item.size or item.name != "gathered"]
+        return [*self.states, *moment]
 
 
 def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
     """Return a lower bound of a rank's peak memory, without activations and temporaries."""
-    layout, precision, optim, adapters = setup
+    return least_held(CountedModel.of(model), setup).largest
+
+
+def least_held(model: CountedModel, setup: StateSetup) -> LeastMemory:
+    """Return a lower bound of what a rank holds, without activations and temporaries."""
+    layout, precision, optim, adapters, averages = setup
     sharding, sizes = layout.sharding, layout.sizes
     shards = layout.fsdp_ranks * sizes["tensor"] * sizes["pipeline"]
     stored = getattr(torch, precision.master_dtype).itemsize
     computed = getattr(torch, precision.param_dtype).itemsize
     kept_frozen = getattr(torch, frozen_dtype(precision, adapters)).itemsize
-    parameters = list(model.parameters())
-    encoded = sum(p.numel() for p in parameters if is_encoded(p))
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    frozen = sum(p.numel() for p in parameters) - trained - encoded
+    trained, frozen, encoded = map(model.count, ("weights", "frozen", "in 4 bits"))
 
     places = Places.of(sharding, optim)
 
@@ -94,8 +167,8 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
 
     whole = layout.fsdp_ranks == 1
 
-    def gathered(modules: Iterable[nn.Module], which: str, parts: int = 1) -> MemoryItem:
-        size = gathered_on_rank(list(modules), sharding, computed, whole) / parts
+    def gathered(numbers: Numbers, which: str, parts: int = 1) -> MemoryItem:
+        size = gathered_on_rank(numbers, sharding, computed, whole) / parts
         formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
         return MemoryItem("gathered", size, formula)
 
@@ -103,7 +176,8 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
         sharded("weights", trained, stored),
         sharded("frozen", frozen, kept_frozen, places.gradients),
         sharded("in 4 bits", encoded, 1, places.gradients),
-        sharded("moments", trained, mean_state_bytes(model, precision, optim)),
+        sharded("moments", trained, model.mean_state_bytes(precision, optim)),
+        sharded("average", trained * averages, 2 * stored),
     ]
     if places.copies:
         numbers = trained + frozen + encoded // computed
@@ -111,13 +185,14 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored, places.gradients)
     if whole and (stored == computed or places.copies == "device"):
-        return [*states, gradients]  # nothing is gathered
-    units = block_units(model, sharding)
-    largest = max(units, key=lambda unit: gathered_bytes(unit, computed, whole))
-    moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
-    if stays_gathered(layout, model.config, precision):  # there are no gradients yet
-        moments.append([gathered([model], "all units after forward", sizes["pipeline"])])
-    return [*states, *max(moments, key=total)]
+        return LeastMemory(states, gradients, MemoryItem("gathered", 0.0, ""), None)
+    units = [sum(unit, Numbers()) for unit in grouped_blocks(model.blocks, sharding)]
+    items = [gathered(unit, "the largest unit of blocks") for unit in units]
+    largest = max(items, key=lambda item: item.size)
+    everything = None
+    if stays_gathered(layout, model.config, precision):
+        everything = gathered(model.whole, "all units after forward", sizes["pipeline"])
+    return LeastMemory(states, gradients, largest, everything)
 
 
 def stays_gathered(layout: Layout, config: ModelConfig, precision: Precision) -> bool:
@@ -127,38 +202,25 @@ def stays_gathered(layout: Layout, config: ModelConfig, precision: Precision) ->
     )
 
 
-def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:
-    """Return the blocks of each FSDP unit, in order."""
-    return grouped_blocks(list(model.blocks().values()), sharding)
-
-
-def grouped_blocks(blocks: list[nn.Module], sharding: Sharding) -> list[list[nn.Module]]:
+def grouped_blocks(blocks: list[T], sharding: Sharding) -> list[list[T]]:
     """Return blocks in groups of sharding.blocks_per_unit."""
     size = sharding.blocks_per_unit
     return [blocks[i : i + size] for i in range(0, len(blocks), size)]
 
 
-def gathered_bytes(modules: Iterable[nn.Module], computed: int, whole: bool) -> int:
-    """Return the bytes of gathered modules.
+def gathered_on_rank(numbers: Numbers, sharding: Sharding, computed: int, whole: bool) -> float:
+    """Return the bytes that one rank holds of gathered weights: of tensors and experts its part.
 
     computed: bytes of a number that is not in 4 bits; whole: True if one rank holds them all. It
     computes with its frozen weights as they are.
     """
-    parameters = [p for module in modules for p in module.parameters()]
-    gathered = [p for p in parameters if p.requires_grad or not whole]
-    return sum(p.numel() * (1 if is_encoded(p) else computed) for p in gathered)
-
-
-def gathered_on_rank(
-    modules: list[nn.Module], sharding: Sharding, computed: int, whole: bool = False
-) -> float:
-    """Return the bytes that one rank holds of gathered modules: of tensors and experts its part.
-
-    computed, whole: see gathered_bytes.
-    """
-    of_experts = gathered_bytes(expert_modules(modules), computed, whole)
-    rest = gathered_bytes(modules, computed, whole) - of_experts
-    return of_experts / sharding.expert + rest / sharding.tensor
+    return sum(
+        count
+        * (1 if kind.name == "in 4 bits" else computed)
+        / (sharding.expert if kind.of_experts else sharding.tensor)
+        for kind, count in numbers.items()
+        if kind.name == "weights" or not whole
+    )
 
 
 def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -171,26 +233,10 @@ def total(items: list[MemoryItem]) -> float:
     return sum(item.size for item in items)
 
 
-def mean_state_bytes(model: Decoder, precision: Precision, optim: Optim) -> float:
-    """Return a lower bound of the mean bytes of optimizer state per trained number."""
-    total, numbers = 0.0, 0
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_of_block = name.startswith(model.config.names.blocks)
-            in_block = is_of_block and is_matrix(name, parameter.ndim)
-            each = state_bytes(optim, precision.master_dtype, in_block=in_block)
-            total += parameter.numel() * each
-            numbers += parameter.numel()
-    return total / max(1, numbers)
-
-
-def checkpoint_bytes(model: Decoder, precision: Precision, optim: Optim) -> float:
-    """Return the bytes of trained weights and optimizer states, which are most of a checkpoint.
-
-    The model may be on the meta device.
-    """
+def checkpoint_bytes(model: CountedModel, precision: Precision, optim: Optim) -> float:
+    """Return the bytes of trained weights and optimizer states, which are most of a checkpoint."""
     stored = getattr(torch, precision.master_dtype).itemsize
-    return count_trained(model) * (stored + mean_state_bytes(model, precision, optim))
+    return model.count("weights") * (stored + model.mean_state_bytes(precision, optim))
 
 
 class Alternative(NamedTuple):
@@ -216,8 +262,10 @@ def check_memory(
     host = host_bytes(os.environ)
     cuda = device.type == "cuda"
 
-    def fits(setup: StateSetup, model: Decoder = model) -> bool:
-        items = least_memory(model, setup)
+    counted = CountedModel.of(model)
+
+    def fits(setup: StateSetup, model: CountedModel = counted) -> bool:
+        items = least_held(model, setup).largest
         on_host, on_device = (
             total([item for item in items if item.place == place]) for place in ("host", "device")
         )
@@ -230,14 +278,14 @@ def check_memory(
     available = f"{gib(memory)} {'on the GPU' if cuda else 'for each rank on this machine'}"
     if cuda and Places.of(setup.layout.sharding, setup.optim).gradients == "host":
         available += f" and {gib(host)} of the host's"
-    lines = arithmetic(least_memory(model, setup), available)
+    lines = arithmetic(least_held(counted, setup).largest, available)
     if not cuda:
         lines.append(OTHER_DEVICES)
     overrides = suggestions(fits, setup, cuda)
     overrides += [  # after overrides that train the same model
         other.override
         for other in alternatives()
-        if fits(setup._replace(adapters=other.adapters), other.model)
+        if fits(setup._replace(adapters=other.adapters), CountedModel.of(other.model))
     ]
     lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
     problem = Problem(f"{setup.layout.ranks} × {device.type}", "\n".join(lines))
@@ -255,7 +303,7 @@ def arithmetic(items: list[MemoryItem], available: str) -> list[str]:
 
 def suggestions(fits: Callable[[StateSetup], bool], setup: StateSetup, cuda: bool) -> list[str]:
     """Return overrides with which the states fit; last the one that may reduce quality."""
-    layout, precision, optim, _ = setup
+    layout, precision, optim = setup[:3]
     sharding, ranks = layout.sharding, layout.ranks
     shards = replace(layout, sharding=replace(sharding, strategy="fsdp", replicas=1))
     sharded = setup._replace(layout=shards)

@@ -79,6 +79,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.experts import expert_placement, shard_experts
 from fsdp_trainer.parallel.gloo_messages import send_directly
 from fsdp_trainer.parallel.memory_check import (
+    CountedModel,
     free_bytes,
     gathered_on_rank,
     grouped_blocks,
@@ -392,7 +393,7 @@ def stay_gathered(
     The gathered model may use at most half of the free memory. The caller reshards it. Collective.
     """
     computed = getattr(torch, precision.param_dtype).itemsize
-    needed = gathered_on_rank([model], sharding, computed)
+    needed = gathered_on_rank(CountedModel.of(model).whole, sharding, computed, whole=False)
     fits = torch.tensor(needed <= free_bytes(device) / 2, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     with gathered_after_forward(fsdp_modules(model) if fits else []):

@@ -12,20 +12,16 @@ from fsdp_trainer.models.head import Head, scratch_rows
 from fsdp_trainer.parallel.activation_offload import SMALLEST
 from fsdp_trainer.plan.blocks import (
     Input,
-    PartTrace,
     TracedPart,
     compiled_saving,
     fed_numbers,
     has_experts,
     remembered,
     trace_block,
-    trace_norm,
     trace_of_rows,
-    with_repeated_keys,
 )
-from fsdp_trainer.plan.fsdp_units import BlockKind, ModelParts, signature_of
+from fsdp_trainer.plan.fsdp_units import BlockKind
 from fsdp_trainer.plan.planned_model import PlannedModel
-from fsdp_trainer.plan.rank_part import others_keys
 
 PINNED = 4 / 3
 """Host memory divided by the bytes moved there.
@@ -64,11 +60,8 @@ class BlockTracer:
     def block(self, i: int) -> TracedPart:
         """Return the memory of a block."""
         recompute = self.model.checkpointing
-        if recompute.mode == "budget":
-            none, full = self._traced(i, "none"), self._traced(i, "full")
-            return TracedPart(
-                *(round(f + recompute.budget * (n - f)) for n, f in zip(none, full, strict=True))
-            )
+        if recompute.mode == "budget":  # keeps no less
+            return self._traced(i, "full")
         return self._traced(i, recompute.mode if i % recompute.every == 0 else "none")
 
     def shared_bytes(self) -> float:
@@ -97,7 +90,6 @@ class BlockTracer:
             length=layout.row_tokens,
             dtype=self.model.precision.param_dtype,
             attention=self.attention,
-            gpu=self.device == "cuda",
             window=window,
             has_gradient=has_gradient,
             tensor=layout.sharding.tensor,
@@ -110,12 +102,13 @@ class BlockTracer:
         model, config = self.model, self.model.part.shape
         saved = ActivationCheckpoint(mode=mode, save=model.checkpointing.save)
         traced = traced_rows(model, kind, given, saved)
-        traced = with_repeated_keys(traced, config, given, saved)
+        if given.tensor > 1:  # how many gathered tokens are held at once is the group's affair
+            traced = traced._replace(forward=traced.saved)
         if model.compiled:
             ranks = kind.counts.ranks
             fed = fed_numbers(kind.block, config)
             traced = traced.less(compiled_saving(config, given, saved, traced, ranks, fed))
-        return with_others_keys(model, traced, mode, self.attention)
+        return traced
 
 
 def planned_attention(model: PlannedModel, device: str) -> str:
@@ -141,38 +134,15 @@ def traced_rows(
 ) -> TracedPart:
     """Return a block's bytes, traced only if they do not follow from other numbers of rows."""
     config = model.part.shape
-    arguments = (kind.signature, model.adapter, replace(given, rows=0), saved)
-    traces: dict[int, PartTrace] = remembered("block", config, arguments, dict)
+    arguments = (kind.signature, model.adapter.name, replace(given, rows=0), saved)
+    traces: dict[int, TracedPart] = remembered("block", config, arguments, dict)
     if given.rows in traces:
-        return traces[given.rows].part()
+        return traces[given.rows]
     # experts get rows in portions: their memory is not linear in the number of rows
     by_others = None if has_experts(kind.block) else trace_of_rows(given.rows, traces)
-    if by_others:
-        return by_others.part()
-    traces[given.rows] = trace_block(kind.block, config, given, saved)
-    return traces[given.rows].part()
-
-
-def with_others_keys(
-    model: PlannedModel, traced: TracedPart, mode: str, attention: str
-) -> TracedPart:
-    """Add to a block's bytes the keys and values that it gets from ranks that split its rows."""
-    more = others_keys(model.layout, model.part, model.number, mode, attention)
-    return traced._replace(
-        forward=traced.forward + more.forward,
-        backward=traced.backward + more.backward,
-        saved=traced.saved + more.saved,
-    )
-
-
-def norm_traced(parts: ModelParts, tokens: int, dtype: str) -> TracedPart:
-    """Return the memory of the norm before the head."""
-    norm, config = parts.norm, parts.model.config
-    arguments = (signature_of(norm), tokens, dtype)
-    traced: TracedPart = remembered(
-        "norm", config, arguments, lambda: trace_norm(norm, config, tokens, dtype)
-    )
-    return traced
+    if by_others is None:
+        by_others = traces[given.rows] = trace_block(kind.block, config, given, saved)
+    return by_others
 
 
 def moved_bytes(model: PlannedModel, traced: list[TracedPart], device: str) -> list[int]:

@@ -1,34 +1,28 @@
 """The memory of a part of the model in one micro-batch, found by tracing.
 
-The part runs forward and backward on fake tensors, which have no storage.
+The part runs forward on fake tensors, which have no storage.
 """
 
-import weakref
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_trainer.base.live_bytes import LiveBytes
 from fsdp_trainer.config.schema import ActivationCheckpoint
-from fsdp_trainer.models.adapters.adapter_spec import NF4, AdapterSpec
-from fsdp_trainer.models.adapters.adapter_targets import block_linears
-from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.moe import MixtureOfExperts
-from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import Rope
-from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.plan.expert_exchange import divide_experts
 from fsdp_trainer.plan.rank_part import part_tokens
@@ -45,20 +39,15 @@ class TracedPart(NamedTuple):
     """Memory of a part of the model in bytes, without its weights and tensors that all blocks use.
 
     Its input counts only as long as the part itself holds it. forward: at the peak of forward;
-    saved: kept from forward to backward; backward: at the peak of backward, including `saved` and
-    `gradients`; gradients: gradients of the part's weights at that moment.
+    saved: kept from forward to backward.
     """
 
     forward: int
     saved: int
-    backward: int
-    gradients: int
 
     def less(self, saving: int) -> "TracedPart":
         """Return the same part with `saving` bytes less kept from forward to backward."""
-        return TracedPart(
-            self.forward - saving, self.saved - saving, self.backward - saving, self.gradients
-        )
+        return TracedPart(self.forward - saving, self.saved - saving)
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,6 @@ class Input:
     length: int
     dtype: str
     attention: str
-    gpu: bool = False
     window: int | None = None
     has_gradient: bool = True
     tensor: int = 1
@@ -84,88 +72,18 @@ class Input:
     load: float = 1.0
 
 
-class Storages(TorchDispatchMode):
-    """Records the storages that operators allocate, and when they are freed.
+def trace_of_rows(rows: int, traces: dict[int, TracedPart]) -> TracedPart | None:
+    """Extrapolate the bytes for `rows` rows from those for two fewer; None without these.
 
-    events: (number of the storage, bytes), with negative bytes when it is freed.
+    What is kept is linear in the rows, and a peak grows at least as fast as between fewer.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[int, int]] = []
-        self.numbers: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:  # two of three calls, and it allocates nothing
-            return out
-        given = {
-            t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
-        }
-        for storage in (t.untyped_storage() for t in tree_iter(out) if isinstance(t, Tensor)):
-            if storage._cdata not in given and storage._cdata not in self.numbers:
-                number = self.numbers[storage._cdata] = len(self.events)
-                self.events.append((number, storage.nbytes()))
-                weakref.finalize(storage, self._gone, storage._cdata, number, storage.nbytes())
-        return out
-
-    def _gone(self, address: int, number: int, size: int) -> None:
-        del self.numbers[address]
-        self.events.append((number, -size))
-
-    def number(self, tensor: Tensor) -> int | None:
-        """Return the number of the storage of `tensor`; None if it was not recorded."""
-        return self.numbers.get(tensor.untyped_storage()._cdata)
-
-
-class Order(NamedTuple):
-    """Order in which a part allocates and frees storages, the same for all sizes of its input.
-
-    numbers: number of the storage of each event; end, middle, stop: count of events until forward
-    has its result, until backward begins, and until backward ends; stop is 0 without backward;
-    gradients: storage numbers of the gradients of the part's weights.
-    """
-
-    numbers: tuple[int, ...]
-    end: int
-    middle: int = 0
-    stop: int = 0
-    gradients: frozenset[int | None] = frozenset()
-
-
-class PartTrace(NamedTuple):
-    """The allocations of a part. sizes: bytes of each event of `order`, negative when freed."""
-
-    order: Order
-    sizes: tuple[int, ...]
-
-    def part(self) -> TracedPart:
-        """Return the peaks of forward and backward, and the bytes kept between them."""
-        live, order = list(accumulate(self.sizes)), self.order
-        forward = max(live[: order.end])
-        if not order.stop:
-            return TracedPart(forward, 0, 0, 0)
-        peak = max(range(order.middle, order.stop), key=live.__getitem__)
-        before = zip(order.numbers[: peak + 1], self.sizes[: peak + 1], strict=True)
-        gradients = sum(size for number, size in before if number in order.gradients)
-        return TracedPart(forward, live[order.middle - 1], live[peak], gradients)
-
-
-def trace_of_rows(rows: int, traces: dict[int, PartTrace]) -> PartTrace | None:
-    """Extrapolate the trace for `rows` rows from those for two other numbers of rows.
-
-    traces: traces by number of rows. The size of each storage is assumed to be linear in the number
-    of rows, or constant, like that of a weight. Returns None with fewer than two traces, if their
-    orders differ, or if a size does not grow by an integer number of bytes per row.
-    """
-    if len(traces) < 2:
+    fewer = sorted(number for number in traces if number < rows)[-2:]
+    if len(fewer) < 2:
         return None
-    (low, smaller), (high, larger) = sorted(traces.items())[-2:]
-    growths = [more - less for less, more in zip(smaller.sizes, larger.sizes, strict=False)]
-    if smaller.order != larger.order or any(growth % (high - low) for growth in growths):
-        return None
-    grown = [growth // (high - low) * (rows - low) for growth in growths]
-    return PartTrace(smaller.order, tuple(map(sum, zip(smaller.sizes, grown, strict=True))))
+    low, high = fewer
+    share = (rows - low) / (high - low)
+    pairs = zip(traces[low], traces[high], strict=True)
+    return TracedPart(*(round(a + share * (b - a)) for a, b in pairs))
 
 
 def trace(
@@ -173,8 +91,8 @@ def trace(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     input_gradient: bool = True,
-) -> PartTrace:
-    """Trace a module whose first input and output have this shape and dtype.
+) -> TracedPart:
+    """Trace the forward of a module whose first input has this shape and dtype.
 
     make: returns the module, on the meta device, and its other inputs; input_gradient: False if
     nothing before the module is trained.
@@ -183,39 +101,34 @@ def trace(
         module, others = make()
         module.to_empty(device=CPU)
         leaf = torch.empty(shape, dtype=dtype, requires_grad=input_gradient)
-        with Storages() as storages:
-            # as in the model, only the module itself holds its input and its output's gradient
-            x = leaf * 2.0
+        with LiveBytes() as live:
+            for tensor in (leaf, *module.parameters(), *module.buffers(), *tree_iter(others)):
+                if isinstance(tensor, Tensor):
+                    live.add(tensor.detach())
+            before = live.total
+            live.begin()
+            x = leaf * 2.0  # as in the model, only the module itself holds its input
             out = module(x, *others)
             out = out[0] if isinstance(out, tuple) else out  # auxiliary values are scalars
             del x
-            end = len(storages.events)
-            if not out.requires_grad:
-                return _logged(storages.events, end)
-            edge = torch.autograd.graph.get_gradient_edge(out * 2.0)
+            forward = live.most - before
+            edge = torch.autograd.graph.get_gradient_edge(out * 2.0) if out.requires_grad else None
             del out
-            middle = len(storages.events)
-            torch.autograd.backward((edge,), (torch.empty((), dtype=dtype).expand(shape),))
-            stop = len(storages.events)
-        own = frozenset(storages.number(p.grad) for p in module.parameters() if p.grad is not None)
-        return _logged(storages.events[:stop], end, middle, stop, own)
-
-
-def _logged(events: list[tuple[int, int]], *marks: Any) -> PartTrace:
-    numbers, sizes = zip(*events, strict=True)
-    return PartTrace(Order(numbers, *marks), sizes)
+            return TracedPart(forward, live.total - before if edge else 0)
 
 
 def trace_block(
     block: nn.Module, config: ModelConfig, given: Input, recomputed: ActivationCheckpoint
-) -> PartTrace:
+) -> TracedPart:
     """Trace a decoder block as training computes it, with its adapters.
 
     Each row is traced as two documents: their number hardly changes the memory.
     """
     dtype, attention = getattr(torch, given.dtype), given.attention
-    if config.by_transformers:
-        block, config = stand_in(block, config)
+    shape = (given.rows, given.length // given.tensor, config.hidden_size)
+    if config.by_transformers:  # at least its input
+        stream = math.prod(shape) * dtype.itemsize
+        return TracedPart(stream, stream)
     block = deepcopy(block).to(dtype)
     for module in block.modules():
         if isinstance(module, Linear4):
@@ -239,54 +152,7 @@ def trace_block(
             layout,
         )
 
-    shape = (given.rows, given.length // given.tensor, config.hidden_size)
     return trace(make, shape, dtype, given.has_gradient)
-
-
-def stand_in(block: nn.Module, config: ModelConfig) -> tuple[nn.Module, ModelConfig]:
-    """Return a dense block in place of one of transformers', and the configuration that it has.
-
-    It has adapters if that has any, of the same mean rank on all of its matrices, and weights in 4
-    bits or frozen as that has.
-    """
-    config = replace(config.dense_stand_in(), num_hidden_layers=1, layer_types=())
-    ranks = [layer.lora_A.out_features for layer in adapted_layers(block).values()]
-    adapters = None
-    if ranks:
-        rank = max(1, sum(ranks) // len(ranks))
-        names = block_linears(ModelSetup(config).model)
-        base = NF4 if any(isinstance(module, Linear4) for module in block.modules()) else "auto"
-        adapters = AdapterSpec("lora", "standard", base, dict.fromkeys(names, (rank, 1.0)))
-    other = ModelSetup(config, adapters).model.blocks()["0"]
-    if adapters is None:
-        other.requires_grad_(any(p.requires_grad for p in block.parameters()))
-    return other, config
-
-
-def with_repeated_keys(
-    traced: TracedPart, config: ModelConfig, given: Input, recomputed: ActivationCheckpoint
-) -> TracedPart:
-    """Add to a block's bytes the keys and values that `attention.sdpa` repeats on a GPU."""
-    dtype: torch.dtype = getattr(torch, given.dtype)
-    if (
-        not given.gpu
-        or config.num_attention_heads == config.num_key_value_heads
-        or not (given.attention == "mask" or dtype == torch.float32)
-    ):
-        return traced
-    more = (
-        2
-        * given.rows
-        * given.length
-        * (config.num_attention_heads - config.num_key_value_heads)
-        * config.head_dim
-        * dtype.itemsize
-    )
-    return traced._replace(
-        forward=traced.forward + more,
-        backward=traced.backward + more,
-        saved=traced.saved + more * (recomputed.mode != "full"),
-    )
 
 
 def has_experts(block: Any) -> bool:
@@ -330,22 +196,12 @@ def compiled_saving(
         unread = numbers * hidden * itemsize if saves_last and norms[3] is None else 0
         return round(UNREAD_LEFT_OUT * unread)
     queries, keys = sizes["q_proj"], sizes["k_proj"]
-    repeated = given.gpu and (given.attention == "mask" or given.dtype == "float32")
-    attention = 2 * queries + 2 * (queries if repeated else keys)
-    if config.family_spec.qk_norm:
-        attention += queries + keys
+    attention = 2 * (queries + keys) + (queries + keys) * bool(config.family_spec.qk_norm)
     stream = hidden * (3 + (norms[0] is not None) + (norms[3] is not None))
+    if ranks:  # inputs of frozen products are not read
+        stream, fed = 2 * hidden, fed * 2 // 3
     saved = numbers * itemsize * (stream / given.tensor + attention + fed + ranks)
     return max(0, eager.saved - round(saved))
-
-
-def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> TracedPart:
-    """Trace the norm before the head. tokens: number of supervised tokens."""
-    if config.by_transformers:
-        with torch.device("meta"):
-            norm = RMSNorm(config)
-    norm = deepcopy(norm).to(getattr(torch, dtype))
-    return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype)).part()
 
 
 _known: dict[str, Any] = {}

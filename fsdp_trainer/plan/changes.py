@@ -5,6 +5,7 @@ not made yet. To add a change, write a function and add it to a table.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.composing.compose import find_file
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
@@ -21,6 +23,7 @@ from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.resolve import sharding_problems
 from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.plan.fsdp_units import KnownModels
+from fsdp_trainer.plan.messages import Message
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 
 SMALLEST_CHUNK_MIB = 128
@@ -61,8 +64,8 @@ class Candidate:
     """A run to plan.
 
     world: number of ranks; device: the device of each rank; known: the models of earlier plans;
-    correction: bytes of tensors in a rehearsal over those of formulas, by which those of other runs
-    like it are multiplied.
+    correction: bytes of tensors in a rehearsal over those of the bound, by which those of other
+    runs like it are multiplied.
     """
 
     cfg: TrainConfig
@@ -95,12 +98,13 @@ class Candidate:
             cfg = replace(cfg, **{node: replace(getattr(cfg, node), **{name: value})})
         return replace(self, cfg=cfg)
 
-    def plan(self, load: float = 1.0) -> RunPlan:
+    def plan(self, load: float = 1.0, recorded: list[Message] | None = None) -> RunPlan:
         """Return the plan of the run. Raises UserError if an adapter does not fit the model.
 
-        load: see `make_plan`.
+        load, recorded: see `make_plan`.
         """
-        plan = make_plan(self.cfg, self.config, self.world, self.device, load, self.known)
+        run = self.cfg, self.config, self.world, self.device
+        plan = make_plan(*run, load, self.known, recorded)
         return plan if self.correction == 1.0 else plan.scaled(self.correction)
 
     def is_refused(self) -> bool:
@@ -353,20 +357,29 @@ def gather_more(run: Candidate) -> Iterator[Change]:
         yield Change(override, keys, "blocks are gathered inside nodes")
 
 
+def published_id(size: str) -> str | None:
+    """Return the id on the hub of a named size, None if its file has none."""
+    file = find_file(f"model/{size}")
+    written = re.search(r"\(([\w.-]+/[\w.-]+)\)", file.read_text()) if file else None
+    return written and written[1]
+
+
 def adapters(run: Candidate) -> Iterator[Change]:
     """Yield training of an adapter instead of all weights, also with frozen weights in 4 bits."""
     cfg = run.cfg
-    if cfg.model.init_from is None or cfg.train.freeze:
+    source = cfg.model.init_from or published_id(cfg.model.name)
+    if source is None or cfg.train.freeze:
         return
     four_bits = {"adapter.base": "nf4"}
     if cfg.adapter.name == "none":
         reason = (
             "low-rank matrices are trained, the weights are frozen; optim.lr about 10 times as high"
         )
-        lora = {"adapter.name": "lora"}
-        yield Change("adapter=lora", lora, reason, Effect.ADAPTER)
+        lora = {"adapter.name": "lora", "model.init_from": source}
+        typed = "" if cfg.model.init_from else f" model.init_from={source}"
+        yield Change(f"adapter=lora{typed}", lora, reason, Effect.ADAPTER)
         reason = f"{reason}, on weights of 4 bits"
-        yield Change("adapter=qlora", lora | four_bits, reason, Effect.ADAPTER)
+        yield Change(f"adapter=qlora{typed}", lora | four_bits, reason, Effect.ADAPTER)
     elif cfg.adapter.base != "nf4":
         reason = "frozen weights are kept in 4 bits"
         yield Change("adapter.base=nf4", four_bits, reason, Effect.ADAPTER)

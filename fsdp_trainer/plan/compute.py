@@ -264,7 +264,7 @@ def weight_seconds(model: PlannedModel, device: Device) -> WeightSeconds:
     decoded = (adapters.encoded + of_experts) * traffic(model.compiled).decoding
     again = recomputed(model.checkpointing).products
     lengths = 0.0
-    if model.adapter == "dora":
+    if model.adapter.name == "dora":
         lengths = adapters.adapted * DORA_BYTES + decoded
     rate = device.memory_rate * MEMORY
     layout = model.layout
@@ -281,11 +281,13 @@ def copied_bytes(model: PlannedModel) -> tuple[float, float]:
 
     A rank that holds all of a weight makes a cast at most: see torch_private.spare_one_rank.
     """
-    layout, sizes = model.layout, model.formats.sizes
-    whole = model.own.units(model.formats, layout.sharding, 1).all
+    layout, sizes = model.layout, model.sizes
+    whole = model.own.units(sizes, layout.sharding, 1).all
     if layout.fsdp_ranks == 1:
         cast = whole.trained * (sizes.master + sizes.compute)
-        return cast * (not model.formats.shared[0]), cast * (sizes.master != sizes.compute)
+        is_cast = sizes.master != sizes.compute
+        gathers = is_cast and model.optim.offload == "none"
+        return cast * (gathers or model.precision.float8 == "tensorwise"), cast * is_cast
     trained = whole.trained * COPIED_BYTES
     frozen = (whole.gathered - whole.trained * model.number) * COPIES_OF_FROZEN
     # of the three copies of a trained weight two are of gathered weights, the third of its gradient
@@ -457,7 +459,7 @@ def adapter_seconds(model: PlannedModel, device: Device) -> float:
     """
     adapters = model.own.adapters
     moved = adapters.inputs * READ_BY_A + adapters.outputs * traffic(model.compiled).adapter
-    if model.adapter == "dora":
+    if model.adapter.name == "dora":
         moved += adapters.outputs * SCALED_BY_DORA
     return _moving_seconds(moved, model, device)
 

@@ -4,16 +4,16 @@ Computed from the model to train, with its adapters and 4-bit matrices, on the m
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.base.round_up import round_up
-from fsdp_trainer.config.schema import Adapter, Optim, Precision, Sharding
+from fsdp_trainer.config.schema import Adapter, Precision, Sharding
 from fsdp_trainer.models.adapters.adapter_spec import frozen_dtype
 from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
@@ -23,10 +23,12 @@ from fsdp_trainer.models.four_bit import Linear4, is_encoded
 from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
-from fsdp_trainer.optim.footprint import is_matrix, state_bytes
+from fsdp_trainer.optim.footprint import is_matrix
 from fsdp_trainer.optim.muon_owners import stack_shape
-from fsdp_trainer.parallel.memory_check import checkpoint_bytes, expert_modules
+from fsdp_trainer.parallel.memory_check import CountedModel, expert_modules
 from fsdp_trainer.plan.expert_exchange import own_numbers, routed_numbers, separate_parameters
+
+T = TypeVar("T")
 
 
 class Sizes(NamedTuple):
@@ -36,34 +38,12 @@ class Sizes(NamedTuple):
     frozen: int
     compute: int
 
-
-@dataclass(frozen=True)
-class Formats:
-    """The formats of a run's weights and of its optimizer's state.
-
-    outer: True if there are outer weights and their momentum, as of groups that average; shared:
-    True if a rank that holds all of a trained weight, or of a frozen one, computes with what it
-    holds. See torch_private.spare_one_rank.
-    """
-
-    sizes: Sizes
-    master_dtype: str
-    optim: Optim
-    outer: bool = False
-    shared: tuple[bool, bool] = (False, False)
-
     @classmethod
-    def of(
-        cls, precision: Precision, optim: Optim, adapter: Adapter, outer: bool = False
-    ) -> "Formats":
-        """Return the configured formats."""
-        adapters = adapter if adapter.name != "none" else None
-        names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
-        sizes = Sizes(*(getattr(torch, name).itemsize for name in names))
-        copies, encoded = optim.offload != "none", precision.float8 == "tensorwise"
-        trained, frozen = (copies or name == precision.param_dtype for name in names[:2])
-        shared = (trained and not encoded, frozen)
-        return cls(sizes, precision.master_dtype, optim, outer, shared)
+    def of(cls, precision: Precision, adapter: Adapter) -> "Sizes":
+        """Return the configured sizes."""
+        frozen = frozen_dtype(precision, adapter if adapter.name != "none" else None)
+        names = precision.master_dtype, frozen, precision.param_dtype
+        return cls(*(getattr(torch, name).itemsize for name in names))
 
 
 class FsdpUnit(NamedTuple):
@@ -71,11 +51,8 @@ class FsdpUnit(NamedTuple):
 
     trained: how many numbers are trained; trained_padded: the same with the shards of all ranks
     padded to equal size; gathered: bytes of the gathered weights, padded; own: how many trained
-    numbers the largest shard has; frozen, state: bytes of its frozen weights and of its optimizer
-    state; experts, trained_experts: the part of `gathered` and `trained_padded` that is sharded on
-    the separate mesh of experts; shared: the part of `gathered` that is the stored weights
-    themselves, as of a rank that holds all of a parameter; largest: how many numbers the largest
-    trained parameter has.
+    numbers the largest shard has; frozen: bytes of its frozen weights; experts, trained_experts:
+    the part of `gathered` and `trained_padded` that is sharded on the separate mesh of experts.
     """
 
     trained: int = 0
@@ -83,46 +60,31 @@ class FsdpUnit(NamedTuple):
     gathered: float = 0
     own: float = 0
     frozen: float = 0
-    state: float = 0
     experts: float = 0
     trained_experts: float = 0
-    shared: float = 0
-    largest: float = 0
 
     @classmethod
-    def of(
-        cls, parameters: Iterable[Tensor], formats: Formats, group: int, in_block: bool = False
-    ) -> "FsdpUnit":
-        """Return the unit of some parameters.
-
-        group: number of ranks over which the rows of each parameter are sharded; in_block: True if
-        the parameters belong to a block.
-        """
+    def of(cls, parameters: Iterable[Tensor], sizes: Sizes, group: int) -> "FsdpUnit":
+        """Return the unit of some parameters, whose rows are sharded over `group` ranks."""
         units = []
         for parameter in parameters:
             padded = round_up(len(parameter), group) * parameter[0].numel()
-            numbers = parameter.numel(), padded
-            units.append(_of_one(parameter, numbers, formats, group, in_block))
+            units.append(_of_one(parameter, (parameter.numel(), padded), sizes, group))
         return sum_of(units)
 
     @classmethod
-    def of_block(
-        cls, block: nn.Module, formats: Formats, sharding: Sharding, group: int
-    ) -> "FsdpUnit":
+    def of_block(cls, block: nn.Module, sizes: Sizes, sharding: Sharding, group: int) -> "FsdpUnit":
         """Return the unit of a block.
 
         group: number of ranks over which parameters are sharded, except experts on a separate mesh.
         """
         separate = separate_parameters(block, sharding)
-        others = [p for p in block.parameters() if p not in separate]
-        unit = cls.of(others, formats, group, in_block=True)
+        unit = cls.of([p for p in block.parameters() if p not in separate], sizes, group)
         if not separate:
             return unit
         shards = max(1, group * sharding.tensor // sharding.expert)
-        units = [
-            _of_one(p, own_numbers(p, sharding, shards), formats, shards, True) for p in separate
-        ]
-        experts = sum_of(units)
+        each = [_of_one(p, own_numbers(p, sharding, shards), sizes, shards) for p in separate]
+        experts = sum_of(each)
         return sum_of(
             [
                 unit,
@@ -131,37 +93,20 @@ class FsdpUnit(NamedTuple):
         )
 
 
-def _of_one(
-    parameter: Tensor,
-    numbers: tuple[int, int],
-    formats: Formats,
-    shards: int,
-    in_block: bool,
-) -> FsdpUnit:
+def _of_one(parameter: Tensor, numbers: tuple[int, int], sizes: Sizes, shards: int) -> FsdpUnit:
     """Return the unit of one parameter. numbers: size when gathered, and the same with padding."""
     own, padded = numbers
-    sizes = formats.sizes
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
-    is_trained = parameter.requires_grad
-    is_shared = shards == 1 and (encoded or formats.shared[not is_trained])
-    shared = gathered if is_shared else 0.0
-    if not is_trained:
+    if not parameter.requires_grad:
         frozen = padded * (1 if encoded else sizes.frozen) / shards
-        return FsdpUnit(gathered=gathered, frozen=frozen, shared=shared)
-    each = state_bytes(formats.optim, formats.master_dtype, parameter.shape, in_block)
-    if formats.outer:
-        each += 2 * sizes.master
-    shard = padded / shards
-    return FsdpUnit(own, padded, gathered, shard, state=each * shard, shared=shared, largest=own)
+        return FsdpUnit(gathered=gathered, frozen=frozen)
+    return FsdpUnit(own, padded, gathered, padded / shards)
 
 
 def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
     """Combine several units into one."""
-    if not units:
-        return FsdpUnit()
-    largest = max(unit.largest for unit in units)
-    return FsdpUnit(*map(sum, zip(*units, strict=True)))._replace(largest=largest)
+    return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
 
 
 class AdapterCounts(NamedTuple):
@@ -278,8 +223,7 @@ class ModelParts:
         counts = [self.kinds[kind].counts for kind in self.kind_of]
         self.adapters = AdapterCounts(*map(sum, zip(*counts, strict=True)))
         self.backward_from = self._first_with_gradient()
-        self._units: dict[str, ModelUnits] = {}
-        self._checkpoints: dict[str, float] = {}
+        self._known: dict[str, Any] = {}
 
     @cached_property
     def trains_images(self) -> bool:
@@ -337,24 +281,30 @@ class ModelParts:
         """Return True if backward continues before this block."""
         return self.has_gradient_before or block > self.backward_from
 
-    def checkpoint(self, precision: Precision, optim: Optim) -> float:
-        """Return the bytes of a checkpoint."""
-        key = f"{precision.master_dtype} {optim}"
-        if key not in self._checkpoints:
-            self._checkpoints[key] = checkpoint_bytes(self.model, precision, optim)
-        return self._checkpoints[key]
+    @cached_property
+    def counted(self) -> CountedModel:
+        """The numbers of the weights, by kind."""
+        return CountedModel.of(self.model)
 
-    def units(self, formats: Formats, sharding: Sharding, group: int) -> "ModelUnits":
+    def remembered(self, key: str, compute: Callable[[], T]) -> T:
+        """Return compute(), called only once for each key."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def units(self, sizes: Sizes, sharding: Sharding, group: int) -> "ModelUnits":
         """Return the units if each parameter is sharded over `group` ranks."""
-        key = f"{group} {sharding.tensor} {sharding.expert} {formats}"
-        if key not in self._units:
-            kinds = [FsdpUnit.of_block(kind.block, formats, sharding, group) for kind in self.kinds]
+
+        def compute() -> ModelUnits:
+            kinds = [FsdpUnit.of_block(kind.block, sizes, sharding, group) for kind in self.kinds]
             blocks = tuple(kinds[kind] for kind in self.kind_of)
-            last = FsdpUnit.of(self.last, formats, group)
-            first = last if self.tied else FsdpUnit.of(self.first, formats, group)
-            images = tuple(FsdpUnit.of(unit, formats, group) for unit in self.images)
-            self._units[key] = ModelUnits(first, blocks, last, self.tied, images)
-        return self._units[key]
+            last = FsdpUnit.of(self.last, sizes, group)
+            first = last if self.tied else FsdpUnit.of(self.first, sizes, group)
+            images = tuple(FsdpUnit.of(unit, sizes, group) for unit in self.images)
+            return ModelUnits(first, blocks, last, self.tied, images)
+
+        key = f"units {group} {sharding.tensor} {sharding.expert} {sizes}"
+        return self.remembered(key, compute)
 
 
 def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
@@ -398,19 +348,6 @@ class ModelUnits:
         """The complete model as one unit."""
         ends = [self.last] if self.tied else [self.first, self.last]
         return sum_of([*self.blocks, *self.images, *ends])
-
-    def without_shared(self, group: int) -> "ModelUnits":
-        """Return the units with the bytes that gathering adds to the stored weights.
-
-        group: number of ranks over which parameters other than experts are sharded.
-        """
-
-        def added(unit: FsdpUnit) -> FsdpUnit:
-            experts = unit.experts - (unit.shared if group > 1 else 0.0)
-            return unit._replace(gathered=unit.gathered - unit.shared, experts=experts)
-
-        blocks, images = (tuple(map(added, units)) for units in (self.blocks, self.images))
-        return ModelUnits(added(self.first), blocks, added(self.last), self.tied, images)
 
     @cached_property
     def all_images(self) -> FsdpUnit:

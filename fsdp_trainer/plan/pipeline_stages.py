@@ -87,31 +87,13 @@ def units_of(stages: RankStages, model: PlannedModel) -> ModelUnits:
 
     A tied embedding is also a unit of the first stage, unless the rank has the last stage as well.
     """
-    layout, formats, group = model.layout, model.formats, model.layout.fsdp_ranks
-    units = model.own.units(formats, layout.sharding, group)
+    layout, sizes, group = model.layout, model.sizes, model.layout.fsdp_ranks
+    units = model.own.units(sizes, layout.sharding, group)
     if layout.sharding.pipeline == 1:
         return units
     blocks = tuple(units.blocks[i] for i in stages.blocks)
     if units.tied and stages.is_first and stages.is_last:
         return ModelUnits(units.first, blocks, units.last, tied=True)
-    first = FsdpUnit.of([model.own.embedding], formats, group) if stages.is_first else FsdpUnit()
+    first = FsdpUnit.of([model.own.embedding], sizes, group) if stages.is_first else FsdpUnit()
     last = units.last if stages.is_last else FsdpUnit()
     return ModelUnits(first, blocks, last, tied=False)
-
-
-def added_units(units: ModelUnits, layout: Layout, device: str) -> ModelUnits:
-    """Return the units with the bytes that gathering adds on a device to the stored weights."""
-    if layout.sharding.cpu_offload and device != "cpu":  # it computes with other memory
-        return units
-    return units.without_shared(layout.fsdp_ranks)
-
-
-def fetched_units(units: ModelUnits, gathers_once: bool) -> ModelUnits:
-    """Return the units with the bytes that each micro-batch gathers: 0 if they stay gathered."""
-    if not gathers_once:
-        return units
-    first, last, *blocks = (
-        unit._replace(gathered=0.0) for unit in (units.first, units.last, *units.blocks)
-    )
-    images = tuple(unit._replace(gathered=0.0) for unit in units.images)
-    return ModelUnits(first, tuple(blocks), last, units.tied, images)

@@ -10,12 +10,13 @@ from fsdp_trainer.config.devices import DEVICES, Device
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.memory import GIB, Memory, Moment, memory
+from fsdp_trainer.plan.messages import Message, Wire, busiest_wire
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy, rollouts
 from fsdp_trainer.plan.time import Times, times
-from fsdp_trainer.plan.wire import Wire, wire
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,13 @@ class RunPlan:
     """Groups of world_size ranks that share the run; `tokens` and `flops` are of all of them."""
     rollouts: Rollouts | None = None
     """The answers generated in a step, which fill `rows`; None without generation."""
-    rehearsed: dict[str, float] | None = None
-    """Bytes that the busiest rank sent in a rehearsal, by dimension; None without one."""
+    rehearsed: bool = False
+    """True if memory and messages are those of a rehearsal."""
 
     @property
     def bytes_sent(self) -> dict[str, float]:
         """Bytes that the busiest rank sends in a step, by dimension of the mesh."""
-        sent = {name: wire.gathered + wire.reduced for name, wire in self.wire.items()}
-        return sent | (self.rehearsed or {})
+        return {name: wire.gathered + wire.reduced for name, wire in self.wire.items()}
 
     def scaled(self, factor: float) -> "RunPlan":
         """Return the plan with `factor` times the bytes of tensors."""
@@ -142,11 +142,12 @@ def make_plan(
     device: Device,
     load: float = 1.0,
     known: KnownModels | None = None,
+    recorded: list[Message] | None = None,
 ) -> RunPlan:
     """Return the plan of `cfg` for a model of shape `config` on `world` ranks.
 
     load: with expert parallelism, rows of the busiest rank divided by the number with even routing;
-    known: models of earlier plans.
+    known: models of earlier plans; recorded: the messages of a rehearsal.
     """
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     answers = rollouts(cfg, config, world, rated)
@@ -160,13 +161,13 @@ def make_plan(
         world_size=world,
         device=device,
         memory=memory(run, "cpu" if device.name == "cpu" else "cuda", load),
-        slow=times(run, rated, best=False, load=load),
-        fast=times(run, rated, best=True, load=load),
-        wire=wire(run, rated),
+        slow=times(run, rated, False, load, recorded),
+        fast=times(run, rated, True, load, recorded),
+        wire=busiest_wire(run, rated, recorded),
         tokens=tokens,
         micro_batches=layout.micro_batches,
         flops=palm_flops(config, tokens, batch.seq_len, whole.work),
-        checkpoint=whole.checkpoint(cfg.precision, cfg.optim),
+        checkpoint=checkpoint_bytes(whole.counted, cfg.precision, cfg.optim),
         rows=batch.rows,
         micro_rows=batch.micro_rows,
         batch_ranks=layout.batch_ranks,

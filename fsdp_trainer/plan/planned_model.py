@@ -6,11 +6,18 @@ from functools import cached_property
 import torch
 
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.schema import ActivationCheckpoint, Model, Optim, Precision, TrainConfig
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Model,
+    Optim,
+    Precision,
+    TrainConfig,
+)
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig, RankConfig
 from fsdp_trainer.parallel.memory_check import stays_gathered
-from fsdp_trainer.plan.fsdp_units import Formats, KnownModels, ModelParts
+from fsdp_trainer.plan.fsdp_units import KnownModels, ModelParts, Sizes
 from fsdp_trainer.plan.planned_tower import PlannedTower
 
 IMAGE_SHARE = 0.5
@@ -22,7 +29,7 @@ class PlannedModel:
     """A model in a layout, and the settings that its memory, time and messages depend on.
 
     config: the complete model; part: what one rank of a tensor group computes; whole, own: the
-    parameters of both. adapter: adapter.name; options: the settings of its attention; compiled:
+    parameters of both; options: the settings of its attention; compiled:
     True if blocks are; chunk_mib: limit of the head's logits; image_share: of a row's tokens, those
     of images if the model reads any.
     """
@@ -34,9 +41,9 @@ class PlannedModel:
     own: ModelParts
     precision: Precision
     optim: Optim
-    formats: Formats
+    sizes: Sizes
     checkpointing: ActivationCheckpoint
-    adapter: str
+    adapter: Adapter
     options: Model
     compiled: bool
     chunk_mib: int | None
@@ -60,11 +67,9 @@ class PlannedModel:
             own=known.parts(config, cfg.adapter, frozen, ranks),
             precision=cfg.precision,
             optim=cfg.optim,
-            formats=Formats.of(
-                cfg.precision, cfg.optim, cfg.adapter, cfg.replicas.method == "diloco"
-            ),
+            sizes=Sizes.of(cfg.precision, cfg.adapter),
             checkpointing=cfg.activation_checkpoint,
-            adapter=cfg.adapter.name,
+            adapter=cfg.adapter,
             options=cfg.model,
             compiled=cfg.compile.enabled,
             chunk_mib=cfg.loss.chunk_mib,
@@ -85,7 +90,7 @@ class PlannedModel:
     @property
     def number(self) -> int:
         """Bytes of a number in computation."""
-        return self.formats.sizes.compute
+        return self.sizes.compute
 
     @property
     def reduced_number(self) -> int:
@@ -95,4 +100,4 @@ class PlannedModel:
     @property
     def stored_number(self) -> int:
         """Bytes of a number in a trained weight."""
-        return self.formats.sizes.master
+        return self.sizes.master

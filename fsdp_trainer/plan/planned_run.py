@@ -33,6 +33,8 @@ class PlannedRun:
     """With other groups of ranks; the rest of the plan is of one group."""
     training_ranks_score: bool = True
     """False if there are rollout ranks, which score what they generate."""
+    averages: bool = False
+    """True if groups of ranks average their weights: see parallel.memory_check."""
 
     @classmethod
     def of(
@@ -56,7 +58,8 @@ class PlannedRun:
         further_forwards = by_base + cfg.objective.method.extra_forwards
         teacher = named_teacher(cfg, config, world, known)
         score = not cfg.launch.rollout_ranks
-        return cls(model, teacher, further_forwards, scoring, exchange, score)
+        averages = cfg.replicas.method == "diloco"
+        return cls(model, teacher, further_forwards, scoring, exchange, score, averages)
 
     @property
     def layout(self) -> Layout:

@@ -1,8 +1,8 @@
 """A tower for images in a plan: its states in a micro-batch, their memory and arithmetic."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
-from fsdp_trainer.plan.blocks import TracedPart, trace
+from fsdp_trainer.plan.blocks import trace
 from fsdp_trainer.plan.fsdp_units import ModelParts
 
 if TYPE_CHECKING:  # imports transformers
@@ -123,31 +123,27 @@ class PlannedTower:
         return self.patches * self.sizes.numbers * (PIXEL + cast)
 
     @property
-    def projected(self) -> float:
-        """Bytes of the states for the language model."""
-        return self.tokens * self.hidden * self.dtype.itemsize
-
-    @property
     def kept_by_projectors(self) -> float:
         """Bytes that the projectors keep for backward: of each, three states and the result."""
-        return self.projectors * (3 * self.stream + self.projected) * self.trains_anything
+        projected = self.tokens * self.hidden * self.dtype.itemsize
+        return self.projectors * (3 * self.stream + projected) * self.trains_anything
 
-    def traced(self, number: int) -> TracedPart:
-        """Return the memory of a block. number: index among the blocks."""
-        mode = self.recompute.mode
-        recomputes = mode in ("full", "selective") and number % self.recompute.every == 0
-        return self._with_recomputation if recomputes else self._as_it_is
+    @property
+    def kept(self) -> float:
+        """Bytes that pixels, blocks and projectors keep from forward to backward."""
+        mode, every = self.recompute.mode, self.recompute.every
+        again = math.ceil(self.depth / every) if mode in ("full", "selective") else 0
+        kept = again * self._saved(replace(self.recompute, every=1)) if again else 0.0
+        if again < self.depth:
+            block = self._saved(ActivationCheckpoint(mode="none"))
+            kept += (self.depth - again) * (block + WRITTEN_OUT * self.stream * self.is_reached)
+        return kept + self.pixels + self.kept_by_projectors
 
-    @cached_property
-    def _with_recomputation(self) -> TracedPart:
-        return self._traced(replace(self.recompute, every=1))
+    def _saved(self, recompute: ActivationCheckpoint) -> float:
+        """Trace an encoder block that is as wide and has as many weights as the tower's.
 
-    @cached_property
-    def _as_it_is(self) -> TracedPart:
-        return self._traced(ActivationCheckpoint(mode="none"))
-
-    def _traced(self, recompute: ActivationCheckpoint) -> TracedPart:
-        """Trace an encoder block that is as wide and has as many weights as the tower's."""
+        Returns the bytes that it keeps.
+        """
         width = self.sizes.width
         block = nn.TransformerEncoderLayer(
             width,
@@ -167,15 +163,7 @@ class PlannedTower:
         )
         checkpoint_activations(decoder, recompute)
         shape = (1, self.patches, width)
-        traced = trace(lambda: (block, ()), shape, self.dtype, self.is_reached).part()
-        more = round(WRITTEN_OUT * self.stream)
-        kept = more * (self.is_reached and recompute.mode == "none")
-        return TracedPart(
-            traced.forward + more,
-            traced.saved + kept,
-            traced.backward + more * self.is_reached,
-            traced.gradients,
-        )
+        return trace(lambda: (block, ()), shape, self.dtype, self.is_reached).saved
 
     @property
     def flops(self) -> TowerFlops:

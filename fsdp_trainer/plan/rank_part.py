@@ -10,8 +10,6 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.models.config import RankConfig
 from fsdp_trainer.models.moe import MixtureOfExperts
 
-FLOAT32 = 4  # bytes of a number
-
 
 def part_tokens(block: Any, ranks: int) -> None:
     """Make a block accept and return a part of the tokens, as on one rank of a tensor group.
@@ -38,51 +36,6 @@ def part_tokens(block: Any, ranks: int) -> None:
         reader.register_forward_pre_hook(gather)
     for writer in writers:
         writer.register_forward_hook(scatter)
-
-
-class OthersKeys(NamedTuple):
-    """Bytes of keys and values in a block in addition to those of the rank's own tokens.
-
-    forward, backward: during these; saved: kept between them.
-    """
-
-    forward: int
-    backward: int
-    saved: int
-
-
-def others_keys(
-    layout: Layout, part: RankConfig, number: int, mode: str, attention: str
-) -> OthersKeys:
-    """Return the bytes of keys and values that a block gets from ranks that split its rows.
-
-    number: bytes of one number; mode: of recomputation; attention: a key of LAYOUTS.
-    """
-    config, ranks, own = part.shape, layout.sharding.context, layout.tokens
-    heads = config.num_key_value_heads
-    of_token = 2 * config.head_dim * number
-    if ranks == 1:
-        return OthersKeys(0, 0, 0)
-    method = context_method(layout.sharding, layout.batch.seq_len, part).method
-    if method == "ring":
-        # forward: a copy of the own pair, the pair in use and the one arriving, and float32 sums;
-        # backward: each with its gradients, where the gradients being added to are in float32
-        pair = heads * of_token * own
-        sums = config.num_attention_heads * config.head_dim * own * FLOAT32
-        return OthersKeys(2 * pair + sums, 4 * pair + 2 * pair // number * FLOAT32 + sums, 0)
-    if method == "gathered":
-        kept = heads * of_token * own * (ranks - 1)
-        # a mask of the later half of a rank's queries, whose keys are nearly all of a long
-        # document, and another copy of it in the attention's number format
-        mask = own // 2 * layout.batch.seq_len * number
-        meanwhile = kept + 2 * mask
-        return OthersKeys(meanwhile, meanwhile, kept + mask if mode == "none" else 0)
-    kept = (math.lcm(heads, ranks) - heads) * of_token * own
-    if attention != "varlen":  # the others copy the result anyway
-        return OthersKeys(kept, kept, kept if mode != "full" else 0)
-    # attention keeps its result, and the projection after it the one that came back
-    more = kept + config.num_attention_heads * config.head_dim * own * number
-    return OthersKeys(more, more, {"none": more, "selective": kept}.get(mode, 0))
 
 
 class KeyExchange(NamedTuple):

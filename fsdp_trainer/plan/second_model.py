@@ -12,8 +12,7 @@ from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
 from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Model, TrainConfig
 from fsdp_trainer.data.store.stored_values import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.plan.fsdp_units import FsdpUnit, KnownModels
-from fsdp_trainer.plan.pipeline_stages import added_units
+from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.plan_inputs import architecture
 from fsdp_trainer.plan.planned_model import PlannedModel
 
@@ -43,14 +42,12 @@ class PlannedTeacher(NamedTuple):
 class TeacherUnits(NamedTuple):
     """The units of a teacher on one rank.
 
-    states: bytes of its shards; first, last: units at the ends; block: the largest unit of a block;
-    gathered: bytes of all units when gathered; stays: True if they are gathered all the time.
+    states: bytes of its shards; ends: bytes of the gathered units at the ends; gathered: of all
+    units; stays: True if they are gathered all the time.
     """
 
     states: float
-    first: FsdpUnit
-    last: FsdpUnit
-    block: FsdpUnit
+    ends: float
     gathered: float
     stays: bool
 
@@ -102,17 +99,13 @@ def list_bytes(choice: ObjectiveChoice) -> int:
     return bytes_per_token(choice.top_k, architecture_of(choice.teacher).vocab_size)
 
 
-def teacher_units(model: PlannedModel, device: str = "cuda") -> TeacherUnits:
+def teacher_units(model: PlannedModel) -> TeacherUnits:
     """Return a teacher's units on a rank."""
     layout = model.layout
-    stored = model.own.units(model.formats, layout.sharding, layout.fsdp_ranks)
-    units = added_units(stored, layout, device)
-    block = max(units.blocks, key=lambda unit: unit.gathered)
+    units = model.own.units(model.sizes, layout.sharding, layout.fsdp_ranks)
     return TeacherUnits(
         states=units.all.own * model.number,
-        first=units.first,
-        last=units.last,
-        block=block,
+        ends=units.first.gathered + units.last.gathered * (not units.tied),
         gathered=units.all.gathered,
         stays=model.keeps_gathered,
     )

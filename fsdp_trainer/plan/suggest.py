@@ -24,7 +24,7 @@ from fsdp_trainer.plan.changes import (
 )
 from fsdp_trainer.plan.plan import GIB, RunPlan
 
-MAX_SUGGESTIONS = 8
+MAX_SUGGESTIONS = 10
 PLACES_OF_STATES = re.compile(
     r"(optim\.offload=\w+( sharding\.cpu_offload=true)?|sharding\.cpu_offload=true)"
 )

@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     ranks: the members of its group; op: a value of NAMES; bytes: of the whole message, all ranks'
     parts together where they differ; sent: those that this rank sends to others, with a ring;
     across: of them, those to other nodes; dtype: of its numbers; module: who asked, a module or a
-    phase; peer: for send and recv the other rank, else None.
+    phase; peer: for send and recv the other rank, else None; backward: True within a backward.
     """
 
     ranks: tuple[int, ...]
@@ -51,6 +51,7 @@ class Collective(NamedTuple):
     dtype: str
     module: str
     peer: int | None = None
+    backward: bool = False
 
 
 def collective_of(name: str, args: Sequence[Any], module: str) -> Collective:

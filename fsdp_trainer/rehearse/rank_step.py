@@ -10,9 +10,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.base.live_bytes import Moments, Peak
 from fsdp_trainer.base.torch_private import gather_from_copies, partitioned_backend
 from fsdp_trainer.checkpoint.state import optimizer_state, stored_parameters, weights
 from fsdp_trainer.config.context_methods import context_method
@@ -28,14 +30,14 @@ from fsdp_trainer.optim.elementwise import ElementwiseOptimizer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import TorchAdamW, build_optimizer
 from fsdp_trainer.optim.outer_step import OuterStep
-from fsdp_trainer.parallel import compile, parallelize
+from fsdp_trainer.parallel import activation_offload, compile, parallelize
+from fsdp_trainer.parallel.activation_offload import CopiesOnHost
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.rehearse.collectives import Collective
 from fsdp_trainer.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
 from fsdp_trainer.rehearse.fused_graphs import FusedGraph, TensorCounter
-from fsdp_trainer.rehearse.live_bytes import Moments, Peak
 from fsdp_trainer.rehearse.rehearsed_run import Rehearsed, folder_of_second
 from fsdp_trainer.rehearse.rows import (
     EmptyData,
@@ -139,7 +141,14 @@ class RankParts:
             marks: list[int] = []
             each = self._marked(batches, recorder, marks)
             phases.enter("data", 1)
-            with watch, recorder.watching(self.model):
+            beside = patch.object(
+                activation_offload, "CopiesOnHost", partial(UncountedCopies, recorder)
+            )
+            with (
+                beside if self.run.device == "cuda" else nullcontext(),
+                watch,
+                recorder.watching(self.model),
+            ):
                 self._gather_second_models()
                 recorder.collectives.clear()
                 runner.train_step(batches, each, cfg.optim.lr)
@@ -232,6 +241,21 @@ def compiling_for(recorder: StepRecorder) -> Iterator[None]:
 
     with patch.object(parallelize, "compile_blocks", compile_forward):
         yield
+
+
+class UncountedCopies(CopiesOnHost):
+    """Copies of activations to a host whose memory is not the device's."""
+
+    def __init__(self, recorder: StepRecorder):
+        self.recorder = recorder
+
+    def to_host(self, storage: torch.UntypedStorage) -> Tensor:
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        self.recorder.put_on_host(copy)
+        return copy
+
+    def to_device(self, data: Tensor) -> Tensor:
+        return data.clone()
 
 
 def make_states(optimizer: TrainerOptimizer) -> None:

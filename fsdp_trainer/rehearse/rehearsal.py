@@ -3,12 +3,22 @@
 import gc
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import fsdp_trainer
-from fsdp_trainer.plan.wire import Group
+from fsdp_trainer.plan.messages import (
+    AGAIN,
+    BLOCKS,
+    FIRST,
+    LAST,
+    REDUCED,
+    REPLICAS,
+    WAITED,
+    Group,
+    Message,
+)
 from fsdp_trainer.rehearse.collectives import Collective, joined_counts
 from fsdp_trainer.rehearse.kinds import Classes, RankKind, classes_of, kinds_of
 from fsdp_trainer.rehearse.order_check import Mismatch, mismatches
@@ -27,6 +37,10 @@ PACKAGE = Path(fsdp_trainer.__file__).parent
 OWNERS = "owners"
 NAMES = {"experts/expert": "expert", "experts/eshard": "eshard", "experts/replicate": "replicate"}
 """A plan's names of groups on the mesh of experts."""
+BLOCK = "*"
+"""In place of a block's number in the name of a module."""
+IN_BLOCKS = ("tensor", "context", "expert", "pipeline")
+"""Dimensions whose ranks wait for each other inside of the computation."""
 COPY = "copy"
 """Name of gathers from a second copy, whose ranks are a part of those that shard."""
 EVERYONE = "all"
@@ -69,6 +83,30 @@ class RehearsedKind:
         for one, count in self.counts.items():
             sizes[self.dimension(one)] += one.sent * count
         return dict(sizes)
+
+    @property
+    def calls(self) -> dict[Collective, int]:
+        """How often each collective is called, in forward and backward together."""
+        calls: Counter[Collective] = Counter()
+        for one, count in self.counts.items():
+            calls[one._replace(backward=False)] += count
+        return calls
+
+    def messages(self, per_node: int) -> Iterator[Message]:
+        """Yield what the rank sends in a step, as a plan times it. per_node: ranks of a node."""
+        gathers = (one.module for one in self.counts if one.op == "all_gather")
+        first = next((module for module in gathers if BLOCK not in module), "")
+        for one, count in self.counts.items():
+            dimension = self.dimension(one)
+            if dimension in (EVERYONE, OWNERS):
+                continue
+            across = count * _across(one, self.kind.rank, per_node)
+            part = BLOCKS if BLOCK in one.module else FIRST if one.module == first else LAST
+            lane = REDUCED[part] if one.op == "reduce_scatter" else AGAIN if one.backward else part
+            lane = WAITED if dimension in IN_BLOCKS else lane
+            lane = REPLICAS if dimension == "replicate" else lane
+            reduces = "reduce" in one.op
+            yield Message(dimension, lane, one.sent * count, across, reduces, len(one.ranks))
 
     def across(self, per_node: int) -> float:
         """Return the bytes that the rank sends to other nodes of `per_node` ranks in a step."""

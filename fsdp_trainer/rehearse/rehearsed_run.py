@@ -24,7 +24,6 @@ from fsdp_trainer.plan.second_model import architecture_of
 from fsdp_trainer.run.trained_model import with_head
 
 LEFT_OUT: dict[str, tuple[Any, str]] = {
-    "activation_checkpoint.offload": (False, "activations stay on the device"),
     "sharding.messages": ("ordinary", "messages are ordinary tensors"),
     "objective.rewards": ([], "answers come with their rewards"),
     "objective.server": (None, "answers come without a server"),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
+from fsdp_trainer.base.forked import at_once
+from fsdp_trainer.base.live_bytes import Moments, Peak
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.data.order.row_order import Rows
@@ -27,13 +29,14 @@ from fsdp_trainer.plan.pipeline_stages import classes_of_stages
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.rollout_cost import rows_of_answers
 from fsdp_trainer.rehearse.collectives import Collective
-from fsdp_trainer.rehearse.live_bytes import Moments, Peak
 from fsdp_trainer.rehearse.rehearsal import Rehearsal, RehearsedKind, rehearse, sizeless
 from fsdp_trainer.rehearse.rehearsed_run import rehearsed_run
 from fsdp_trainer.rehearse.rows import full_rows
 
 REPEATED = 3
 """Repeated units of a stage in the shorter rehearsal: one at each end, and one between."""
+MOVING = 2
+"""Blocks more whose activations are still on the device, on their way to the host."""
 LONGEST_PERIOD = 16
 
 
@@ -75,7 +78,7 @@ def short_rehearsal(run: Candidate) -> Rehearsal:
     divided = divisions(run, whole, layout)
     if divided is None:
         return rehearse(rehearsed_run(run, rows), classes)
-    few, more = (rehearsed(run, division, rows, classes) for division in divided)
+    few, more = at_once([partial(rehearsed, run, each, rows, classes) for each in divided])
     if [one.kind for one in few.kinds] == [one.kind for one in more.kinds]:
         prefix = run.config.names.blocks
         return Extension(layout, *divided, stages_of(whole, layout), prefix).rehearsal(few, more)
@@ -128,7 +131,8 @@ def divisions(
     cfg, kinds = run.cfg, signatures(whole)
     first, period = repetition(kinds)
     period = math.lcm(period, cfg.sharding.blocks_per_unit, cfg.activation_checkpoint.every)
-    least = max(REPEATED, cfg.sharding.prefetch + 2) * cfg.sharding.blocks_per_unit
+    repeated = REPEATED + MOVING * cfg.activation_checkpoint.offload
+    least = max(repeated, cfg.sharding.prefetch + 2) * cfg.sharding.blocks_per_unit
     parts = stages_of(whole, layout)
     lengths = [len(part) for part in parts]
     alone = tuple(sum(i < first for i in part) for part in parts)

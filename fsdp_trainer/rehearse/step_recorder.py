@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.live_bytes import LiveBytes, name_of
 from fsdp_trainer.base.torch_private import (
     around_units,
     is_in_backward,
@@ -19,7 +20,6 @@ from fsdp_trainer.base.torch_private import (
     unsharded_gradients,
 )
 from fsdp_trainer.rehearse.collectives import NAMES, Collective, collective_of
-from fsdp_trainer.rehearse.live_bytes import LiveBytes, name_of
 
 HEAD = "lm_head"
 ON_HOST = ("clip", "update")
@@ -77,6 +77,7 @@ class StepRecorder(LiveBytes):
         if name not in NAMES:
             return
         called = collective_of(name, args, self._unit or self._where())
+        called = called._replace(backward=is_in_backward())
         self.collectives.append(called)
         if self._unit and called.op == "all_gather":
             self.move(args[0], "communication")

@@ -55,7 +55,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.parallel.compile import summarize_compiler_errors
-from fsdp_trainer.parallel.memory_check import checkpoint_bytes
+from fsdp_trainer.parallel.memory_check import CountedModel, checkpoint_bytes
 from fsdp_trainer.run.build import Start, build
 from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.mirrored import Mirror, end_with_mirror
@@ -261,7 +261,7 @@ class Rank:
     def preflight(self, world: World, inputs: RunInputs, setup: ModelSetup, claim: RunLock) -> None:
         """Check that the ranks agree and the disk has room, before building. Raises UserError."""
         cfg = self.cfg
-        checkpoint = checkpoint_bytes(setup.model, cfg.precision, cfg.optim)
+        checkpoint = checkpoint_bytes(CountedModel.of(setup.model), cfg.precision, cfg.optim)
         claim_of_main = world.from_main("claim", lambda: claim, self.patience)
         shared = claim_of_main.is_visible_in(self.run_folder, self.timeout / 2)
         fingerprint = inputs.data.fingerprint

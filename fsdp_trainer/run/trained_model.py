@@ -76,7 +76,8 @@ def check_room(
         raise UserError("the ranks cannot divide experts like this", problems)
     if cfg.second_model and cfg.second_model.mode == "loaded":
         require_fitting(cfg, *with_second_model(config, second_folder, cfg.sharding.tensor))
-    states = StateSetup(layout, cfg.precision, cfg.optim, adapters)
+    averages = cfg.replicas.method == "diloco"
+    states = StateSetup(layout, cfg.precision, cfg.optim, adapters, averages)
     require_kept(setup)
     check_memory(setup.model, states, world.device, lambda: adapted_models(setup))
 

@@ -1,18 +1,14 @@
 """Peak memory and messages of a training step, measured beside the plan."""
 
-import contextlib
 from unittest.mock import patch
 
-import inject
 import torch
 import torch.distributed as dist
 from layouts import layout_of
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_trainer.base.live_bytes import LiveBytes
 from fsdp_trainer.models.attention import DocumentAttention
-from fsdp_trainer.models.decoder import Decoder, ImageInputs, MicroBatch
+from fsdp_trainer.models.decoder import ImageInputs, MicroBatch
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
@@ -20,39 +16,9 @@ from fsdp_trainer.parallel import gloo_messages
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
-from fsdp_trainer.rehearse.live_bytes import LiveBytes
 from fsdp_trainer.rehearse.step_recorder import StepRecorder
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
-
-
-@contextlib.contextmanager
-def only_tensors():
-    """Let the plan leave out gloo's copies, which no operator makes."""
-    with inject.around("allocator_copy", lambda *_: 0.0):
-        yield
-
-
-def tracked_peak(cfg, config, ranks):
-    """Return the peak bytes up to the clipping by torch's tracker. Tensors have no storage."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    cpu = torch.device("cpu")
-    try:
-        dims = Dims(layout_of(cfg), "cpu", timeout=60)
-        with torch.device("meta"):
-            model = Decoder(config)
-        parallelize(model, dims, Computation.of(cfg))
-        with FakeTensorMode(allow_non_fake_inputs=True), cpu:
-            model.to_empty(device="cpu")
-            optimizer = build_optimizer(model, cfg.optim)
-            for parameter in model.parameters():
-                optimizer.state[parameter] = optimizer.empty_state(parameter)
-            with FSDPMemTracker(model, optimizer) as tracker:
-                micro_step(model, whole_batch(cfg))
-                clip_gradients(model, dims, 1.0, None)
-            return tracker.get_tracker_snapshot("peak")[cpu]["Total"]
-    finally:
-        dist.destroy_process_group()
 
 
 def micro_step(model, batch):

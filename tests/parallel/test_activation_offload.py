@@ -188,7 +188,7 @@ def test_the_plan_counts_the_bytes_that_are_moved(small, way):
 @pytest.mark.slow
 def test_offloading_is_suggested_where_it_makes_a_run_fit():
     words = ["model=llama3_8b", "batch.seq_len=131072", "batch.rows=8", "plan.world_size=8"]
-    words += ["plan.gpu=h100", "activation_checkpoint=full"]
+    words += ["plan.gpu=h100", "plan.memory_gib=60", "activation_checkpoint=full"]
     cfg = compose("plan", words, inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 8)
     suggestions = {one.override: one for one in suggest(Candidate(cfg, config, 8, gpu))}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from small_decoder import small_decoder
 
+from fsdp_trainer.base.live_bytes import LiveBytes
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
@@ -33,7 +34,6 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, StateSetup
 from fsdp_trainer.parallel.parallelize import Computation, parallelize, stay_gathered
-from fsdp_trainer.rehearse.live_bytes import LiveBytes
 from fsdp_trainer.training.objective import CrossEntropy
 from fsdp_trainer.training.weights import draw_weights
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from image_models import CONFIGS
-from memory_of_a_step import only_tensors, steps_with_images
+from memory_of_a_step import steps_with_images
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fsdp_trainer.cli import main
@@ -12,9 +12,9 @@ from fsdp_trainer.config.schema import Model
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.memory import memory
+from fsdp_trainer.plan.messages import busiest_wire
 from fsdp_trainer.plan.plan import make_plan
 from fsdp_trainer.plan.planned_run import PlannedRun
-from fsdp_trainer.plan.wire import wire
 
 SIDE = 28
 """Patches of the image in a row and in a column."""
@@ -65,7 +65,7 @@ def configured(tokens, **keys):
     return cfg
 
 
-def test_memory_and_messages_of_a_step_with_images_are_the_planned_ones(world, tmp_path):
+def test_a_step_with_images_holds_at_least_and_sends_what_is_planned(world, tmp_path):
     configs = {kind: architecture(tmp_path, kind) for kind in SIZES}
     cases = [
         (configured(image_of(kind)[1], **keys), configs[kind], *image_of(kind))
@@ -74,10 +74,9 @@ def test_memory_and_messages_of_a_step_with_images_are_the_planned_ones(world, t
     measured = zip(*world.call(2, steps_with_images, cases), strict=True)
     for case, (cfg, config, *_), ranks in zip(CASES, cases, measured, strict=True):
         run = PlannedRun.of(cfg, config, 2)
-        with only_tensors():
-            planned = memory(run, "cpu").tensors
-        assert planned == pytest.approx(max(held for held, _ in ranks), rel=0.1), case
-        sent, way = ranks[0][1], wire(run, DEVICES["h100"])["shard"]
+        bound, peak = memory(run, "cpu").tensors, max(held for held, _ in ranks)
+        assert 0.5 * peak < bound <= peak, case
+        sent, way = ranks[0][1], busiest_wire(run, DEVICES["h100"])["shard"]
         assert way.gathered == pytest.approx(sent["all_gather"], rel=0.01), case
         assert way.reduced == pytest.approx(sent["reduce_scatter"], rel=0.01), case
 

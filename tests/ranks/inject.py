@@ -109,7 +109,6 @@ POINTS = {
     "torch_version": "fsdp_trainer.config.rules.rules_computing:version",
     "job_fits": "fsdp_trainer.apps.sweep.sweep:does_not_fit",
     "check_job": "fsdp_trainer.apps.sweep.sweep:Jobs._check",
-    "allocator_copy": "fsdp_trainer.plan.memory:RankUnits.gloo_copy",
     "make_plan": "fsdp_trainer.plan.plan:make_plan",
     "sweep_extra": "fsdp_trainer.config.composing.sweep_overrides:find_spec",
     # the watchdog

@@ -34,7 +34,7 @@ def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan(ca
     reply = answer(capsys, "plan.world_size=4", "batch.rows=8", untied, FREED)
     assert reply["fits"]
     assert reply["finishes"]
-    assert reply["peak_gib"] == pytest.approx(reply["plan_peak_gib"], rel=0.02)
+    assert 0.8 * reply["peak_gib"] < reply["plan_peak_gib"] <= reply["peak_gib"]
     assert reply["bytes_sent"] == pytest.approx(reply["plan_bytes_sent"], rel=0.01)
     assert [(kind["rank"], kind["ranks"]) for kind in reply["kinds"]] == [(0, 4)]
     gathers = [one for one in reply["collectives"] if one["op"] == "all_gather"]
@@ -136,6 +136,9 @@ def test_micro_batches_that_are_not_run_change_nothing(words):
 
 
 DEEP = {
+    "activations on the host": (
+        2, f"{FULL} activation_checkpoint.offload=true plan.gpu=h100 batch.seq_len=4096"
+    ),
     "recomputed in units": (2, f"{FULL} sharding.blocks_per_unit=2 optim=adamw_8bit"),
     "stages": (4, "sharding.pipeline=2 batch.rows=24 activation_checkpoint=selective"),
     "dense blocks before experts": (
@@ -183,6 +186,9 @@ LARGE = {
     "float8": (
         "llama8b_sft model.num_hidden_layers=2 precision.float8=tensorwise compile=enabled", 8
     ),
+    "activations on the host": (
+        "llama8b_sft model.num_hidden_layers=3 activation_checkpoint.offload=true", 8
+    ),
     "copies of weights": ("llama8b_sft model.num_hidden_layers=2 optim.offload=cpu", 8),
     "GRPO with a reference": (
         "qwen3_0_6b_grpo model.num_hidden_layers=2 objective.kl=0.1 objective.reference=start", 8
@@ -192,17 +198,15 @@ LARGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", LARGE)
-def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
+def test_runs_of_real_width_finish_and_need_no_less_than_planned(run, capsys):
     recipe, world = LARGE[run]
     words = [f"+recipe={recipe.split()[0]}", *recipe.split()[1:], f"plan.world_size={world}"]
     main(["rehearse", *words, "plan.gpu=h100", "plan.format=json"])
     reply = json.loads(capsys.readouterr().out)
     assert reply["finishes"], [kind["problem"] for kind in reply["kinds"]] + reply["mismatches"]
     left_out = {line.partition(":")[0] for line in reply["left_out"]}
-    assert left_out <= {"data.path", "activation_checkpoint.offload", "objective.rewards"}
-    # of compiled adapters the plan counts products that torch's partitioner does not keep
-    near = 0.17 if run == "QLoRA" else 0.05
-    assert reply["tensors_gib"] == pytest.approx(reply["plan_tensors_gib"], rel=near)
+    assert left_out <= {"data.path", "objective.rewards"}
+    assert 0.7 * reply["tensors_gib"] < reply["plan_tensors_gib"] <= reply["tensors_gib"]
     # the plan leaves out KTO's pass for the baseline, a fifth of its messages
     passes = 1.25 if "KTO" in run else 1
     for name, planned in reply["plan_bytes_sent"].items():
@@ -229,10 +233,10 @@ def test_a_search_rehearses_its_fastest_three_and_leaves_out_what_does_not_fit(c
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert [layout["rehearsed"] for layout in layouts] == [True] * 3 + [False] * len(layouts[3:])
     assert main(["plan", *GPUS, *words, "plan.rehearse=false"]) == 0
-    by_formulas = json.loads(capsys.readouterr().out)["layouts"]
-    assert layouts[3:] == by_formulas[3:]
-    peaks = [layout["peak_gib"] for layout in by_formulas[:3]]
-    assert [layout["peak_gib"] for layout in layouts[:3]] == pytest.approx(peaks, rel=0.01)
+    bounds = json.loads(capsys.readouterr().out)["layouts"]
+    assert layouts[3:] == bounds[3:]
+    pairs = zip(layouts[:3], bounds[:3], strict=True)
+    assert all(more["peak_gib"] >= less["peak_gib"] for more, less in pairs)
 
 
 @pytest.mark.slow
@@ -303,6 +307,5 @@ def test_groups_of_ranks_hold_their_outer_weights_and_send_nothing_to_each_other
     plain = answer(capsys, *words)
     reply = answer(capsys, *words, "replicas.method=diloco", "launch.groups=2")
     assert reply["bytes_sent"] == plain["bytes_sent"]
-    assert reply["tensors_gib"] == pytest.approx(reply["plan_tensors_gib"], rel=0.02)
     assert reply["tensors_gib"] > plain["tensors_gib"] * 1.1
     assert any(line.startswith("launch.groups") for line in reply["left_out"])

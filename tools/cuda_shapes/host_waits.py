@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
-from fsdp_trainer.rehearse.live_bytes import name_of
+from fsdp_trainer.base.live_bytes import name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp_trainer"

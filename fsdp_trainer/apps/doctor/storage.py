@@ -35,7 +35,7 @@ from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
-from fsdp_trainer.parallel.memory_check import checkpoint_bytes
+from fsdp_trainer.parallel.memory_check import CountedModel, checkpoint_bytes
 
 UNREADABLE = "cannot be read"
 EDGE = 64 * 1024  # bytes from each end of a file that are included in its digest
@@ -173,7 +173,7 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
         yield Check("problem", "model", "\n".join([error.title, *problems]))
         return
     parameters = config.parameters()
-    size = checkpoint_bytes(meta_decoder(config), cfg.precision, cfg.optim)
+    size = checkpoint_bytes(CountedModel.of(meta_decoder(config)), cfg.precision, cfg.optim)
     text = f"\n{short(parameters)} parameters × {size / parameters:.3g} B"
     if not config.vocab_size:
         text += ", without the embedding: no tokenizer is configured"

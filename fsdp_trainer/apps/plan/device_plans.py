@@ -12,7 +12,7 @@ from fsdp_trainer.plan.plan_inputs import target, world_sizes
 from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
 
 NEAR = 0.005
-"""Share of the bytes that formulas may miss."""
+"""Share of the bytes that the bound may miss."""
 LIKELY = (0.2, 0.65)
 """Range of the share of a GPU's peak that published trainings of language models reach."""
 
@@ -82,7 +82,7 @@ def rehearsed_plans(
 
 
 def with_correction(run: Candidate, plan: RunPlan) -> Candidate:
-    """Return a run whose changes are planned with what a rehearsal shows that formulas miss."""
+    """Return a run whose changes are planned with what a rehearsal shows that the bound misses."""
     correction = plan.memory.tensors / run.plan().memory.tensors
     return run if abs(correction - 1) < NEAR else replace(run, correction=correction)
 

@@ -30,6 +30,8 @@ LENGTHS = [2**i for i in range(9, 18)]
 """Tokens of the rows that are tried."""
 PLANNED = 4
 """Number of the longer one of the two that are planned."""
+MARGIN = 0.87
+"""Share of a device's memory that a lower bound may use: rehearsed peaks are up to 15% larger."""
 METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "all weights": ({"adapter.name": "none"}, 2.0),
     "LoRA": ({"adapter.name": "lora", "adapter.base": "auto"}, 2.0),
@@ -72,7 +74,7 @@ def model_rows(cfg: PlanConfig) -> list[ModelRow]:
 
 
 def longest_row(run: Candidate, least: float) -> int | None:
-    """Return the tokens of the longest row with which a run fits, by the formulas of a plan.
+    """Return the tokens of the longest row with which a run fits, by a plan's lower bound.
 
     least: bytes that a parameter needs at least. Only two lengths are planned: between and beyond
     them, the memory of each phase grows with the length as it does from one to the other.
@@ -84,7 +86,7 @@ def longest_row(run: Candidate, least: float) -> int | None:
     lengths = [length for length in LENGTHS if length <= run.config.max_position_embeddings]
     low, high = lengths[0], lengths[min(PLANNED, len(lengths) - 1)]
     short, long = planned(run, low), planned(run, high)
-    if short is None or long is None or not (short.fits and short.host_fits):
+    if short is None or long is None or not short.host_fits:
         return None
     before, after = (
         {one.phase: one.total for one in plan.memory.moments} for plan in (short, long)
@@ -93,9 +95,9 @@ def longest_row(run: Candidate, least: float) -> int | None:
     def fits(length: int) -> bool:
         share = (length - low) / max(1, high - low)
         peak = max(before[name] + share * (after[name] - before[name]) for name in before)
-        return peak <= short.memory_bytes
+        return peak <= MARGIN * short.memory_bytes
 
-    return max(length for length in lengths if fits(length))
+    return max((length for length in lengths if fits(length)), default=None)
 
 
 def bytes_of_states(run: Candidate) -> float:

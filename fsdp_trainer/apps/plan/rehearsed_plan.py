@@ -10,16 +10,17 @@ from fsdp_trainer.apps.plan.stored_answers import Store
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.memory import PHASES, Moment
+from fsdp_trainer.plan.memory import Moment, summed
+from fsdp_trainer.plan.messages import Message
 from fsdp_trainer.plan.plan import RunPlan
 from fsdp_trainer.rehearse.collectives import NUMBER
-from fsdp_trainer.rehearse.rehearsal import EVERYONE, OWNERS, Rehearsal
+from fsdp_trainer.rehearse.rehearsal import Rehearsal
 from fsdp_trainer.rehearse.rehearsed_run import without_left_out
 from fsdp_trainer.rehearse.short_rehearsal import short_rehearsal
 from fsdp_trainer.rehearse.step_recorder import HEAD
 
 Facts = dict[str, Any]
-"""What is kept of a rehearsal: `moments` by phase with their place, and `sent`."""
+"""What is kept of a rehearsal: `moments` by phase with their place, and `messages`."""
 
 
 class RehearsalFailed(Exception):
@@ -29,7 +30,7 @@ class RehearsalFailed(Exception):
 def rehearsed_plan(run: Candidate, plan: RunPlan, store: Store) -> tuple[RunPlan, str]:
     """Return a run's plan with the peak and the messages of a rehearsal, and "".
 
-    If that is refused or fails, return the plan of the formulas, and why.
+    If that is refused or fails, return the plan with its lower bound, and why.
     """
     try:
         same, _ = without_left_out(run)
@@ -37,13 +38,12 @@ def rehearsed_plan(run: Candidate, plan: RunPlan, store: Store) -> tuple[RunPlan
     except UserError as error:
         store.distrust()  # the next one may succeed, once a package is installed
         reasons = "; ".join(f"{each.what} {each.reason}".splitlines()[0] for each in error.problems)
-        return plan, f"nothing was rehearsed, and the peak is that of formulas: {reasons}"
+        return plan, f"nothing was rehearsed, and the peak is a lower bound: {reasons}"
     except RehearsalFailed as error:
         store.distrust()
-        bound = "the rehearsal of a step failed, and the peak is that of formulas, a lower bound"
+        bound = "the rehearsal of a step failed, and the peak is a lower bound"
         return plan, f"{bound}: {error}"
-    formula = plan if same is run else same.plan()
-    return with_facts(plan, formula, facts), ""
+    return with_facts(run, plan, plan if same is run else same.plan(), facts), ""
 
 
 def facts_key(run: Candidate) -> Any:
@@ -52,7 +52,8 @@ def facts_key(run: Candidate) -> Any:
     names = [each.name for each in fields(TrainConfig) if each.name not in ("run", "launch")]
     parts = [repr(getattr(cfg, name)) for name in names]
     launched = [cfg.launch.groups, cfg.launch.rollout_ranks]
-    return ["facts", parts, launched, repr(run.config), run.world, run.on_gpu]
+    device = run.on_gpu, run.device.linked_gpus
+    return ["facts", parts, launched, repr(run.config), run.world, device]
 
 
 def facts_of(run: Candidate) -> Facts:
@@ -62,9 +63,16 @@ def facts_of(run: Candidate) -> Facts:
     problems += [str(one) for one in rehearsal.mismatches]
     if problems:
         raise RehearsalFailed(problems[0])
-    sent = rehearsal.busiest.sent()
-    sent.pop(EVERYONE, None)
-    return {"moments": largest_moments(rehearsal), "sent": sent}
+    return shown_by(rehearsal, run.device.linked_gpus)
+
+
+def shown_by(rehearsal: Rehearsal, per_node: int) -> Facts:
+    """Return what a plan takes from a rehearsal, of which at least one kind finished its step.
+
+    per_node: ranks of a node.
+    """
+    messages = list(rehearsal.busiest.messages(per_node))
+    return {"moments": largest_moments(rehearsal), "messages": messages}
 
 
 def largest_moments(rehearsal: Rehearsal) -> dict[str, list[Any]]:
@@ -87,37 +95,32 @@ def phase_of(phase: str, place: str) -> str:
     return "backward" if phase == "backward" else "forward"
 
 
-def with_facts(plan: RunPlan, formula: RunPlan, facts: Facts) -> RunPlan:
+def with_facts(run: Candidate, plan: RunPlan, same: RunPlan, facts: Facts) -> RunPlan:
     """Return a plan with the memory and the messages of a rehearsal.
 
-    formula: the plan of the run as it was rehearsed; what it lacks of `plan` is added.
+    same: the plan of the run as it was rehearsed; what its bound lacks of `plan`'s is added.
     """
-    planned, before = (
-        {moment.phase: moment for moment in each.memory.moments} for each in (plan, formula)
+    bounds, before = (
+        {moment.phase: moment.bytes for moment in each.memory.moments} for each in (plan, same)
     )
-    moments = []
-    for phase in PHASES:
-        if phase not in planned:
-            continue
-        own = planned[phase]
-        if phase in facts["moments"] and phase in before:
-            place, held = facts["moments"][phase]
-            own = Moment(when(phase, place), corrected(own.bytes, before[phase].bytes, held), phase)
-        moments.append(own)
-    tensors = max(moment.total - moment.bytes["allowance"] for moment in moments)
-    memory = plan.memory._replace(moments=tuple(moments), tensors=tensors)
-    sent = {name: size for name, size in facts["sent"].items() if name != OWNERS}
-    return replace(plan, memory=memory, rehearsed=sent)
+    moments = [
+        Moment(when(phase, place), corrected(held, bounds[phase], before[phase]), phase)
+        for phase, (place, held) in facts["moments"].items()
+        if phase in before
+    ]
+    moments += [one for one in plan.memory.moments if one.phase not in facts["moments"]]
+    has_messages = run.layout.fsdp_ranks * run.layout.sizes["replicate"] > 1
+    old, device = plan.memory, "cuda" if run.on_gpu else "cpu"
+    memory = summed(moments, device, has_messages, old.host, old.disk)
+    recorded = [Message(*each) for each in facts["messages"]]
+    return replace(run.plan(recorded=recorded), memory=memory, rehearsed=True)
 
 
 def corrected(
-    planned: dict[str, float], formula: dict[str, float], held: dict[str, int]
+    held: dict[str, int], bound: dict[str, float], before: dict[str, float]
 ) -> dict[str, float]:
-    """Return bytes by category: those held, with what formulas say of the rest of the run."""
-    return {
-        name: max(0.0, held[name] + size - formula[name]) if name in held else size
-        for name, size in planned.items()
-    }
+    """Return bytes by category: those held, with what the bound says of the rest of the run."""
+    return {name: max(0.0, size + bound[name] - before[name]) for name, size in held.items()}
 
 
 def when(phase: str, place: str) -> str:

@@ -80,7 +80,7 @@ def one_world(
         "groups": groups_json(cfg, plan),
         "empty_rows_share": round(plan.empty_share, 4),
         "micro_batches": plan.micro_batches,
-        "rehearsed": plan.rehearsed is not None,
+        "rehearsed": plan.rehearsed,
         "bytes_per_step": round(sum(plan.bytes_sent.values())),
         "bytes_by_link": {name: round(sent) for name, sent in plan.bytes_sent.items()},
         "bytes_sent": sent_json(plan),

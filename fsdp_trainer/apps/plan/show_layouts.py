@@ -76,11 +76,11 @@ def show_layouts(
         console.print(table_of(search.layouts[:SHOWN]))
         if len(search.layouts) > SHOWN:
             console.print(f"{len(search.layouts) - SHOWN} slower ones:  plan.format=json")
-        ranks = [n for n, one in enumerate(search.layouts, 1) if one.plan.rehearsed is not None]
+        ranks = [n for n, one in enumerate(search.layouts, 1) if one.plan.rehearsed]
         if ranks:
             which = f"number {', '.join(map(str, ranks))}"
             which = f"the first {len(ranks)}" if ranks[-1] == len(ranks) else which
-            console.print(f"rehearsed: {which}; of the others peaks are of formulas")
+            console.print(f"rehearsed: {which}; the others need at least this much")
         if device.flops is None:
             console.print(f"{UNTIMED}; they are sorted as on an H100")
     elif search.nearest:

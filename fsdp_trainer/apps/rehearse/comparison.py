@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fsdp_trainer.apps.plan.rehearsed_plan import shown_by, with_facts
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.pipeline_stages import classes_of_stages
 from fsdp_trainer.plan.plan import RunPlan
 from fsdp_trainer.plan.planned_run import PlannedRun
-from fsdp_trainer.plan.wire import Wire
 from fsdp_trainer.rehearse.rehearsal import EVERYONE, Rehearsal, rehearse
 from fsdp_trainer.rehearse.rehearsed_run import rehearsed_run, without_left_out
 from fsdp_trainer.rehearse.rows import rows_of_run
@@ -19,8 +19,9 @@ from fsdp_trainer.rehearse.rows import rows_of_run
 class PlanComparison:
     """A rehearsal, and two plans.
 
-    plan: of the run as configured; same: of the run as rehearsed, without what is left out;
-    left_out: a sentence for each such key; seconds: how long the rehearsal took.
+    plan: of the run as configured, with what the rehearsal shows; same: of the run as rehearsed,
+    without what is left out, by arithmetic alone; left_out: a sentence for each such key; seconds:
+    how long the rehearsal took.
     """
 
     rehearsal: Rehearsal
@@ -35,24 +36,14 @@ class PlanComparison:
         return self.plan.device
 
     @property
-    def planned_tensors(self) -> float:
-        """Bytes of tensors at the peak of the plan of the run as rehearsed."""
-        return self.same.memory.tensors
-
-    @property
     def tensors(self) -> int:
         """Bytes of tensors at the largest peak of all kinds."""
         return self.rehearsal.largest.peak
 
     @property
-    def peak_bytes(self) -> float:
-        """Peak of a rank: the plan's, corrected by the difference that the rehearsal shows."""
-        return self.plan.peak_bytes + self.tensors - self.planned_tensors
-
-    @property
     def fits(self) -> bool:
-        """True if the device has enough memory for that peak; False if no kind finished a step."""
-        return self.tensors > 0 and self.peak_bytes <= self.plan.memory_bytes
+        """True if the device has enough memory for the peak; False if no kind finished a step."""
+        return self.tensors > 0 and self.plan.fits
 
     @property
     def passes(self) -> bool:
@@ -60,36 +51,21 @@ class PlanComparison:
         return self.rehearsal.finishes and self.fits
 
     @property
-    def sent(self) -> dict[str, tuple[float, float]]:
-        """Bytes that the busiest rank sends, rehearsed and planned, by dimension."""
-        busiest = self.rehearsal.busiest
-        rehearsed = busiest.sent() if busiest.step else {}
-        wires = self._planned_wires.items()
-        planned = {name: wire.gathered + wire.reduced for name, wire in wires}
-        names = [name for name in {**planned, **rehearsed} if name != EVERYONE]
-        both = {name: (rehearsed.get(name, 0.0), planned.get(name, 0.0)) for name in names}
-        return {name: pair for name, pair in both.items() if any(pair)}
+    def sent(self) -> dict[str, float]:
+        """Bytes that the busiest rank sends, by dimension."""
+        sent = self.rehearsal.busiest.sent() if self.tensors else {}
+        return {name: size for name, size in sent.items() if name != EVERYONE}
 
     @property
-    def across(self) -> tuple[float, float]:
-        """Bytes that the busiest rank sends to other nodes, rehearsed and planned."""
-        busiest = self.rehearsal.busiest
-        rehearsed = busiest.across(self.device.linked_gpus) if busiest.step else 0.0
-        return rehearsed, sum(wire.across for wire in self._planned_wires.values())
+    def planned(self) -> dict[str, float]:
+        """The same by arithmetic; a rehearsal has one group of ranks."""
+        sent = self.same.bytes_sent.items()
+        return {name: size for name, size in sent if name != "groups" and size}
 
     @property
-    def _planned_wires(self) -> dict[str, Wire]:
-        """What a rank sends in each dimension; a rehearsal has one group of ranks."""
-        return {name: wire for name, wire in self.same.wire.items() if name != "groups"}
-
-    @property
-    def figures(self) -> list[tuple[str, float, float]]:
-        """Names of figures in bytes, each rehearsed and planned."""
-        rows = [("peak of tensors", float(self.tensors), self.planned_tensors)]
-        rows += [(f"sent: {name}", *pair) for name, pair in self.sent.items()]
-        if any(self.across):
-            rows.append(("sent to other nodes", *self.across))
-        return rows
+    def across(self) -> float:
+        """Bytes that the busiest rank sends to other nodes."""
+        return self.rehearsal.busiest.across(self.device.linked_gpus) if self.tensors else 0.0
 
 
 def compare(run: Candidate, report: Callable[[str], None]) -> PlanComparison:
@@ -103,4 +79,6 @@ def compare(run: Candidate, report: Callable[[str], None]) -> PlanComparison:
     rehearsal = rehearse(rehearsed_run(rehearsed, rows), stages, report)
     seconds = time.perf_counter() - started
     plan = run.plan() if left_out else same
+    if rehearsal.largest.step:
+        plan = with_facts(run, plan, same, shown_by(rehearsal, run.device.linked_gpus))
     return PlanComparison(rehearsal, plan, same, [*left_out, *notes], seconds)

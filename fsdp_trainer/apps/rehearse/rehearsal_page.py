@@ -5,10 +5,10 @@ from pathlib import Path
 import jinja2
 
 from fsdp_trainer.apps.rehearse.comparison import PlanComparison
-from fsdp_trainer.apps.rehearse.rehearsal_text import collectives_json, difference, size
+from fsdp_trainer.apps.rehearse.rehearsal_text import collectives_json, sent_of, size
+from fsdp_trainer.base.live_bytes import CATEGORIES
 from fsdp_trainer.config.verbs import RehearseConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.rehearse.live_bytes import CATEGORIES
 from fsdp_trainer.rehearse.rank_step import RankStep
 
 COLOURS = ("#4c6a92", "#9c755f", "#8a6fb0", "#59a14f", "#edc949", "#4e9fd1", "#e15759")
@@ -26,7 +26,7 @@ def write_page(file: Path, answer: PlanComparison, cfg: RehearseConfig) -> None:
     text = page.get_template("rehearsal.html.jinja").render(
         title=str(cfg.run.name or cfg.model.name),
         answer=answer,
-        rows=[(n, size(a), size(b), difference(a, b).plain) for n, a, b in answer.figures],
+        rows=[(name, size(sent)) for name, sent in sent_of(answer).items()],
         pictures=[(one.kind, picture(one.step)) for one in answer.rehearsal.kinds if one.step],
         legend=list(zip(CATEGORIES, COLOURS, strict=True)),
         collectives=collectives_json(busiest) if busiest.step else [],

@@ -1,6 +1,6 @@
 """Output of a rehearsal: one screen of text, or JSON."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich import box
@@ -14,13 +14,10 @@ from fsdp_trainer.plan.plan import GIB
 from fsdp_trainer.rehearse.rank_step import RankStep
 from fsdp_trainer.rehearse.rehearsal import RehearsedKind
 
-FAR = 0.05
-"""Difference from the plan, as a share of it, from which it is shown in colour."""
-
 
 def as_json(answer: PlanComparison, assumed: list[str]) -> dict[str, Any]:
     """Return the figures: GiB and bytes of one rank in one step."""
-    rehearsal, across = answer.rehearsal, answer.across
+    rehearsal = answer.rehearsal
     return {
         "fits": answer.fits,
         "finishes": rehearsal.finishes,
@@ -28,14 +25,14 @@ def as_json(answer: PlanComparison, assumed: list[str]) -> dict[str, Any]:
         "memory_gib": round(answer.device.memory_gib, 2),
         "world_size": answer.plan.world_size,
         "micro_batches": answer.same.micro_batches,
-        "peak_gib": round(answer.peak_bytes / GIB, 3) if answer.tensors else None,
-        "plan_peak_gib": round(answer.plan.peak_bytes / GIB, 3),
+        "peak_gib": round(answer.plan.peak_bytes / GIB, 3) if answer.tensors else None,
+        "plan_peak_gib": round(answer.same.peak_bytes / GIB, 3),
         "tensors_gib": round(answer.tensors / GIB, 3),
-        "plan_tensors_gib": round(answer.planned_tensors / GIB, 3),
-        "bytes_sent": {name: round(sent) for name, (sent, _) in answer.sent.items()},
-        "plan_bytes_sent": {name: round(planned) for name, (_, planned) in answer.sent.items()},
-        "bytes_across_nodes": round(across[0]),
-        "plan_bytes_across_nodes": round(across[1]),
+        "plan_tensors_gib": round(answer.same.memory.tensors / GIB, 3),
+        "bytes_sent": {name: round(sent) for name, sent in answer.sent.items()},
+        "plan_bytes_sent": {name: round(sent) for name, sent in answer.planned.items()},
+        "bytes_across_nodes": round(answer.across),
+        "plan_bytes_across_nodes": round(sum(wire.across for wire in answer.same.wire.values())),
         "kinds": [kind_json(one) for one in rehearsal.kinds],
         "collectives": collectives_json(rehearsal.busiest),
         "mismatches": [str(one) for one in rehearsal.mismatches],
@@ -78,7 +75,7 @@ def collectives_json(one: RehearsedKind) -> list[dict[str, Any]]:
             "count": count,
             "module": each.module,
         }
-        for each, count in one.counts.items()
+        for each, count in one.calls.items()
     ]
 
 
@@ -99,8 +96,8 @@ def show(cfg: RehearseConfig, answer: PlanComparison, assumed: list[str]) -> Non
         console.print(Text(f"  {mismatch}", "red"))
     console.print(table_of_kinds(rehearsal.kinds))
     if largest := rehearsal.largest.step:
-        console.print(figures(answer))
         console.print(at_the_peak(largest))
+        console.print(f"sent a step: {sizes(sent_of(answer)) or 'nothing'}")
         console.print(table_of_collectives(rehearsal.busiest))
     console.print(Text(f"{answer.seconds:.0f} s", "dim"))
 
@@ -111,7 +108,7 @@ def verdict(answer: PlanComparison) -> Text:
         return Text("does not finish", "bold red")
     words, style = ("fits", "bold green") if answer.fits else ("does not fit", "bold red")
     where = f"{answer.plan.world_size:,} × {answer.device.name}"
-    peak = f"{answer.peak_bytes / GIB:,.1f} of {answer.device.memory_gib:,.1f} GiB"
+    peak = f"{answer.plan.peak_bytes / GIB:,.1f} of {answer.device.memory_gib:,.1f} GiB"
     return Text.assemble(("finishes and " + words, style), f": {peak} on each of {where}")
 
 
@@ -133,18 +130,19 @@ def table_of_kinds(kinds: Iterable[RehearsedKind]) -> Table:
     return table
 
 
-def figures(answer: PlanComparison) -> Table:
-    """Return a table of what was rehearsed beside what is planned."""
-    table = new_table("", "rehearsed→", "planned→", "difference→")
-    for name, rehearsed, planned in answer.figures:
-        table.add_row(name, size(rehearsed), size(planned), difference(rehearsed, planned))
-    return table
+def sent_of(answer: PlanComparison) -> dict[str, float]:
+    """Return the bytes that the busiest rank sends, by dimension, and those to other nodes."""
+    return answer.sent | ({"to other nodes": answer.across} if answer.across else {})
 
 
 def at_the_peak(step: RankStep) -> str:
     """Return what a rank holds at its peak, and what a save copies."""
-    parts = ", ".join(f"{name} {size(held)}" for name, held in step.peak.bytes.items() if held)
-    return f"at the peak: {parts}; a save copies {size(step.staged)} to the host"
+    return f"at the peak: {sizes(step.peak.bytes)}; a save copies {size(step.staged)} to the host"
+
+
+def sizes(held: Mapping[str, float]) -> str:
+    """Return names with their bytes, without those of 0."""
+    return ", ".join(f"{name} {size(each)}" for name, each in held.items() if each)
 
 
 def new_table(*columns: str, title: str | None = None) -> Table:
@@ -163,19 +161,11 @@ def size(number: float) -> str:
     return f"{number / 2**10:,.2f} KiB"
 
 
-def difference(rehearsed: float, planned: float) -> Text:
-    """Return the difference from the plan, in colour if it is more than FAR."""
-    if not planned:
-        return Text("not planned", "yellow")
-    share = rehearsed / planned - 1
-    return Text(f"{share:+.1%}", "yellow" if abs(share) > FAR else "")
-
-
 def table_of_collectives(one: RehearsedKind) -> Table:
     """Return a table of a step's collectives, in the order of their first calls."""
     title = f"collectives of rank {one.kind.rank:,}, in the order of their first calls"
     table = new_table("group", "op", "message→", "format", "calls→", "for", title=title)
-    for each, count in one.counts.items():
+    for each, count in one.calls.items():
         group = f"{one.dimension(each)} of {len(each.ranks):,}"
         row = (group, each.op, size(each.bytes), each.dtype, f"{count:,}", each.module)
         table.add_row(*row)

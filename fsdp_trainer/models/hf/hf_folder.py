@@ -10,6 +10,7 @@ from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.models.config import (
     COMPUTED_BY,
     POOLING,
+    TRAINED_MTP,
     Json,
     ModelConfig,
     is_classifier,
@@ -24,8 +25,7 @@ from fsdp_trainer.models.hf.hf_config import (
     describe,
     is_encoder,
     sizes_of,
-    TRAINED_MTP,
-from fsdp_trainer.models.hf.hf_config import build_hf_model, config_object, describe, sizes_of
+)
 from fsdp_trainer.models.hf.mtp_architecture import with_mtp_head
 from fsdp_trainer.models.hf.probe import probe
 

@@ -343,6 +343,10 @@ class Decoder(nn.Module):
         """Return the blocks of this model or stage by name: "0", "1", ..."""
         return {n: b for n, b in self.model.layers.items() if not isinstance(b, MtpBlock)}
 
+    def train_mtp(self, weight: float) -> None:
+        """Add the loss of MTP heads to the objective of training. weight: its factor."""
+        self.mtp_weight = weight
+
     def mtp_heads(self) -> list[nn.Module]:
         """Return the heads for further tokens that are part of the model."""
         return [block for block in self.model.layers.values() if isinstance(block, MtpBlock)]

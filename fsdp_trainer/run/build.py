@@ -224,7 +224,7 @@ def build_model(setup: RunSetup, temperature: float) -> Decoder:
     model = meta_decoder(trained.config, new_balance(trained.config, cfg.loss, setup.device))
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = temperature
-    model.mtp_weight = cfg.objective.mtp
+    model.train_mtp(cfg.objective.mtp)
     computation = Computation.of(cfg, setup.compiled)
     return parallelize(model, setup.dims, computation, trained.adapters, trained.freeze)
 

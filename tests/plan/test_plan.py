@@ -50,7 +50,7 @@ def test_what_is_suggested_fits_when_it_is_typed():
         again = planned(*last.values())
         assert again.fits, one.override
         assert again.memory.peak.total == one.peak_bytes <= 60 * GIB, one.override
-    altering = [bool(re.search("precision|seq_len", s.override)) for s in suggestions]
+    altering = [bool(re.search("precision|seq_len|adapter", s.override)) for s in suggestions]
     assert altering == sorted(altering), "what may learn less comes last"
     order = [(alters, s.cost) for alters, s in zip(altering, suggestions, strict=True)]
     assert order == sorted(order)

@@ -137,7 +137,7 @@ def test_micro_batches_that_are_not_run_change_nothing(words):
 
 DEEP = {
     "activations on the host": (
-        2, f"{FULL} activation_checkpoint.offload=true plan.gpu=h100 batch.seq_len=4096"
+        2, f"{FULL} activation_checkpoint.offload=true plan.gpu=h100 batch.seq_len=2048"
     ),
     "recomputed in units": (2, f"{FULL} sharding.blocks_per_unit=2 optim=adamw_8bit"),
     "stages": (4, "sharding.pipeline=2 batch.rows=24 activation_checkpoint=selective"),

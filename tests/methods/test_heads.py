@@ -255,9 +255,10 @@ def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
     adapter = ["adapter=lora", "adapter.rank=4", "train.steps=2", "optim.lr=0.1"]
     rows = rows_of(ledger, "tags")
     run = run_of(ledger, "tags", *adapter)
-    again = run_of(ledger, "tags", f"adapter.init_from={run.folder / 'adapter'}", "optim.lr=0")
+    again = run_of(ledger, "tags", f"model.init_from={run.folder}", "optim.lr=0")
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "adapter")
-    names = json.loads((run.folder / "adapter/config.json").read_text())["label2id"]
+    tags = sorted({tag for row in rows for tag in row["ner_tags"] if tag})
+    names = {tag: i for i, tag in enumerate(tags)}
     tagger = AutoPeftModelForTokenClassification.from_pretrained(
         str(run.folder / "adapter"), num_labels=len(names)
     )

@@ -414,7 +414,7 @@ def _write_templates(folder: Path, templates: dict[str, str]) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
+def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     """Return a tokenizer from a file, from a folder with such a file, or from `demo:bytes`.
 
     Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, vocab.json with merges.txt, or a
@@ -423,6 +423,7 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     add_tokens: special tokens to add if they are missing; new ones get the next free ids. Raises
     UserError, whatever the files contain.
     """
+    path = str(path)
     try:
         return _load_gguf(path, add_tokens) if path.endswith(".gguf") else _load(path, add_tokens)
     except DescriptionError as e:

@@ -27,10 +27,10 @@ from fsdp_trainer.apps.chat.app import make_app
 from fsdp_trainer.apps.chat.readings import ServedReader
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.methods.classification import ClassMetrics
-from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
-from fsdp_trainer.methods.labels import SINGLE
-from fsdp_trainer.methods.text_reader import TextReader
+from fsdp_trainer.methods.heads.classification import ClassMetrics
+from fsdp_trainer.methods.heads.contrast import StepTexts, loss_of_texts
+from fsdp_trainer.methods.heads.labels import SINGLE
+from fsdp_trainer.methods.heads.text_reader import TextReader
 
 OBJECTIVES = {
     "queries": "embed", "alike": "embed", "lists": "rerank", "tags": "tag", "steps": "tag",

@@ -1,0 +1,1 @@
+"""Methods whose head gives texts or tokens numbers: labels, scores, embeddings."""

@@ -36,6 +36,7 @@ HARMLESS = re.compile(
 WEIGHTS_ONLY, NO_PICKLES = "weights_only=True", "arrays with pickles are refused"
 OF_RANKS, OF_PROCESSES = "what other ranks of the run send", "what this program's processes send"
 CONFIGURATION = "JSON"
+OF_PROOF = "safetensors that this program has written for the proof"
 ALLOWED = {
     ("checkpoint/formats/inert_pickles.py", "pickle._Unpickler"): "stand-ins for all names",
     ("checkpoint/store.py", "torch.distributed.checkpoint.load"): "plans and tensors alone",
@@ -61,6 +62,14 @@ ALLOWED = {
     ("base/forked.py", "multiprocessing.get_context"): OF_PROCESSES,
     ("base/forked.py", "multiprocessing.get_all_start_methods"): OF_PROCESSES,
     ("base/forked.py", "multiprocessing.process.BaseProcess"): OF_PROCESSES,
+    ("apps/prove/recordings.py", "torch.load"): WEIGHTS_ONLY,
+    ("apps/prove/export_forms.py", "auto.from_pretrained"): OF_PROOF,
+    ("apps/prove/twin_model.py", "auto.from_pretrained"): OF_PROOF,
+    ("apps/prove/twin_model.py", "peft.PeftModel.from_pretrained"): OF_PROOF,
+    (
+        "apps/prove/checks/prompts.py",
+        "transformers.AutoTokenizer.from_pretrained",
+    ): "a tokenizer has no weights",
     ("apps/lighthouse.py", "torchft.coordination.LighthouseServer"): "protocol buffers",
     ("replicas/connections.py", "torchft.process_group.ProcessGroupGloo"): "tensors",
     ("replicas/connections.py", "torchft.process_group.ProcessGroupNCCL"): "tensors",
@@ -135,7 +144,7 @@ def calls(name):
 
 
 def test_files_of_torch_and_numpy_are_read_without_code_and_yaml_without_objects():
-    assert [words["weights_only"] for words in calls("torch.load")] == ["True"] * 2
+    assert [words["weights_only"] for words in calls("torch.load")] == ["True"] * 3
     assert all(words.get("allow_pickle", "False") == "False" for words in calls("np.load"))
     assert issubclass(
         yaml_text.Loader, yaml.SafeLoader | getattr(yaml, "CSafeLoader", yaml.SafeLoader)

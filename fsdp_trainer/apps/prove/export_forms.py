@@ -80,7 +80,11 @@ class Original:
 def misnamed(folder: Path, auto: Any) -> tuple[Any, list[str]]:
     """Return transformers' model of a folder, and the tensors that it lacks or does not know."""
     model, info = auto.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+        use_safetensors=True,
     )
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     wrong += [f"{name} is not known" for name in sorted(info["unexpected_keys"])]

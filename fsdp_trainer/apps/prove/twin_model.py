@@ -87,7 +87,9 @@ def load(config: ModelConfig, folder: Path) -> Any:
     elif config.reads_images:
         auto = AutoModelForImageTextToText
     options = {"attn_implementation": "eager", "trust_remote_code": remote_code_is_allowed()}
-    return auto.from_pretrained(folder, dtype=torch.float32, use_cache=False, **options).eval()
+    return auto.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, use_cache=False, **options
+    ).eval()
 
 
 def with_adapters(model: Any, run: ProofRun) -> Twin:

@@ -43,7 +43,7 @@ class TeacherUnits(NamedTuple):
     """The units of a teacher on one rank.
 
     states: bytes of its shards; ends: bytes of the gathered units at the ends; gathered: of all
-    units; stays: True if they are gathered all the time.
+    units, 0 if one rank holds them; stays: True if they are gathered all the time.
     """
 
     states: float
@@ -106,6 +106,6 @@ def teacher_units(model: PlannedModel) -> TeacherUnits:
     return TeacherUnits(
         states=units.all.own * model.number,
         ends=units.first.gathered + units.last.gathered * (not units.tied),
-        gathered=units.all.gathered,
+        gathered=units.all.gathered * (layout.fsdp_ranks > 1),
         stays=model.keeps_gathered,
     )

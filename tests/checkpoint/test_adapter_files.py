@@ -302,7 +302,7 @@ def test_each_setting_of_pefts_that_is_not_computed_is_refused(base, tmp_path):
     make_adapter(base, adapter, target_modules=["q_proj"])
     as_written = adapter_config(adapter)
     for setting in (
-        {"task_type": "TOKEN_CLS"},
+        {"task_type": "SEQ_2_SEQ_LM"},
         {"bias": "lora_only"},
         {"lora_bias": True},
         {"fan_in_fan_out": True},

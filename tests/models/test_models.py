@@ -279,7 +279,7 @@ def test_gemma_of_our_own_sizes_says_what_its_scores_are_divided_by(tmp_path):
 
 UNSUPPORTED = """
 {"model_type": "mamba"}
-{"architectures": ["LlamaForTokenClassification"]}
+{"architectures": ["LlamaForQuestionAnswering"]}
 {"hidden_act": "relu"}
 {"quantization_config": {"quant_method": "fp8"}}
 {"layer_types": ["chunked_attention", "full_attention"]}

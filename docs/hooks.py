@@ -1,5 +1,6 @@
 """Hooks of mkdocs: what the site needs beyond the pages as GitHub shows them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,47 @@ COMMANDS = re.compile(
 """The beginning of a block of commands that names no language."""
 MOVED = {"what-works.html": "reference/support.html"}
 """New address of each page that is gone."""
+MOVED_SECTIONS = {
+    "command-line.html": {
+        "verbs": "reference/commands.html#verbs",
+        "extras": "reference/commands.html#extras",
+    },
+    "data.html": {"mixtures": "mixtures.html"},
+    "from-nothing-to-chat.html": {
+        "one-number-for-a-model-modeldepth": "depth.html",
+        "a-ladder-of-sizes": "depth.html#a-ladder-of-sizes",
+    },
+    "heads.html": {"layouts": "reference/support.html"},
+    "how-plan-works.html": {"bytes-on-the-wire": "how-plan-works.html#messages"},
+    "index.html": {
+        "install": "first-run.html#install",
+        "fine-tune-on-my-chats": "tour.html",
+        "train-an-adapter-on-one-gpu": "adapters.html",
+        "learn-from-preferences": "preferences.html",
+        "train-with-rewards": "first-rewards.html",
+        "pretrain": "from-nothing-to-chat.html",
+        "train-70b-on-8-nodes": "launching.html",
+        "will-it-fit": "plan.html",
+    },
+    "launching.html": {
+        "slurm": "clusters.html#slurm",
+        "docker-and-kubernetes": "clusters.html",
+        "skypilot": "clusters.html",
+        "sweeps": "clusters.html#sweeps",
+    },
+    "seeing.html": {
+        "profiles": "profiles.html",
+        "where-the-time-goes": "profiles.html",
+        "out-of-memory": "out-of-memory.html",
+        "trackers": "trackers.html",
+    },
+    "sharding.html": {"precision": "precision.html", "compile": "compile.html"},
+    "tour.html": {"7-try-several-values": "sweeps.html", "9-check-the-cluster": "doctor.html"},
+}
+"""New addresses of sections that are on another page now."""
+FOLLOW = (
+    "<script>{{const to = {0}[location.hash.slice(1)]; if (to) location.replace(to)}}</script>"
+)
 REDIRECT = (
     '<!doctype html><meta charset="utf-8"><title>Moved</title>'
     '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">This page has moved</a>\n'
@@ -32,7 +74,13 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def on_post_page(output: str, page, config) -> str:
-    """Return the page with its own language in `<html lang>`, by which browsers choose fonts."""
+    """Return the page with its language in `<html lang>`, and a script for its moved sections.
+
+    By the language browsers choose fonts.
+    """
+    moved = MOVED_SECTIONS.get(page.file.dest_uri)
+    if moved:
+        output = output.replace("</head>", FOLLOW.format(json.dumps(moved)) + "</head>", 1)
     if is_chinese(page):
         return output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
     return output

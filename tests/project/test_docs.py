@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,16 @@ def test_every_link_leads_to_a_file_and_a_heading():
     local = [(page, link) for page in PAGES for link in links(page) if "://" not in link]
     assert len(local) > 100
     assert [(page.name, link) for page, link in local if is_broken(page, link)] == []
+
+
+def test_old_addresses_lead_to_a_page_and_a_heading():
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    new = {*hooks["MOVED"].values()}
+    for page, sections in hooks["MOVED_SECTIONS"].items():
+        assert not anchors(DOCS / page.replace(".html", ".md")) & {*sections}
+        new |= {*sections.values()}
+    targets = [address.replace(".html", ".md") for address in new]
+    assert [target for target in targets if is_broken(DOCS / "index.md", target)] == []
 
 
 def tables(page: Path) -> list[int]:
@@ -157,7 +168,9 @@ def test_a_search_of_the_site_finds_the_page_that_one_expects_first(tmp_path):
             settle(is_other, page)
             link = page.get_attribute(results, "href")
             first[query] = link.partition("?")[0].rpartition("/")[2].removesuffix(".html")
-    assert first == EXPECTED
+        assert first == EXPECTED
+        page.goto(f"{address}/seeing.html#profiles")
+        settle(lambda: page.url.endswith("/profiles.html"), page)
 
 
 def test_the_changelog_begins_with_this_version():

@@ -50,9 +50,7 @@ MOVED_SECTIONS = {
     "tour.html": {"7-try-several-values": "sweeps.html", "9-check-the-cluster": "doctor.html"},
 }
 """New addresses of sections that are on another page now."""
-FOLLOW = (
-    "<script>{{const to = {0}[location.hash.slice(1)]; if (to) location.replace(to)}}</script>"
-)
+FOLLOW = "<script>{{const to = {0}[location.hash.slice(1)]; if (to) location.replace(to)}}</script>"
 REDIRECT = (
     '<!doctype html><meta charset="utf-8"><title>Moved</title>'
     '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">This page has moved</a>\n'

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.atomic_files import require_undamaged
 from fsdp_trainer.checkpoint.formats.huggingface import read_parameters
 from fsdp_trainer.checkpoint.frozen_weights import (
@@ -14,7 +15,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     require_unchanged_on_ranks,
     weights_on_disk,
 )
-from fsdp_trainer.config.paths import find_checkpoint, is_adapter
+from fsdp_trainer.config.paths import ADAPTER_CONFIG, find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -22,6 +23,8 @@ from fsdp_trainer.models.hf.mtp_architecture import with_mtp_head
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
 WRONG_HEAD = "the model has another head"
+OF_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION")
+"""PEFT's names of what an adapter is for if its model writes no text."""
 
 
 def load_model(
@@ -47,7 +50,8 @@ def load_model(
         use = "one trained with  objective=reward" if scores else "the model that it began with"
         if not config.predicts:
             kind = "a model of scores or embeddings, which writes no text"
-            use = f"{use}, or  fsdp-trainer chat {path}  , which answers {endpoint_of(config)}"
+            if not config.tags:
+                use += f", or  fsdp-trainer chat {path}  , which answers {endpoint_of(config)}"
         raise UserError(WRONG_HEAD, [Problem(str(path), f"is {kind}.\nUse  {use}")])
     return read_model(path, device, dtype, merge_into, implementation=implementation, mtp=mtp)
 
@@ -59,8 +63,12 @@ def load_reader(
     implementation: str = AUTO,
 ) -> Decoder:
     """Return a model whose head gives texts numbers, as `load_model` does. Raises UserError."""
-    if whole_config(path, implementation).predicts:
-        reason = "is a language model.\nUse  one trained with  objective=embed, rerank or classify"
+    config = whole_config(path, implementation)
+    if config.predicts or config.tags:
+        kind = "a language model" if config.predicts else "a model of words' labels"
+        reason = f"is {kind}.\nUse  one trained with  objective=embed, rerank or classify"
+        if config.tags:
+            reason += ", or transformers' pipeline('token-classification') with its export"
         raise UserError(WRONG_HEAD, [Problem(str(path), reason)])
     return read_model(path, device, dtype, implementation=implementation)
 
@@ -70,7 +78,16 @@ def whole_config(path: str | Path, implementation: str) -> ModelConfig:
     checkpoint = find_checkpoint(path)
     if checkpoint:
         require_undamaged(checkpoint)
-    return model_config(Path(path).expanduser(), implementation)
+    source = Path(path).expanduser()
+    config = model_config(source, implementation)
+    title = "cannot read the adapter"
+    described = read_object(source / ADAPTER_CONFIG, title) if is_adapter(source) else {}
+    kind = described.get("task_type")
+    if kind in OF_OTHER_HEADS and not (config.scores or config.pooling):
+        reason = f"is an adapter of {kind}, and PEFT's folder does not describe the head.\n"
+        reason += "Use  the run that wrote it"
+        raise UserError(WRONG_HEAD, [Problem(str(path), reason)])
+    return config
 
 
 def endpoint_of(config: ModelConfig) -> str:

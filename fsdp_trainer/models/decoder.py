@@ -343,6 +343,10 @@ class Decoder(nn.Module):
         """Return the blocks of this model or stage by name: "0", "1", ..."""
         return {n: b for n, b in self.model.layers.items() if not isinstance(b, MtpBlock)}
 
+    def describe_as(self, config: ModelConfig) -> None:
+        """Replace the description of the model by one of the same weights."""
+        self.config = config
+
     def train_mtp(self, weight: float) -> None:
         """Add the loss of MTP heads to the objective of training. weight: its factor."""
         self.mtp_weight = weight

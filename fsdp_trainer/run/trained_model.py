@@ -19,6 +19,7 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.heads.labels import labelled
+from fsdp_trainer.methods.heads.text_reader import with_types
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
 from fsdp_trainer.models.config import CLASSIFIER, TAGGER, ModelConfig
 from fsdp_trainer.models.hf.hf_rules import transformers_problems
@@ -63,7 +64,9 @@ def check_room(
         if refused:
             raise UserError("transformers' class cannot be divided like this", refused)
     frozen = frozen_names(cfg.train.freeze, cfg.objective.mtp, config)
-    setup = ModelSetup.resolve(config, cfg.adapter, frozen, source)
+    # the labels of an adapter's head are known once the data is read
+    adapter = replace(cfg.adapter, init_from=None) if cfg.objective.method.scores else cfg.adapter
+    setup = ModelSetup.resolve(config, adapter, frozen, source)
     ranks, adapters = cfg.sharding.tensor, setup.adapters
     moments = moments_format(cfg.optim, cfg.precision.master_dtype)
     problems = [
@@ -116,8 +119,7 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     config = with_head(resolved, cfg.objective, cfg.model.init_from, stores)
     if config.encoder:
         require_positions(config, [*data.train, *filter(None, [data.validation])])
-        if config.source.get("type_vocab_size", 1) > 1:
-            config = replace(config, second_after=inputs.tokenizer.ends_first_of_two)
+    config = with_types(config, inputs.tokenizer)
     if inputs.second_folder:
         return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)

@@ -27,6 +27,7 @@ from fsdp_trainer.apps.chat.app import make_app
 from fsdp_trainer.apps.chat.readings import ServedReader
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.heads.classification import ClassMetrics
 from fsdp_trainer.methods.heads.contrast import StepTexts, loss_of_texts
 from fsdp_trainer.methods.heads.labels import SINGLE
@@ -227,6 +228,7 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     first = "optim.lr=1e-9"
     runs = {kind: run_of(ledger, kind, *words, first) for kind in ("lists", "tags", "queries")}
     folders = {kind: run.folder / "hf" for kind, run in runs.items()}
+    reader, row = TextReader.load(runs["lists"].folder), rows_of(ledger, "lists")[1]
     tokenizer = AutoTokenizer.from_pretrained(folders["lists"])
     ranker = AutoModelForSequenceClassification.from_pretrained(folders["lists"]).eval()
     losses = []
@@ -238,6 +240,10 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
         losses.append(textbook_ranking("listwise", ranker(**pairs).logits[:, 0], wanted))
     expected = torch.stack(losses).mean().item()
     assert runs["lists"].column("objective") == pytest.approx([expected], rel=1e-5)
+    texts = reader.encode_ranked(row["query"], row["documents"])
+    pairs = [tokenizer(row["query"], one, return_tensors="pt") for one in row["documents"]]
+    scores = [ranker(**pair).logits[0, 0].sigmoid().item() for pair in pairs]
+    assert reader.relevance(texts).tolist() == pytest.approx(scores, rel=1e-6)
     tagger = AutoModelForTokenClassification.from_pretrained(folders["tags"]).eval()
     loss = loss_of_tags(tagger, tokenizer, rows_of(ledger, "tags"), tagger.config.label2id)
     assert runs["tags"].column("objective") == pytest.approx([loss], rel=1e-5)
@@ -264,6 +270,12 @@ def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
     )
     loss = loss_of_tags(tagger, tokenizer, rows, names)
     assert again.column("objective") == pytest.approx([loss], rel=1e-5)
+    for folder, reason in (
+        ("", "a model of words' labels"),
+        ("adapter", "an adapter of TOKEN_CLS"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            TextReader.load(run.folder / folder)
     words = encoder_words(ledger, "roberta")
     run = run_of(ledger, "classes", *words, *adapter)
     again = run_of(ledger, "classes", f"model.init_from={run.folder}", words[1], "optim.lr=0")
@@ -274,6 +286,8 @@ def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loss = loss_of_transformers(model, tokenizer, rows_of(ledger, "classes")).item()
     assert again.column("objective") == pytest.approx([loss], rel=1e-5)
+    more = ["adapter=lora", f"adapter.init_from={run.folder}", "optim.lr=0"]
+    assert run_of(ledger, "classes", *words, *more).column("objective") == again.column("objective")
 
 
 def loss_of_tags(model, tokenizer, rows, label2id):

@@ -70,7 +70,7 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     from fsdp_trainer.apps.chat.engine import Engine
     from fsdp_trainer.apps.chat.readings import ServedReader
     from fsdp_trainer.apps.generate import Speaker, device_of
-    from fsdp_trainer.checkpoint.frozen_weights import model_config
+    from fsdp_trainer.checkpoint.load import whole_config
     from fsdp_trainer.methods.heads.text_reader import TextReader
 
     source = Path(str(cfg.source))
@@ -78,7 +78,7 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     name = source.resolve().name
     about = name, cfg.token, int(time.time()), str(cfg.source)
     served: AnsweringModel
-    if model_config(source.expanduser(), cfg.implementation).predicts:
+    if whole_config(source, cfg.implementation).predicts:
         engine = Engine(Speaker.load(*loading), cfg.rows)
         vocabulary = engine.speaker.model.config.vocab_size
         defaults = ChatDefaults(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.rows, vocabulary)

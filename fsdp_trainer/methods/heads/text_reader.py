@@ -1,7 +1,7 @@
 """Reading of texts by a model whose head gives them numbers: classes, scores, or embeddings."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.methods.heads.classification import document_numbers
 from fsdp_trainer.methods.heads.embedding import document_vectors
 from fsdp_trainer.methods.heads.labels import MULTI, REGRESSION
-from fsdp_trainer.models.config import AUTO
+from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rewards.model import ROW_TOKENS
 from fsdp_trainer.training.batches import Assembler
@@ -55,6 +55,7 @@ class TextReader:
         model = load_reader(source, device, dtype, implementation)
         folder = tokenizer_folder(source)
         tokenizer = load_tokenizer(str(folder))
+        model.describe_as(with_types(model.config, tokenizer))
         return cls(model, tokenizer, torch.device(device), stored_prompts(folder))
 
     @property
@@ -110,6 +111,13 @@ class TextReader:
             vectors = self.vectors(tokens)
             return vectors[1:] @ vectors[0]
         return numbers_of_texts(self.model, tokens, self.device)[:, 0].sigmoid()
+
+
+def with_types(config: ModelConfig, tokenizer: TextTokenizer) -> ModelConfig:
+    """Return an architecture that gives the second of two texts a type, as the tokenizer does."""
+    if not config.encoder or config.source.get("type_vocab_size", 1) < 2:
+        return config
+    return replace(config, second_after=tokenizer.ends_first_of_two)
 
 
 def stored_prompts(folder: Path) -> dict[str, str]:

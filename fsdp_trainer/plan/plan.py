@@ -82,6 +82,11 @@ class RunPlan:
         return self.peak_bytes <= self.memory_bytes
 
     @property
+    def at_least(self) -> str:
+        """The words before a peak that is a lower bound, "" for one of a rehearsal."""
+        return "" if self.rehearsed else "at least "
+
+    @property
     def host_bytes_per_node(self) -> float:
         """Bytes of host memory that all ranks of a node use together."""
         return self.memory.host * min(self.world_size, self.device.per_node)

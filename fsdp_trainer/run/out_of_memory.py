@@ -188,7 +188,7 @@ def plan(trainer: Trainer, world: World, total: int) -> Planned:
         time = f", {suggestion.cost:+.0%} time" if known else ""
         reason = f"{gib(suggestion.peak_bytes)}{time}; {suggestion.reason}"
         suggestions.append((override_for_training(suggestion.override), reason))
-    return Planned(peak.bytes, f"planned: the peak, {peak.when}", suggestions)
+    return Planned(peak.bytes, f"at least: by the lower bound of plan, {peak.when}", suggestions)
 
 
 def override_for_training(override: str) -> str:
@@ -211,7 +211,7 @@ def table(held: dict[str, Any], planned: Planned, device: torch.device) -> list[
         ("reserved, not allocated", held["reserved"] - held["allocated"], ("allowance",)),
         ("in all", held["reserved"], tuple(planned.by_category)),
     ]
-    lines = [f"  {'':36}{'measured':>12}{'planned':>12}"]
+    lines = [f"  {'':36}{'measured':>12}{'at least':>12}"]
     for label, size, categories in rows:
         sizes = [planned.by_category[name] for name in categories if name in planned.by_category]
         lines.append(f"  {label:36}{gib(size):>12}{gib(sum(sizes)) if sizes else '':>12}")
@@ -222,7 +222,7 @@ def advice(
     held: dict[str, Any], suggestions: list[tuple[str, str]], device: torch.device, newest: int
 ) -> list[str]:
     """Return lines with overrides to try. newest: step of the newest checkpoint; -1: none."""
-    lines = ["Worth trying, by the same plan:"] if suggestions else []
+    lines = ["Worth trying, by the same lower bound:"] if suggestions else []
     lines += [f"  {override:46} {reason}" for override, reason in suggestions]
     if held["reserved"] - held["allocated"] > 0.1 * held["total"]:  # never on a CPU
         lines += FRAGMENTED

@@ -599,7 +599,9 @@ def test_what_does_not_fit_is_not_started(sweep, enter):
     assert states(lines) == ["finished", "does not fit"]
     assert [c.batch.micro_rows for c, _ in sweep.trained] == [1]
     reason = lines[1]["reason"]
-    assert re.match(r"needs \d+\.\d+ of 8.00 GiB on each of 1 rank: try  batch.micro_rows=", reason)
+    assert re.match(
+        r"needs at least \d+\.\d+ of 8.00 GiB on each of 1 rank: try  batch.micro_rows=", reason
+    )
     assert reason in sweep.said.err
     enter(inject.around("job_fits", lambda *_: "too large"))
     # and nothing is finished

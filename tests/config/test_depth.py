@@ -81,4 +81,4 @@ def test_a_plan_has_its_sizes_and_layouts(capsys):
     # the rules have no learning rate for lion
     words += ["optim=lion", "optim.lr=1e-4", "plan.world_size=2", "plan.search=true"]
     assert main(["plan", "plan.rehearse=false", "model.depth=2", *words]) == 0
-    assert re.search(r"^[1-9]\d* of \d+ layouts fit", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^[1-9]\d* of \d+ layouts may fit", capsys.readouterr().out, re.MULTILINE)

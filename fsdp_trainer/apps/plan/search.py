@@ -254,11 +254,7 @@ class Search:
         self.states_typed = run.cfg.sharding.cpu_offload
         self.host_needed = run.plan().host_bytes_per_node if self.states_typed else 0.0
         self._choose(run, (), DIMENSIONS)
-        self.layouts.sort(key=lambda layout: (layout.plan.seconds, layout.plan.peak_bytes))
-
-    def keep(self, layouts: list[PlannedLayout]) -> None:
-        """Take these layouts in place of those that were tried."""
-        self.layouts = layouts
+        self.layouts.sort(key=by_speed)
 
     def _choose(
         self, run: Candidate, overrides: tuple[str, ...], dimensions: tuple[Dimension, ...]
@@ -331,6 +327,11 @@ def least_on_device(plan: RunPlan, keys: tuple[str, ...]) -> float:
         for moment in plan.memory.moments
     ]
     return max(held)
+
+
+def by_speed(layout: PlannedLayout) -> tuple[float, float]:
+    """Return a sort key for layouts: the fastest first, of equally fast ones the smallest."""
+    return layout.plan.seconds, layout.plan.peak_bytes
 
 
 def lack(layout: PlannedLayout) -> tuple[bool, float]:

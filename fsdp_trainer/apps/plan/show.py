@@ -185,7 +185,7 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: DevicePlans) -> None:
     uneven = answer.uneven[answer.chosen]
     console.print(figures(cfg, plan, uneven, compares=bool(suggestions)))
     if suggestions:
-        console.print(Text("faster, and fits" if plan.fits else "what would make it fit", "bold"))
+        console.print(title_of(plan))
         console.print(table_of(suggestions, narrow=console.width < NARROW))
     elif not plan.fits:
         console.print(
@@ -194,7 +194,8 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: DevicePlans) -> None:
         )
     if smallest := answer.least_memory[answer.chosen]:
         with_changes = f" with  {smallest.override}" if smallest.override else ""
-        memory = f"{smallest.peak_bytes / GIB:,.1f} GiB"
+        about = plan.at_least or "about "
+        memory = f"{about}{smallest.peak_bytes / GIB:,.1f} GiB"
         console.print(f"The least memory of a device that would do here: {memory}{with_changes}")
 
 
@@ -208,9 +209,18 @@ def show_head(console: Terminal, cfg: PlanConfig, config: ModelConfig, assumed: 
         console.print(Text(f"assumed: {line}", "dim"))
 
 
-def yes_or_no(fits: bool) -> Text:
-    """Return `yes` or `no`, in colour."""
-    return Text("yes", "green") if fits else Text("no", "red")
+def title_of(plan: RunPlan) -> Text:
+    """Return the title of suggestions, which says that their peaks are not rehearsed."""
+    title = "faster, and would fit" if plan.fits else "what would make it fit"
+    basis = "as planned from this rehearsal" if plan.rehearsed else "if the lower bound is the peak"
+    return Text.assemble((title, "bold"), (f", {basis}", "dim"))
+
+
+def yes_or_no(plan: RunPlan) -> Text:
+    """Return `yes`, `no`, or `maybe` where only a lower bound fits, in colour."""
+    if not plan.fits:
+        return Text("no", "red")
+    return Text("yes", "green") if plan.rehearsed else Text("maybe", "yellow")
 
 
 def worlds(plans: list[RunPlan]) -> Table:
@@ -240,7 +250,7 @@ def worlds(plans: list[RunPlan]) -> Table:
         table.add_row(
             f"{plan.world_size:,}",
             f"{plan.peak_bytes / GIB:,.1f} GiB",
-            yes_or_no(plan.fits),
+            yes_or_no(plan),
             *timed,
             f"{sent / GIB:,.1f} GiB",
             Text(f"{plan.empty_share:.0%}", "red" if plan.empty_share >= 0.1 else ""),
@@ -254,8 +264,10 @@ def verdict(plan: RunPlan) -> Text:
     on_host = f"{counted(plan.world_size, 'rank')} on this machine"
     devices = {"any": counted(plan.world_size, "device"), "cpu": on_host}
     where = devices.get(plan.device.name, f"{ranks} × {plan.device.name}")
-    peak = f"{plan.peak_bytes / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB"
+    peak = f"{plan.at_least}{plan.peak_bytes / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB"
     answer, style = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
+    if plan.fits and not plan.rehearsed:
+        answer, style = "may fit", "bold yellow"
     return Text.assemble((answer, style), f": {peak} on each of {where}")
 
 

@@ -54,7 +54,7 @@ def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> GpuRow:
     rate = plan.tokens / plan.seconds / plan.world_size
     figures: list[str | Text] = [
         f"{plan.peak_bytes / GIB:,.1f} of {plan.device.memory_gib:,.1f}",
-        yes_or_no(plan.fits),
+        yes_or_no(plan),
         short(rate) if plan.step_seconds else "–",
     ]
     change: list[str | Text] = []

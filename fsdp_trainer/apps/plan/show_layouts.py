@@ -69,25 +69,30 @@ def show_layouts(
     show_head(console, cfg, config, assumed)
     device = search.device
     where = f"{search.world:,} × {device.name}, {device.memory_gib:,.1f} GiB each"
+    rehearsed = sum(layout.plan.rehearsed for layout in search.layouts)
+    may_fit = rehearsed < len(search.layouts)
     fitting = f"{len(search.layouts)} of" if search.layouts else "as it is, none of"
-    summary = f"{fitting} {search.tried} layouts fit {where}"
+    summary = f"{fitting} {search.tried} layouts {'may fit' if may_fit else 'fit'} {where}"
     console.print(Text(summary, "bold green" if search.layouts else "bold red"))
     if search.layouts:
         console.print(table_of(search.layouts[:SHOWN]))
         if len(search.layouts) > SHOWN:
             console.print(f"{len(search.layouts) - SHOWN} slower ones:  plan.format=json")
-        ranks = [n for n, one in enumerate(search.layouts, 1) if one.plan.rehearsed]
-        if ranks:
-            which = f"number {', '.join(map(str, ranks))}"
-            which = f"the first {len(ranks)}" if ranks[-1] == len(ranks) else which
-            console.print(f"rehearsed: {which}; the others need at least this much")
+        if not rehearsed:
+            console.print("not rehearsed: each needs at least this much")
+        elif may_fit:
+            first = "the first" if rehearsed == 1 else f"the first {rehearsed}"
+            console.print(f"rehearsed: {first}; the others need at least this much")
         if device.flops is None:
             console.print(f"{UNTIMED}; they are sorted as on an H100")
     elif search.nearest:
-        needed = f"{search.nearest.plan.peak_bytes / GIB:,.1f} GiB with  {typed(search.nearest)}"
+        plan = search.nearest.plan
+        needed = f"{plan.at_least}{plan.peak_bytes / GIB:,.1f} GiB with  {typed(search.nearest)}"
         console.print(f"The nearest needs {needed}")
-        fits = all(way.peak_bytes <= search.nearest.plan.memory_bytes for way in ways)
-        console.print(Text("with one of these it fits" if fits else "least, with this", "bold"))
+        fits = all(way.peak_bytes <= plan.memory_bytes for way in ways)
+        console.print(
+            Text("with one of these it would fit" if fits else "least, with this", "bold")
+        )
         console.print(table_of_suggestions(ways, narrow=console.width < NARROW))
 
 

@@ -20,6 +20,7 @@ from fsdp_trainer.config.devices import has_gpus
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.extensions import IMPORTS
+from fsdp_trainer.version import __version__
 
 MOST_FILES = 200
 """Answers that stay; the oldest are deleted."""
@@ -115,12 +116,14 @@ class PrintedLater(io.StringIO):
 
 @cache
 def sources() -> str:
-    """Return the digest of all files of the package, by their sizes and times."""
+    """Return the digest of the version and of all files of the package, by sizes and times."""
     root = Path(fsdp_trainer.__file__).parent
     folders = [folder for folder in (root, root.parent / "conf") if folder.is_dir()]
     names = (file for folder in folders for file in folder.rglob("*"))
     files = sorted(file for file in names if file.suffix in (".py", ".yaml", ".jinja"))
-    return hashlib.sha256("\n".join(map(state, files)).encode()).hexdigest()
+    # the version, too: images of containers may give all files the same time
+    lines = [__version__, *map(state, files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @cache

@@ -98,10 +98,9 @@ def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str], store: St
 
     world, device = only_target(cfg)
     layouts = Search(Candidate(cfg, config, world, device))
-    if cfg.plan.rehearse:
-        rehearse_fastest(layouts, store)
+    reasons = rehearse_fastest(layouts, store) if cfg.plan.rehearse else set()
     ways = ways_to_fit(layouts)
-    assumed = [*assumed, *filter(None, [device.remark])]
+    assumed = [*assumed, *sorted({*reasons, device.remark} - {""})]
     if cfg.plan.format == "json":
         print(json.dumps(layouts_as_json(cfg, layouts, assumed, ways), allow_nan=False))
     else:
@@ -109,19 +108,33 @@ def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str], store: St
     return 0 if layouts.layouts else DOES_NOT_FIT
 
 
-def rehearse_fastest(search: "Search", store: Store) -> None:
-    """Rehearse layouts, fastest first, until REHEARSED of them fit; remove those that do not."""
+def rehearse_fastest(search: "Search", store: Store) -> set[str]:
+    """Rehearse layouts, fastest first, until REHEARSED of them fit; remove those that do not.
+
+    If none is left, the nearest is rehearsed. Returns why some could not be rehearsed.
+    """
+    from fsdp_trainer.apps.plan.device_plans import with_correction
     from fsdp_trainer.apps.plan.rehearsed_plan import rehearsed_plan
+    from fsdp_trainer.apps.plan.search import by_speed
 
     fitting: list[PlannedLayout] = []
+    unknown: list[PlannedLayout] = []
+    reasons = set()
     layouts = iter(search.layouts)
     for layout in islice(layouts, MOST_REHEARSED):
-        plan, _ = rehearsed_plan(layout.run, layout.plan, store)
+        plan, reason = rehearsed_plan(layout.run, layout.plan, store)
+        reasons.add(reason)
         if plan.fits:
-            fitting.append(layout._replace(plan=plan))
+            (fitting if plan.rehearsed else unknown).append(layout._replace(plan=plan))
         if len(fitting) == REHEARSED:
             break
-    search.keep([*fitting, *layouts])
+    search.layouts = [*sorted(fitting, key=by_speed), *unknown, *layouts]
+    nearest = search.nearest
+    if nearest and not search.layouts:
+        plan, reason = rehearsed_plan(nearest.run, nearest.plan, store)
+        reasons.add(reason)
+        search.nearest = nearest._replace(run=with_correction(nearest.run, plan), plan=plan)
+    return reasons
 
 
 def ways_to_fit(search: "Search") -> "list[Suggestion]":

@@ -487,7 +487,7 @@ def key_of(problem: Problem) -> str:
 def does_not_fit(cfg: TrainConfig, backend: SweepBackend) -> str | None:
     """Return a text if a job needs too much memory, with an override that helps, else None.
 
-    Uses the estimate of `plan`. Returns None also if the available memory is unknown.
+    Uses the lower bound of `plan`. Returns None also if the available memory is unknown.
     """
     limit, world = backend.memory_gib(), backend.world(cfg.launch)
     if limit is None:
@@ -507,7 +507,6 @@ def does_not_fit(cfg: TrainConfig, backend: SweepBackend) -> str | None:
         suggestions = suggest(Candidate(cfg, config, world, device))[:1]
     except UserError:  # the job itself reports it
         return None
-    needed = (
-        f"needs {plan.peak_bytes / GIB:.2f} of {limit:.2f} GiB on each of {counted(world, 'rank')}"
-    )
+    memory = f"{plan.peak_bytes / GIB:.2f} of {limit:.2f} GiB"
+    needed = f"needs at least {memory} on each of {counted(world, 'rank')}"
     return needed + "".join(f": try  {suggestion.override}" for suggestion in suggestions)

@@ -4,6 +4,7 @@ A task is a folder in BEIR's form, as MTEB's tasks have it (corpus.jsonl, querie
 qrels/test.tsv), or a file of rows as objective=embed and objective=rerank read them.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -115,15 +116,14 @@ def of_folder(folder: Path, limit: int | None) -> RetrievalTask:
     gains: dict[str, dict[int, float]] = defaultdict(dict)
     file = relevance_file(folder)
     for row in read_records(str(file)):
-        query, document, gain = (
-            row.columns.get(name) for name in ("query-id", "corpus-id", "score")
+        query, document, score = (
+            str(row.columns.get(name)) for name in ("query-id", "corpus-id", "score")
         )
-        if str(query) not in queries or str(document) not in places:
-            reason = f"names the query {query} and the document {document}, which are not there"
+        if reason := row.error or why_unusable(query in queries, document in places, score):
             where = f"{row.where[0]}:{row.where[1]}"
             raise UserError("a task cannot be run", [Problem(where, reason)])
-        if float(str(gain)) > 0:
-            gains[str(query)][places[str(document)]] = float(str(gain))
+        if float(score) > 0:
+            gains[query][places[document]] = float(score)
     chosen = [*gains][:limit]
     return RetrievalTask(
         folder.resolve().name,
@@ -131,6 +131,16 @@ def of_folder(folder: Path, limit: int | None) -> RetrievalTask:
         [*documents.values()],
         [gains[id] for id in chosen],
     )
+
+
+def why_unusable(has_query: bool, has_document: bool, score: str) -> str:
+    """Return why a line of relevance cannot be used, "" if it can."""
+    if not (has_query and has_document):
+        return "names a query or a document that is not there"
+    try:
+        return "" if math.isfinite(float(score)) else f"has the score {score}"
+    except ValueError:
+        return f"has the score {score}, which is no number"
 
 
 def by_id(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

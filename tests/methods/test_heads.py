@@ -28,6 +28,8 @@ from fsdp_trainer.apps.chat.readings import ServedReader
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.evaluation.retrieval import read_retrieval
 from fsdp_trainer.methods.heads.classification import ClassMetrics
 from fsdp_trainer.methods.heads.contrast import StepTexts, loss_of_texts
 from fsdp_trainer.methods.heads.labels import SINGLE
@@ -632,8 +634,11 @@ def test_requests_that_a_model_of_numbers_cannot_answer_get_a_message(ledger, ca
         answer = client.post(path, json=body)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
-    body = {"input": "x" * 1000, "truncate_prompt_tokens": 5}
+    body = {"input": "x" * context, "truncate_prompt_tokens": 5}
     assert client.post("/v1/embeddings", json=body).json()["usage"]["total_tokens"] == 5
+    ranker = served(run_of(ledger, "lists", "objective.ranking=pairwise").folder)
+    body = {"query": "x" * 20_000, "documents": ["y"] * 2048, "truncate_prompt_tokens": 5}
+    assert "too long for so many" in ranker.post("/v1/rerank", json=body).text
     assert main(["generate", str(folder), "prompt=x"]) == 2
     assert f"chat {folder}  , which answers /v1/embeddings" in capsys.readouterr().err
 
@@ -670,6 +675,10 @@ def test_evaluate_has_the_metrics_of_a_run_and_finds_hard_negatives(ledger, worl
         write_folder(tmp_path / "folder", rows_of(ledger, kind))
         words[1] = f"tasks=[{tmp_path / 'folder'}]"
         assert json.loads(evaluated(world, *words).out)["folder"] == pytest.approx(metrics)
+        relevance = tmp_path / "folder/qrels/test.tsv"
+        relevance.write_text(f"{relevance.read_text()}\nq0\td0\tmuch")
+        with pytest.raises(UserError, match="has the score much, which is no number"):
+            read_retrieval(str(tmp_path / "folder"), "queries", Data(), None)
         assert (
             "Use  a file of queries" in evaluated(world, words[0], "tasks=[arc_easy]", code=2).err
         )

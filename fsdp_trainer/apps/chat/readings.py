@@ -114,7 +114,7 @@ def embeddings(served: ServedReader, body: Any) -> Json:
         raise BadRequest(f"'encoding_format' should be {FLOAT} or {BASE64}", "encoding_format")
     inputs = read_prompts(body.get("input"), reader.tokenizer.vocab_size, "input")
     if isinstance(inputs[0], str):
-        texts = [checked_text(text, "input", reader) for text in inputs]
+        texts = [checked_text(text, "input", reader, most) for text in inputs]
         tokens: Tokens = reader.encode(texts, read_prompt(body, reader), most)
     else:
         tokens = [ids[:most] for ids in inputs]
@@ -147,13 +147,17 @@ def rerank(served: ServedReader, body: Any) -> Json:
     """Return documents, those that answer a query best first. Raises BadRequest."""
     most = begin(served, body, ("query", "documents", "top_n", "return_documents"))
     reader = served.reader
-    query = checked_text(body.get("query"), "query", reader)
+    query = checked_text(body.get("query"), "query", reader, most)
     given = body.get("documents")
     if not isinstance(given, list) or not 0 < len(given) <= MAX_PROMPTS:
         reason = f"'documents' should be a list of 1 to {MAX_PROMPTS:,} texts"
         raise BadRequest(reason, "documents")
     inner = [one.get("text") if isinstance(one, dict) else one for one in given]
-    documents = [checked_text(text, "documents", reader) for text in inner]
+    documents = [checked_text(text, "documents", reader, most) for text in inner]
+    pairs = 0 if reader.model.config.pooling else len(documents)
+    if len(query) * pairs > CHARACTERS_PER_TOKEN * MOST_TOKENS:
+        reason = f"'query' is read with each of {pairs:,} documents, and is too long for"
+        raise BadRequest(f"{reason} so many: send fewer", "query", code="context_length_exceeded")
     tokens = checked(reader.encode_ranked(query, documents, most), "documents", reader)
     scores = reader.relevance(tokens).tolist()
     shows = body.get("return_documents") is None or flag(body, "return_documents")
@@ -176,7 +180,7 @@ def classify(served: ServedReader, body: Any) -> Json:
     inputs = given if isinstance(given, list) else [given]
     if not 0 < len(inputs) <= MAX_PROMPTS:
         raise BadRequest(f"'input' should be a text or 1 to {MAX_PROMPTS:,} of them", "input")
-    texts = [read_classified(one, reader) for one in inputs]
+    texts = [read_classified(one, reader, most) for one in inputs]
     tokens = checked(reader.encode(texts, most=most), "input", reader)
     config = reader.model.config
     data: list[Json] = []
@@ -193,12 +197,12 @@ def classify(served: ServedReader, body: Any) -> Json:
     return about | {"data": data, "usage": usage(tokens)}
 
 
-def read_classified(value: Any, reader: TextReader) -> str | tuple[str, str]:
+def read_classified(value: Any, reader: TextReader, most: int | None) -> str | tuple[str, str]:
     """Return a text, or two that are read together: a list of them. Raises BadRequest."""
     if isinstance(value, list) and len(value) == 2:
-        first, second = (checked_text(text, "input", reader) for text in value)
+        first, second = (checked_text(text, "input", reader, most) for text in value)
         return first, second
-    return checked_text(value, "input", reader)
+    return checked_text(value, "input", reader, most)
 
 
 # --- what all of them check -----------------------------------------------------------------------
@@ -221,14 +225,18 @@ def begin(served: ServedReader, body: Any, keys: Sequence[str]) -> int | None:
     return context if most < 1 else most
 
 
-def checked_text(value: Any, key: str, reader: TextReader) -> str:
-    """Return a text that is not empty, and not far too long. Raises BadRequest."""
+def checked_text(value: Any, key: str, reader: TextReader, most: int | None) -> str:
+    """Return a text that is not empty, and not far too long. Raises BadRequest.
+
+    most: tokens that it is cut to; None: it is not.
+    """
     if not isinstance(value, str) or not value:
         raise BadRequest(f"{key!r} should be text, and not empty", key)
     require_characters(value, key)
-    if len(value) > CHARACTERS_PER_TOKEN * reader.context:
+    longest = CHARACTERS_PER_TOKEN * reader.context
+    if len(value) > longest and most is None:
         raise too_long(f"{len(value):,} characters", key, reader)
-    return value
+    return value[:longest]
 
 
 def checked(tokens: Tokens, key: str, reader: TextReader) -> Tokens:

@@ -1,5 +1,6 @@
 """One rank of a rehearsal: the trainer's own build, and one step, on tensors without storage."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -239,7 +240,12 @@ def compiling_for(recorder: StepRecorder) -> Iterator[None]:
         with patch.object(compile, "BACKEND", backend):
             compile.compile_blocks(model, cfg, forward_alone=True)
 
-    with patch.object(parallelize, "compile_blocks", compile_forward):
+    # its advice on recomputation in compiled blocks is for those who write a model
+    advice = logging.getLogger("torch._higher_order_ops.wrap")
+    with (
+        patch.object(advice, "disabled", True),
+        patch.object(parallelize, "compile_blocks", compile_forward),
+    ):
         yield
 
 

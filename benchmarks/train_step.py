@@ -214,9 +214,11 @@ def our_figures(run: Path, way: str) -> dict[str, Any]:
 def start(line: list[str], ranks: int) -> str:
     """Run a command and return its output. ranks: processes that share the machine's cores."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    return subprocess.run(
-        line, check=True, capture_output=True, text=True, env={**os.environ, **threads}
-    ).stdout
+    env = {**os.environ, **threads}
+    done = subprocess.run(line, check=False, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(line)} failed:\n{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def accelerated(

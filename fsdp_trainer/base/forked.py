@@ -17,22 +17,26 @@ T = TypeVar("T")
 def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Return the results of calls, of which all but the last may run in processes of their own.
 
-    What a call raises is raised here. One whose process dies is made here again.
+    On a machine with GPUs so does the last: its backward would start autograd's thread for each
+    GPU, and no process forked later could compute gradients. What a call raises is raised here. One
+    whose process dies is made here again.
     """
-    if "fork" not in multiprocessing.get_all_start_methods() or cores() == 1:
+    forks = "fork" in multiprocessing.get_all_start_methods() and cores() > 1
+    if not forks or torch.cuda.is_initialized():
         return [call() for call in calls]
     context = multiprocessing.get_context("fork")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else the child would print it again
     children = []
-    for call in calls[:-1]:
+    count = len(calls) - (torch.cuda.device_count() == 0)
+    for call in calls[:count]:
         ours, theirs = context.Pipe(duplex=False)
         child = context.Process(target=_send_result, args=(call, theirs), daemon=True)
         child.start()
         theirs.close()
         children.append((call, child, ours))
-    last = [call() for call in calls[-1:]]
-    return [_received(*each) for each in children] + last
+    here = [call() for call in calls[count:]]
+    return [_received(*each) for each in children] + here
 
 
 def _send_result(call: Callable[[], T], theirs: Connection) -> None:

@@ -76,13 +76,17 @@ def short_rehearsal(run: Candidate) -> Rehearsal:
     classes = classes_of_stages(whole, layout)
     rows = full_rows(run.cfg.batch, run.cfg.objective)
     divided = divisions(run, whole, layout)
-    if divided is None:
+
+    def whole_rehearsal() -> Rehearsal:
         return rehearse(rehearsed_run(run, rows), classes)
+
+    if divided is None:
+        return at_once([whole_rehearsal])[0]
     few, more = at_once([partial(rehearsed, run, each, rows, classes) for each in divided])
     if [one.kind for one in few.kinds] == [one.kind for one in more.kinds]:
         prefix = run.config.names.blocks
         return Extension(layout, *divided, stages_of(whole, layout), prefix).rehearsal(few, more)
-    return rehearse(rehearsed_run(run, rows), classes)
+    return at_once([whole_rehearsal])[0]
 
 
 def rehearsed(run: Candidate, division: Division, rows: Rows, classes: list[int]) -> Rehearsal:

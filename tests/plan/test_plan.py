@@ -219,7 +219,7 @@ def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
-    assert re.search(r"8 × H100 +[\d.]+ of 79.1 +yes +[\d.]+k", out)
+    assert re.search(r"8 × H100 +[\d.]+ of 79.1 +maybe +[\d.]+k", out)
     assert re.search(r"16 × L40S +[\d.]+ of 44.[\d] +no +[\d.]+k", out)
     assert re.search(r"8 × L40S .*activation_checkpoint=selective +[\d.]+ GiB +\+\d+%", out)
 

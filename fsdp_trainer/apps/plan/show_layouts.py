@@ -81,8 +81,7 @@ def show_layouts(
         if not rehearsed:
             console.print("not rehearsed: each needs at least this much")
         elif may_fit:
-            first = "the first" if rehearsed == 1 else f"the first {rehearsed}"
-            console.print(f"rehearsed: {first}; the others need at least this much")
+            console.print(f"rehearsed: the first {rehearsed}; the others need at least this much")
         if device.flops is None:
             console.print(f"{UNTIMED}; they are sorted as on an H100")
     elif search.nearest:

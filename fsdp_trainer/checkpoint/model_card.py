@@ -10,15 +10,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import jinja2
+from omegaconf import OmegaConf
 
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.frozen_weights import Base, read_base
 from fsdp_trainer.config.check import flatten
+from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.paths import checkpoint_configuration, is_hub_id
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
 from fsdp_trainer.observe.records import parse
 
@@ -33,6 +35,8 @@ NOT_SHOWN = (
     *("data.path", "data.validation", "data.cache", "data.workers", "data.prefetch"),
     "objective.server_folder",
 )
+FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Options of the group precision, by their number format."""
 SHOWN = ("loss", "objective", "validation_loss", "validation_bits_per_byte", "reward")
 """Metrics in the table, beside those of tasks."""
 LAST_BYTES = 2**20
@@ -217,15 +221,29 @@ class ModelCard:
 
     @property
     def keys(self) -> str:
-        """YAML of the keys that decide what was trained and differ from their defaults."""
-        tree: dict[str, dict[str, Any]] = {}
+        """A recipe of the keys that decide what was trained and differ from their defaults."""
+        chosen: list[dict[str, str]] = []
+        tree: dict[str, Any] = {"defaults": chosen}
+        options = {group: self.option(group) for group in GROUPS}
         for key, f in flatten(TrainConfig).items():
             group, _, name = key.partition(".")
             value = self.configuration.get(key)
-            is_default = value is None or value == default_of(f)
-            if group in GROUPS and key not in NOT_SHOWN and (key in ALWAYS or not is_default):
+            if group not in GROUPS or key in NOT_SHOWN or value is None:
+                continue
+            option, values = options[group]
+            differs = key in ALWAYS or value != default_of(f)
+            if option and name == SELECTORS[group]:
+                chosen += [{f"override /{group}": option}] if differs else []
+            elif value != values[name] if name in values else differs:
                 tree.setdefault(group, {})[name] = without_folders(value)
         return dump_yaml(tree, width=100).rstrip()
+
+    def option(self, group: str) -> tuple[str, dict[str, Any]]:
+        """Return the option of a group that its selector names, and the values that it sets."""
+        name = str(self.configuration.get(f"{group}.{SELECTORS.get(group)}"))
+        name = FORMATS.get(name, name)
+        file = CONF / group / f"{name}.yaml"
+        return (name, dict(OmegaConf.load(file))) if file.is_file() else ("", {})
 
 
 def part_of(tree: Any, name: str) -> Any:

@@ -3,12 +3,15 @@
 import json
 import shutil
 from base64 import b64decode
+from dataclasses import asdict
 
 import pytest
 from huggingface_hub import ModelCard
 from json_server import JsonServer
 
 from fsdp_trainer.cli import main
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.paths import checkpoint_configuration
 
 
 class Hub:
@@ -155,7 +158,7 @@ def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, cap
     assert ".git/config.json" not in hub.files
 
 
-def test_a_model_card_says_what_was_trained_and_names_no_folder_of_this_machine(ledger):
+def test_a_model_card_says_what_was_trained_and_names_no_folder_of_this_machine(ledger, tmp_path):
     for name, part, tag, library in (
         ("plain", "hf", "text-generation", "transformers"),
         ("adapter", "adapter", "text-generation", "peft"),
@@ -168,5 +171,11 @@ def test_a_model_card_says_what_was_trained_and_names_no_folder_of_this_machine(
         assert card.data.tags[0] == "fsdp_trainer"
         assert str(run.folder.parent) not in card.text
         assert f"| {run.metrics[-1]['loss']:.4f} |" in card.text
-        assert "lr: " in card.text
+        assert "  eps: " not in card.text
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(card.text.rpartition("```yaml")[2].rpartition("```")[0])
+        again = compose("train", [f"+recipe={recipe}", "tokenizer.path=demo:bytes"], inputs=False)
+        written = checkpoint_configuration(run.folder)
+        for group in ("adapter", "batch", "objective", "optim", "precision", "schedule"):
+            assert asdict(getattr(again, group)) == written[group]
         assert ("chats.jsonl" if name != "reward" else "pairs.jsonl") in card.text

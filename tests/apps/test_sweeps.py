@@ -307,6 +307,8 @@ def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     assert table[0].split() == ["job", "overrides", "objective", "state", "seconds"]
     assert table[1].startswith(f"{lines[0]['job']}  optim.lr=2  2.0000     finished")
     assert table[3].startswith(f"lowest objective: {lines[1]['folder']}")
+    reports = [f"  fsdp-trainer report {name}" for name in ("runs/s", lines[1]["folder"])]
+    assert table[4:] == ["next:", *reports]
     again = sweep("train.steps=2", "optim.lr=1,2")
     assert states(again) == ["skipped"] * 2
     assert not sweep.trained

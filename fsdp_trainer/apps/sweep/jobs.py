@@ -171,7 +171,7 @@ def varying(jobs: list[Job]) -> dict[str, list[str]]:
 
 
 def table(jobs: list[Job], best: str = "lowest") -> str:
-    """Format all jobs as a table, with a last line for the job with the best objective.
+    """Format all jobs as a table, with a line for the best job, and what can be typed next.
 
     best: `lowest` or `highest`.
     """
@@ -191,4 +191,7 @@ def table(jobs: list[Job], best: str = "lowest") -> str:
     if done:
         first = (min if best == "lowest" else max)(done, key=lambda job: job.objective or 0.0)
         lines.append(f"{best} objective: {first.folder}  {shlex.join(names[first.job])}".rstrip())
+        every = Path(first.folder).parents[1]  # the sweep's
+        commands = (f"report {shlex.quote(str(every))}", f"report {shlex.quote(first.folder)}")
+        lines += ["next:", *(f"  fsdp-trainer {command}" for command in commands)]
     return "\n".join(lines)

@@ -311,12 +311,12 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
 
 
 def test_train_says_what_it_trains_on_and_every_warning(train, tmp_path):
-    rows = [ask("a"), ask("b"), ask("b"), ask("c" * 100), ask("d", "<|im_end|>")]
-    file = write_rows(tmp_path / "a.jsonl", rows)
-    run = train("run", f"data.path={file}", "train.steps=1", "data.max_lost=1")
+    rows = [ask("a"), ask("b"), ask("b"), ask("c" * 200), ask("d", "<|im_end|>")]
+    words = [f"data.path={write_rows(tmp_path / 'a.jsonl', rows)}", "batch.seq_len=128"]
+    run = train("run", *words, "train.steps=1", "data.max_lost=1")
     lines = [line for line in run.out.splitlines() if line.startswith("data ")]
     assert re.search(
-        r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; \d rows an epoch, \d+\.\d% full",
+        r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; 1 row an epoch, \d+\.\d% full",
         lines[0],
     )
     assert "1 dropped (1 too long)" in lines[1]

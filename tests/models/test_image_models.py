@@ -372,8 +372,9 @@ def test_the_quickstart_asks_about_held_out_pictures(world, tmp_path, capsys, mo
     monkeypatch.setattr(quickstart_shapes, "PICTURES", 40)
     monkeypatch.setattr(quickstart_shapes, "start_ranks", start_ranks)
     words = ["quickstart", "task=shapes", f"root={tmp_path}"]
-    assert main([*words, "steps=1", "questions=2"]) == 0
+    assert main([*words, "steps=2", "questions=2"]) == 0
     out = capsys.readouterr().out
+    assert "warm-up" not in out, "a share of the steps"
     assert "before training: 0 of 2 held-out pictures named" in out
     assert "of 2, asked of the exported folder" in out
     assert (tmp_path / "shapes" / "hf" / "processor_config.json").is_file()

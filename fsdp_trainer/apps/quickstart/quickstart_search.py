@@ -31,7 +31,7 @@ TRAINING = (
     "run.name=search", "objective=embed", "objective.pooling=mean", "model=tiny",
     "model.num_hidden_layers=2", "tokenizer.path=demo:bytes", "precision=fp32",
     "batch.seq_len=1024", "batch.rows=8", "batch.micro_rows=2", "train.steps=100", "optim.lr=3e-3",
-    "schedule=linear", "schedule.warmup_steps=10", "checkpoint.export_hf=true", "logging.every=10",
+    "schedule=linear", "schedule.warmup=0.1", "checkpoint.export_hf=true", "logging.every=10",
     "launch.nproc_per_node=2",
 )  # fmt: skip
 NEXT = """

@@ -43,7 +43,7 @@ TEXT = {
 }  # fmt: skip
 TRAINING = (
     "run.name=shapes", "precision=fp32", "batch.seq_len=256", "batch.rows=8", "batch.micro_rows=4",
-    "train.steps=800", "optim.lr=2e-3", "schedule=wsd", "schedule.warmup_steps=20",
+    "train.steps=800", "optim.lr=2e-3", "schedule=wsd", "schedule.warmup=0.025",
     "checkpoint.export_hf=true", "logging.every=20", "launch.nproc_per_node=2",
 )  # fmt: skip
 NEXT = """

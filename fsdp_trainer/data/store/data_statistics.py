@@ -131,7 +131,9 @@ def summary_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None
     """
     samples, tokens, supervised = amounts(prepared.train)
     longest = max(int(store.lengths.max()) for store in prepared.train)
-    packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
+    packed = ""
+    if order:
+        packed = f"; {counted(order.rows_per_epoch, 'row')} an epoch, {order.fill:.1%} full"
     held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
     has_prompts = prepared.train[0].questions is not None
     what = "prompt" if has_prompts else "sample"

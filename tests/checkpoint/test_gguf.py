@@ -9,6 +9,7 @@ import pytest
 import sentencepiece
 import torch
 from foreign import AS_LLAMA_CPP, export
+from sentencepiece import sentencepiece_model_pb2
 from stored import assert_byte_equal, tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from zoo import make_folder
@@ -193,7 +194,7 @@ def test_transformers_reads_a_tokenizer_of_bytes_alone_from_the_file(tmp_path):
         assert ids == ours.encode(text) == tokenizer.encode(text).ids, text
 
 
-def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path):
+def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path, capsys):
     folder = make_folder(tmp_path / "hf", "llama", vocab_size=304)
     (tmp_path / "text").write_text("\n".join(SAMPLE * 20))
     sentencepiece.SentencePieceTrainer.train(
@@ -218,6 +219,11 @@ def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path):
     original, ours = map(load_tokenizer, map(str, (folder, tmp_path / "a.gguf")))
     assert [ours.encode(text) for text in TEXTS] == [original.encode(text) for text in TEXTS]
     assert ours.first_added() == [known.bos_id()]
+    model = sentencepiece_model_pb2.ModelProto.FromString((folder / "tokenizer.model").read_bytes())
+    model.normalizer_spec.remove_extra_whitespaces = True
+    (folder / "tokenizer.model").write_bytes(model.SerializeToString())
+    export(folder, tmp_path / "b.gguf", "form=gguf", code=2)
+    assert "takes several spaces as one" in capsys.readouterr().err
 
 
 def test_a_file_that_exists_or_a_tokenizer_without_a_name_there_is_refused(tmp_path, capsys):

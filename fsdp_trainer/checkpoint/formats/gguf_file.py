@@ -39,6 +39,8 @@ REGEXES = {QWEN: "qwen2", LLAMA_3: "llama-bpe"}
 """llama.cpp's names of how a text is cut before its pieces are encoded, by the expression."""
 # it warns of each token that a pair of texts begins with, as Llama 3's
 logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
+BPE = 2
+"""SentencePiece's number of a model that merges pairs."""
 SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"
 """llama.cpp's names of tokenizers."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = (
@@ -343,7 +345,24 @@ def name_of_cut(stored: dict[str, Any]) -> str | None:
 
 
 def sentencepiece_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """Return the tokens of a SentencePiece model, and those that tokenizer.json adds to it."""
+    """Return the tokens of a SentencePiece model, and those that tokenizer.json adds to it.
+
+    Raises UserError for one that llama.cpp would read as another: it merges pairs by their scores,
+    and changes nothing in a text before.
+    """
+    from sentencepiece import sentencepiece_model_pb2 as messages
+
+    file = folder / "tokenizer.model"
+    model = messages.ModelProto.FromString(file.read_bytes())  # type: ignore[attr-defined]
+    spec = model.normalizer_spec
+    differences = {
+        "is not of pairs (model_type=bpe)": model.trainer_spec.model_type != BPE,
+        "takes several spaces as one (remove_extra_whitespaces)": spec.remove_extra_whitespaces,
+        f"replaces characters ({spec.name})": bool(spec.precompiled_charsmap),
+    }
+    if reasons := [what for what, differs in differences.items() if differs]:
+        reason = f"{' and '.join(reasons)}, which llama.cpp does not follow: answers would differ"
+        raise UserError("there is no GGUF of it", [Problem(str(file), reason)])
     vocab = gguf.vocab.SentencePieceVocab(folder)
     rows = list(vocab.all_tokens())[:size]
     rows += [(f"[PAD{i}]".encode(), -10000.0, UNUSED) for i in range(len(rows), size)]

@@ -60,6 +60,9 @@ mutants: $(VENV)/.for-developers  ## plant 66 faults, one at a time, and see whi
 soak: $(VENV)/.for-developers  ## random faults in runs of every method and layout, for MINUTES=10: each must end as an undisturbed run; SEED=N begins with episode N
 	$(BIN)/python tests/faults/soak.py $(MINUTES) $(SEED)
 
+prove-faults: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## plant faults in folders and runs: `prove` must name each, and nothing on honest ones; ONLY=WORD
+	ONLY="$(ONLY)" PYTHONPATH=. $(BIN)/python tests/inputs/prove_faults.py
+
 same: $(VENV)/.for-users  ## compare with the commit before a rebuild: BASE=COMMIT; all numbers, plans and weights must be equal
 	$(BIN)/python tools/same.py $(BASE)
 

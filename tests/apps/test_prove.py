@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from importlib import import_module
 
+import prove_faults
 import pytest
 import torch
 from world import command
@@ -230,3 +231,55 @@ def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, 
     assert not layout.pipeline_problem
     assert batch.rows <= 64
     assert batch.micro_rows == 2
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Honest folders of `prove_faults`."""
+    pytest.importorskip("peft")
+    pytest.importorskip("compressed_tensors")
+    place = tmp_path_factory.mktemp("folders")
+    prove_faults.write_folders(place)
+    return place
+
+
+@pytest.mark.parametrize(("source", "reference"), prove_faults.HONEST[1:4])
+def test_a_certificate_says_nothing_of_honest_folders(folders, source, reference):
+    assert prove_faults.wrong_in_folder(folders / source, folders / reference) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["transposed export", "misnamed compressed tensor", "merged with another scale"]
+)
+def test_faults_planted_in_folders_are_named(folders, name):
+    fault = prove_faults.FOLDERS[name]
+    assert fault.check in prove_faults.wrong_with(fault, folders)
+
+
+def test_what_is_no_folder_of_a_model_is_refused_in_one_message(folders, tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/MANIFEST.json").write_text("{}")
+    for source, reference, named in (
+        (tmp_path / "checkpoint", "", "prove what it exports"),
+        (tmp_path, "", "has no weights that are read"),
+        (folders / "base", tmp_path, "not a JSON object"),
+    ):
+        beside = [f"reference={reference}"] * bool(reference)
+        result = command(["prove", f"source={source}", *beside], None)
+        assert result.code == 2, result
+        assert named in result.err
+
+
+def test_a_strangers_configuration_is_read_with_bounds(folders, tmp_path):
+    strange = {
+        "num_hidden_layers": 10**15, "vocab_size": "many", "text_config": [], "architectures": [7],
+        "auto_map": 3, "dtype": {}, "eos_token_id": [{}], "quantization_config": 5,
+    }  # fmt: skip
+    prove_faults.shutil.copytree(folders / "base", tmp_path / "base")
+    prove_faults.set_keys("config.json", **strange)(tmp_path / "base")
+    wrong = prove_faults.wrong_in_folder(tmp_path / "base", None)
+    assert "promises" in wrong

@@ -27,8 +27,8 @@ from fsdp_trainer.apps.chat.app import make_app
 from fsdp_trainer.apps.chat.readings import ServedReader
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.errors import UserError
 from fsdp_trainer.config.schema import Data
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.retrieval import read_retrieval
 from fsdp_trainer.methods.heads.classification import ClassMetrics
 from fsdp_trainer.methods.heads.contrast import StepTexts, loss_of_texts

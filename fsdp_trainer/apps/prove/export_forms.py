@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.models.config import ModelConfig
@@ -77,6 +78,20 @@ class Original:
         return out
 
 
+def class_of(config: ModelConfig) -> Any:
+    """Return transformers' class of a folder."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if config.pooling:
+        return transformers.AutoModel
+    if config.scores:
+        return transformers.AutoModelForSequenceClassification
+    if config.reads_images:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
 def misnamed(folder: Path, auto: Any) -> tuple[Any, list[str]]:
     """Return transformers' model of a folder, and the tensors that it lacks or does not know."""
     model, info = auto.from_pretrained(
@@ -85,6 +100,7 @@ def misnamed(folder: Path, auto: Any) -> tuple[Any, list[str]]:
         attn_implementation="eager",
         output_loading_info=True,
         use_safetensors=True,
+        trust_remote_code=remote_code_is_allowed(),
     )
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     wrong += [f"{name} is not known" for name in sorted(info["unexpected_keys"])]

@@ -3,7 +3,6 @@
 Servers read the file and then look for the tensors that it names.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.config.weight_files import weight_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,7 +23,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 def broken_promises(folder: Path) -> list[str]:
     """Return a sentence for each promise of a folder that it does not keep."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_object(folder / "config.json", "cannot read the model's configuration")
     shapes = tensor_shapes_of(folder)
     return [
         *broken_counts(config, shapes),
@@ -44,18 +44,30 @@ def tensor_shapes_of(folder: Path) -> dict[str, list[int]]:
 
 def broken_counts(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
     """Yield what a configuration counts and the tensors lack: blocks, further ones, a tower."""
-    text = config.get("text_config") or config
-    layers = text.get("num_hidden_layers") or 0
+    text = text_part(config)
+    layers = number_in(text, "num_hidden_layers")
     numbers = block_numbers(shapes)
-    lacking = sorted({*range(layers)} - numbers) if numbers else []
-    if lacking:
-        yield f"num_hidden_layers={layers}, and block {lacking[0]} has no tensor"
+    lacking = next((at for at in range(layers) if at not in numbers), None) if numbers else None
+    if lacking is not None:
+        yield f"num_hidden_layers={layers}, and block {lacking} has no tensor"
     has_further = any(part in name for name in shapes for part in FURTHER_NAMES)
     if not has_further and max(numbers, default=-1) < layers:
-        counted = [(key, text[key]) for key in FURTHER if text.get(key)]
+        counted = [(key, number_in(text, key)) for key in FURTHER if number_in(text, key)]
         yield from (f"{key}={n}, and there are no tensors of such blocks" for key, n in counted)
     if config.get("vision_config") and not any("vis" in name for name in shapes):
         yield "vision_config, and there are no tensors of a tower for images"
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that describes the model of texts."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
+
+
+def number_in(part: dict[str, Any], key: str) -> int:
+    """Return a whole number of a configuration; 0 if it has none."""
+    value = part.get(key)
+    return value if type(value) is int else 0
 
 
 def block_numbers(shapes: dict[str, list[int]]) -> set[int]:
@@ -71,13 +83,13 @@ def is_of_text(name: str) -> bool:
 
 def broken_vocabulary(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
     """Yield what does not fit the vocabulary's size, or the head that is or is not tied."""
-    text = config.get("text_config") or config
-    size = text.get("vocab_size")
+    text = text_part(config)
+    size = number_in(text, "vocab_size")
     of_vocabulary = {n: shape[0] for n, shape in shapes.items() if n.endswith((EMBEDDING, HEAD))}
     for name, rows in of_vocabulary.items():
         if size and rows != size:
             yield f"vocab_size={size}, and {name} has {rows} rows"
-    is_generator = any("CausalLM" in name for name in config.get("architectures") or [])
+    is_generator = "CausalLM" in str(config.get("architectures"))
     has_head = any(name.endswith(HEAD) for name in of_vocabulary)
     if is_generator and of_vocabulary and not has_head and is_untied(config, text):
         yield f"tie_word_embeddings=false, and there is no {HEAD}"
@@ -90,7 +102,8 @@ def is_untied(config: dict[str, Any], text: dict[str, Any]) -> bool:
 
 def missing_files(config: dict[str, Any], folder: Path) -> Iterator[str]:
     """Yield the files that are named and not there."""
-    for name in (config.get("auto_map") or {}).values():
+    named = config.get("auto_map")
+    for name in named.values() if isinstance(named, dict) else ():
         file = f"{str(name).partition('.')[0]}.py"
         if "--" not in str(name) and not (folder / file).is_file():
             yield f"auto_map names {file}, which is not there"

@@ -39,10 +39,11 @@ def prove(cfg: ProveConfig, words: list[str]) -> int:
 
 def certificate_of(cfg: ProveConfig, words: list[str]) -> Certificate:
     """Return the certificate of a folder, if `source` names one, else of a run."""
+    # they import torch, which mistakes in the configuration need not wait for
     if cfg.source:
-        problem = Problem(f"source={cfg.source}", "leave it out: a run is proved by its keys")
-        raise UserError("a folder is not proved in this version", [problem])
-    # imports torch, which mistakes in the configuration need not wait for
+        from fsdp_trainer.apps.prove.folder_certificate import prove_folder
+
+        return prove_folder(cfg, words)
     from fsdp_trainer.apps.prove.run_certificate import prove_run
 
     certificate = prove_run(cfg, words)

@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,6 +15,7 @@ from fsdp_trainer.apps.prove.export_forms import (
     TEXTS,
     Original,
     adapter_misnamed,
+    class_of,
     misnamed,
     quiet,
 )
@@ -95,25 +95,11 @@ def texts_of(evidence: Evidence) -> list[Tensor]:
     return [one.tokens[:LENGTH] for one in documents(evidence.rows_of_step(1))][:TEXTS]
 
 
-def class_of(original: Original) -> Any:
-    """Return transformers' class of an export."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    if original.config.pooling:
-        return transformers.AutoModel
-    if original.config.scores:
-        return transformers.AutoModelForSequenceClassification
-    if original.config.reads_images:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
-
-
 def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
     """Compare a whole folder by transformers."""
     name = "merged" if is_adapter else "export"
     folder = original.merged()
-    model, wrong = misnamed(folder, class_of(original))
+    model, wrong = misnamed(folder, class_of(original.config))
     right = "transformers misses no tensor and knows all of them"
     yield counted_wrong(f"{name}: names", wrong, right, NAMES)
     right = "config.json promises nothing that is not there"
@@ -127,7 +113,7 @@ def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
     """Compare the adapter on its base by PEFT."""
     folder = original.folder / "adapter"
     export_adapter(original.checkpoint, folder, "float32")
-    model = peft_model(class_of(original), folder)
+    model = peft_model(class_of(original.config), folder)
     wrong = adapter_misnamed(folder, model.get_base_model())
     modules = {name.replace(".base_layer", "") for name, _ in model.named_modules()}
     wrong = [text for text in wrong if text.split()[0] not in modules]

@@ -1,0 +1,260 @@
+"""`make prove-faults`: faults planted in folders and runs, each of which `prove` must name.
+
+Honest folders and runs come first: of them it may say nothing. ONLY=WORD takes those whose names
+have the word. Faults of a run are planted in its ranks by the module that FAULT names.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1].iterdir())
+
+from world import command
+from zoo import make_folder
+
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+OUTPUT = "model.layers.0.self_attn.o_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+Edit = Callable[[Path], Any]
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def set_keys(name: str, **keys: Any) -> Edit:
+    """Return an edit of keys in a JSON file."""
+
+    def edit(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return edit
+
+
+def set_tensors(change: Callable[[dict], Any], name: str = WEIGHTS) -> Edit:
+    """Return an edit of the tensors in a file."""
+
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        change(tensors)
+        whole = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+        save_file(whole, folder / name, {"format": "pt"})
+
+    return edit
+
+
+def wrong_place(folder: Path) -> None:
+    """Let the index name another file of a tensor."""
+    index = json.loads((folder / INDEX).read_text())
+    places = index["weight_map"]
+    first, *_, last = sorted({*places.values()})
+    places[next(name for name, file in places.items() if file == first)] = last
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def cut(folder: Path) -> None:
+    """Cut the end of the weights off."""
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+
+
+def other_marks(folder: Path) -> None:
+    """Let the template begin turns with a token that there is not."""
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("<|im_start|>", "<|im_begin|>"))
+
+
+def half_merged(tensors: dict, base: dict) -> None:
+    """Halve what an adapter has changed."""
+    tensors.update({name: base[name] + (t - base[name]) / 2 for name, t in tensors.items()})
+
+
+def zero_outputs(tensors: dict) -> None:
+    """Set every B to 0, as before a training."""
+    for name, tensor in tensors.items():
+        tensor.mul_("lora_A" in name)
+
+
+@dataclass(frozen=True)
+class FolderFault:
+    """A folder of `write_folders`, how it is damaged, its reference, and the check that says so."""
+
+    source: str
+    edit: Edit
+    reference: str
+    check: str
+
+
+def shifted(tensors: dict) -> None:
+    """Read a matrix seven numbers too far on."""
+    tensors[UP] = tensors[UP].flatten().roll(7).reshape(tensors[UP].shape)
+
+
+FOLDERS = {
+    "transposed export": FolderFault(
+        "base",
+        set_tensors(lambda t: t.update({OUTPUT: t[OUTPUT].T.reshape(t[OUTPUT].shape)})),
+        "base",
+        "reference: matrices",
+    ),
+    "shard's offset": FolderFault("base", set_tensors(shifted), "base", "reference: matrices"),
+    "RoPE lost in the export": FolderFault(
+        "base",
+        set_keys("config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        "base",
+        "reference: config.json",
+    ),
+    "tied head exported different": FolderFault(
+        "base",
+        set_tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})),
+        "base",
+        "tensors",
+    ),
+    "misnamed tensor": FolderFault(
+        "base", set_tensors(lambda t: t.update({"o.weight": t.pop(OUTPUT)})), "", "tensors"
+    ),
+    "misnamed compressed tensor": FolderFault(
+        "compressed",
+        set_tensors(lambda t: t.update({"o.weight": t.pop(OUTPUT)})),
+        "",
+        "tensors",
+    ),
+    "MTP head that is not there": FolderFault(
+        "base", set_keys("config.json", num_nextn_predict_layers=1), "", "promises"
+    ),
+    "other number format": FolderFault(
+        "base", set_keys("config.json", dtype="bfloat16"), "", "promises"
+    ),
+    "index of other shards": FolderFault("shards", wrong_place, "", "files"),
+    "copied in part": FolderFault("base", cut, "", "files"),
+    "undefined numbers": FolderFault(
+        "base", set_tensors(lambda t: t[UP].fill_(float("nan"))), "", "numbers"
+    ),
+    "template of other tokens": FolderFault("base", other_marks, "", "tokenizer and template"),
+    "end that never ends": FolderFault(
+        "base", set_keys("generation_config.json", eos_token_id=256), "", "tokenizer and template"
+    ),
+    "stale adapter": FolderFault(
+        "adapter",
+        set_keys("adapter_config.json", base_model_name_or_path="org/other"),
+        "base",
+        "adapter: base",
+    ),
+    "adapter of no module": FolderFault(
+        "adapter",
+        set_keys("adapter_config.json", target_modules=["q_proj", "v_proj", "c_proj"]),
+        "base",
+        "adapter: names",
+    ),
+    "adapter that does not move": FolderFault(
+        "adapter", set_tensors(zero_outputs, ADAPTER), "base", "adapter: moves"
+    ),
+    "merged with another scale": FolderFault(
+        "merged",
+        lambda folder: set_tensors(
+            lambda t: half_merged(t, load_file(folder.parent / "base" / WEIGHTS))
+        )(folder),
+        "adapter",
+        "merged: share of the adapter",
+    ),
+    "merged into another base": FolderFault(
+        "merged",
+        set_tensors(lambda t: t["model.norm.weight"].mul_(1.01)),
+        "adapter",
+        "merged: other tensors",
+    ),
+}
+HONEST = [("base", "base"), ("adapter", "base"), ("merged", "adapter"), ("shards", "base"),
+          ("compressed", ""), ("merged", "base")]  # fmt: skip
+"""Folders and references of which `prove` may say nothing."""
+
+
+def write_folders(out: Path) -> None:
+    """Write the folders: a base, one in shards and one in 8 bits, an adapter, and it merged."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    from fsdp_trainer.checkpoint.compressed_export import write_compressed
+
+    ends = json.dumps({"eos_token_id": [258, 256]})
+    for name, size in (("base", "1GB"), ("shards", "50KB")):
+        make_folder(out / name, "qwen3", shard=size)
+        (out / name / "generation_config.json").write_text(ends)
+    shutil.copytree(out / "base", out / "merged")
+    (out / "compressed").mkdir()
+    write_compressed(out / "base", out / "compressed", "int8", None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "base")
+    targets = ["q_proj", "v_proj"]
+    options = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(model, options)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, 0, 0.02)
+    adapted.save_pretrained(out / "adapter")
+    adapted.merge_and_unload().save_pretrained(out / "merged")
+    (out / "merged" / "generation_config.json").write_text(ends)
+
+
+def wrong_in_folder(source: Path, reference: Path | None) -> list[str]:
+    """Return the checks of a folder that are not ok."""
+    beside = [f"reference={reference}"] if reference else []
+    return wrong_of(command(["prove", f"source={source}", *beside, "format=json"], None))
+
+
+def wrong_of(result: Any) -> list[str]:
+    """Return the names of the checks that are not ok, from what `prove` printed as JSON."""
+    if result.code not in (0, 3):
+        return [f"exit {result.code}: {result.err[-800:]}"]
+    wrong = [check["name"] for check in json.loads(result.out)["checks"] if not check["ok"]]
+    assert result.code == (3 if wrong else 0), result
+    return wrong
+
+
+def wrong_with(fault: FolderFault, folders: Path) -> list[str]:
+    """Return the checks of a copy of a folder with a fault that are not ok."""
+    damaged = folders / "damaged"
+    shutil.rmtree(damaged, ignore_errors=True)
+    shutil.copytree(folders / fault.source, damaged)
+    fault.edit(damaged)
+    return wrong_in_folder(damaged, folders / fault.reference if fault.reference else None)
+
+
+def main() -> int:
+    """Print a line for each fault; return 1 if one is not named, or an honest one is."""
+    word, code = os.environ.get("ONLY", ""), 0
+
+    def line(name: str, wrong: list[str], expected: str) -> None:
+        nonlocal code
+        is_right = (expected in "\n".join(wrong)) if expected else not wrong
+        code = code if is_right else 1
+        said = ", ".join(wrong) or "nothing"
+        print(
+            f"{'ok' if is_right else 'MISSED' if expected else 'FALSE':8}{name}: {said}", flush=True
+        )
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = Path(scratch)
+        write_folders(folders)
+        for source, reference in HONEST:
+            name = f"honest {source} beside {reference or 'nothing'}"
+            if word in name:
+                beside = folders / reference if reference else None
+                line(name, wrong_in_folder(folders / source, beside), "")
+        for name, fault in FOLDERS.items():
+            if word in name:
+                line(name, wrong_with(fault, folders), fault.check)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -268,8 +268,8 @@ def test_what_is_no_folder_of_a_model_is_refused_in_one_message(folders, tmp_pat
         (tmp_path, "", "has no weights that are read"),
         (folders / "base", tmp_path, "not a JSON object"),
     ):
-        beside = [f"reference={reference}"] * bool(reference)
-        result = command(["prove", f"source={source}", *beside], None)
+        more = [f"reference={reference}"] * bool(reference)
+        result = command(["prove", f"source={source}", *more], None)
         assert result.code == 2, result
         assert named in result.err
 

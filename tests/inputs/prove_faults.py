@@ -7,6 +7,7 @@ have the word. Faults of a run are planted in its ranks by the module that FAULT
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1].iterdir())
 
-from world import command
-from zoo import make_folder
+from world import CommandResult, command
+from zoo import HF, make_folder
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -207,8 +208,8 @@ def write_folders(out: Path) -> None:
 
 def wrong_in_folder(source: Path, reference: Path | None) -> list[str]:
     """Return the checks of a folder that are not ok."""
-    beside = [f"reference={reference}"] if reference else []
-    return wrong_of(command(["prove", f"source={source}", *beside, "format=json"], None))
+    given = [f"reference={reference}"] if reference else []
+    return wrong_of(command(["prove", f"source={source}", *given, "format=json"], None))
 
 
 def wrong_of(result: Any) -> list[str]:
@@ -227,6 +228,67 @@ def wrong_with(fault: FolderFault, folders: Path) -> list[str]:
     shutil.copytree(folders / fault.source, damaged)
     fault.edit(damaged)
     return wrong_in_folder(damaged, folders / fault.reference if fault.reference else None)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+SMALL = [*HF, "batch.seq_len=128", "data.path=demo:backwards", "plan.world_size=2"]
+RUNS = {
+    "leak between documents": ("packing", "packed = alone"),
+    "wrong mask": ("mask", "the mask"),
+    "eos that is never learnt": ("mask", "the mask"),
+    "dropped gradient of one rank": ("layout", "layout: gradients"),
+    "divisor by local weight": ("layout", "layout: gradients"),
+    "frozen tensor that moves": ("trained", "frozen weights stay"),
+    "off by one after resume": ("resume", "resume, as many ranks"),
+    "template that differs in chat": ("prompts", "prompts: chat"),
+}
+"""By fault of `planted_faults` the module of the check that names it, the only one that is asked,
+and the check's name."""
+HONEST_RUNS = {
+    "sft qwen3": "base",
+    "sft of shards, LoRA, tensor": "shards adapter=lora adapter.rank=4 sharding.tensor=2",
+    "sft, frozen norms": "base train.freeze=['*norm*']",
+    "sft, DoRA": "base adapter=dora adapter.rank=2",
+    "dpo": "base objective=dpo data=preference data.path={pairs}",
+    "orpo, LoRA": "base objective=orpo adapter=lora data=preference data.path={pairs}",
+    "simpo": "base objective=simpo data=preference data.path={pairs}",
+    "reward": "base objective=reward data=preference data.path={pairs}",
+    "sft llama, context": "llama sharding.context=2",
+    "sft gemma2": "gemma2",
+    "sft mixtral": "mixtral",
+}
+"""Configurations of other methods and families, of which `prove` may say nothing."""
+
+
+def write_pairs(file: Path) -> None:
+    """Write questions with a better and a worse answer."""
+    rows = [
+        {
+            "prompt": f"What is {i} and {i + 3}?",
+            "chosen": f"It is {2 * i + 3}, of course.",
+            "rejected": f"I do not know {i}.",
+        }
+        for i in range(60)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+
+def wrong_in_run(words: str, folders: Path, planted: str = "") -> list[str]:
+    """Return the checks of a run that are not ok. words: its model, then its keys."""
+    model, *keys = words.format(pairs=folders / "pairs.jsonl").split()
+    if not (folders / model).exists():
+        make_folder(folders / model, model, max_position_embeddings=256)
+    own = {"FSDP_TRAINER_IMPORT": "planted_faults", "PLANTED": planted} if planted else {}
+    own |= {"CHECK": RUNS[planted][0]} if planted else {}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as root:
+        place = [f"model.init_from={folders / model}", f"run.root={root}", "run.name=run"]
+        line = [sys.executable, "-m", "fsdp_trainer", "prove", *SMALL, *place, *keys, "format=json"]
+        done = subprocess.run(
+            line, env=os.environ | own | {"PYTHONPATH": paths}, capture_output=True, text=True
+        )
+    return wrong_of(CommandResult(done.returncode, done.stdout, done.stderr))
 
 
 def main() -> int:
@@ -248,11 +310,19 @@ def main() -> int:
         for source, reference in HONEST:
             name = f"honest {source} beside {reference or 'nothing'}"
             if word in name:
-                beside = folders / reference if reference else None
-                line(name, wrong_in_folder(folders / source, beside), "")
+                given = folders / reference if reference else None
+                line(name, wrong_in_folder(folders / source, given), "")
         for name, fault in FOLDERS.items():
             if word in name:
                 line(name, wrong_with(fault, folders), fault.check)
+        write_pairs(folders / "pairs.jsonl")
+        for name, words in HONEST_RUNS.items():
+            if word in (name := f"honest run: {name}"):
+                line(name, wrong_in_run(words, folders), "")
+        for name, (_, check) in RUNS.items():
+            if word in name:
+                keys = "base train.freeze=['*q_norm*']"
+                line(name, wrong_in_run(keys, folders, name), check)
     return code
 
 

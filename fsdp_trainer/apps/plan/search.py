@@ -256,6 +256,14 @@ class Search:
         self._choose(run, (), DIMENSIONS)
         self.layouts.sort(key=by_speed)
 
+    def order(self, layouts: list[PlannedLayout]) -> None:
+        """Set the layouts that fit, in the order in which they are shown."""
+        self.layouts = layouts
+
+    def name_nearest(self, layout: PlannedLayout) -> None:
+        """Set the layout that is shown if none fits."""
+        self.nearest = layout
+
     def _choose(
         self, run: Candidate, overrides: tuple[str, ...], dimensions: tuple[Dimension, ...]
     ) -> bool:

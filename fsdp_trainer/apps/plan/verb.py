@@ -128,12 +128,14 @@ def rehearse_fastest(search: "Search", store: Store) -> set[str]:
             (fitting if plan.rehearsed else unknown).append(layout._replace(plan=plan))
         if len(fitting) == REHEARSED:
             break
-    search.layouts = [*sorted(fitting, key=by_speed), *unknown, *layouts]
+    search.order([*sorted(fitting, key=by_speed), *unknown, *layouts])
     nearest = search.nearest
     if nearest and not search.layouts:
         plan, reason = rehearsed_plan(nearest.run, nearest.plan, store)
         reasons.add(reason)
-        search.nearest = nearest._replace(run=with_correction(nearest.run, plan), plan=plan)
+        search.name_nearest(
+            nearest._replace(run=with_correction(nearest.run, plan), plan=plan)
+        )
     return reasons
 
 

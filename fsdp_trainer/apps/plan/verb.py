@@ -133,9 +133,7 @@ def rehearse_fastest(search: "Search", store: Store) -> set[str]:
     if nearest and not search.layouts:
         plan, reason = rehearsed_plan(nearest.run, nearest.plan, store)
         reasons.add(reason)
-        search.name_nearest(
-            nearest._replace(run=with_correction(nearest.run, plan), plan=plan)
-        )
+        search.name_nearest(nearest._replace(run=with_correction(nearest.run, plan), plan=plan))
     return reasons
 
 

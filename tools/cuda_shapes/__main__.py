@@ -63,7 +63,8 @@ def describe(result: dict[str, Any]) -> str:
     """Return the lines of the table for a case."""
     if result["problem"]:
         return f"REFUSED  {result['name']}\n    {result['problem']}\n    {result.get('place', '')}"
-    shown = [name.split("::")[-1] for name in result["operators"] if SHOWN.search(name)]
+    operators = result.get("operators", ())  # a function that is compiled alone has none
+    shown = [name.split("::")[-1] for name in operators if SHOWN.search(name)]
     if "kernels" in result:
         kernels = f"{result['kernels']} Triton kernels for sm_90"
         return f"ok       {result['name']}: {', '.join([kernels, *shown])}"

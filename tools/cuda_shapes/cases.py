@@ -83,7 +83,7 @@ EXPERTS = {
 }
 """Of a mixture of experts."""
 RECIPES = {
-    "distil": ["+recipe=qwen3_0_6b_distil"],
+    "distil": ["+recipe=qwen3_0_6b_distil", "compile=disabled"],
     "experts 4 of DeepSeek": [
         *of_model("deepseek_v3"), "sharding.expert=4", "activation_checkpoint=full",
     ],

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.harness import arguments, finish, torchrun
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
-from fsdp_trainer.plan.memory import Moment, memory
-from fsdp_trainer.plan.planned_run import PlannedRun
+from fsdp_trainer.planning.plan.memory import Moment, memory
+from fsdp_trainer.planning.plan.planned_run import PlannedRun
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -37,12 +37,12 @@ from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.devices import device, gpu_names
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.plan.block_memory import trace_blocks
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.memory import BESIDE, GIB, ROUNDING, Moment
-from fsdp_trainer.plan.plan import RunPlan
-from fsdp_trainer.plan.plan_inputs import architecture, target
-from fsdp_trainer.plan.planned_run import PlannedRun
+from fsdp_trainer.planning.plan.block_memory import trace_blocks
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.memory import BESIDE, GIB, ROUNDING, Moment
+from fsdp_trainer.planning.plan.plan import RunPlan
+from fsdp_trainer.planning.plan.plan_inputs import architecture, target
+from fsdp_trainer.planning.plan.planned_run import PlannedRun
 
 RUNS = Path(__file__).parent / "published_runs.json"
 MEDIAN_WIDTH = 1.4  # largest ratio of a range's fast end to its slow end, in the median

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from fsdp_trainer.apps.plan.search import PlannedLayout, Search
 from fsdp_trainer.config.composing.compose import CONF, compose, options
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.memory import GIB
-from fsdp_trainer.plan.plan import RunPlan
-from fsdp_trainer.plan.plan_inputs import architecture, target
-from fsdp_trainer.plan.planned_run import PlannedRun
-from fsdp_trainer.plan.rollout_cost import rows_of_answers
-from fsdp_trainer.plan.time import times
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.memory import GIB
+from fsdp_trainer.planning.plan.plan import RunPlan
+from fsdp_trainer.planning.plan.plan_inputs import architecture, target
+from fsdp_trainer.planning.plan.planned_run import PlannedRun
+from fsdp_trainer.planning.plan.rollout_cost import rows_of_answers
+from fsdp_trainer.planning.plan.time import times
 
 LAYOUTS = Path(__file__).parent / "recipe_layouts.json"
 MEMORY_SHARE = 0.9

@@ -165,7 +165,7 @@ class CalculatorOfTrl:
         Returns:
             The value.
         """
-        from fsdp_trainer.environments.calculator import Calculator
+        from fsdp_trainer.rl.environments.calculator import Calculator
 
         return Calculator().call(expression=expression)
 

@@ -4,6 +4,7 @@ import importlib
 import sys
 from typing import Any
 
+from fsdp_trainer.base import moved_modules
 from fsdp_trainer.extensions import Callback as Callback
 from fsdp_trainer.extensions import RunInfo as RunInfo
 from fsdp_trainer.extensions import TrackedRun as TrackedRun
@@ -17,6 +18,7 @@ if sys.platform == "win32":
         file=sys.stderr,
     )
     raise SystemExit(2)
+moved_modules.install()
 LAZY = {"train": "fsdp_trainer.api", "load_model": "fsdp_trainer.checkpoint.load"}
 """Functions imported at their first use, so that a wrong key is reported without loading torch."""
 __all__ = ["Callback", "RunInfo", "TrackedRun", "Tracker", "load_model", "register", "train"]

@@ -54,7 +54,7 @@ VERBS = {
         "fsdp_trainer.apps.launch_files.launch_files:launch_files", ("words",), inputs=False
     ),
     "export": Verb("fsdp_trainer.checkpoint.export_verb:export"),
-    "convert": Verb("fsdp_trainer.apps.convert.verb:convert_verb"),
+    "convert": Verb("fsdp_trainer.interop.convert.verb:convert_verb"),
     "verify": Verb("fsdp_trainer.apps.verify:verify"),
     "prove": Verb("fsdp_trainer.apps.prove.verb:prove", ("words",)),
     "generate": Verb("fsdp_trainer.apps.generate:generate"),

@@ -160,7 +160,7 @@ def register(kind: str, name: str, what: Any = None) -> Any:
     callback: a `Callback` or its class. metric: a class like those of training/metrics.py, with
     `name` as its own name. objective: a function of (scores, weights) that returns a scalar tensor,
     chosen with  objective.name=NAME. reward: a function of a list of attempts (see
-    rewards/reward.py) that returns a number for each, used as an entry of objective.rewards; its
+    rl/rewards/reward.py) that returns a number for each, used as an entry of objective.rewards; its
     further parameters are keys of that entry. tracker: a subclass of `Tracker`, chosen with
     logging.trackers=[NAME].
     Raises UserError for another kind, and for a name that is in use.

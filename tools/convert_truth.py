@@ -25,9 +25,9 @@ from typing import Any
 
 import yaml
 
-from fsdp_trainer.apps.convert.converter import convert, settings_text
-from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
 from fsdp_trainer.config.schema import Adapter
+from fsdp_trainer.interop.convert.converter import convert, settings_text
+from fsdp_trainer.interop.convert.foreign_file import read_foreign_file
 
 TRUTH = Path(__file__).parent.parent / "tests/config/convert_truth.json"
 WORDS = 60

@@ -59,8 +59,7 @@ FAR = 99
 """Distance of a test file from a change that can change everything."""
 EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py"}
 CONFIGURATION = ("conf", "recipes")
-OTHER_ROOMS = {"base": "training", "evaluation": "generation", "rewards": "methods",
-               "rollouts": "methods"}  # fmt: skip
+OTHER_ROOMS = {"base": "training", "evaluation": "generation", "interop": "checkpoint"}
 """Rooms without a folder of tests, and the folder with most of their tests."""
 AT_ONCE = 2
 """Test files that are recorded at a time."""

@@ -30,11 +30,11 @@ from fsdp_trainer.config.schema import Optim, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY, ExportConfig
 from fsdp_trainer.data.records.record_formats import FORMATS
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, NAMED
-from fsdp_trainer.environments.known_environments import ENVIRONMENTS
 from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.hf.further_blocks import HEADS
 from fsdp_trainer.observe.metric_groups import GENERAL, TITLES
-from fsdp_trainer.rewards.table import REWARDS
+from fsdp_trainer.rl.environments.known_environments import ENVIRONMENTS
+from fsdp_trainer.rl.rewards.table import REWARDS
 
 REPO = Path(__file__).parents[1]
 FOLDER = REPO / "docs" / "reference"

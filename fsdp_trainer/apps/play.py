@@ -6,11 +6,11 @@ from typing import Any
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.templates.turn_tokens import TurnTokens
-from fsdp_trainer.environments.known_environments import find_environment
 from fsdp_trainer.generation.sampling import Sampling
-from fsdp_trainer.rollouts.episode import Episode
-from fsdp_trainer.rollouts.episode_player import EpisodePlayer
-from fsdp_trainer.rollouts.sampler import ModelSampler, Request
+from fsdp_trainer.rl.environments.known_environments import find_environment
+from fsdp_trainer.rl.rollouts.episode import Episode
+from fsdp_trainer.rl.rollouts.episode_player import EpisodePlayer
+from fsdp_trainer.rl.rollouts.sampler import ModelSampler, Request
 
 
 def play(

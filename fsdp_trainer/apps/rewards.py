@@ -18,9 +18,9 @@ from fsdp_trainer.data.records.questions import DataQuestion, read_questions
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
-from fsdp_trainer.rewards.model import ModelReward
-from fsdp_trainer.rewards.reward import Attempt, Reward, score, totals
-from fsdp_trainer.rewards.table import make_rewards
+from fsdp_trainer.rl.rewards.model import ModelReward
+from fsdp_trainer.rl.rewards.reward import Attempt, Reward, score, totals
+from fsdp_trainer.rl.rewards.table import make_rewards
 
 SHOWN_ANSWER = 60
 """Maximum number of characters of an answer in a table."""
@@ -72,7 +72,7 @@ def with_models(chosen: list[Reward], cfg: RewardsConfig) -> list[Reward]:
     import torch
 
     from fsdp_trainer.apps.generate import device_of
-    from fsdp_trainer.methods.reward_scores import open_models
+    from fsdp_trainer.rl.rounds.reward_scores import open_models
 
     return open_models(chosen, torch.device(device_of(cfg.launch.device)))
 

@@ -27,8 +27,8 @@ from fsdp_trainer.base.folders import is_inside
 from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.formats.inert_pickles import DTYPES, Pickled, read_pickle
 from fsdp_trainer.checkpoint.formats.tensor_files import dtype_name
-from fsdp_trainer.config.other_tools.other_weights import METADATA
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import METADATA
 
 TENSORS = "tensors.json"
 LARGEST, MOST_DIMENSIONS, LONGEST = 2**29, 8, 2**48

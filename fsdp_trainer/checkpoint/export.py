@@ -45,7 +45,6 @@ from fsdp_trainer.checkpoint.model_card import write_model_card
 from fsdp_trainer.checkpoint.origin import ORIGIN, identity, merged_into, origin, read_origin
 from fsdp_trainer.checkpoint.sentence_files import MODULES
 from fsdp_trainer.checkpoint.unread_tensors import Carried, carry, notes_on
-from fsdp_trainer.config.other_tools.other_weights import kind_of_weights
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
     is_adapter,
@@ -55,6 +54,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import kind_of_weights
 from fsdp_trainer.models.config import COMPUTED_BY, TRAINED_MTP, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, stored_buffers
 from fsdp_trainer.models.hf.new_model import meta_decoder

@@ -31,13 +31,13 @@ from fsdp_trainer.checkpoint.atomic_files import (
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.formats.huggingface import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
-from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN
 from fsdp_trainer.config.new_folder import new_folder
-from fsdp_trainer.config.other_tools.other_weights import META_PARAMS, METADATA, kind_of_weights
 from fsdp_trainer.config.paths import is_adapter, is_whole_model
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.interop.folders.other_weights import META_PARAMS, METADATA, kind_of_weights
+from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
+from fsdp_trainer.interop.weights.tensor_names import META, TORCHTITAN
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.read_architecture import read_architecture

@@ -38,7 +38,7 @@ from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.description import TENSORS, as_json
 from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes, as_tensor, grouped, write
 from fsdp_trainer.checkpoint.linked_files import LinkedPlace
-from fsdp_trainer.config.other_tools.other_weights import METADATA
+from fsdp_trainer.interop.folders.other_weights import METADATA
 
 # bytes; writes past the page cache need addresses, lengths and offsets that are multiples of it
 ALIGNED = 4096

@@ -26,7 +26,6 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
 )
 from fsdp_trainer.checkpoint.frozen_weights import base_folder, folder_of
 from fsdp_trainer.checkpoint.store import PROGRESS, read_progress
-from fsdp_trainer.config.other_tools.other_weights import described_at
 from fsdp_trainer.config.paths import (
     checkpoint_configuration,
     downloaded,
@@ -36,6 +35,7 @@ from fsdp_trainer.config.paths import (
     is_whole_model,
 )
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import described_at
 from fsdp_trainer.models.config import Json, has_tower, read_config_file
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.further_blocks import CONSTANT, copy_counts, counts, is_unread

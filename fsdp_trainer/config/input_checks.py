@@ -17,8 +17,6 @@ from fsdp_trainer.config.data_files import (
     why_url_unusable,
 )
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.config.other_tools.other_states import place_of_states
-from fsdp_trainer.config.other_tools.other_weights import described_at, is_described
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
     base_of_adapter,
@@ -45,6 +43,8 @@ from fsdp_trainer.config.verbs import (
     VerifyConfig,
 )
 from fsdp_trainer.errors import Problem
+from fsdp_trainer.interop.folders.other_states import place_of_states
+from fsdp_trainer.interop.folders.other_weights import described_at, is_described
 
 TOKENIZER = "tokenizer.path"
 DEMOS = {

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from fsdp_trainer.base.folders import is_possible
-from fsdp_trainer.config.other_tools.gguf_description import gguf_files, open_gguf
-from fsdp_trainer.config.other_tools.other_weights import described_at, kind_of_weights
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.gguf_description import gguf_files, open_gguf
+from fsdp_trainer.interop.folders.other_weights import described_at, kind_of_weights
 
 MANIFEST = "MANIFEST.json"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -21,21 +21,21 @@ from fsdp_trainer.data.records.questions import read_questions
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.environments.known_environments import (
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.evaluation.scoring import Scorer
+from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.rl.environments.known_environments import (
     EnvironmentSpec,
     code_of,
     environment_problems,
     find_environment,
 )
-from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.evaluation.scoring import Scorer
-from fsdp_trainer.generation.sampling import Sampling
-from fsdp_trainer.rewards.reward import Reward
-from fsdp_trainer.rewards.table import entry_problems, make_rewards
-from fsdp_trainer.rollouts.answer_maker import AnswerMaker, AnswerPlayer, Player
-from fsdp_trainer.rollouts.episode_player import EpisodePlayer
-from fsdp_trainer.rollouts.rollout import Rollout
-from fsdp_trainer.rollouts.sampler import ModelSampler, Request
+from fsdp_trainer.rl.rewards.reward import Reward
+from fsdp_trainer.rl.rewards.table import entry_problems, make_rewards
+from fsdp_trainer.rl.rollouts.answer_maker import AnswerMaker, AnswerPlayer, Player
+from fsdp_trainer.rl.rollouts.episode_player import EpisodePlayer
+from fsdp_trainer.rl.rollouts.rollout import Rollout
+from fsdp_trainer.rl.rollouts.sampler import ModelSampler, Request
 
 OF_OBJECTIVE = (
     *("environment", "rewards", "turns", "max_new_tokens", "temperature", "samples"),

@@ -21,7 +21,6 @@ from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
 from fsdp_trainer.config.schema import Checkpoint
-from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.methods.document_sums import answer_sums
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.reference_model import (
@@ -30,14 +29,7 @@ from fsdp_trainer.methods.reference_model import (
     architecture_digest,
     build_reference,
 )
-from fsdp_trainer.methods.rollout_source import RolloutSource
-from fsdp_trainer.methods.round_makers import RoundMakers
-from fsdp_trainer.methods.rounds import OwnRounds, Rounds
 from fsdp_trainer.methods.run_setup import RunSetup
-from fsdp_trainer.methods.serving.policy_server import PolicyServer, ServedModel
-from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
-from fsdp_trainer.methods.serving.rank_rounds import RankRounds
-from fsdp_trainer.methods.serving.server_sampler import find_served
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.teacher import FrozenModel
 from fsdp_trainer.models.adapters.adapters import without_adapters
@@ -45,8 +37,16 @@ from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.rewards.model import ModelReward
-from fsdp_trainer.rewards.reward import Reward
+from fsdp_trainer.rl.rewards.model import ModelReward
+from fsdp_trainer.rl.rewards.reward import Reward
+from fsdp_trainer.rl.rounds.answers import ADVANTAGE, SAMPLED
+from fsdp_trainer.rl.rounds.rollout_source import RolloutSource
+from fsdp_trainer.rl.rounds.round_makers import RoundMakers
+from fsdp_trainer.rl.rounds.rounds import OwnRounds, Rounds
+from fsdp_trainer.rl.serving.policy_server import PolicyServer, ServedModel
+from fsdp_trainer.rl.serving.policy_weights import PolicyWeights
+from fsdp_trainer.rl.serving.rank_rounds import RankRounds
+from fsdp_trainer.rl.serving.server_sampler import find_served
 from fsdp_trainer.training.batches import BatchOptions, StepPlan
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.base.round_up import round_up
-from fsdp_trainer.config.other_tools.other_weights import described_otherwise
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import described_otherwise
 from fsdp_trainer.models.families import (
     FAMILIES,
     FULL,

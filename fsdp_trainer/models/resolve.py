@@ -10,11 +10,11 @@ from typing import Any
 
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
-from fsdp_trainer.config.other_tools.other_weights import is_described
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import Adapter, Loss, Model, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import is_described
 from fsdp_trainer.models.adapters.adapter_spec import ALL_TARGETS, NF4, A, adapter_name
 from fsdp_trainer.models.config import (
     DENSE,

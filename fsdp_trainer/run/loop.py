@@ -15,11 +15,11 @@ from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.evaluation.generation_settings import settings_of_model
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.evaluation.tasks import Tasks
-from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
-from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer
+from fsdp_trainer.optim.offload.offloaded_optimizer import DiskOptimizer
+from fsdp_trainer.rl.rounds.reward_scores import open_models
 from fsdp_trainer.run.run_lock import are_groups_beside
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.after_step.sample_prompts import Samples, encode_prompts

@@ -10,14 +10,14 @@ from fsdp_trainer.base.distributed import run_on_all_ranks
 from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.offload.offloaded_optimizer import (
+from fsdp_trainer.optim.offload.offloaded_optimizer import (
     UPDATING,
     DiskOptimizer,
     OffloadedOptimizer,
     use_disk,
 )
-from fsdp_trainer.offload.parts import parts_in_memory
-from fsdp_trainer.offload.weight_copies import WeightCopies
+from fsdp_trainer.optim.offload.parts import parts_in_memory
+from fsdp_trainer.optim.offload.weight_copies import WeightCopies
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
 STATES = "states"

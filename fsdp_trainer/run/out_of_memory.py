@@ -169,9 +169,9 @@ def storage_bytes(value: object, device: torch.device, counted: set[int]) -> int
 def plan(trainer: Trainer, world: World, total: int) -> Planned:
     """Return the plan of this run on a device of `total` bytes, and overrides that need less."""
     # imported here because a run that fits has no use for it: Hydra and the planner, 0.6 s
-    from fsdp_trainer.plan.changes import Candidate
-    from fsdp_trainer.plan.plan import make_plan
-    from fsdp_trainer.plan.suggest import suggest
+    from fsdp_trainer.planning.plan.changes import Candidate
+    from fsdp_trainer.planning.plan.plan import make_plan
+    from fsdp_trainer.planning.plan.suggest import suggest
 
     cfg, config = trainer.cfg, trainer.model.config
     cuda = world.device.type == "cuda"

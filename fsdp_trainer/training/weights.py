@@ -46,7 +46,7 @@ from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
-from fsdp_trainer.offload.weight_copies import weights_changed
+from fsdp_trainer.optim.offload.weight_copies import weights_changed
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.materialize import grow_vocabulary, initialize_magnitudes

@@ -36,7 +36,7 @@ from zoo import HF, LLAMA3, make_folder
 from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.export_other import _feed_forward
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.config.other_tools.other_weights import described_by_meta
+from fsdp_trainer.interop.folders.other_weights import described_by_meta
 
 transformers = pytest.importorskip("transformers")
 

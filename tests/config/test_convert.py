@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_trainer.apps.convert.converter import convert, recipe_text
-from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
+from fsdp_trainer.interop.convert.converter import convert, recipe_text
+from fsdp_trainer.interop.convert.foreign_file import read_foreign_file
 
 AXOLOTL = """
 base_model: NousResearch/Llama-2-7b-hf

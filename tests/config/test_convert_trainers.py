@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_trainer.apps.convert.converter import convert, first_answers, recipe_text, settings_of
-from fsdp_trainer.apps.convert.foreign_file import read_foreign_file, read_source
-from fsdp_trainer.apps.convert.translation import IMPOSSIBLE
 from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.interop.convert.converter import convert, first_answers, recipe_text, settings_of
+from fsdp_trainer.interop.convert.foreign_file import read_foreign_file, read_source
+from fsdp_trainer.interop.convert.translation import IMPOSSIBLE
 from tests.config.test_convert import ARGUMENTS, FILES
 
 CASES = yaml.safe_load((Path(__file__).parent / "convert_cases.yaml").read_text())

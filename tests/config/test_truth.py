@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from fsdp_trainer.apps.convert.converter import convert
-from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
+from fsdp_trainer.interop.convert.converter import convert
+from fsdp_trainer.interop.convert.foreign_file import read_foreign_file
 from fsdp_trainer.optim.schedules import learning_rate, steps_between
 from tools.convert_truth import CASES, TRUTH, differences, train_here, write_case, write_inputs
 

@@ -40,7 +40,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.resolve import sharding_problems
 from fsdp_trainer.models.setup import ModelSetup
-from fsdp_trainer.plan.plan_inputs import architecture
+from fsdp_trainer.planning.plan.plan_inputs import architecture
 
 STEPS = 2
 Value = tuple[str, ...]

@@ -16,7 +16,7 @@ from fsdp_trainer.parallel import gloo_messages
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
-from fsdp_trainer.rehearse.step_recorder import StepRecorder
+from fsdp_trainer.planning.rehearse.step_recorder import StepRecorder
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from fsdp_trainer.apps.rehearse.comparison import compare
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.parallel import gloo_messages
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.plan_inputs import architecture, single_target
-from fsdp_trainer.rehearse.rank_step import hold_states, names_of_groups
-from fsdp_trainer.rehearse.step_recorder import StepRecorder
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.plan_inputs import architecture, single_target
+from fsdp_trainer.planning.rehearse.rank_step import hold_states, names_of_groups
+from fsdp_trainer.planning.rehearse.step_recorder import StepRecorder
 
 RECORDED = 2
 """The step that is recorded: in the first one, optimizers make their state."""

@@ -27,9 +27,9 @@ from fsdp_trainer.methods.teacher import Teacher
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.models.soft_targets import ListedTargets, TeacherLogits, likeliest
-from fsdp_trainer.plan.memory import memory
-from fsdp_trainer.plan.planned_run import PlannedRun
-from fsdp_trainer.plan.second_model import list_bytes
+from fsdp_trainer.planning.plan.memory import memory
+from fsdp_trainer.planning.plan.planned_run import PlannedRun
+from fsdp_trainer.planning.plan.second_model import list_bytes
 from fsdp_trainer.training.batches import Assembler, StepPlan
 
 TEACHER_WIDTH = 24

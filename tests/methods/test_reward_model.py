@@ -17,10 +17,10 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.policy_gradient import short_contexts
-from fsdp_trainer.methods.reward_scores import RewardModel, open_reward_model
-from fsdp_trainer.rewards.exact import Exact
-from fsdp_trainer.rewards.model import ModelReward
-from fsdp_trainer.rewards.reward import Attempt
+from fsdp_trainer.rl.rewards.exact import Exact
+from fsdp_trainer.rl.rewards.model import ModelReward
+from fsdp_trainer.rl.rewards.reward import Attempt
+from fsdp_trainer.rl.rounds.reward_scores import RewardModel, open_reward_model
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
 SHOWS_TOOLS = """{% if tools %}{{ tools | tojson }}

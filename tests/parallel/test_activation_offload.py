@@ -26,12 +26,12 @@ from fsdp_trainer.parallel.activation_offload import (
     offload_activations,
 )
 from fsdp_trainer.parallel.compile import compile_blocks
-from fsdp_trainer.plan import block_memory
-from fsdp_trainer.plan.block_memory import moved_bytes, trace_blocks
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.plan_inputs import architecture, target
-from fsdp_trainer.plan.planned_run import PlannedRun
-from fsdp_trainer.plan.suggest import suggest
+from fsdp_trainer.planning.plan import block_memory
+from fsdp_trainer.planning.plan.block_memory import moved_bytes, trace_blocks
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.plan_inputs import architecture, target
+from fsdp_trainer.planning.plan.planned_run import PlannedRun
+from fsdp_trainer.planning.plan.suggest import suggest
 from fsdp_trainer.training.objective import CrossEntropy
 
 LENGTH = 64

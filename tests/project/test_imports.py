@@ -2,6 +2,7 @@
 circle."""
 
 import ast
+import importlib
 import re
 from functools import cache
 from graphlib import TopologicalSorter
@@ -9,29 +10,31 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import inject
+import pytest
 from folders import TESTS
 
 import fsdp_trainer
+from fsdp_trainer.base import moved_modules
 
 PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
     ("errors", "version", "base"),
-    ("config", "extensions"),
-    ("models", "rewards", "environments"),
+    ("config", "extensions", "interop.folders"),
+    ("models", "rl.rewards", "rl.environments"),
     # what composes a configuration asks the models' rules, which need no torch either
     ("config.rules", "config.composing", "config.document"),
     ("observe",),
     ("data", "optim"),
-    ("checkpoint", "parallel", "generation"),
-    ("rollouts",),
-    ("evaluation", "plan", "offload"),
+    ("checkpoint", "parallel", "generation", "interop.weights"),
+    ("rl.rollouts",),
+    ("evaluation", "planning.plan", "optim.offload"),
     ("launch",),
     ("training",),
-    ("methods",),
+    ("methods", "rl.rounds", "rl.serving"),
     ("replicas",),
     ("run",),
-    ("rehearse",),
-    ("apps",),
+    ("planning.rehearse",),
+    ("apps", "interop.convert"),
     ("apps.chain", "apps.quickstart"),
     ("cli", "api"),
     ("__main__", "__init__"),
@@ -101,3 +104,12 @@ def test_every_place_where_tests_break_the_package_is_there():
     limits = [place for places in inject.SETTINGS.values() for place in places]
     for place in [*inject.POINTS.values(), *limits]:
         resolve_name(place)  # raises what names it: change it in tests/ranks/inject.py
+
+
+@pytest.mark.parametrize(
+    "name", ["environments.tool_calls", "rewards.reward", "plan.plan", "offload.parts"]
+)
+def test_a_module_that_moved_is_the_same_one_under_its_former_name(name):
+    folder, _, rest = name.partition(".")
+    moved = importlib.import_module(f"fsdp_trainer.{moved_modules.MOVED[folder]}.{rest}")
+    assert importlib.import_module(f"fsdp_trainer.{name}") is moved

@@ -45,7 +45,7 @@ ALLOWED = {
     ("base/torch_private.py", "torch.load"): WEIGHTS_ONLY,
     ("data/store/mapped_arrays.py", "numpy.load"): NO_PICKLES,
     ("data/store/stored_values.py", "numpy.load"): NO_PICKLES,
-    ("rollouts/rollout.py", "numpy.load"): NO_PICKLES,
+    ("rl/rollouts/rollout.py", "numpy.load"): NO_PICKLES,
     ("config/yaml_text.py", "yaml.load"): "with a loader of plain values",
     ("apps/doctor/speed.py", "torch.distributed.all_gather_object"): OF_RANKS,
     ("base/distributed.py", "torch.distributed.all_gather_object"): OF_RANKS,

@@ -35,10 +35,10 @@ from fsdp_trainer.errors import RunFailed
 
 POINTS = {
     # states on a disk
-    "state_part": "fsdp_trainer.offload.offloaded_optimizer:DiskOptimizer._update_in_memory",
-    "state_file": "fsdp_trainer.offload.state_files:reserve",
-    "state_piece": "fsdp_trainer.offload.state_files:move_piece",
-    "state_open": "fsdp_trainer.offload.state_files:os.open",
+    "state_part": "fsdp_trainer.optim.offload.offloaded_optimizer:DiskOptimizer._update_in_memory",
+    "state_file": "fsdp_trainer.optim.offload.state_files:reserve",
+    "state_piece": "fsdp_trainer.optim.offload.state_files:move_piece",
+    "state_open": "fsdp_trainer.optim.offload.state_files:os.open",
     # data
     "row_read": "fsdp_trainer.data.order.mixture:Mixture.read_rows",
     "batch_read": "fsdp_trainer.training.batches:Assembler.assemble",
@@ -109,7 +109,7 @@ POINTS = {
     "torch_version": "fsdp_trainer.config.rules.rules_computing:version",
     "job_fits": "fsdp_trainer.apps.sweep.sweep:does_not_fit",
     "check_job": "fsdp_trainer.apps.sweep.sweep:Jobs._check",
-    "make_plan": "fsdp_trainer.plan.plan:make_plan",
+    "make_plan": "fsdp_trainer.planning.plan.plan:make_plan",
     "sweep_extra": "fsdp_trainer.config.composing.sweep_overrides:find_spec",
     # the watchdog
     "rank_slots": "fsdp_trainer.base.slots:read_slots",
@@ -121,10 +121,10 @@ POINTS = {
 """Functions and methods that can be replaced, by a name for what they do."""
 
 SETTINGS = {
-    "state_file_bytes": ["fsdp_trainer.offload.parts:FILE_BYTES"],
-    "state_part_bytes": ["fsdp_trainer.offload.parts:PART_BYTES"],
-    "state_sliced_bytes": ["fsdp_trainer.offload.parts:SLICED_BYTES"],
-    "state_quantum": ["fsdp_trainer.offload.parts:QUANTUM"],
+    "state_file_bytes": ["fsdp_trainer.optim.offload.parts:FILE_BYTES"],
+    "state_part_bytes": ["fsdp_trainer.optim.offload.parts:PART_BYTES"],
+    "state_sliced_bytes": ["fsdp_trainer.optim.offload.parts:SLICED_BYTES"],
+    "state_quantum": ["fsdp_trainer.optim.offload.parts:QUANTUM"],
     "save_pauses": ["fsdp_trainer.training.after_step.saving:pauses"],
     "signal_echo_seconds": [
         "fsdp_trainer.training.stopping.signals:ECHO_SECONDS",
@@ -139,7 +139,7 @@ SETTINGS = {
         "fsdp_trainer.data.order.row_order:MAPPED_FROM",
         "fsdp_trainer.data.store.token_store:MAPPED_FROM",
     ],
-    "remembered_steps": ["fsdp_trainer.methods.rollout_source:REMEMBERED_STEPS"],
+    "remembered_steps": ["fsdp_trainer.rl.rounds.rollout_source:REMEMBERED_STEPS"],
     "attention_length_multiple": ["fsdp_trainer.models.document_calls:LENGTH_MULTIPLE"],
     "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
     "template_seconds": ["fsdp_trainer.data.templates.chat_template:SECONDS"],

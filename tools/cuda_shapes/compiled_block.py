@@ -21,7 +21,7 @@ from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.four_bit import BLOCK_BYTES, decode_compiled
 from fsdp_trainer.optim.elementwise import CompactAdamW
 from fsdp_trainer.parallel.compile import compile_blocks
-from fsdp_trainer.plan.plan_inputs import architecture
+from fsdp_trainer.planning.plan.plan_inputs import architecture
 from fsdp_trainer.training.objective import CrossEntropy
 from tools.cuda_shapes.host_waits import without_pinning
 

@@ -17,11 +17,11 @@ from torch.nn.attention import flex_attention
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.models import attention
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.plan_inputs import architecture, single_target
-from fsdp_trainer.rehearse.rank_step import RankStep, step_of_rank
-from fsdp_trainer.rehearse.rehearsed_run import Rehearsed, rehearsed_run
-from fsdp_trainer.rehearse.rows import rows_of_run
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.plan_inputs import architecture, single_target
+from fsdp_trainer.planning.rehearse.rank_step import RankStep, step_of_rank
+from fsdp_trainer.planning.rehearse.rehearsed_run import Rehearsed, rehearsed_run
+from fsdp_trainer.planning.rehearse.rows import rows_of_run
 from fsdp_trainer.training.attention_setup import choose_attention
 from tools.cuda_shapes.cases import KERNELS, compiled_cases, steps
 from tools.cuda_shapes.compiled_block import FUNCTIONS, kernels_of_block, kernels_of_function

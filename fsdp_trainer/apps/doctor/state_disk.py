@@ -15,7 +15,7 @@ from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.launch.facts import Check, gigabytes, host_name, judge, who
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.offload.state_files import Span, Transfers, open_for_update
+from fsdp_trainer.optim.offload.state_files import Span, Transfers, open_for_update
 from fsdp_trainer.run.offload_states import states_folder
 
 SLOW = 1e9

@@ -25,8 +25,8 @@ from fsdp_trainer.evaluation.generation_settings import settings_of_model
 from fsdp_trainer.evaluation.scoring import Metrics
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.launch.world import connect, environment_of_ranks, join
-from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.observe.console import error_name, without_errors
+from fsdp_trainer.rl.rounds.reward_scores import open_models
 
 RESULTS = "evaluations.jsonl"
 

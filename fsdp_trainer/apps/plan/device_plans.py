@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from fsdp_trainer.apps.plan.stored_answers import Store
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.fsdp_units import KnownModels
-from fsdp_trainer.plan.plan import RunPlan
-from fsdp_trainer.plan.plan_inputs import target, world_sizes
-from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.fsdp_units import KnownModels
+from fsdp_trainer.planning.plan.plan import RunPlan
+from fsdp_trainer.planning.plan.plan_inputs import target, world_sizes
+from fsdp_trainer.planning.plan.suggest import Suggestion, least_memory, suggest
 
 NEAR = 0.005
 """Share of the bytes that the bound may miss."""

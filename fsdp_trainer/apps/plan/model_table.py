@@ -17,9 +17,9 @@ from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.optim.footprint import state_bytes
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.plan import GIB, RunPlan
-from fsdp_trainer.plan.plan_inputs import VOCABULARY, published_vocabulary, single_target
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.plan import GIB, RunPlan
+from fsdp_trainer.planning.plan.plan_inputs import VOCABULARY, published_vocabulary, single_target
 
 NOT_LISTED = (
     "auto", "tiny", "llama2_", "qwen1_5_", "qwen2_5_", "gemma2_", "phi3_", "mistral_7b", "mixtral_",

@@ -9,15 +9,15 @@ from typing import Any
 from fsdp_trainer.apps.plan.stored_answers import Store
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.memory import Moment, summed
-from fsdp_trainer.plan.messages import Message
-from fsdp_trainer.plan.plan import RunPlan
-from fsdp_trainer.rehearse.collectives import NUMBER
-from fsdp_trainer.rehearse.rehearsal import Rehearsal
-from fsdp_trainer.rehearse.rehearsed_run import without_left_out
-from fsdp_trainer.rehearse.short_rehearsal import short_rehearsal
-from fsdp_trainer.rehearse.step_recorder import HEAD
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.memory import Moment, summed
+from fsdp_trainer.planning.plan.messages import Message
+from fsdp_trainer.planning.plan.plan import RunPlan
+from fsdp_trainer.planning.rehearse.collectives import NUMBER
+from fsdp_trainer.planning.rehearse.rehearsal import Rehearsal
+from fsdp_trainer.planning.rehearse.rehearsed_run import without_left_out
+from fsdp_trainer.planning.rehearse.short_rehearsal import short_rehearsal
+from fsdp_trainer.planning.rehearse.step_recorder import HEAD
 
 Facts = dict[str, Any]
 """What is kept of a rehearsal: `moments` by phase with their place, and `messages`."""

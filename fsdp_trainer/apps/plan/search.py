@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.context_methods import context_problems
-from fsdp_trainer.plan.changes import Candidate, copy_fits, expert_counts
-from fsdp_trainer.plan.plan import RunPlan
+from fsdp_trainer.planning.plan.changes import Candidate, copy_fits, expert_counts
+from fsdp_trainer.planning.plan.plan import RunPlan
 
 
 class Choice(NamedTuple):

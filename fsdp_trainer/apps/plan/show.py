@@ -15,11 +15,11 @@ from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.optim.schedules import steps_between
 from fsdp_trainer.parallel.memory_check import gib
-from fsdp_trainer.plan.plan import GIB, RunPlan
-from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy
-from fsdp_trainer.plan.second_model import list_bytes
-from fsdp_trainer.plan.suggest import Suggestion
-from fsdp_trainer.plan.time import Times
+from fsdp_trainer.planning.plan.plan import GIB, RunPlan
+from fsdp_trainer.planning.plan.rollout_cost import Rollouts, ScoredBy
+from fsdp_trainer.planning.plan.second_model import list_bytes
+from fsdp_trainer.planning.plan.suggest import Suggestion
+from fsdp_trainer.planning.plan.time import Times
 
 BAR = 32  # characters that represent the memory of the device
 NARROW = 110  # characters; a narrower terminal shows reasons below the overrides

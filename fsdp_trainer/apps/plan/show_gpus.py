@@ -12,8 +12,8 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
-from fsdp_trainer.plan.plan import GIB, RunPlan
-from fsdp_trainer.plan.suggest import Suggestion
+from fsdp_trainer.planning.plan.plan import GIB, RunPlan
+from fsdp_trainer.planning.plan.suggest import Suggestion
 
 WIDE = 115  # characters; a terminal this wide shows changes in the same table
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.observe.console import duration
 from fsdp_trainer.optim.schedules import steps_between
-from fsdp_trainer.plan.memory import GIB
-from fsdp_trainer.plan.plan import RunPlan
+from fsdp_trainer.planning.plan.memory import GIB
+from fsdp_trainer.planning.plan.plan import RunPlan
 
 START_SECONDS = 600.0
 """Assumed seconds from a failure until all ranks train again."""

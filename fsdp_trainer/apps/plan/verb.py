@@ -11,7 +11,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 if TYPE_CHECKING:  # imports torch
     from fsdp_trainer.apps.plan.search import PlannedLayout, Search
     from fsdp_trainer.models.config import ModelConfig
-    from fsdp_trainer.plan.suggest import Suggestion
+    from fsdp_trainer.planning.plan.suggest import Suggestion
 
 DOES_NOT_FIT = 3
 REHEARSED = 3
@@ -37,15 +37,15 @@ def print_plan(cfg: PlanConfig, store: Store) -> int:
     from fsdp_trainer.apps.plan.device_plans import plans_for_device
     from fsdp_trainer.apps.plan.show import as_json, show
     from fsdp_trainer.apps.plan.show_gpus import show_gpus
-    from fsdp_trainer.plan.fsdp_units import KnownModels
-    from fsdp_trainer.plan.plan_inputs import (
+    from fsdp_trainer.planning.plan.fsdp_units import KnownModels
+    from fsdp_trainer.planning.plan.plan_inputs import (
         architecture,
         assumed_of_images,
         each_gpu,
         require_sharing,
     )
-    from fsdp_trainer.plan.scoring_models import uncounted
-    from fsdp_trainer.plan.second_model import assumed_of
+    from fsdp_trainer.planning.plan.scoring_models import uncounted
+    from fsdp_trainer.planning.plan.second_model import assumed_of
 
     config, assumed = architecture(cfg)
     assumed += assumed_of_images(cfg.plan.image_share, config)
@@ -93,8 +93,8 @@ def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str], store: St
     """
     from fsdp_trainer.apps.plan.search import Search
     from fsdp_trainer.apps.plan.show_layouts import layouts_as_json, show_layouts
-    from fsdp_trainer.plan.changes import Candidate
-    from fsdp_trainer.plan.plan_inputs import only_target
+    from fsdp_trainer.planning.plan.changes import Candidate
+    from fsdp_trainer.planning.plan.plan_inputs import only_target
 
     world, device = only_target(cfg)
     layouts = Search(Candidate(cfg, config, world, device))
@@ -139,7 +139,7 @@ def rehearse_fastest(search: "Search", store: Store) -> set[str]:
 
 def ways_to_fit(search: "Search") -> "list[Suggestion]":
     """Return changes of the nearest layout that make it fit, if no layout does."""
-    from fsdp_trainer.plan.suggest import fitting, least_memory
+    from fsdp_trainer.planning.plan.suggest import fitting, least_memory
 
     if search.layouts or search.nearest is None:
         return []

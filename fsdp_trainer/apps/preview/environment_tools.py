@@ -9,12 +9,12 @@ from fsdp_trainer.data.store.findings import KINDS, Finding
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.templates.completeness import TOOLS
-from fsdp_trainer.environments.bounded_calls import call_all
-from fsdp_trainer.environments.endpoint import ProgramEnvironment
-from fsdp_trainer.environments.environment import row_of
-from fsdp_trainer.environments.known_environments import find_environment
-from fsdp_trainer.environments.openenv import OpenEnv
-from fsdp_trainer.rollouts.rollout import HIDDEN_TOOLS
+from fsdp_trainer.rl.environments.bounded_calls import call_all
+from fsdp_trainer.rl.environments.endpoint import ProgramEnvironment
+from fsdp_trainer.rl.environments.environment import row_of
+from fsdp_trainer.rl.environments.known_environments import find_environment
+from fsdp_trainer.rl.environments.openenv import OpenEnv
+from fsdp_trainer.rl.rollouts.rollout import HIDDEN_TOOLS
 
 NOT_STARTED = (ProgramEnvironment, OpenEnv)
 """Environments that a preview does not begin: a program that asks the model, and a server."""

@@ -17,7 +17,6 @@ from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.other_tools.other_weights import is_described
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import (
@@ -38,9 +37,10 @@ from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.data.prepared_data import build_data, build_tokenizer, cache_root, tokenizer_path
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import is_described
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
-from fsdp_trainer.plan.plan_inputs import architecture
+from fsdp_trainer.planning.plan.plan_inputs import architecture
 
 SMALL = 4_000_000
 """Weights of a model that is proved as it is."""

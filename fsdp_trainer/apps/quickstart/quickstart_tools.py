@@ -12,8 +12,8 @@ from fsdp_trainer.apps.play import play
 from fsdp_trainer.apps.quickstart.quickstart_rl import start
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.verbs import QuickstartConfig
-from fsdp_trainer.environments.calculator import Calculator
-from fsdp_trainer.environments.environment import last_text
+from fsdp_trainer.rl.environments.calculator import Calculator
+from fsdp_trainer.rl.environments.environment import last_text
 
 HINT = "tool: "
 """Beginning of the questions in which the first run's model is shown how to call the tool."""

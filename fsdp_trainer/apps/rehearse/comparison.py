@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from fsdp_trainer.apps.plan.rehearsed_plan import shown_by, with_facts
 from fsdp_trainer.config.devices import Device
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.pipeline_stages import classes_of_stages
-from fsdp_trainer.plan.plan import RunPlan
-from fsdp_trainer.plan.planned_run import PlannedRun
-from fsdp_trainer.rehearse.rehearsal import EVERYONE, Rehearsal, rehearse
-from fsdp_trainer.rehearse.rehearsed_run import rehearsed_run, without_left_out
-from fsdp_trainer.rehearse.rows import rows_of_run
+from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.pipeline_stages import classes_of_stages
+from fsdp_trainer.planning.plan.plan import RunPlan
+from fsdp_trainer.planning.plan.planned_run import PlannedRun
+from fsdp_trainer.planning.rehearse.rehearsal import EVERYONE, Rehearsal, rehearse
+from fsdp_trainer.planning.rehearse.rehearsed_run import rehearsed_run, without_left_out
+from fsdp_trainer.planning.rehearse.rows import rows_of_run
 
 
 @dataclass(frozen=True)

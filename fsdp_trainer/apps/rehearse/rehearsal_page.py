@@ -9,7 +9,7 @@ from fsdp_trainer.apps.rehearse.rehearsal_text import collectives_json, sent_of,
 from fsdp_trainer.base.live_bytes import CATEGORIES
 from fsdp_trainer.config.verbs import RehearseConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.rehearse.rank_step import RankStep
+from fsdp_trainer.planning.rehearse.rank_step import RankStep
 
 COLOURS = ("#4c6a92", "#9c755f", "#8a6fb0", "#59a14f", "#edc949", "#4e9fd1", "#e15759")
 WIDTH, HEIGHT = 1000, 320

@@ -10,9 +10,9 @@ from rich.text import Text
 from fsdp_trainer.apps.rehearse.comparison import PlanComparison
 from fsdp_trainer.config.verbs import RehearseConfig
 from fsdp_trainer.observe.terminal import Terminal
-from fsdp_trainer.plan.plan import GIB
-from fsdp_trainer.rehearse.rank_step import RankStep
-from fsdp_trainer.rehearse.rehearsal import RehearsedKind
+from fsdp_trainer.planning.plan.plan import GIB
+from fsdp_trainer.planning.rehearse.rank_step import RankStep
+from fsdp_trainer.planning.rehearse.rehearsal import RehearsedKind
 
 
 def as_json(answer: PlanComparison, assumed: list[str]) -> dict[str, Any]:

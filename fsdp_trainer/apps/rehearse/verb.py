@@ -18,9 +18,9 @@ def rehearse_verb(cfg: RehearseConfig) -> int:
     from fsdp_trainer.apps.rehearse.rehearsal_page import cannot_write, write_page
     from fsdp_trainer.apps.rehearse.rehearsal_text import as_json, show
     from fsdp_trainer.observe.console import Console
-    from fsdp_trainer.plan.changes import Candidate
-    from fsdp_trainer.plan.plan_inputs import architecture, require_sharing, single_target
-    from fsdp_trainer.plan.second_model import assumed_of
+    from fsdp_trainer.planning.plan.changes import Candidate
+    from fsdp_trainer.planning.plan.plan_inputs import architecture, require_sharing, single_target
+    from fsdp_trainer.planning.plan.second_model import assumed_of
 
     page = Path(cfg.rehearse.html).expanduser() if cfg.rehearse.html else None
     if page and not page.parent.is_dir():

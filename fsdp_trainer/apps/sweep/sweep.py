@@ -493,10 +493,10 @@ def does_not_fit(cfg: TrainConfig, backend: SweepBackend) -> str | None:
     if limit is None:
         return None
     # imported here because they import torch, which a sweep without a memory limit does not need
-    from fsdp_trainer.plan.changes import Candidate
-    from fsdp_trainer.plan.plan import GIB, make_plan
-    from fsdp_trainer.plan.plan_inputs import architecture
-    from fsdp_trainer.plan.suggest import suggest
+    from fsdp_trainer.planning.plan.changes import Candidate
+    from fsdp_trainer.planning.plan.plan import GIB, make_plan
+    from fsdp_trainer.planning.plan.plan_inputs import architecture
+    from fsdp_trainer.planning.plan.suggest import suggest
 
     device = Device("cpu" if cfg.launch.device == "cpu" else "any", limit)
     try:

@@ -20,10 +20,10 @@ from gguf import GGUFWriter
 from safetensors import safe_open
 
 from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
-from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, is_norm
 from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
+from fsdp_trainer.interop.weights.tensor_names import GGUF, is_norm
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.read_architecture import read_architecture

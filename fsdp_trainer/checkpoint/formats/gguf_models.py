@@ -10,7 +10,7 @@ from functools import partial
 import gguf
 from gguf import GGUFWriter
 
-from fsdp_trainer.config.other_tools.gguf_description import (
+from fsdp_trainer.interop.folders.gguf_description import (
     GEMMA2_27B,
     GEMMA3_27B,
     gemma_query_scalar,

@@ -35,11 +35,11 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     piece_bytes,
     row_ranges,
 )
-from fsdp_trainer.checkpoint.other_tools.known_weights import other_tensors
-from fsdp_trainer.config.other_tools.other_weights import described_at
 from fsdp_trainer.config.paths import is_whole_model
 from fsdp_trainer.config.weight_files import weight_files
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import described_at
+from fsdp_trainer.interop.weights.known_weights import other_tensors
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.families import is_stacked

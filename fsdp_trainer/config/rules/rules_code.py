@@ -5,7 +5,7 @@ import re
 from fsdp_trainer.config.check import Report, Violations, as_text, flatten, value_of
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.environments.known_environments import ENVIRONMENTS, code_of
+from fsdp_trainer.rl.environments.known_environments import ENVIRONMENTS, code_of
 
 RUN_CODE = {
     "logging.command": "a file cannot start a program",

@@ -9,9 +9,9 @@ from fsdp_trainer.config.check import Report, Violations, value_of
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.paths import find_checkpoint, has_weights
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.environments.known_environments import environment_problems
 from fsdp_trainer.extensions import objective_names
-from fsdp_trainer.rewards.table import entry_problems
+from fsdp_trainer.rl.environments.known_environments import environment_problems
+from fsdp_trainer.rl.rewards.table import entry_problems
 
 OF_ENVIRONMENTS = (
     "turns",

@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from fsdp_trainer.config.other_tools.gguf_header import read_header
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.word_cache import GPT_4O, LLAMA_3, QWEN
+from fsdp_trainer.interop.folders.gguf_header import read_header
 
 TOKENIZER = "tokenizer.ggml."
 LISTS = tuple(f"{TOKENIZER}{name}" for name in ("tokens", "token_type", "scores", "merges"))

@@ -22,7 +22,7 @@ from fsdp_trainer.methods.heads.embedding import document_vectors
 from fsdp_trainer.methods.heads.labels import MULTI, REGRESSION
 from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.rewards.model import ROW_TOKENS
+from fsdp_trainer.rl.rewards.model import ROW_TOKENS
 from fsdp_trainer.training.batches import Assembler
 
 Text = str | tuple[str, str]

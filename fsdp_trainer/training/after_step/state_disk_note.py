@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from fsdp_trainer.observe.observer import Observer
-from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer
+from fsdp_trainer.optim.offload.offloaded_optimizer import DiskOptimizer
 from fsdp_trainer.training.progress import Progress
 
 STEPS = 3

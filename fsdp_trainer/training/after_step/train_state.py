@@ -12,8 +12,8 @@ from fsdp_trainer.checkpoint.linked_files import LinkedFiles
 from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
 from fsdp_trainer.checkpoint.unread_tensors import Unread
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer
-from fsdp_trainer.offload.weight_copies import weights_changed
+from fsdp_trainer.optim.offload.offloaded_optimizer import DiskOptimizer
+from fsdp_trainer.optim.offload.weight_copies import weights_changed
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.parallelize import reshard

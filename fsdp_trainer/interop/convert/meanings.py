@@ -1,0 +1,861 @@
+"""The meaning of settings of other trainers that keep not just another name.
+
+All others are looked up in names.yaml. A rule gets the value and the whole file.
+"""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.base.counted import counted
+from fsdp_trainer.interop.convert import trl
+from fsdp_trainer.interop.convert.data_sets import hub_or_file
+from fsdp_trainer.interop.convert.defaults import AROUND, END, EPOCH, WARM_UP
+from fsdp_trainer.interop.convert.foreign_file import ForeignFile
+from fsdp_trainer.interop.convert.lengths import (
+    ACCUMULATED,
+    MICRO,
+    accumulated,
+    epochs_of,
+    held_out,
+    is_packed,
+    max_steps,
+    steps_of_epoch,
+    steps_of_run,
+    trained_samples,
+    warm_up_steps,
+)
+from fsdp_trainer.interop.convert.trainers import OWN_TOOL, PREFERENCES
+from fsdp_trainer.interop.convert.translation import (
+    OFF,
+    TRANSLATED,
+    Answer,
+    Rule,
+    as_number,
+    fixed,
+    impossible,
+    is_off,
+    is_on,
+    lacking,
+    nothing,
+    sets,
+)
+
+OPTIMIZERS = {
+    "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
+    "adam": "adamw", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw", "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw", "adamw_apex_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "pagedadamw8bit": "adamw_8bit",
+    "pagedadamw": "adamw", "adamw8bit": "adamw_8bit", "adamw_torch_8bit": "adamw_8bit",
+    "muon": "muon", "lion": "lion", "lion_pytorch": "lion", "lion_32bit": "lion", "sgd": "sgd",
+    "lamb": "lamb",
+}  # fmt: skip
+SCHEDULES = {
+    "cosine": "cosine", "linear": "linear", "constant": "constant",
+    "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "wsd": "wsd",
+    "warmup_stable_decay": "wsd", "warmupdecaylr": "linear", "warmuplr": "constant",
+    "warmupcosinelr": "cosine", "get_cosine_schedule_with_warmup": "cosine",
+}  # fmt: skip
+TEMPLATES = {
+    "llama3": "llama3", "llama2": "llama2", "chatml": "chatml", "qwen": "qwen2", "qwen3": "qwen3",
+    "qwen_25": "qwen2", "qwen3_nothink": "chatml", "yi": "chatml", "smollm": "chatml",
+    "smollm2": "qwen2", "opencoder": "qwen2", "gemma": "gemma", "gemma2": "gemma",
+    "gemma3": "gemma", "gemma3_text": "gemma", "mistral": "mistral",
+    "mistral_v1": "mistral", "phi": "phi3", "phi_3": "phi3", "phi_35": "phi3", "phi_4": "phi4",
+    "phi4": "phi4", "olmo2": "olmo2",
+}  # fmt: skip
+SYSTEM_TURNS = {
+    "smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face.",
+    "opencoder": "You are OpenCoder, created by OpenCoder Team.",
+}
+"""What templates of LLaMA-Factory begin with where a chat does not, besides Qwen's."""
+OWN_TEMPLATE = ("default", "tokenizer_default", "jinja", "tokenizer_default_fallback_chatml")
+METHODS = {"sft": "sft", "dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo",
+           "simpo": "simpo", "grpo": "grpo", "rm": "reward", "pairwise": "reward"}  # fmt: skip
+LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+ATTENTION = "attention: the fastest kernel that fits is chosen; model.attention names one"
+DATA_PATH = "data.path=FILE"
+
+
+def choose(group: str, known: dict[str, str], what: str) -> Rule:
+    """Return a rule that looks a value up and sets a group to it."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        name = str(value).rpartition(".")[2].lower()
+        if name in known:
+            return sets(**{group: known[name]})
+        options = " ".join(dict.fromkeys(known.values()))
+        return impossible(f"there is no {what} {name}. There are: {options}  ({group}=…)")
+
+    return rule
+
+
+def rows(value: Any, file: ForeignFile) -> Answer:
+    """Return the rows of a micro-batch and of a step."""
+    micro, times, ranks = int(value), accumulated(file), file.ranks
+    each = counted(ranks, "rank")
+    note = f"{micro} a device × {times} accumulated × {each} (world_size={ranks})"
+    return sets(note, batch__micro_rows=micro, batch__rows=micro * times * ranks)
+
+
+def accumulation(value: Any, file: ForeignFile) -> Answer:
+    """Return that micro-batches are in the rows of a step, if the file says how large they are."""
+    if int(value) == 1 or any(file.value(name) for name in (*MICRO, "batch_size")):
+        return nothing("in  batch.rows")
+    return impossible(
+        "how many rows a device computes is not in the file:  batch.rows=ROWS  counts all of a step"
+    )
+
+
+def warm_up(value: Any, file: ForeignFile) -> Answer:
+    """Return the warm-up: steps, or below 1 a share of them."""
+    steps = warm_up_steps(file, steps_of_run(file))
+    if steps == 0:
+        return sets("there is none with  constant" if value else "", schedule__warmup_steps=0)
+    if not 0 < float(value) < 1:
+        return sets(schedule__warmup_steps=int(value))
+    if steps is not None:
+        return sets(f"{value} of {steps_of_run(file)} steps", schedule__warmup_steps=steps)
+    note = "rounded down there" if file.tool == "axolotl" and float(value) else ""
+    if "warmup_ratio" in file.implied:
+        note += ", and at most 100 steps:  schedule.warmup=0 schedule.warmup_steps=100"
+    return sets(note, schedule__warmup=value)
+
+
+def betas(value: Any, file: ForeignFile) -> Answer:
+    """Return both decays of Adam, of which a file may have one."""
+    first = file.value("adam_beta1", "beta1", "optimizer.beta1")
+    second = file.value("adam_beta2", "beta2", "optimizer.beta2")
+    chosen = [0.9 if first is None else first, 0.999 if second is None else second]
+    return sets(optim__betas=[float(as_number(one)) for one in chosen])
+
+
+def lowest_rate(value: Any, file: ForeignFile) -> Answer:
+    """Return the floor of the learning rate as a share of the highest."""
+    highest = as_number(file.value("learning_rate", "optimizer.lr", "lr"))
+    if not isinstance(highest, int | float) or not highest:
+        return impossible("the floor is a share of optim.lr:  schedule.min_ratio=0.1")
+    return sets(f"{value} of {highest}", schedule__min_ratio=float(value) / highest)
+
+
+def steps(value: Any, file: ForeignFile) -> Answer:
+    """Return the number of optimizer steps; one that is not positive leaves it to the epochs."""
+    return sets(train__steps=int(value)) if int(value) > 0 else nothing("the epochs decide")
+
+
+def row_length(value: Any, file: ForeignFile) -> Answer:
+    """Return the tokens of a row, which holds both answers of a pair."""
+    if file.method in (*PREFERENCES, "reward"):
+        return trl.pair_length(value, file)
+    cuts = file.tool == "LLaMA-Factory" or (file.tool == OWN_TOOL and file.method == "sft")
+    is_split = file.method == "pt" or file.value("packing_strategy") in ("wrapped", "bfd_split")
+    if not cuts or is_split:
+        return sets(batch__seq_len=int(value))
+    note = "longer samples are cut at their end"
+    note += "; there question and answer both are" * (file.tool == "LLaMA-Factory")
+    return sets(note, batch__seq_len=int(value), data__too_long="truncate")
+
+
+def clipping(value: Any, file: ForeignFile) -> Answer:
+    """Return the largest norm of a gradient; null and 0 mean that there is none."""
+    return sets(optim__grad_clip=None if value is None or is_off(value) else value)
+
+
+def of_hub(value: Any, file: ForeignFile) -> Answer:
+    """Return that nothing is pushed to the hub."""
+    if is_off(file.value("push_to_hub") or False):
+        return nothing("only counts with  push_to_hub: true")
+    return impossible("afterwards:  fsdp-trainer push runs/NAME to=ORG/NAME")
+
+
+def processes(value: Any, file: ForeignFile) -> Answer:
+    """Return the processes that load; 0 means none besides the rank itself."""
+    return sets("0: none besides the rank" if int(value) == 0 else "",
+                data__workers=max(1, int(value)))  # fmt: skip
+
+
+def mixture(value: Any, file: ForeignFile) -> Answer:
+    """Return how several data sets are mixed."""
+    if value == "concat":
+        return nothing("the data sets are read together, each once an epoch")
+    return impossible(
+        "data sets are mixed by shares of their tokens:  data.path=[{path: …, weight: 0.7}, …]"
+    )
+
+
+def sampling_order(value: Any, file: ForeignFile) -> Answer:
+    """Return the order of samples."""
+    if value == "random":
+        return nothing("samples have a new order every epoch")
+    if value == "sequential":
+        return sets(data__shuffle=False)
+    return nothing("rows are packed (data.packing), so lengths cost nothing")
+
+
+def torchtune_loss(value: Any, file: ForeignFile) -> Answer:
+    """Return the method of a loss of torchtune's."""
+    name = str(value).rpartition(".")[2]
+    known = {"DPOLoss": "dpo", "SimPOLoss": "simpo", "IPOLoss": "ipo"}
+    if name in known:
+        return sets(objective=known[name])
+    if "CrossEntropy" in name or "KDLoss" in name or "LinearCrossEntropy" in name:
+        return nothing("the head never holds all logits of a micro-batch (loss.chunk_mib)")
+    return impossible("there is  objective=sft , dpo, ipo, simpo, orpo, kto, reward, grpo, distil")
+
+
+def of_preferences(key: str) -> Rule:
+    """Return a rule for a setting of preferences, which others do not read."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        if file.method == "grpo" and key == "objective.beta":
+            return trl.divergence(value, file)
+        if file.method in PREFERENCES or "loss._component_" in file.settings:
+            return sets(**{key: value})
+        return nothing("only counts for preferences")
+
+    return rule
+
+
+def number_format(value: Any, file: ForeignFile) -> Answer:
+    """Return the number format that bf16 and fp16 choose together."""
+    chosen = str(value).lower()
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32",
+             "float32": "fp32", "no": "fp32", "fp8": "fp8"}  # fmt: skip
+    if chosen in names:
+        return sets(precision=names[chosen])
+    return impossible("use  precision=bf16 , fp16 , fp32 , pure_bf16  or  fp8")
+
+
+def on_off_format(name: str) -> Rule:
+    """Return a rule for a switch of a number format."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        if not is_off(value):
+            return sets(precision=name)
+        others = [file.value(f"{other}{end}") for other in ("bf16", "fp16", "pure_bf16", "fp8")
+                  for end in ("", ".enabled")]  # fmt: skip
+        if name == "bf16" and all(other in (None, *OFF) for other in others):
+            both = file.method is not None and file.tool == OWN_TOOL  # TRL loads float32
+            both |= "bf16" in file.settings and "fp16" in file.settings
+            return (
+                sets(precision="fp32") if both else nothing("off; the default is  precision=bf16")
+            )
+        return nothing("off")
+
+    return rule
+
+
+def adapter(value: Any, file: ForeignFile) -> Answer:
+    """Return the kind of adapter."""
+    kind = str(value).lower()
+    if kind in ("full", "none"):
+        return sets("all weights are trained", adapter="none")
+    bits = file.value("quantization_bit")
+    is_four_bit = file.value("load_in_4bit") is True or bits == 4
+    if kind == "qlora" or (kind == "lora" and is_four_bit):
+        return sets(adapter="qlora")
+    if kind == "lora":
+        return sets(adapter="dora" if file.value("use_dora", "peft_use_dora") else "lora")
+    if kind == "freeze":
+        return impossible("name what is not to be trained:  train.freeze=[…]")
+    return impossible("there is  adapter=lora , dora  and  qlora")
+
+
+def four_bit(value: Any, file: ForeignFile) -> Answer:
+    """Return that weights are kept in 4 bits beneath an adapter."""
+    if value is True or value == 4:
+        return sets(adapter="qlora")
+    if is_off(value):
+        return nothing("off")
+    return impossible("weights beneath an adapter are kept in 4 bits ( adapter=qlora ) or whole")
+
+
+def eight_bit(value: Any, file: ForeignFile) -> Answer:
+    """Return that there are no weights in 8 bits."""
+    if is_off(value):
+        return nothing("off")
+    return impossible("use  adapter=qlora , which keeps the weights in 4 bits, or  adapter=lora")
+
+
+def targets(value: Any, file: ForeignFile) -> Answer:
+    """Return the layers of an adapter."""
+    names = value if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
+    names = ["o_proj" if name == "output_proj" else name for name in names]
+    if names in (["all"], ["all-linear"]) or set(names) == LINEAR:
+        return sets(adapter__targets="all")
+    if file.value("model.apply_lora_to_mlp") is True:
+        names = [*names, *sorted(LINEAR - set(names) - {"q_proj", "k_proj", "v_proj", "o_proj"})]
+    return sets(adapter__targets=names)
+
+
+def all_linear(value: Any, file: ForeignFile) -> Answer:
+    """Return that all linear layers have an adapter."""
+    return nothing("off") if is_off(value) else sets(adapter__targets="all")
+
+
+def torchtune_data(value: Any, file: ForeignFile) -> Answer:
+    """Return that a builder of torchtune's is replaced by the data that it reads."""
+    source = file.value("dataset.source", "dataset.data_files")
+    if source and source not in ("json", "csv", "text", "parquet"):
+        return sets(f"of {value}", data__path=hub_or_file(str(source)))
+    if str(value).endswith(("alpaca_dataset", "alpaca_cleaned_dataset")):
+        name = "yahma/alpaca-cleaned" if "cleaned" in str(value) else "tatsu-lab/alpaca"
+        return sets(f"of {value}", data__path=f"hf://datasets/{name}", data__format="alpaca")
+    return impossible(f"name the data that it reads:  {DATA_PATH}")
+
+
+def template(value: Any, file: ForeignFile) -> Answer:
+    """Return the chat template."""
+    name = str(value).lower()
+    if name in OWN_TEMPLATE:
+        return nothing("the tokenizer's own template is the default")
+    if name in TEMPLATES:
+        system = file.value("default_system") or SYSTEM_TURNS.get(name)
+        if system and TEMPLATES[name] in ("chatml", "qwen2"):
+            said = {"default_system": str(system)}
+            return sets(data__template="qwen2", data__template_args=said)
+        return sets(data__template=TEMPLATES[name])
+    if name.endswith(".jinja"):
+        return sets(data__template=str(value))
+    return impossible(
+        "there is no such template; without  data.template  the tokenizer's own is used, else name"
+        f" a .jinja file. There are: {' '.join(dict.fromkeys(TEMPLATES.values()))}"
+    )
+
+
+def system_turn(value: Any, file: ForeignFile) -> Answer:
+    """Return the system turn of chats without one, which the template writes."""
+    answer = template(file.value("template") or "", file)
+    said = answer.sets.get("data.template_args")
+    return sets(data__template_args=said) if said else impossible("put it into the data's chats")
+
+
+def validation(value: Any, file: ForeignFile) -> Answer:
+    """Return the share of the data that is held out."""
+    if is_off(value):
+        return sets(data__validation=None)
+    if isinstance(value, float) and value < 1:
+        return sets(data__validation=value)
+    return impossible(f"a share is held out, not {value} samples:  data.validation=0.02  or a path")
+
+
+def loss_on(value: Any, file: ForeignFile) -> Answer:
+    """Return which turns are learnt."""
+    return sets(data__loss_on="assistant" if is_off(value) else "all")
+
+
+def packing(value: Any, file: ForeignFile) -> Answer:
+    """Return whether several samples share a row; rows of one are padded to their longest."""
+    if file.method == "grpo":
+        return nothing("prompts are not packed, and answers always are")
+    if is_off(value) and is_packed(file):
+        return nothing("in  neat_packing")
+    if is_off(value):
+        is_compiled = any(is_on(file.value(name)) for name in ("torch_compile", "compile"))
+        padded = {} if is_compiled else {"data.pad_to_multiple": 8}
+        return Answer(TRANSLATED, {"data.packing": "none"} | padded)
+    if file.method == "pt":
+        return sets(data__packing="stream", data__too_long="split")
+    if kind := file.own("packing_strategy"):
+        return trl.packing_kind(kind, file)
+    sees_each_other = file.tool == "LLaMA-Factory" and is_off(file.value("neat_packing") or False)
+    note = "samples of a row see each other there, without  neat_packing" * sees_each_other
+    return sets(note, data__packing="best_fit")
+
+
+def end_of_epoch(value: Any, file: ForeignFile) -> Answer:
+    """Return whether an epoch ends with a step of fewer rows."""
+    if file.method == "grpo":
+        return nothing("prompts that do not fill the last step of an epoch are left out there")
+    if file.tool == "axolotl" and steps_of_run(file) is None:
+        return nothing("as many steps as rows of all epochs fill, there too")
+    return sets(batch__across_epochs=False)
+
+
+def method(value: Any, file: ForeignFile) -> Answer:
+    """Return the training method."""
+    name = str(value).lower()
+    if name == "pt":
+        return sets("texts are learnt whole", data="pretrain")
+    loss = str(file.value("pref_loss") or "sigmoid")
+    if name == "dpo":
+        if loss not in LOSSES:
+            return impossible(f"there is no pref_loss={loss}: objective=dpo, ipo, orpo or simpo")
+        return sets(objective=LOSSES[loss])
+    if name == "cpo":
+        return trl.of_cpo(file)
+    if name in METHODS:
+        return sets(objective=METHODS[name])
+    return impossible("there is  objective=sft , dpo, ipo, kto, orpo, simpo, grpo, reward, distil")
+
+
+def zero_stage(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding of a stage of ZeRO."""
+    stage = int(value)
+    if stage == 0:
+        return sets("stage 0", sharding="ddp")
+    if stage == 3:
+        return sets("stage 3", sharding="fsdp")
+    note = f"stage {stage}: weights stay whole after a forward, gradients and states are sharded"
+    return sets(note, sharding="fsdp", sharding__reshard_after_forward=False)
+
+
+def deepspeed_file(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding of a file of DeepSpeed's, as its content or its name says."""
+    path = next((p for p in (file.path.parent / str(value), Path(str(value))) if p.is_file()), None)
+    content: dict[str, Any] = json.loads(path.read_text()) if path else {}
+    zero = content.get("zero_optimization", {})
+    named = re.search(r"z(?:ero)?_?([0-3])", Path(str(value)).name)
+    stage = zero.get("stage", int(named[1]) if named else None)
+    if stage is None:
+        return impossible("say how weights are sharded:  sharding=fsdp , hsdp  or  ddp")
+    chosen = zero_stage(stage, file)
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if offloaded or (not content and "offload" in str(value)):
+        chosen = replace(chosen, sets=chosen.sets | {"optim.offload": "cpu"})
+    more = "convert that file too, to see what becomes of each of its settings"
+    return replace(chosen, note=f"{chosen.note}; {more}")
+
+
+def offloaded_states(value: Any, file: ForeignFile) -> Answer:
+    """Return the place of the optimizer's states."""
+    weights = file.value(
+        "zero_optimization.offload_param.device", "deepspeed_config.offload_param_device"
+    )
+    if weights == "cpu" and str(value) == "cpu":
+        return nothing("sharding.cpu_offload  has the states in host memory too")
+    return offload_device("optim.offload", "cpu")(value, file)
+
+
+def offload_device(key: str, on: Any) -> Rule:
+    """Return a rule that places states or weights."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        if is_off(value):
+            return nothing("off")
+        if str(value) == "nvme" and key == "optim.offload":
+            return sets(**{key: "disk"})
+        return sets(**{key: on})
+
+    return rule
+
+
+def distributed(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding that accelerate's kind of distribution stands for."""
+    kinds = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+    if str(value) in kinds:
+        return sets(sharding=kinds[str(value)])
+    if str(value) in ("NO", "DEEPSPEED"):
+        return nothing("nothing to shard" if value == "NO" else "see zero_stage")
+    return impossible("there is  sharding=fsdp , hsdp  and  ddp")
+
+
+def fsdp_strategy(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding of a strategy of FSDP1's."""
+    kinds = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+    name = kinds.get(str(value), str(value)).upper()
+    if name == "FULL_SHARD":
+        return sets(sharding="fsdp")
+    if name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"):
+        group = "hsdp" if "HYBRID" in name else "fsdp"
+        return sets(sharding=group, sharding__reshard_after_forward=False)
+    if name in ("HYBRID_SHARD", "NO_SHARD"):
+        return sets(sharding="hsdp" if name == "HYBRID_SHARD" else "ddp")
+    return impossible("there is  sharding=fsdp , hsdp  and  ddp")
+
+
+def per_epoch(key: str, times: float, file: ForeignFile) -> Answer:
+    """Return an interval of a number of times in an epoch, as a share of the run."""
+    of_epoch = steps_of_epoch(file)
+    if of_epoch and of_epoch % times == 0:
+        return sets(f"{of_epoch} steps an epoch", **{key: int(of_epoch // times)})
+    if max_steps(file) and file.tool != "axolotl":
+        return impossible(f"how many steps an epoch has follows from the data:  {key}=STEPS")
+    share = 1 / (times * epochs_of(file))
+    if share >= 1:
+        return sets("at the end", **{key: None})
+    # rounded down, as the share is rounded up to a step; axolotl has no more digits than this
+    return sets("", **{key: share if file.tool == "axolotl" else math.floor(share * 1e6) / 1e6})
+
+
+def times_per_epoch(key: str) -> Rule:
+    """Return a rule for a number of times in an epoch."""
+    return lambda value, file: (
+        nothing("off") if is_off(value) else per_epoch(key, float(value), file)
+    )
+
+
+def strategy(key: str, kind: str) -> Rule:
+    """Return a rule for what intervals are counted in."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        name = str(value).rpartition(".")[2].lower()
+        if name == "epoch":
+            return per_epoch(key, 1, file)
+        if name == "best":
+            return sets(checkpoint__best=True)
+        if is_off(name):
+            return sets("at the end", **{key: None})
+        if file.value(f"{kind}_steps") is None and kind == "eval":
+            return interval(key, kind)(file.value("logging_steps") or 500, file)
+        return nothing(f"in  {kind}_steps")
+
+    return rule
+
+
+def interval(key: str, kind: str) -> Rule:
+    """Return a rule for steps between two times, which below 1 are a share of all."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        names = (f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
+        chosen = str(file.value(*names) or "steps").rpartition(".")[2].lower()
+        if chosen not in ("steps", "best"):
+            return nothing(f"only counts with  {kind}_strategy: steps")
+        return sets("", **{key: value if float(value) < 1 else int(value)})
+
+    return rule
+
+
+def trackers(value: Any, file: ForeignFile) -> Answer:
+    """Return which trackers are on."""
+    names = value if isinstance(value, list) else [str(value)]
+    known: dict[str, tuple[str, Any]] = {
+        "wandb": ("logging.wandb", "online"), "tensorboard": ("logging.tensorboard", True),
+        "mlflow": ("logging.mlflow", True), "trackio": ("logging.trackio", True),
+        "comet_ml": ("logging.comet", "online"), "swanlab": ("logging.swanlab", "online"),
+    }  # fmt: skip
+    chosen = dict(known[name] for name in names if name in known)
+    if chosen:
+        return sets(**chosen)
+    if names in (["none"], ["all"]):
+        return nothing("metrics.jsonl and the report in the run's folder are always written")
+    return impossible(f"there are  {'  '.join(key for key, _ in known.values())}")
+
+
+def logger_component(value: Any, file: ForeignFile) -> Answer:
+    """Return the tracker that a logger of torchtune's writes to."""
+    for part in ("wandb", "tensorboard", "mlflow", "comet"):
+        if part in str(value).lower():
+            return trackers("comet_ml" if part == "comet" else part, file)
+    return nothing("metrics.jsonl and the report in the run's folder are always written")
+
+
+def wandb_project(value: Any, file: ForeignFile) -> Answer:
+    """Return the project; naming one switches Weights & Biases on."""
+    return sets(logging__wandb="online", logging__project=str(value))
+
+
+def seed(value: Any, file: ForeignFile) -> Answer:
+    """Return the seed."""
+    return sets(run__seed=int(value))
+
+
+def model_builder(value: Any, file: ForeignFile) -> Answer:
+    """Return that the folder of weights says which model it is."""
+    if "lora" in str(value):
+        is_four_bit = "qlora" in str(value) or file.value("model.quantize_base") is True
+        note = "config.json of the weights says which model it is"
+        return sets(note, adapter="qlora" if is_four_bit else "lora")
+    return nothing("config.json of the weights says which model it is (model.init_from)")
+
+
+def rendezvous(value: Any, file: ForeignFile) -> Answer:
+    """Return where ranks of several nodes meet."""
+    host, port = file.value("main_process_ip"), file.value("main_process_port")
+    if host is None:
+        return nothing("a free port is found on one node; on several: launch.rendezvous=HOST:PORT")
+    return sets(launch__rendezvous=f"{host}:{port or 29500}")
+
+
+def tokenizer_path(value: Any, file: ForeignFile) -> Answer:
+    """Return the tokenizer's folder for one of its files, except a SentencePiece model."""
+    path = Path(str(value))
+    return sets(tokenizer__path=str(path.parent if path.suffix in (".json", ".txt") else path))
+
+
+def epochs(value: Any, file: ForeignFile) -> Answer:
+    """Return the number of passes over the data, as steps where they end otherwise here."""
+    if max_steps(file):
+        return nothing("max_steps  decides")
+    steps, is_whole = steps_of_run(file), float(value).is_integer()
+    ends_otherwise = not is_whole or held_out(file) or file.tool == "axolotl"
+    if steps and (ends_otherwise or file.method == "grpo"):
+        return sets(f"{trained_samples(file)} samples there", train__steps=steps)
+    if is_whole:
+        return sets(train__epochs=int(value))
+    return impossible(f"passes over the data are whole; {value} of them are  train.steps=…")
+
+
+def unfrozen(value: Any, file: ForeignFile) -> Answer:
+    """Return that only what is not trained can be named."""
+    if file.value("adapter", "finetuning_type") in ("lora", "qlora"):
+        return nothing("of an adapter run the adapter is trained")
+    return impossible("name what is not to be trained:  train.freeze=[…]")
+
+
+def teacher(value: Any, file: ForeignFile) -> Answer:
+    """Return the model that is distilled."""
+    return sets(objective="distil", objective__teacher=str(value))
+
+
+def reshard(value: Any, file: ForeignFile) -> Answer:
+    """Return whether weights are freed after a forward; older files name FSDP1's strategies."""
+    if isinstance(value, bool):
+        return sets(sharding__reshard_after_forward=value)
+    return fsdp_strategy(value, file)
+
+
+CLIPPING = ("max_grad_norm", "clip_grad_norm", "gradient_clipping", "gradient_clip_val")
+"""Names of the largest norm of a gradient, of which null means that there is none."""
+KERNELS = "kernels are chosen here;  compile=enabled  fuses the rest"
+PREFETCH = "sharding.prefetch  says how many units are gathered ahead"
+UNITS = "each block is a unit of sharding, as the model says"
+STATE_DICTS = "checkpoints are always distributed; an export is a Hugging Face folder"
+OPTION: dict[str, dict[str, Any]] = {  # switches that are an option of a group when they are on
+    "gradient_checkpointing": {"activation_checkpoint": "full"},
+    "enable_activation_checkpointing": {"activation_checkpoint": "full"},
+    "fsdp_activation_checkpointing": {"activation_checkpoint": "full"},
+    "fsdp_config.fsdp_activation_checkpointing": {"activation_checkpoint": "full"},
+    "fsdp_config.activation_checkpointing": {"activation_checkpoint": "full"},
+    "torch_compile": {"compile": "enabled"},
+    "compile": {"compile": "enabled"},
+    "use_rslora": {"adapter.scaling": "rslora"},
+    "peft_use_rslora": {"adapter.scaling": "rslora"},
+    "fsdp_config.fsdp_offload_params": {"sharding.cpu_offload": True},
+    "fsdp_config.offload_params": {"sharding.cpu_offload": True},
+    "fsdp_cpu_offload": {"sharding.cpu_offload": True},
+    "enable_activation_offloading": {"activation_checkpoint.offload": True},
+    "activation_offloading": {"activation_checkpoint.offload": True},
+    "use_wandb": {"logging.wandb": "online"},
+    "use_swanlab": {"logging.swanlab": "online"},
+}
+
+
+def option(chosen: dict[str, Any]) -> Rule:
+    """Return a rule for a switch."""
+    return lambda value, file: nothing("off") if is_off(value) else sets(**chosen)
+
+
+RULES: dict[str, Rule] = {
+    **{name: option(chosen) for name, chosen in OPTION.items()},
+    "optimizer": choose("optim", OPTIMIZERS, "optimizer"),
+    "optim": choose("optim", OPTIMIZERS, "optimizer"),
+    "optimizer._component_": choose("optim", OPTIMIZERS, "optimizer"),
+    "optimizer.type": choose("optim", OPTIMIZERS, "optimizer"),
+    "lr_scheduler": choose("schedule", SCHEDULES, "schedule"),
+    "lr_scheduler_type": choose("schedule", SCHEDULES, "schedule"),
+    "lr_scheduler._component_": choose("schedule", SCHEDULES, "schedule"),
+    "scheduler.type": choose("schedule", SCHEDULES, "schedule"),
+    "warmup_ratio": warm_up,
+    "warmup_steps": warm_up,
+    "bf16": on_off_format("bf16"),
+    "bf16.enabled": on_off_format("bf16"),
+    "fp16": on_off_format("fp16"),
+    "fp16.enabled": on_off_format("fp16"),
+    "pure_bf16": on_off_format("pure_bf16"),
+    "fp8": on_off_format("fp8"),
+    "bfloat16": on_off_format("bf16"),
+    "float16": on_off_format("fp16"),
+    "dtype": number_format,
+    "mixed_precision": number_format,
+    "tf32": fixed("matrix products in float32 use TF32 where  precision  allows it"),
+    "adapter": adapter,
+    "finetuning_type": adapter,
+    "load_in_4bit": four_bit,
+    "quantization_bit": four_bit,
+    "load_in_8bit": eight_bit,
+    "lora_target": targets,
+    "lora_target_modules": targets,
+    "target_modules": targets,
+    "model.lora_attn_modules": targets,
+    "lora_target_linear": all_linear,
+    "model.apply_lora_to_mlp": fixed("in  adapter.targets"),
+    "model.apply_lora_to_output": lacking("the head has no adapter; train it whole: adapter.also"),
+    "dataset_name": lambda value, file: sets(data__path=hub_or_file(str(value))),
+    "dataset._component_": torchtune_data,
+    "dataset.source": fixed("in  data.path"),
+    "dataset.packed": packing,
+    "template": template,
+    "default_system": system_turn,
+    "chat_template": template,
+    "val_set_size": validation,
+    "val_size": validation,
+    "sample_packing": packing,
+    "packing": packing,
+    "neat_packing": packing,
+    "pad_to_sequence_len": fixed("rows are filled with samples, not padded (data.packing)"),
+    "stage": method,
+    "rl": method,
+    "rlhf_type": method,
+    "pref_beta": of_preferences("objective.beta"),
+    "rl_beta": of_preferences("objective.beta"),
+    "pref_loss": fixed("in  objective"),
+    "deepspeed": deepspeed_file,
+    "zero_optimization.stage": zero_stage,
+    "deepspeed_config.zero_stage": zero_stage,
+    "zero_optimization.offload_optimizer.device": offloaded_states,
+    "deepspeed_config.offload_optimizer_device": offloaded_states,
+    "zero_optimization.offload_param.device": offload_device("sharding.cpu_offload", True),
+    "deepspeed_config.offload_param_device": offload_device("sharding.cpu_offload", True),
+    "distributed_type": distributed,
+    "fsdp_sharding_strategy": fsdp_strategy,
+    "sharding_strategy": fsdp_strategy,
+    "main_process_ip": rendezvous,
+    "main_process_port": rendezvous,
+    "tokenizer.path": tokenizer_path,
+    "tokenizer.merges_file": fixed("read beside the vocabulary (tokenizer.path)"),
+    "tokenizer.merges_path": fixed("read beside the vocabulary (tokenizer.path)"),
+    "tokenizer.vocab_path": tokenizer_path,
+    "log_peak_memory_stats": fixed("metrics.jsonl has the memory of every step"),
+    "processor_type": fixed("the model's own processor is used"),
+    "fp16.loss_scale": fixed("it adapts; where it starts is  precision.loss_scale"),
+    "optimizer_in_bwd": lacking("optim.offload=cpu  or a smaller optimizer saves memory"),
+    "fsdp_config.fsdp_auto_wrap_policy": fixed(UNITS),
+    "fsdp_config.auto_wrap_policy": fixed(UNITS),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": fixed(UNITS),
+    "fsdp_config.transformer_layer_cls_to_wrap": fixed(UNITS),
+    "fsdp_config.fsdp_state_dict_type": fixed(STATE_DICTS),
+    "fsdp_config.state_dict_type": fixed(STATE_DICTS),
+    "fsdp_config.fsdp_version": fixed("FSDP2 is what there is"),
+    "fsdp_version": fixed("FSDP2 is what there is"),
+    "save_strategy": strategy("checkpoint.every", "save"),
+    "eval_strategy": strategy("train.validate_every", "eval"),
+    "evaluation_strategy": strategy("train.validate_every", "eval"),
+    "save_steps": interval("checkpoint.every", "save"),
+    "eval_steps": interval("train.validate_every", "eval"),
+    "logging_strategy": fixed("logging.every  counts steps"),
+    "saves_per_epoch": times_per_epoch("checkpoint.every"),
+    "evals_per_epoch": times_per_epoch("train.validate_every"),
+    "report_to": trackers,
+    "metric_logger._component_": logger_component,
+    "wandb_project": wandb_project,
+    "seed": seed,
+    "model._component_": model_builder,
+    "checkpointer.checkpoint_dir": lambda value, file: sets(model__init_from=str(value)),
+    "checkpointer.checkpoint_files": fixed("all files of the folder are read"),
+    "checkpointer._component_": fixed("the folder's format is found out"),
+    "checkpointer.output_dir": fixed("a run's checkpoints are in its folder (run.root)"),
+    "checkpointer.model_type": fixed("config.json says it"),
+    "checkpointer.recipe_checkpoint": fixed("a run goes on from its own last checkpoint"),
+    "tokenizer._component_": fixed("the tokenizer's files say what it is"),
+    "tokenizer.max_seq_len": lambda value, file: sets(batch__seq_len=int(value)),
+    "loss._component_": torchtune_loss,
+    "loss.beta": of_preferences("objective.beta"),
+    "loss.gamma": of_preferences("objective.gamma"),
+    "loss.label_smoothing": of_preferences("objective.label_smoothing"),
+    "kto_chosen_weight": of_preferences("objective.desirable_weight"),
+    "kto_desirable_weight": of_preferences("objective.desirable_weight"),
+    "kto_rejected_weight": of_preferences("objective.undesirable_weight"),
+    "kto_undesirable_weight": of_preferences("objective.undesirable_weight"),
+    "pref_ftx": of_preferences("objective.sft_weight"),
+    "rpo_alpha": of_preferences("objective.sft_weight"),
+    "simpo_gamma": of_preferences("objective.gamma"),
+    "dpo_label_smoothing": of_preferences("objective.label_smoothing"),
+    "orpo_alpha": of_preferences("objective.beta"),
+    **dict.fromkeys(CLIPPING, clipping),
+    **dict.fromkeys(("sequence_len", "cutoff_len", "max_length", "max_seq_length"), row_length),
+    **dict.fromkeys(ACCUMULATED, accumulation),
+    **dict.fromkeys(MICRO, rows),
+    EPOCH: end_of_epoch,
+    WARM_UP: option({"schedule.from_zero": True}),
+    END: option({"checkpoint.export_hf": True}),
+    AROUND: option({"data.template": "none"}),
+    "enable_thinking": lambda value, file: impossible(
+        f"with a template of it:  'data.template_args={{enable_thinking: {str(value).lower()}}}'"
+    ),
+    "model": lambda value, file: sets(model__init_from=str(value)),
+    "dataset_dir": fixed("the folder of dataset_info.json"),
+    "disable_dropout": fixed("models of these families are trained without dropout"),
+    **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), of_hub),
+    "project": lambda value, file: nothing("Trackio's default")
+    if value == "huggingface"
+    else sets(logging__project=str(value)),
+    "adam_beta1": betas,
+    "adam_beta2": betas,
+    "beta1": betas,
+    "beta2": betas,
+    "min_lr": lowest_rate,
+    "min_lr_rate": lambda value, file: sets(schedule__min_ratio=value),
+    "max_steps": steps,
+    "metric_for_best_model": lambda value, file: (
+        nothing("as here") if value in ("loss", "eval_loss")
+        else impossible("the validation loss is what is best")
+    ),
+    "dataloader_num_workers": processes,
+    "mix_strategy": mixture,
+    "train_sampling_strategy": sampling_order,
+    "metric_logger.log_dir": fixed("all of a run is in its folder (run.root)"),
+    "max_steps_per_epoch": lambda value, file: sets(train__steps=int(value)),
+    "profiler._component_": fixed("profiles are asked for by  profile.steps=10..12"),
+    "model_type": fixed("config.json of the model says it"),
+    "tokenizer_type": fixed("the tokenizer's files say it"),
+    "is_llama_derived_model": fixed("config.json of the model says it"),
+    "special_tokens": fixed("the tokenizer's own are used; new ones: tokenizer.add_tokens"),
+    "flash_attention": fixed(ATTENTION),
+    "sdp_attention": fixed(ATTENTION),
+    "xformers_attention": fixed(ATTENTION),
+    "attn_implementation": fixed(ATTENTION),
+    "flash_attn": fixed(ATTENTION),
+    "do_train": fixed("the verb  train  trains"),
+    "do_eval": fixed("data.validation  decides"),
+    "trust_remote_code": lacking("a file cannot trust code; type  model.trust_remote_code=true"),
+    "skip_prepare_dataset": fixed("data is prepared once, whatever reads it"),
+    "tokenizer_use_mistral_common": fixed("the tokenizer's files say it"),
+    "use_kernels": fixed(KERNELS),
+    "experts_implementation": fixed(KERNELS),
+    "fused_attn_kernel": fixed(KERNELS),
+    "teacher_checkpointer.checkpoint_dir": teacher,
+    "teacher_model._component_": fixed("config.json of the teacher says it (objective.teacher)"),
+    "kd_ratio": lambda value, file: sets(objective__share=value),
+    "kd_loss._component_": fixed("in  objective.divergence"),
+    "dataset.train_on_input": loss_on,
+    "fsdp_config.fsdp_reshard_after_forward": reshard,
+    "lora_dropout": lacking("there is no dropout; PEFT's default is 0 too"),
+    "unfrozen_parameters": unfrozen,
+    "overwrite_output_dir": fixed(
+        "a run goes on from its last checkpoint; anew:  checkpoint.resume=never run.overwrite=true"
+    ),
+    "ddp_timeout": lambda value, file: sets(launch__timeout=f"{int(value)}s"),
+    "per_device_eval_batch_size": fixed("validation computes as many rows at once as training"),
+    "eval_batch_size": fixed("validation computes as many rows at once as training"),
+    "num_train_epochs": epochs,
+    "num_epochs": epochs,
+    "epochs": epochs,
+    "fsdp_config.fsdp_backward_prefetch": fixed(PREFETCH),
+    "fsdp_config.fsdp_forward_prefetch": fixed(PREFETCH),
+    "group_by_length": fixed("rows are packed (data.packing), so lengths cost nothing"),
+    "max_samples": lacking("all samples are read; keep fewer in the file"),
+    "overwrite_cache": fixed("tokens are made again when the data or a setting changes"),
+    "train_on_inputs": loss_on,
+    "early_stopping_patience": lambda value, file: sets(train__early_stop=int(value)),
+    "resume_from_checkpoint": lambda value, file: nothing("a run goes on from its last checkpoint")
+    if value in (True, False)
+    else sets(model__init_from=str(value)),
+    "num_processes": lambda value, file: sets(
+        f"{file.value('num_machines') or 1} nodes",
+        launch__nproc_per_node=int(value) // int(file.value("num_machines") or 1),
+    ),
+    "num_machines": lambda value, file: sets(launch__nodes=int(value))
+    if int(value) > 1
+    else nothing("one node is the default"),
+    "device": fixed("a GPU is used where there is one (launch.device)"),
+    "shuffle": lambda value, file: sets(data__shuffle=bool(value)),
+}  # fmt: skip
+"""By dotted name, or by its last part."""
+PROFILES = "profiles are asked for by  profile.steps=10..12"
+SECTIONS: dict[str, Rule] = {
+    "profiler.": fixed(PROFILES),
+    "liger_": fixed("kernels are chosen here; the head never holds all logits (loss.chunk_mib)"),
+    "kernel_config.": fixed(KERNELS),
+    "tokens.": fixed("the tokenizer's own are used; new ones: tokenizer.add_tokens"),
+    "checkpointer.checkpoint_files.": fixed("all files of the folder are read"),
+    "gradient_checkpointing_kwargs.": fixed("activation_checkpoint  has its own keys"),
+    "monitor_config.": fixed("trackers are switched on one by one, by keys of  logging"),
+    "diffusion.": lacking("only models that predict the next token are trained"),
+    "ebft.": lacking("there is  objective=grpo  for rewards"),
+}
+"""By the beginning of a dotted name."""

@@ -1,0 +1,167 @@
+"""All environments by name, and construction of the one in a configuration. Imports no torch."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.base.own_code import import_file
+from fsdp_trainer.base.recorded import FromEnvironment
+from fsdp_trainer.config.check import as_text, convert
+from fsdp_trainer.config.entries import wrong_part
+from fsdp_trainer.config.names import nearest
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.rl.environments.calculator import Calculator
+from fsdp_trainer.rl.environments.document_search import DocumentSearch
+from fsdp_trainer.rl.environments.endpoint import UserProgram
+from fsdp_trainer.rl.environments.environment import Environment
+from fsdp_trainer.rl.environments.openenv import OpenEnv
+from fsdp_trainer.rl.environments.python_code import Python
+from fsdp_trainer.rl.environments.user import User
+from fsdp_trainer.rl.environments.verifiers_tasks import VerifiersTasks
+
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    kind.name: kind
+    for kind in (Calculator, Python, DocumentSearch, User, UserProgram, VerifiersTasks, OpenEnv)
+}
+METHODS = ("reset", "step")
+"""What a user's environment must have; `reward` and `close` are optional."""
+KEY = "objective.environment"
+Entry = str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """The environment of a run.
+
+    make: returns a new one, for one rollout. rewards: True if it rewards rollouts itself.
+    """
+
+    title: str
+    make: Callable[[], Any]
+    rewards: bool = False
+    file: Path | None = None
+
+    @property
+    def about(self) -> str:
+        """Return the line that a run's start says."""
+        runs = f", which runs the code in {self.file}" if self.file else ""
+        return f"answers over several turns with the environment {self.title}{runs}"
+
+
+def find_environment(entry: Entry) -> EnvironmentSpec:
+    """Return the environment that an entry describes. Raises UserError."""
+    problems = list(environment_problems(entry))
+    if problems:
+        raise _bad(entry, "\n".join(problems))
+    options = dict(entry) if isinstance(entry, dict) else {"name": entry}
+    name = str(options.pop("name"))
+    if name in ENVIRONMENTS:
+        kind = ENVIRONMENTS[name]
+        about = {each.name: each for each in fields(kind)}
+        values = {part: convert(value, about[part].type) for part, value in options.items()}
+        code = None
+        if kind.code:
+            path, _, attribute = str(values[kind.code]).rpartition(":")
+            code = Path(path)
+            values["program"] = _attribute(_imported(entry, code), attribute, entry)
+        return EnvironmentSpec(name, partial(kind, **values), kind.rewards, code)
+    path, _, attribute = name.rpartition(":")
+    file = Path(path)
+    kind = _attribute(_imported(entry, file), attribute, entry)
+    make = partial(kind, **options)
+    made = _made(entry, make, attribute)
+    return EnvironmentSpec(attribute, make, callable(getattr(made, "reward", None)), file)
+
+
+def environment_problems(entry: Entry) -> Iterator[str]:
+    """Yield an error message for each problem of objective.environment. Runs no code of a user."""
+    options = dict(entry) if isinstance(entry, dict) else {"name": entry}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        yield f"{as_text(entry)}  lacks a name, as in  {{name: search, folder: documents}}"
+    elif name in ENVIRONMENTS:
+        yield from _problems_of(name, options)
+    elif ":" not in name or not name.rpartition(":")[0].endswith(".py"):
+        close = nearest(name, ENVIRONMENTS)
+        meant = f" Did you mean  {close} ?" if close else ""
+        known = f"{' '.join(ENVIRONMENTS)}, or your own as FILE.py:NAME"
+        yield f"there is no such environment.{meant}\nThere are: {known}"
+    elif not Path(name.rpartition(":")[0]).is_file():
+        yield f"{name.rpartition(':')[0]} is no file"
+
+
+def code_of(entry: Entry) -> list[str]:
+    """Return the parts of an entry that decide which code runs, such as FILE.py:NAME.
+
+    A part from an environment variable is as it was written.
+    """
+    options = entry if isinstance(entry, dict) else {"name": entry}
+    name = options.get("name")
+    parts = [name]
+    if name in ENVIRONMENTS:
+        parts = [options.get(part) for part in ENVIRONMENTS[name].names_code]
+        parts = [part for part in parts if part not in (None, "null")]
+    return [part.written if isinstance(part, FromEnvironment) else str(part) for part in parts]
+
+
+def _problems_of(name: str, options: dict[str, Any]) -> Iterator[str]:
+    kind = ENVIRONMENTS[name]
+    known = {each.name: each for each in fields(kind) if each.metadata}
+    what = f"option of {name}"
+    wrong = [
+        reason
+        for part, value in options.items()
+        if (reason := wrong_part(part, value, known, what))
+    ]
+    yield from wrong
+    if not wrong:
+        values = {part: convert(value, known[part].type) for part, value in options.items()}
+        problem = kind(**values).wrong_settings() or _code_problem(kind, values)
+        if problem:
+            yield f"{name}: {problem}"
+
+
+def _code_problem(kind: type[Environment], values: dict[str, Any]) -> str | None:
+    """Return an error message if the user's function is in no file, else None."""
+    if not kind.code:
+        return None
+    path, colon, function = str(values[kind.code]).rpartition(":")
+    if not (colon and function and path.endswith(".py")):
+        return f"{kind.code}: {values[kind.code]}  is no FILE.py:FUNCTION"
+    return None if Path(path).is_file() else f"{path} is no file"
+
+
+def _imported(entry: Entry, file: Path) -> Any:
+    """Return the module of a user's file. Raises UserError with the error of its code."""
+    try:
+        return import_file(file)
+    except Exception as error:
+        raise _bad(entry, f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _attribute(module: Any, name: str, entry: Entry) -> Any:
+    found = getattr(module, name, None)
+    if found is None:
+        own = [each for each, value in vars(module).items() if inspect.isclass(value)]
+        raise _bad(entry, f"the file has no {name}. It has: {' '.join(own) or 'no class'}")
+    return found
+
+
+def _made(entry: Entry, make: Callable[[], Any], name: str) -> Any:
+    """Return a user's environment. Raises UserError if it cannot be made, or lacks a method."""
+    try:
+        made = make()
+    except Exception as error:
+        raise _bad(entry, f"{name} cannot be made: {type(error).__name__}: {error}") from error
+    missing = [method for method in METHODS if not callable(getattr(made, method, None))]
+    if missing:
+        has = "reset(row), step(messages) and, if rewards do not score all, reward(messages)"
+        raise _bad(entry, f"{name} has no {' and no '.join(missing)}. An environment has {has}")
+    return made
+
+
+def _bad(entry: Entry, reason: str) -> UserError:
+    return UserError("the environment cannot be used", [Problem(f"{KEY}={as_text(entry)}", reason)])

@@ -1,0 +1,390 @@
+"""The process that runs the code of one answer, or of a call of the environment `python`.
+
+code.py starts it as a script. It imports nothing from the package. It reads a job in parts
+from standard input and writes the verdict to standard output. Before it runs the answer's code, it
+irrevocably gives up all privileges, all system calls except those in SYSCALLS (so it cannot start a
+process, send a signal, connect to the network or write a file), time and memory above its limits
+and, if the kernel has Landlock, reading outside the system's and Python's folders and its working
+folder.
+
+The answer's code and the tests run in the main thread, which cannot use the two descriptors. A
+second one reads each test after the code and the tests before it have run, and the token of the
+verdict last.
+"""
+
+import _thread
+import ast
+import ctypes
+import io
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from types import ModuleType
+from typing import Any
+
+UNPROTECTED = "unprotected"
+"""The verdict if the system cannot confine the process."""
+MOST_PRINTED = 900
+"""Characters of what a cell prints that are returned: within MOST_OUTPUT of code.py."""
+MACHINES = ("x86_64", "aarch64")
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# fmt: off
+SYSCALLS = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79),
+    "stat": (4, None), "lstat": (6, None), "poll": (7, None), "ppoll": (271, 73),
+    "select": (23, None), "pselect6": (270, 72), "lseek": (8, 62), "mmap": (9, 222),
+    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "madvise": (28, 233), "mincore": (27, 232), "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    "pread64": (17, 67), "readv": (19, 65), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17),
+    "getdents64": (217, 61), "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44),
+    "pipe2": (293, 59), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "socketpair": (53, 199), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None), "epoll_pwait": (281, 22), "eventfd2": (290, 19),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
+    "membarrier": (324, 283), "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
+    "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "setitimer": (38, 103),
+    "getitimer": (36, 102), "alarm": (37, None), "getpid": (39, 172), "gettid": (186, 178),
+    "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
+    "getegid": (108, 177), "getrlimit": (97, 163), "getrandom": (318, 278),
+    "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
+}
+"""Numbers of the allowed system calls on x86_64 and on aarch64 (None: does not exist there)."""
+CLONE, CLONE3, OPEN, OPENAT, PRLIMIT, FCNTL, IOCTL = (
+    (56, 220), (435, 435), (2, None), (257, 56), (302, 261), (72, 25), (16, 29)
+)
+"""Numbers of the system calls that are refused, or allowed for some arguments only."""
+# fmt: on
+USE_A_DESCRIPTOR = (
+    "read",
+    "write",
+    "close",
+    "lseek",
+    "mmap",
+    "pread64",
+    "readv",
+    "dup",
+    "dup2",
+    "dup3",
+)  # fmt: skip
+"""System calls that read, write, move in or copy the file of a descriptor."""
+CLONE_THREAD = 0x10000
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: others lock files that everybody
+# uses, or send signals to other processes
+DUPLICATES = (0, 1, 2, 3, 4, 1030)
+HARMLESS = (0x5401, 0x5421, 0x5451)  # TCGETS, FIONBIO, FIOCLEX: used by asyncio
+NO_SUCH_CALL, REFUSED = 38, 13  # ENOSYS, after which glibc falls back from clone3 to clone; EACCES
+# linux/filter.h, linux/seccomp.h
+LOAD, EQUALS, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+# linux/landlock.h: RIGHTS are all file rights of its first version, READ reads files and folders
+CREATE_RULESET, ADD_RULE, RESTRICT = 444, 445, 446
+RIGHTS, READ = (1 << 13) - 1, 1 << 2 | 1 << 3
+NO_NEW_PRIVILEGES, SET_FILTER, DIE_WITH_PARENT, DUMPABLE = 38, 22, 1, 4  # options of prctl(2)
+
+
+class Instruction(ctypes.Structure):
+    """`struct sock_filter`: one instruction of a system call filter."""
+
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    ]
+
+
+class Filter(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = [("size", ctypes.c_uint16), ("first", ctypes.POINTER(Instruction))]
+
+
+class FolderRule(ctypes.Structure):
+    """`struct landlock_path_beneath_attr`."""
+
+    _pack_ = 1
+    _fields_ = [("rights", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+
+def main() -> None:
+    """Read a job, run it, and write the verdict: the job's token and what its kind of job says."""
+    given, verdict, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    write, end, part = os.write, os._exit, parts_of(given)  # before the answer can replace them
+    job = json.loads(part())
+    rules, serve, run = rules_for(platform.machine()), *handing_over()
+    start, started, failed = _thread.allocate_lock(), _thread.allocate_lock(), list[OSError]()
+    start.acquire()
+    started.acquire()
+
+    def keep() -> None:
+        """Run the tests, and write the verdict."""
+        try:
+            install(libc, rules)
+        except OSError as error:
+            failed.append(error)
+        started.release()
+        start.acquire()
+        say(str(passed(job, part, run)))
+
+    def say(result: str) -> None:
+        write(verdict, f"{part()} {result}".encode(errors="replace"))
+        end(0)
+
+    try:
+        libc = confine(job["cpu_seconds"], job["memory_mib"])
+        if "cell" not in job:
+            _thread.start_new_thread(keep, ())
+            started.acquire()
+            if failed:
+                raise failed[0]
+            install(libc, rules_to_hide((given, verdict), platform.machine()))
+        install(libc, rules)
+    except (OSError, KeyError, AttributeError):
+        write(verdict, UNPROTECTED.encode())
+        end(1)
+    sys.modules["__main__"] = ModuleType("__main__")
+    if "cell" in job:
+        say(run_cell(job))
+    start.release()
+    serve()
+
+
+def parts_of(descriptor: int) -> Callable[[], str]:
+    """Return a function that reads the next part of a job: a text after its length in bytes.
+
+    It uses nothing that an answer's code could have replaced in the meantime.
+    """
+    read, number, length = os.read, int, len
+
+    def part() -> str:
+        size = number(read(descriptor, 8), 16)
+        text = b""
+        while length(text) < size:
+            text += read(descriptor, size - length(text))
+        return text.decode()
+
+    return part
+
+
+def handing_over() -> tuple[Callable[[], None], Callable[[Any, dict], bool]]:
+    """Return two functions: one runs codes for ever, the other gives it a code from another thread.
+
+    The latter returns False if the code raised. Both use nothing that a code could have replaced.
+    """
+    job: list[Any] = [None, None]
+    is_right: list[bool] = [False]
+    begin, end = _thread.allocate_lock(), _thread.allocate_lock()
+    execute, raised = exec, BaseException
+    # need no memory, which may be used up
+    say_begin, await_begin, say_end, await_end = (
+        begin.release,
+        begin.acquire,
+        end.release,
+        end.acquire,
+    )
+    begin.acquire()
+    end.acquire()
+
+    def serve() -> None:
+        while True:
+            try:
+                await_begin()
+            except raised:  # of a handler of signals that a code has left
+                continue
+            try:
+                execute(job[0], job[1])
+                is_right[0] = True
+            except raised:
+                is_right[0] = False
+            say_end()
+
+    def run(code: Any, names: dict[str, Any]) -> bool:
+        job[:] = code, names
+        say_begin()
+        await_end()
+        return is_right[0]
+
+    return serve, run
+
+
+def passed(
+    job: dict[str, Any], part: Callable[[], str], run: Callable[[Any, dict[str, Any]], bool]
+) -> int:
+    """Run the answer's code, then the job's tests; return the number of tests that pass.
+
+    part: reads the next test. run: runs compiled code, see handing_over.
+    """
+    names: dict[str, Any] = {"__name__": "answer"}
+    compiled, wrong, tests, partial = compile, BaseException, [None] * job["tests"], job["partial"]
+
+    def is_right(text: str, file: str) -> bool:
+        try:
+            return run(compiled(text, file, "exec"), names)
+        except wrong:
+            return False
+
+    goes_on, count = is_right(job.pop("code"), "answer.py"), 0
+    for _ in tests:
+        test = part()
+        if goes_on:
+            right = is_right(test, "test.py")
+            count += right
+            goes_on = right or partial
+    return count
+
+
+def run_cell(job: dict[str, Any]) -> str:
+    """Run earlier code, then a cell; return 1 if the cell raised, else 0, and what it printed.
+
+    As in an interactive session the value of a last expression is printed.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with redirect_stdout(io.StringIO()) as earlier, redirect_stderr(earlier):
+        for code in job["earlier"]:
+            exec(compile(code, "earlier.py", "exec"), names)
+    raised = 0
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
+        try:
+            tree = ast.parse(job["cell"])
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "cell.py", "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "cell.py", "eval"), names)
+                if value is not None:
+                    print(repr(value))
+        except BaseException as error:
+            raised = 1
+            print(f"{type(error).__name__}: {error}")
+    text = printed.getvalue().strip()
+    return f"{raised} {text if len(text) <= MOST_PRINTED else text[:MOST_PRINTED] + ' …'}"
+
+
+def confine(cpu_seconds: int, memory_mib: int) -> ctypes.CDLL:
+    """Drop all rights that the answer's code must not have, but for system calls.
+
+    Returns the C library. Raises OSError if the system cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getppid()
+    libc.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(DUMPABLE, 0, 0, 0, 0)
+    limit(resource.RLIMIT_CPU, cpu_seconds)
+    limit(resource.RLIMIT_AS, memory_mib << 20)
+    limit(resource.RLIMIT_FSIZE, 0)
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_NOFILE, 64)
+    if os.getppid() != parent:
+        os._exit(1)
+    check(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    read_only(libc, [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", os.getcwd()])
+    drop_capabilities(libc)
+    return libc
+
+
+def install(libc: ctypes.CDLL, rules: list[Instruction]) -> None:
+    """Filter all further system calls of this thread. Raises OSError."""
+    program = (Instruction * len(rules))(*rules)
+    check(libc.prctl(SET_FILTER, 2, ctypes.byref(Filter(len(program), program)), 0, 0))
+
+
+def limit(which: int, value: int) -> None:
+    """Set a resource limit that cannot be raised again; keep it if it is already lower."""
+    hard = resource.getrlimit(which)[1]
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(which, (value, value))
+
+
+def read_only(libc: ctypes.CDLL, folders: list[str]) -> None:
+    """Restrict the process to reading files in these folders; no effect without Landlock."""
+    handled = ctypes.c_uint64(RIGHTS)
+    rules = libc.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0)
+    if rules < 0:
+        return
+    for folder in filter(os.path.isdir, folders):
+        opened = os.open(folder, os.O_PATH)
+        rule = FolderRule(READ, opened)
+        check(libc.syscall(ADD_RULE, rules, 1, ctypes.byref(rule), 0))
+        os.close(opened)
+    check(libc.syscall(RESTRICT, rules, 0))
+    os.close(rules)
+
+
+def drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Give up root's privileges."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    check(libc.capset(header, (ctypes.c_uint32 * 6)()))
+
+
+def check(result: int) -> None:
+    """Raise OSError if a C library call failed."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "the system refused to confine the process")
+
+
+def rules_to_hide(descriptors: tuple[int, ...], machine: str) -> list[Instruction]:
+    """Return a filter of the system calls that use one of these descriptors."""
+    column = MACHINES.index(machine)
+    refuse, allow = Instruction(RETURN, 0, 0, ERROR | REFUSED), Instruction(RETURN, 0, 0, ALLOW)
+    rules = rules_of_machine(machine)
+    for name in USE_A_DESCRIPTOR:
+        of_descriptors = [*each(descriptors, refuse), allow]
+        rules += when(SYSCALLS[name][column], 4 if name == "mmap" else 0, of_descriptors)
+    return [*rules, *when(FCNTL[column], 0, [*each(descriptors, refuse), allow]), allow]
+
+
+def rules_of_machine(machine: str) -> list[Instruction]:
+    """Return the begin of a filter: it ends other machines' calls, and loads a call's number."""
+    return [
+        Instruction(LOAD, 0, 0, 4),
+        Instruction(EQUALS, 1, 0, AUDIT[machine]),
+        Instruction(RETURN, 0, 0, KILL),
+        Instruction(LOAD, 0, 0, 0),
+    ]
+
+
+def rules_for(machine: str) -> list[Instruction]:
+    """Return the system call filter. Raises KeyError for an unknown machine type."""
+    rules, column = rules_of_machine(machine), MACHINES.index(machine)
+    refuse = Instruction(RETURN, 0, 0, ERROR | REFUSED)
+    allow = Instruction(RETURN, 0, 0, ALLOW)
+    numbers = (pair[column] for pair in SYSCALLS.values())
+    rules += each(tuple(number for number in numbers if number is not None), allow)
+    no_clone3 = Instruction(RETURN, 0, 0, ERROR | NO_SUCH_CALL)
+    rules += [Instruction(EQUALS, 0, 1, CLONE3[column]), no_clone3]
+    rules += when(CLONE[column], 0, [Instruction(ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse])
+    rules += when(PRLIMIT[column], 0, [Instruction(EQUALS, 0, 1, 0), allow, refuse])
+    reads = [Instruction(ANY_BIT, 1, 0, WRITES), allow, refuse]
+    rules += [*when(OPEN[column], 1, reads), *when(OPENAT[column], 2, reads)]
+    rules += when(FCNTL[column], 1, [*each(DUPLICATES, allow), refuse])
+    rules += when(IOCTL[column], 1, [*each(HARMLESS, allow), refuse])
+    return [*rules, refuse]
+
+
+def each(values: tuple[int, ...], then: Instruction) -> list[Instruction]:
+    """Return instructions that run `then` if the value loaded last is one of these."""
+    return [one for value in values for one in (Instruction(EQUALS, 0, 1, value), then)]
+
+
+def when(number: int | None, place: int, then: list[Instruction]) -> list[Instruction]:
+    """Return instructions that, for system call `number`, load argument `place` and run `then`."""
+    if number is None:
+        return []
+    load = Instruction(LOAD, 0, 0, 16 + 8 * place)  # both machines are little-endian
+    return [Instruction(EQUALS, 0, 1 + len(then), number), load, *then]
+
+
+if __name__ == "__main__":
+    main()

@@ -21,8 +21,9 @@ from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.check import Report, flatten, value_of
 from fsdp_trainer.config.composing.compose import CONF, compose, options
 from fsdp_trainer.config.composing.help import first_line, own_keys
+from fsdp_trainer.config.composing.recipe_heads import recipe_heads
 from fsdp_trainer.config.devices import DEVICES
-from fsdp_trainer.config.document import comment, recipe_heads, written
+from fsdp_trainer.config.key_texts import comment, written
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.methods import METHODS
 from fsdp_trainer.config.rules.rules import check_rules

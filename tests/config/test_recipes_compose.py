@@ -13,7 +13,7 @@ from fsdp_trainer.config.composing.handover import (
     configuration_file,
     inherited_configuration,
 )
-from fsdp_trainer.config.document import recipe_heads
+from fsdp_trainer.config.composing.recipe_heads import recipe_heads
 from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
 

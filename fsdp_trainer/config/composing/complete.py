@@ -12,8 +12,8 @@ from fsdp_trainer.config.check import as_text, flatten
 from fsdp_trainer.config.composing.compose import options
 from fsdp_trainer.config.composing.overrides import OVERLAYS
 from fsdp_trainer.config.devices import DEVICES
-from fsdp_trainer.config.document import every_key
 from fsdp_trainer.config.input_checks import DEMOS
+from fsdp_trainer.config.key_texts import every_key
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.rules.rules import PATHS
 from fsdp_trainer.config.verbs import PRIMARY

@@ -7,13 +7,8 @@ from typing import Any
 
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import CONF, options
-from fsdp_trainer.config.document import (
-    comment,
-    first_comments,
-    on_lines,
-    recipe_heads,
-    written,
-)
+from fsdp_trainer.config.composing.recipe_heads import first_comments, recipe_heads
+from fsdp_trainer.config.key_texts import comment, on_lines, written
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY

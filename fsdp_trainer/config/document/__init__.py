@@ -5,66 +5,41 @@
 
 import json
 import re
-import shlex
-import shutil
 import textwrap
 from dataclasses import Field, fields
 from inspect import getdoc
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from fsdp_trainer.base.safe_text import visible
-from fsdp_trainer.config.check import as_text, describe, flatten, limits
+from fsdp_trainer.config.check import describe, flatten
 from fsdp_trainer.config.composing.compose import CONF, compose_with_report, find_file, options
 from fsdp_trainer.config.composing.overrides import why_unknown
+from fsdp_trainer.config.composing.recipe_heads import recipe_heads
 from fsdp_trainer.config.composing.recipe_schema import recipe_schema
+from fsdp_trainer.config.key_texts import (
+    OWN_NODES,
+    SMALL,
+    comment,
+    every_key,
+    keys_of_small_verbs,
+    on_lines,
+    written,
+)
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import (
     PRIMARY,
-    Certified,
     ConfigConfig,
-    Evaluate,
-    LaunchFiles,
-    NewTokenizer,
     RecipesConfig,
-    RewardsTrial,
 )
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
-OWN_NODES = [
-    verb
-    for verb, cls in PRIMARY.items()
-    if verb not in ("train", *GROUPS) and verb in (f.name for f in fields(cls))
-]
-"""Verbs whose configuration has training's groups and a node with the verb's name."""
-SMALL: dict[str, Any] = {
-    verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)
-} | {
-    "launch-files": LaunchFiles,
-    "evaluate": Evaluate,
-    "tokenizer": NewTokenizer,
-    "rewards": RewardsTrial,
-    "prove": Certified,
-}
-"""The keys of the other verbs. The last five verbs have training's groups in addition."""
-
-
-def written(value: Any) -> str:
-    """Return a default as it is written in YAML."""
-    if isinstance(value, str) and "\n" in value:
-        return json.dumps(value)
-    return f"[{', '.join(map(as_text, value))}]" if isinstance(value, list) else as_text(value)
-
-
-def comment(f: Field) -> str:
-    """Return a key's purpose and its choices or bounds, on one line."""
-    return f.metadata["text"] + (f" [{limits(f)}]" if limits(f) else "")
 
 
 def yaml_block(cls: Any) -> str:
@@ -234,17 +209,6 @@ def _print_schema(cfg: ConfigConfig, overrides: list[str], config_dir: str | Non
     return 0
 
 
-def every_key() -> dict[str, Field]:
-    """Return the keys of all verbs; those of a small verb begin with its name."""
-    keys = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
-    return keys | keys_of_small_verbs()
-
-
-def keys_of_small_verbs() -> dict[str, Field]:
-    """Return the keys of small verbs, each beginning with the verb's name."""
-    return {f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()}
-
-
 def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
     """Return the keys that `config key=NAME` explains. Raises UserError if there are none.
 
@@ -261,20 +225,6 @@ def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
             [Problem(f"key={name}", why_unknown(str(name), None, keys, dict.fromkeys(GROUPS)))],
         )
     return wanted
-
-
-def on_lines(head: str, text: str) -> str:
-    """Return `head` and `text` wrapped to the terminal's width, or on one line without one."""
-    width = shutil.get_terminal_size((10_000, 0)).columns
-    indent = " " * (len(head) if len(head) <= 12 else 4)
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=head,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
@@ -294,68 +244,9 @@ def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
     return 0
 
 
-class RecipeHead(NamedTuple):
-    """The facts in the head of a recipe's file; None if it lacks the line. memory: of one GPU."""
-
-    does: str
-    hardware: str
-    memory: str | None
-    step: str | None
-    speed: str | None
-    start: str
-
-
-def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
-    """Return the head of each recipe's file, by name: the smallest model first, adapters last."""
-    heads, sizes = {}, {}
-    for name in options("train", config_dir)["recipe"]:
-        text = (find_file(f"recipe/{name}", config_dir) or Path()).read_text()
-        lines = first_comments(f"recipe/{name}", config_dir)
-
-        def find(pattern: str, text: str = text) -> str | None:
-            match = re.search(f"(?m){pattern}", text)
-            return match[1].strip() if match else None
-
-        size = float((find(r"^# Disk +([\d.,]+) GiB a checkpoint") or "0").replace(",", ""))
-        sizes[name] = "override /adapter" in text, size
-        command = find(r"^#   ((?:.*\\\n)*.*)")
-        heads[name] = RecipeHead(
-            does=lines[0],
-            hardware=find("^# hardware:(.*)") or "not said",
-            memory=find(r"^# Memory +([^;\n]+)"),
-            step=find("= ([0-9,]+ (?:tokens|answers)) a step"),
-            speed=find("^# Speed +([^;:\n]+)"),
-            start=_start(name, command, config_dir),
-        )
-    return {name: heads[name] for name in sorted(heads, key=lambda name: sizes[name])}
-
-
-def _start(name: str, command: str | None, config_dir: str | None) -> str:
-    """Return the command line that starts a recipe; for a packaged one, the one in its head."""
-    if find_file(f"recipe/{name}", config_dir) != CONF / f"recipe/{name}.yaml":
-        return f"fsdp-trainer --config-dir {shlex.quote(str(config_dir))} +recipe={name}"
-    if not command:
-        return f"fsdp-trainer +recipe={name}"
-    return re.sub(r"\s*\\\n#\s*", " ", command)
-
-
-def first_comments(path: str, config_dir: str | None) -> list[str]:
-    """Return the comment lines of a recipe or sweep; the first one states its purpose."""
-    text = (find_file(path, config_dir) or Path()).read_text()
-    return [
-        line.lstrip("# ")
-        for line in text.splitlines()
-        if line.startswith("#") and "@package" not in line
-    ] or ["not said"]
-
-
 def write() -> None:
     """Update conf/ and docs/configuration.md from the schema."""
     for path, text in documented_files(CONF).items():
         path.write_text(text)
     page = CONF.parent / "docs" / "configuration.md"
     page.write_text(markdown(options("train")))
-
-
-if __name__ == "__main__":
-    write()

@@ -10,15 +10,16 @@ import torch
 from world import command
 from zoo import HF, make_folder
 
-from fsdp_trainer.apps.prove import registry, runs
-from fsdp_trainer.apps.prove.certificate import Certificate, Checked, NotProved, compared
+from fsdp_trainer.apps.prove import registry
 from fsdp_trainer.apps.prove.certificate_text import certificate_lines
 from fsdp_trainer.apps.prove.checks.mask import LearntWords
-from fsdp_trainer.apps.prove.folding import folded, folded_batch
-from fsdp_trainer.apps.prove.promises import broken_promises
-from fsdp_trainer.apps.prove.recordings import whole_tensors
-from fsdp_trainer.apps.prove.trajectories import Trajectory
-from fsdp_trainer.apps.prove.written_rows import WrittenRow
+from fsdp_trainer.apps.prove.proof import runs
+from fsdp_trainer.apps.prove.proof.certificate import Certificate, Checked, NotProved, compared
+from fsdp_trainer.apps.prove.proof.folding import folded, folded_batch
+from fsdp_trainer.apps.prove.proof.promises import broken_promises
+from fsdp_trainer.apps.prove.proof.recordings import whole_tensors
+from fsdp_trainer.apps.prove.proof.trajectories import Trajectory
+from fsdp_trainer.apps.prove.proof.written_rows import WrittenRow
 from fsdp_trainer.apps.report.read import read_run
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Sharding

@@ -7,8 +7,8 @@ from typing import Any
 
 import jinja2
 
-from fsdp_trainer.apps.prove.certificate import Certificate
 from fsdp_trainer.apps.prove.certificate_text import amount
+from fsdp_trainer.apps.prove.proof.certificate import Certificate
 from fsdp_trainer.base.recorded import recorded
 from fsdp_trainer.config.paths import CERTIFICATE, run_folder
 from fsdp_trainer.config.schema import TrainConfig

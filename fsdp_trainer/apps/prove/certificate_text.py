@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
-from fsdp_trainer.apps.prove.certificate import Certificate, Checked
+from fsdp_trainer.apps.prove.proof.certificate import Certificate, Checked
 
 WIDTH = 100
 INDENT = " " * 4

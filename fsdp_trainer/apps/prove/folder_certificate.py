@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_trainer.apps.prove.certificate import Certificate, Findings, NotProved, counted_wrong
 from fsdp_trainer.apps.prove.folders import (
     beside_reference,
     kept_promises,
@@ -15,6 +14,12 @@ from fsdp_trainer.apps.prove.folders import (
     stored_files,
 )
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
+from fsdp_trainer.apps.prove.proof.certificate import (
+    Certificate,
+    Findings,
+    NotProved,
+    counted_wrong,
+)
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.observe.console import Console

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from fsdp_trainer.apps.prove.certificate import Findings
 from fsdp_trainer.apps.prove.checks import (
     exports,
     layout,
@@ -13,7 +12,8 @@ from fsdp_trainer.apps.prove.checks import (
     resume,
     trained,
 )
-from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.certificate import Findings
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
 
 OF_A_RUN: list[Callable[[Evidence], Findings]] = [
     layout.check, other_program.check, packing.check, trained.check, mask.check, prompts.check,

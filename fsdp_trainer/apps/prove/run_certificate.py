@@ -4,9 +4,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fsdp_trainer.apps.prove.certificate import Certificate
-from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.narrowing import Narrowing
+from fsdp_trainer.apps.prove.proof.certificate import Certificate
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.narrowing import Narrowing
 from fsdp_trainer.apps.prove.registry import OF_A_RUN
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.observe.console import Console

@@ -5,9 +5,9 @@ import os
 import sys
 from pathlib import Path
 
-from fsdp_trainer.apps.prove.certificate import Certificate
 from fsdp_trainer.apps.prove.certificate_page import cannot_write, keep_in_run, write_page
 from fsdp_trainer.apps.prove.certificate_text import certificate_lines
+from fsdp_trainer.apps.prove.proof.certificate import Certificate
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.errors import Problem, UserError

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared, counted_wrong
-from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.export_forms import (
+from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.export_forms import (
     LENGTH,
     TEXTS,
     Original,
@@ -19,8 +19,8 @@ from fsdp_trainer.apps.prove.export_forms import (
     misnamed,
     quiet,
 )
-from fsdp_trainer.apps.prove.promises import broken_promises
-from fsdp_trainer.apps.prove.twin_losses import documents
+from fsdp_trainer.apps.prove.proof.promises import broken_promises
+from fsdp_trainer.apps.prove.proof.twin_losses import documents
 from fsdp_trainer.apps.verify import peft_model
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.load import read_model

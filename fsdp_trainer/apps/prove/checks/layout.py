@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from fsdp_trainer.apps.prove.certificate import Checked, counted_wrong
-from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.trajectories import Trajectory, verdict
+from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.trajectories import Trajectory, verdict
 
 ADVICE = (
     "the layout changes what is trained: leave out one of sharding.* , activation_checkpoint and"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fsdp_trainer.apps.prove.certificate import Checked, NotProved, counted_wrong
-from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.written_rows import WrittenRow, written_rows
+from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, counted_wrong
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.written_rows import WrittenRow, written_rows
 from fsdp_trainer.data.records.conversations import Conversation, Document
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.records.preference_records import Preference

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from fsdp_trainer.apps.prove.certificate import Checked, NotProved
-from fsdp_trainer.apps.prove.evidence import TEXTBOOKS, Evidence
-from fsdp_trainer.apps.prove.trajectories import verdict
-from fsdp_trainer.apps.prove.twin import train_twin
-from fsdp_trainer.apps.prove.twin_model import NoTwin
+from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved
+from fsdp_trainer.apps.prove.proof.evidence import TEXTBOOKS, Evidence
+from fsdp_trainer.apps.prove.proof.trajectories import verdict
+from fsdp_trainer.apps.prove.proof.twin import train_twin
+from fsdp_trainer.apps.prove.proof.twin_model import NoTwin
 
 ADVICE = (
     "this program and transformers disagree on the model: compare config.json's keys with the"

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared
-from fsdp_trainer.apps.prove.evidence import TEXTBOOKS, Evidence
+from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared
+from fsdp_trainer.apps.prove.proof.evidence import TEXTBOOKS, Evidence
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.decoder import Decoder

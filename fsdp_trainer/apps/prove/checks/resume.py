@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from fsdp_trainer.apps.prove.certificate import Checked, counted_wrong
-from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.trajectories import Trajectory, verdict
+from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.trajectories import Trajectory, verdict
 
 ADVICE = "do not stop this run, or keep every checkpoint, and report it"
 

@@ -5,9 +5,9 @@ from fnmatch import fnmatch
 
 import torch
 
-from fsdp_trainer.apps.prove.certificate import Checked, counted_wrong
-from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.runs import ProofRun
+from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.runs import ProofRun
 
 MOVES = (
     "such a weight costs memory and learns nothing: take it out of the training with "

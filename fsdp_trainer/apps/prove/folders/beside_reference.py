@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared, counted_wrong
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
+from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole, row_ranges
 from fsdp_trainer.checkpoint.frozen_weights import (
     base_folder,

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_trainer.apps.prove.certificate import Checked, counted_wrong
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
+from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.adapters.adapter_import import peft_adapter
 from fsdp_trainer.checkpoint.formats.huggingface import read_header

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from fsdp_trainer.apps.prove.certificate import Checked, NotProved, counted_wrong
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
+from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, counted_wrong
 from fsdp_trainer.checkpoint.formats.huggingface import (
     TIED_HEAD,
     read_headers,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.certificate import Checked, NotProved, compared, counted_wrong
-from fsdp_trainer.apps.prove.export_forms import adapter_misnamed, class_of, misnamed, quiet
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
+from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
+from fsdp_trainer.apps.prove.proof.export_forms import adapter_misnamed, class_of, misnamed, quiet
 from fsdp_trainer.apps.verify import peft_model
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.errors import UserError

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from fsdp_trainer.apps.prove.certificate import Checked, counted_wrong
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
+from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.formats.huggingface import INDEX, SINGLE, read_header, read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.certificate import Checked, compared
-from fsdp_trainer.apps.prove.recordings import GRADIENTS, STEPS
-from fsdp_trainer.apps.prove.runs import ProofRun
+from fsdp_trainer.apps.prove.proof.certificate import Checked, compared
+from fsdp_trainer.apps.prove.proof.recordings import GRADIENTS, STEPS
+from fsdp_trainer.apps.prove.proof.runs import ProofRun
 
 SMALL = 1e-3
 """Tensors whose largest number is a smaller share of the largest of all are compared as if it were

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.recordings import FOLDER, GRADIENTS, NUDGE, whole_tensors
+from fsdp_trainer.apps.prove.proof.recordings import FOLDER, GRADIENTS, NUDGE, whole_tensors
 from fsdp_trainer.config.paths import checkpoint_folders, run_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -20,7 +20,7 @@ from fsdp_trainer.extensions import IMPORTS
 from fsdp_trainer.launch.start import start_ranks
 
 LAST_LINES = 30
-RECORDER = "fsdp_trainer.apps.prove.recorder"
+RECORDER = "fsdp_trainer.apps.prove.proof.recorder"
 """The module that ranks import."""
 
 

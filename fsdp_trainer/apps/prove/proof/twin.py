@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_trainer.apps.prove.evidence import Evidence
-from fsdp_trainer.apps.prove.recordings import GRADIENTS
-from fsdp_trainer.apps.prove.trajectories import Trajectory
-from fsdp_trainer.apps.prove.twin_losses import PAPERS, pair_losses, token_losses
-from fsdp_trainer.apps.prove.twin_model import NoTwin, Twin, load, open_twin, stored_form
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.recordings import GRADIENTS
+from fsdp_trainer.apps.prove.proof.trajectories import Trajectory
+from fsdp_trainer.apps.prove.proof.twin_losses import PAPERS, pair_losses, token_losses
+from fsdp_trainer.apps.prove.proof.twin_model import NoTwin, Twin, load, open_twin, stored_form
 from fsdp_trainer.config.schema import Loss, ObjectiveChoice, Optim
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.extensions import registered_by_user

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_trainer.apps.prove.narrowing import SmallRun
-from fsdp_trainer.apps.prove.runs import ProofRun
-from fsdp_trainer.apps.prove.trajectories import LIMITS, Difference, Trajectory
+from fsdp_trainer.apps.prove.proof.narrowing import SmallRun
+from fsdp_trainer.apps.prove.proof.runs import ProofRun
+from fsdp_trainer.apps.prove.proof.trajectories import LIMITS, Difference, Trajectory
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.prepared_data import build_data

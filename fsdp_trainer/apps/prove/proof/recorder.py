@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.recordings import FOLDER, GRADIENTS, NUDGE
+from fsdp_trainer.apps.prove.proof.recordings import FOLDER, GRADIENTS, NUDGE
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.extensions import Callback, RunInfo, register
 from fsdp_trainer.models.decoder import stored_buffers

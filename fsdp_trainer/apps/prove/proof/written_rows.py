@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 
-from fsdp_trainer.apps.prove.evidence import Evidence
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import Record, Source, find_sources

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.apps.prove.certificate import NotProved
-from fsdp_trainer.apps.prove.folding import FOLDED, folded, folded_batch, possible
-from fsdp_trainer.apps.prove.recordings import STEPS
+from fsdp_trainer.apps.prove.proof.certificate import NotProved
+from fsdp_trainer.apps.prove.proof.folding import FOLDED, folded, folded_batch, possible
+from fsdp_trainer.apps.prove.proof.recordings import STEPS
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.check import as_text
@@ -232,7 +232,7 @@ class Narrowing:
             return replace(model, attention=self.attention, **more)
         folder = self.small_copy(self.config, self.scratch / "model")
         if source and is_here:
-            from fsdp_trainer.apps.prove.small_folder import copy_small_files
+            from fsdp_trainer.apps.prove.proof.small_folder import copy_small_files
 
             copy_small_files(model_folder(source), folder)
         own = {name: getattr(model, name) for name in OF_THE_MODEL}
@@ -261,7 +261,7 @@ class Narrowing:
         """Write a small copy of an architecture and return its folder. Raises UserError."""
         tokens, source = self.cfg.tokenizer, self.cfg.model.init_from
         try:
-            from fsdp_trainer.apps.prove.small_folder import write_small_folder
+            from fsdp_trainer.apps.prove.proof.small_folder import write_small_folder
         except ImportError:
             reason = "a small copy is made by transformers:  pip install 'fsdp_trainer[hf]'"
             problem = Problem(f"model.init_from={source}", reason)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fsdp_trainer.apps.prove.runs import ProofRun
+from fsdp_trainer.apps.prove.proof.runs import ProofRun
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.formats.huggingface import SINGLE, tensor_parts, tensor_shapes
 from fsdp_trainer.config.paths import run_folder

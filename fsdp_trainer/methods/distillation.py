@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.methods.method import Method, StepParts
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.stored_teacher import ListedTeacher, TeacherColumn
 from fsdp_trainer.methods.teacher import (
@@ -26,6 +25,7 @@ from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.training.batches import BatchOptions
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 

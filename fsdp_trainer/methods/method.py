@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.extensions import registered_by_user
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.teacher import FrozenModel
 from fsdp_trainer.models.config import ModelConfig
@@ -28,6 +27,7 @@ from fsdp_trainer.training.loss_scale import LossScale
 from fsdp_trainer.training.metrics import MethodMetric, Metrics, MetricWatch
 from fsdp_trainer.training.objective import token_objective
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 

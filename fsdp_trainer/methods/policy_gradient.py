@@ -29,7 +29,6 @@ from fsdp_trainer.methods.reference_model import (
     architecture_digest,
     build_reference,
 )
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.teacher import FrozenModel
 from fsdp_trainer.models.adapters.adapters import without_adapters
@@ -40,16 +39,17 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.rl.rewards.model import ModelReward
 from fsdp_trainer.rl.rewards.reward import Reward
 from fsdp_trainer.rl.rounds.answers import ADVANTAGE, SAMPLED
+from fsdp_trainer.rl.rounds.rank_rounds import RankRounds
 from fsdp_trainer.rl.rounds.rollout_source import RolloutSource
 from fsdp_trainer.rl.rounds.round_makers import RoundMakers
 from fsdp_trainer.rl.rounds.rounds import OwnRounds, Rounds
 from fsdp_trainer.rl.serving.policy_server import PolicyServer, ServedModel
 from fsdp_trainer.rl.serving.policy_weights import PolicyWeights
-from fsdp_trainer.rl.serving.rank_rounds import RankRounds
 from fsdp_trainer.rl.serving.server_sampler import find_served
 from fsdp_trainer.training.batches import BatchOptions, StepPlan
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
 
 REFERENCE = "reference"

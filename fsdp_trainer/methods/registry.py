@@ -11,8 +11,8 @@ from fsdp_trainer.methods.kto import KtoMethod
 from fsdp_trainer.methods.method import Method
 from fsdp_trainer.methods.policy_gradient import PolicyGradientMethod
 from fsdp_trainer.methods.preferences import PreferenceMethod
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.training.run_setup import RunSetup
 
 CLASSES: dict[str, type[Method]] = {
     "sft": Method,

@@ -7,7 +7,6 @@ from functools import partial
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.launch.facts import changed_keys
 from fsdp_trainer.launch.group_secret import secret_of_groups
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.replicas.connections import Settings
 from fsdp_trainer.replicas.diloco import DilocoGroups
@@ -18,6 +17,7 @@ from fsdp_trainer.replicas.sync import SyncGroups
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.groups import ReplicaGroups
 from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.run_setup import RunSetup
 
 OF_ONE_GROUP = re.compile(r"launch\.|run\.root$|replicas\.(id|lighthouse)$")
 """Keys that may differ between groups: how each is started, and how it spells addresses."""

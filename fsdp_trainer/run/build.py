@@ -41,7 +41,6 @@ from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.registry import build_method
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.balance import new_balance
@@ -81,6 +80,7 @@ from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
 from fsdp_trainer.training.metrics import step_metrics
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.streamed_source import StreamedRows

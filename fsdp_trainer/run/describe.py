@@ -17,7 +17,6 @@ from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.schema import Launch, Optim, Precision
 from fsdp_trainer.data.prepared_data import lossy, new_rows, other_size, renumbered
 from fsdp_trainer.interop.weights.optimizer_states import OtherStates
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
@@ -35,6 +34,7 @@ from fsdp_trainer.parallel.pipeline import blocks_by_stage
 from fsdp_trainer.training.data_source import DataSource, StoredRows
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_length import RunLength
+from fsdp_trainer.training.run_setup import RunSetup
 
 RANDOM_ENDINGS = ("pdrop", "dropout", "layerdrop", "jitter_noise")
 """How keys of config.json end whose value is the strength of something random in training."""

@@ -15,7 +15,6 @@ from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.evaluation.generation_settings import settings_of_model
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.evaluation.tasks import Tasks
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
 from fsdp_trainer.optim.offload.offloaded_optimizer import DiskOptimizer
@@ -36,6 +35,7 @@ from fsdp_trainer.training.data_source import StoredRows
 from fsdp_trainer.training.groups import OneGroup, ReplicaGroups
 from fsdp_trainer.training.metrics import MetricWatch
 from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.stopping.stop_check import StopCheck, assumed_save_seconds
 from fsdp_trainer.training.trainer import Trainer

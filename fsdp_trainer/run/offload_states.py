@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from fsdp_trainer.base.distributed import run_on_all_ranks
 from fsdp_trainer.checkpoint.state import stored_parameters
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.optim.offload.offloaded_optimizer import (
     UPDATING,
@@ -19,6 +18,7 @@ from fsdp_trainer.optim.offload.offloaded_optimizer import (
 from fsdp_trainer.optim.offload.parts import parts_in_memory
 from fsdp_trainer.optim.offload.weight_copies import WeightCopies
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+from fsdp_trainer.training.run_setup import RunSetup
 
 STATES = "states"
 """Folder in the run's own, unless optim.offload_path names another place."""

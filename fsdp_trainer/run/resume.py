@@ -24,12 +24,12 @@ from fsdp_trainer.data.files.file_changes import describe_changed_files
 from fsdp_trainer.data.order.mixture import Component
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.reference_model import REFERENCE_ARCHITECTURE, architecture_digest
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.training.data_source import Order
 from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.weights import stored_config
 
 FREE = {

@@ -13,25 +13,25 @@ from fsdp_trainer.config.schema import Batch, Sharding, TrainConfig
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.rollout_link import END, FAILED, RolloutLink
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.rl.rounds.round_makers import RoundMakers
-from fsdp_trainer.rl.rounds.rounds import RoundMaker, RoundResult
-from fsdp_trainer.rl.serving.rank_rounds import (
+from fsdp_trainer.rl.rounds.rank_rounds import (
     SentWork,
     go_key,
     ready_key,
     result_key,
     work_key,
 )
+from fsdp_trainer.rl.rounds.round_makers import RoundMakers
+from fsdp_trainer.rl.rounds.rounds import RoundMaker, RoundResult
 from fsdp_trainer.rl.serving.weight_transfer import receive_weights
 from fsdp_trainer.run.build import build_model
 from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.weights import fill
 

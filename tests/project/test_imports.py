@@ -20,7 +20,7 @@ PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
     ("errors", "version", "base"),
     ("config", "extensions", "interop.folders"),
-    ("models", "rl.rewards", "rl.environments"),
+    ("models", "rl.rewards", "rl.environments", "rl.reasoning"),
     # what composes a configuration asks the models' rules, which need no torch either
     ("config.rules", "config.composing", "config.document"),
     ("observe",),

@@ -8,8 +8,8 @@ from typing import Any
 from fsdp_trainer.apps.report.page import html_of, write_page
 from fsdp_trainer.apps.report.read import is_finite
 from fsdp_trainer.apps.report.run_summary import Summary
-from fsdp_trainer.rl.environments.reasoning import split_reasoning
 from fsdp_trainer.rl.environments.tool_calls import FORMATS, WrongCall
+from fsdp_trainer.rl.reasoning import split_reasoning
 
 SPECIAL_AT_END = re.compile(r"(<[|｜][^<>]*[|｜]>|</s>|<eos>)\s*$")
 """A stop token at the end of a turn."""

@@ -19,7 +19,6 @@ from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.document_sums import answer_sums, counted_once
 from fsdp_trainer.methods.heads.labels import FEW, MULTI, REGRESSION, SINGLE, in_words, label_values
 from fsdp_trainer.methods.method import Method, StepParts
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import MicroBatch
@@ -27,6 +26,7 @@ from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 MOST_CONFUSED, MOST_CURVES = 30, 64

@@ -24,13 +24,13 @@ from fsdp_trainer.methods.document_sums import answer_sums, counted_once
 from fsdp_trainer.methods.heads.contrast import RETRIEVAL, StepTexts, loss_of_texts, retrieval
 from fsdp_trainer.methods.heads.labels import text_values
 from fsdp_trainer.methods.method import Method, StepParts
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 GRADIENT, QUERIES = "gradient", "queries"

@@ -20,12 +20,12 @@ from fsdp_trainer.methods.document_sums import counted_once
 from fsdp_trainer.methods.heads.classification import document_numbers, wanted_numbers
 from fsdp_trainer.methods.heads.labels import text_scores
 from fsdp_trainer.methods.method import Method, StepParts
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 FIRST = 10

@@ -23,7 +23,6 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import Compile
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.registry import build_method
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.setup import ModelSetup
@@ -53,6 +52,7 @@ from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.loss_scale import new_loss_scale
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.weights import extra_state
 

@@ -20,7 +20,7 @@ from fsdp_trainer.rl.environments.environment import (
     arguments_of,
     result,
 )
-from fsdp_trainer.rl.environments.reasoning import said_in
+from fsdp_trainer.rl.reasoning import said_in
 
 TOOL = "act"
 """The name of the tool by which the model acts."""

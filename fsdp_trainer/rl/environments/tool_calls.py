@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fsdp_trainer.rl.environments.argument_types import Texts, refuse_constant, typed_arguments
-from fsdp_trainer.rl.environments.reasoning import split_reasoning
+from fsdp_trainer.rl.reasoning import split_reasoning
 
 NO_JSON = "is not valid JSON"
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from fsdp_trainer.config.keys import key
-from fsdp_trainer.rl.environments.reasoning import said_in
+from fsdp_trainer.rl.reasoning import said_in
 from fsdp_trainer.rl.rewards.reward import Attempt, ReferenceReward
 from fsdp_trainer.rl.rewards.written_numbers import NUMERIC, last_value, only_value
 

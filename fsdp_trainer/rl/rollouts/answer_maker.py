@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from fsdp_trainer.base import phases
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.rl.environments.environment import last_text
-from fsdp_trainer.rl.environments.reasoning import said_in
+from fsdp_trainer.rl.reasoning import said_in
 from fsdp_trainer.rl.rewards.reward import Attempt, Reward, totals
 from fsdp_trainer.rl.rewards.scores_on_ranks import score_on_ranks
 from fsdp_trainer.rl.rollouts.episode import Episode, OpenEpisode

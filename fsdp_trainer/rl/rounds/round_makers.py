@@ -10,7 +10,6 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_split
-from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.environments.known_environments import KEY, EnvironmentSpec, find_environment
 from fsdp_trainer.rl.rewards.reward import Reward
@@ -21,10 +20,11 @@ from fsdp_trainer.rl.rollouts.sampler import AnswerSampler
 from fsdp_trainer.rl.rounds.own_sampler import OwnSampler
 from fsdp_trainer.rl.rounds.reward_scores import open_models
 from fsdp_trainer.rl.rounds.rounds import RoundMaker
+from fsdp_trainer.rl.rounds.server_rounds import ServerRounds
 from fsdp_trainer.rl.serving.policy_server import ServedModel
 from fsdp_trainer.rl.serving.policy_weights import PolicyWeights
-from fsdp_trainer.rl.serving.server_rounds import ServerRounds
 from fsdp_trainer.rl.serving.server_sampler import ServerSampler
+from fsdp_trainer.training.run_setup import RunSetup
 
 NO_PART = (1, 1)
 """Index and number of parts for a rank without rollouts, whose part is empty."""

@@ -132,8 +132,8 @@ def draw_adapter(folder: Path) -> None:
     from fsdp_trainer.config.schema import Adapter
     from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
     from fsdp_trainer.models.config import ModelConfig
+    from fsdp_trainer.models.from_config.initialize import draw_part, draw_symmetric
     from fsdp_trainer.models.hf.new_model import meta_decoder
-    from fsdp_trainer.models.initialize import draw_part, draw_symmetric
 
     config = ModelConfig.from_hf(folder / "hf")
     adapters = resolve_adapters(Adapter(name="lora", rank=RANK, alpha=ALPHA), config)

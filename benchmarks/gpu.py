@@ -54,7 +54,7 @@ from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.generation import continuations
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.resolve import resolve_model
 
 STEPS, EVERY = 16, 4  # optimizer steps, of which the second half is timed; and between log writes
 CUDA = torch.cuda.is_available()

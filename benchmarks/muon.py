@@ -22,7 +22,7 @@ from benchmarks.harness import arguments, finish, in_turn, print_result, ratio, 
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.optim.footprint import is_block_matrix
 from fsdp_trainer.optim.newton_schulz import orthogonalize
 from fsdp_trainer.optim.optimizers import build_optimizer

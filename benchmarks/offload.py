@@ -28,7 +28,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Optim, Precision, Sharding
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.optim.offload.offloaded_optimizer import DiskOptimizer, OffloadedOptimizer
 from fsdp_trainer.optim.offload.parts import parts_in_memory
 from fsdp_trainer.optim.offload.weight_copies import WeightCopies, weights_changed

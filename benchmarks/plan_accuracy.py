@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness import arguments, finish, torchrun
 from fsdp_trainer.config.composing.compose import compose
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.resolve import resolve_model
 from fsdp_trainer.planning.plan.memory import Moment, memory
 from fsdp_trainer.planning.plan.planned_run import PlannedRun
 

@@ -29,7 +29,7 @@ import numpy as np
 import fsdp_trainer
 from benchmarks.harness import arguments, finish, in_turn, machine, ratio, result_path, spread
 from fsdp_trainer.config.composing.compose import compose
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.resolve import resolve_model
 from fsdp_trainer.observe.flops import causal_flops
 
 BASE = {"layers": 4, "width": 256, "row length": 512, "vocabulary": 2048}

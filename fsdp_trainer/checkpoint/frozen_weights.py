@@ -50,10 +50,10 @@ from fsdp_trainer.models.adapters.adapters import is_adapted
 from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
-from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.from_config.freeze import frozen_parameters
+from fsdp_trainer.models.from_config.initialize import initialize_part
+from fsdp_trainer.models.from_config.setup import WeightSource
 from fsdp_trainer.models.hf.read_architecture import read_architecture
-from fsdp_trainer.models.initialize import initialize_part
-from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.parallel.pipeline import stages_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

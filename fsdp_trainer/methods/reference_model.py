@@ -15,8 +15,8 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.methods.teacher import FrozenModel, shard_frozen, with_second_model
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.from_config.setup import ModelSetup, WeightSource
 from fsdp_trainer.models.hf.new_model import meta_decoder
-from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.parallel.parallelize import Computation, reshard

@@ -31,7 +31,7 @@ from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.document_sums import sums_by_document
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.setup import WeightSource
+from fsdp_trainer.models.from_config.setup import WeightSource
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import reshard

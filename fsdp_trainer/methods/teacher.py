@@ -24,10 +24,10 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Block, Decoder, MicroBatch
+from fsdp_trainer.models.from_config.resolve import tensor_problems
+from fsdp_trainer.models.from_config.setup import WeightSource
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
-from fsdp_trainer.models.resolve import tensor_problems
-from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.models.soft_targets import TeacherLogits
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate

@@ -70,7 +70,7 @@ from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit_experts import quantize_weights
-from fsdp_trainer.models.freeze import choose_trained, frozen_parameters
+from fsdp_trainer.models.from_config.freeze import choose_trained, frozen_parameters
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.activation_offload import Offloader, offload_activations
 from fsdp_trainer.parallel.compile import compile_blocks

@@ -46,8 +46,8 @@ from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.balance import new_balance
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.models.hf.new_model import meta_decoder
-from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer

@@ -24,7 +24,7 @@ from fsdp_trainer.models.adapters.peft_config import read_config, without_effect
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.from_config.freeze import frozen_parameters
 from fsdp_trainer.models.hf.read_architecture import read_architecture, stored_vocabulary
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate, warmup_steps

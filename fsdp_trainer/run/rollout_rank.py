@@ -14,7 +14,7 @@ from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.rollout_link import END, FAILED, RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.dims import Dims

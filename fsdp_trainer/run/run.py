@@ -48,7 +48,7 @@ from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.methods.stored_teacher import digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabulary
-from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.flops import trained_work
 from fsdp_trainer.observe.observer import Observer

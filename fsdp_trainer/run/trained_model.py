@@ -22,8 +22,7 @@ from fsdp_trainer.methods.heads.labels import labelled
 from fsdp_trainer.methods.heads.text_reader import with_types
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
 from fsdp_trainer.models.config import CLASSIFIER, TAGGER, ModelConfig
-from fsdp_trainer.models.hf.hf_rules import transformers_problems
-from fsdp_trainer.models.resolve import (
+from fsdp_trainer.models.from_config.resolve import (
     expert_problems,
     frozen_names,
     keys_set,
@@ -32,7 +31,8 @@ from fsdp_trainer.models.resolve import (
     resolve_with_tokenizer,
     with_trained_head,
 )
-from fsdp_trainer.models.setup import ModelSetup, WeightSource
+from fsdp_trainer.models.from_config.setup import ModelSetup, WeightSource
+from fsdp_trainer.models.hf.hf_rules import transformers_problems
 from fsdp_trainer.parallel.convert import require_float8
 from fsdp_trainer.parallel.memory_check import Alternative, StateSetup, check_memory
 from fsdp_trainer.training.run_inputs import RunInputs

@@ -16,7 +16,7 @@ from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.run_inputs import RunInputs

@@ -41,11 +41,11 @@ from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import AUTO, TRANSFORMERS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, stored_buffers
 from fsdp_trainer.models.four_bit import is_encoded
-from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.from_config.freeze import frozen_parameters
+from fsdp_trainer.models.from_config.initialize import initialize_weights
+from fsdp_trainer.models.from_config.setup import ModelSetup, WeightSource
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
-from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.optim.offload.weight_copies import weights_changed
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.outer_step import OuterStep

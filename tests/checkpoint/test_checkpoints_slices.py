@@ -23,7 +23,7 @@ from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 
 CONFIG = ModelConfig(
     family="phi3",  # whose projections are fused in a Hugging Face folder

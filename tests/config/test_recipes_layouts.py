@@ -24,7 +24,7 @@ from benchmarks.recipe_layouts import (
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.depth import VOCABULARY
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.resolve import resolve_model
 
 NUMBER = r"\d+(?:\.\d+)?"
 

@@ -38,8 +38,8 @@ from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.resolve import sharding_problems
-from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.models.from_config.resolve import sharding_problems
+from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.planning.plan.plan_inputs import architecture
 
 STEPS = 2

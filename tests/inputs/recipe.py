@@ -7,7 +7,7 @@ from zoo import PUBLISHED
 
 from fsdp_trainer.config.composing.compose import CONF, compose, options
 from fsdp_trainer.config.schema import Model
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.resolve import resolve_model
 from fsdp_trainer.planning.plan.plan import make_plan
 from fsdp_trainer.planning.plan.plan_inputs import architecture, target
 

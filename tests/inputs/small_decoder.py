@@ -2,7 +2,7 @@
 
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 
 SIZES = {
     "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

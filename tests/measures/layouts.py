@@ -30,7 +30,7 @@ from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resol
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import quantize_linears
-from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.from_config.freeze import choose_trained
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel import activation_offload, convert

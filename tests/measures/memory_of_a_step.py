@@ -9,8 +9,8 @@ from layouts import layout_of
 from fsdp_trainer.base.live_bytes import LiveBytes
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.decoder import ImageInputs, MicroBatch
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.models.hf.new_model import meta_decoder
-from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel import gloo_messages
 from fsdp_trainer.parallel.dims import Dims

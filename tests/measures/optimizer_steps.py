@@ -11,7 +11,7 @@ from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
 
 SHAPES = {

@@ -16,7 +16,7 @@ from zoo import HF, make_folder
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.models.adapters.adapters import adapter_parameters
 from fsdp_trainer.models.families import FAMILIES
-from fsdp_trainer.models.initialize import draw_part
+from fsdp_trainer.models.from_config.initialize import draw_part
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.models.grouped import grouped_linear
-from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.moe import Experts, MixtureOfExperts, SigmoidRouter
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.compile import is_one_graph

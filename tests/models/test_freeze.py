@@ -14,7 +14,7 @@ from fsdp_trainer.config.schema import Batch, Optim, Precision, Sharding
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import freeze, frozen_parameters
+from fsdp_trainer.models.from_config.freeze import freeze, frozen_parameters
 from fsdp_trainer.parallel.memory_check import StateSetup, least_memory
 
 EMBEDDING = "train.freeze=[model.embed_tokens.*]"

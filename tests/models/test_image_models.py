@@ -28,7 +28,7 @@ from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.records.messages import read_turns
-from fsdp_trainer.models.freeze import freeze
+from fsdp_trainer.models.from_config.freeze import freeze
 
 SEQ_LEN = 160
 SETTINGS = [

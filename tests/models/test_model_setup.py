@@ -8,7 +8,7 @@ import pytest
 from fsdp_trainer.config.schema import Adapter, Model
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.setup import ModelSetup, WeightSource
+from fsdp_trainer.models.from_config.setup import ModelSetup, WeightSource
 
 SIZES = {
     "hidden_size": 32,

@@ -31,9 +31,9 @@ from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAtte
 from fsdp_trainer.models.config import REFUSED_UNLESS, TRANSFORMERS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.families import FAMILIES, FULL
+from fsdp_trainer.models.from_config.initialize import BLOCK, draw_numbers, initialize_weights
+from fsdp_trainer.models.from_config.resolve import model_problems, resolve_model
 from fsdp_trainer.models.hf.read_architecture import read_architecture, stored_vocabulary
-from fsdp_trainer.models.initialize import BLOCK, draw_numbers, initialize_weights
-from fsdp_trainer.models.resolve import model_problems, resolve_model
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.run.describe import left_out_of_training
 from fsdp_trainer.training.objective import CrossEntropy

@@ -19,7 +19,7 @@ from fsdp_trainer.config.schema import Model
 from fsdp_trainer.data.prepared_data import new_rows
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.resolve import resolve_with_tokenizer
+from fsdp_trainer.models.from_config.resolve import resolve_with_tokenizer
 
 transformers = pytest.importorskip("transformers")
 EMBEDDING = "model.embed_tokens.weight"

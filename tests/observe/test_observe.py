@@ -39,8 +39,8 @@ from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.freeze import choose_trained
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.from_config.freeze import choose_trained
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
 from fsdp_trainer.observe.flops import causal_flops, palm_flops, trained_work
 from fsdp_trainer.observe.metric_groups import group_of

@@ -27,7 +27,7 @@ from fsdp_trainer.config.schema import (
 from fsdp_trainer.models.attention import DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.parallel import memory_check
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.dims import Dims

@@ -10,7 +10,7 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.config.devices import DEVICES
 from fsdp_trainer.config.schema import Model
 from fsdp_trainer.config.verbs import PlanConfig
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.resolve import resolve_model
 from fsdp_trainer.planning.plan.memory import memory
 from fsdp_trainer.planning.plan.messages import busiest_wire
 from fsdp_trainer.planning.plan.plan import make_plan

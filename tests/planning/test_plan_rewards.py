@@ -14,7 +14,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.planning.plan.fsdp_units import KnownModels
 from fsdp_trainer.planning.plan.scoring_models import scoring_models
 from fsdp_trainer.rl.rounds.reward_scores import RewardModel

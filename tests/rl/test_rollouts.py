@@ -23,7 +23,7 @@ from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.policy_gradient import RolloutForwardBackward
 from fsdp_trainer.methods.reference_model import ReferenceModel
-from fsdp_trainer.models.setup import WeightSource
+from fsdp_trainer.models.from_config.setup import WeightSource
 from fsdp_trainer.rl.rollouts.rollout import EpisodeFacts, Rollout, decode_rollouts, encode_rollouts
 from fsdp_trainer.rl.rollouts.sampler import SampledAnswer
 from fsdp_trainer.rl.rounds.answers import (

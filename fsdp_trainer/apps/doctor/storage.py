@@ -32,8 +32,8 @@ from fsdp_trainer.launch.facts import (
     who,
 )
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.from_config.resolve import resolve_model
 from fsdp_trainer.models.hf.new_model import meta_decoder
-from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.parallel.memory_check import CountedModel, checkpoint_bytes
 

@@ -13,7 +13,7 @@ from fsdp_trainer.config.composing.compose import find_file, options
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.optim.footprint import state_bytes

@@ -18,8 +18,8 @@ from fsdp_trainer.data.files.quickstart_data import rows
 from fsdp_trainer.data.prepared_data import build_template, build_tokenizer
 from fsdp_trainer.launch.start import start_ranks
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.initialize import initialize_weights
+from fsdp_trainer.models.from_config.resolve import resolve_model
 
 OTHERS: dict[str, Callable[[QuickstartConfig], int]] = {
     "sums": quickstart_rl,

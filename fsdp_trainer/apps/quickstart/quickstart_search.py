@@ -13,8 +13,8 @@ from fsdp_trainer.config.verbs import QuickstartConfig
 from fsdp_trainer.data.prepared_data import build_tokenizer
 from fsdp_trainer.methods.heads.text_reader import TextReader
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.from_config.initialize import initialize_weights
+from fsdp_trainer.models.from_config.resolve import resolve_model
 
 NAMES = (
     "Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gina", "Hugo", "Iris", "Jon", "Kim", "Leo", "Mia",

@@ -78,7 +78,7 @@ from fsdp_trainer.config.rules.rules_training import (
 )
 from fsdp_trainer.config.schema import SELECTORS, Schedule, Train, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
-from fsdp_trainer.models.resolve import model_problems
+from fsdp_trainer.models.from_config.resolve import model_problems
 
 Rule = Callable[[Any, Report], Violations]
 

@@ -57,7 +57,7 @@ def replicas(cfg: TrainConfig, report: Report) -> Violations:
 def dimensions(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the ranks of a tensor group can split the tokens of a padded row.
 
-    models/resolve.py checks that they divide the model's sizes.
+    models/from_config/resolve.py checks that they divide the model's sizes.
     """
     size = cfg.sharding.tensor
     if size == 1:
@@ -75,7 +75,7 @@ def dimensions(cfg: TrainConfig, report: Report) -> Violations:
 def split_rows(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the ranks that split a row divide its tokens and know its length.
 
-    models/resolve.py checks the model's heads.
+    models/from_config/resolve.py checks the model's heads.
     """
     sharding = cfg.sharding
     row = cfg.batch.seq_len
@@ -105,7 +105,7 @@ def split_rows(cfg: TrainConfig, report: Report) -> Violations:
 def stages(cfg: TrainConfig, report: Report) -> Violations:
     """Check that other settings work with pipeline stages.
 
-    The number of blocks is checked with the model (models/resolve.py), that of micro-batches with
+    The number of blocks is checked with the model (models/from_config/resolve.py), that of micro-batches with
     the number of ranks.
     """
     sharding = cfg.sharding

@@ -5,8 +5,8 @@ import torch
 from fsdp_trainer.config.schema import Adapter, Model
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.adapters.adapters import add_adapters
+from fsdp_trainer.models.from_config.resolve import resolve_model
 from fsdp_trainer.models.hf.new_model import meta_decoder
-from fsdp_trainer.models.resolve import resolve_model
 
 
 def trained_here(model: Model, adapter: Adapter, scores: bool) -> int:

@@ -20,7 +20,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.models.resolve import sharding_problems
+from fsdp_trainer.models.from_config.resolve import sharding_problems
 from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.planning.plan.fsdp_units import KnownModels
 from fsdp_trainer.planning.plan.messages import Message

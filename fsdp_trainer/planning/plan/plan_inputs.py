@@ -29,7 +29,11 @@ from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.folders.other_weights import is_described
 from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
-from fsdp_trainer.models.resolve import resolve_model, sharding_problems, with_trained_head
+from fsdp_trainer.models.from_config.resolve import (
+    resolve_model,
+    sharding_problems,
+    with_trained_head,
+)
 from fsdp_trainer.parallel.memory_check import host_bytes
 from fsdp_trainer.planning.plan.planned_model import IMAGE_SHARE
 

@@ -25,7 +25,7 @@ from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.registry import build_method
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.optim.elementwise import ElementwiseOptimizer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import TorchAdamW, build_optimizer

@@ -15,9 +15,9 @@ from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resol
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit_experts import quantize_weights
-from fsdp_trainer.models.freeze import choose_trained, count_trained
+from fsdp_trainer.models.from_config.freeze import choose_trained, count_trained
+from fsdp_trainer.models.from_config.resolve import block_problems, tensor_problems
 from fsdp_trainer.models.hf.new_model import meta_decoder
-from fsdp_trainer.models.resolve import block_problems, tensor_problems
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
+from fsdp_trainer.methods.classification import LabelMethod
 from fsdp_trainer.methods.distillation import DistillationMethod
-from fsdp_trainer.methods.heads.classification import LabelMethod
-from fsdp_trainer.methods.heads.embedding import EmbeddingMethod
-from fsdp_trainer.methods.heads.reranking import RankingMethod
-from fsdp_trainer.methods.heads.tagging import TagMethod
+from fsdp_trainer.methods.embedding import EmbeddingMethod
 from fsdp_trainer.methods.kto import KtoMethod
 from fsdp_trainer.methods.method import Method
 from fsdp_trainer.methods.policy_gradient import PolicyGradientMethod
 from fsdp_trainer.methods.preferences import PreferenceMethod
+from fsdp_trainer.methods.reranking import RankingMethod
 from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.methods.tagging import TagMethod
 from fsdp_trainer.training.run_setup import RunSetup
 
 CLASSES: dict[str, type[Method]] = {

@@ -18,9 +18,9 @@ from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.methods.heads.labels import labelled
-from fsdp_trainer.methods.heads.text_reader import with_types
+from fsdp_trainer.methods.labels import labelled
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
+from fsdp_trainer.methods.text_reader import with_types
 from fsdp_trainer.models.config import CLASSIFIER, TAGGER, ModelConfig
 from fsdp_trainer.models.from_config.resolve import (
     expert_problems,

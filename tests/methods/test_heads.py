@@ -30,10 +30,10 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.retrieval import read_retrieval
-from fsdp_trainer.methods.heads.classification import ClassMetrics
-from fsdp_trainer.methods.heads.contrast import StepTexts, loss_of_texts
-from fsdp_trainer.methods.heads.labels import SINGLE
-from fsdp_trainer.methods.heads.text_reader import TextReader
+from fsdp_trainer.methods.classification import ClassMetrics
+from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
+from fsdp_trainer.methods.labels import SINGLE
+from fsdp_trainer.methods.text_reader import TextReader
 
 OBJECTIVES = {
     "queries": "embed", "alike": "embed", "lists": "rerank", "tags": "tag", "steps": "tag",

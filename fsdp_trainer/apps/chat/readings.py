@@ -36,8 +36,8 @@ from fsdp_trainer.apps.chat.requests import (
     require_characters,
 )
 from fsdp_trainer.checkpoint.load import endpoint_of
-from fsdp_trainer.methods.heads.labels import MULTI
-from fsdp_trainer.methods.heads.text_reader import TextReader, Tokens
+from fsdp_trainer.methods.labels import MULTI
+from fsdp_trainer.methods.text_reader import TextReader, Tokens
 
 MOST_TOKENS = 300_000
 """Tokens of a request, as in OpenAI's API."""

@@ -71,7 +71,7 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     from fsdp_trainer.apps.chat.readings import ServedReader
     from fsdp_trainer.apps.generate import Speaker, device_of
     from fsdp_trainer.checkpoint.load import whole_config
-    from fsdp_trainer.methods.heads.text_reader import TextReader
+    from fsdp_trainer.methods.text_reader import TextReader
 
     source = Path(str(cfg.source))
     loading = source, device_of(cfg.device), getattr(torch, cfg.dtype), cfg.implementation

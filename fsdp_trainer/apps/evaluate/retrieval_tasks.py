@@ -23,7 +23,7 @@ from fsdp_trainer.evaluation.retrieval import (
     scored_queries,
 )
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer
-from fsdp_trainer.methods.heads.text_reader import TextReader
+from fsdp_trainer.methods.text_reader import TextReader
 from fsdp_trainer.models.config import ModelConfig
 
 

@@ -39,7 +39,7 @@ from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.samples import MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.methods.heads.labels import FEW, counts_by_name, in_words
+from fsdp_trainer.methods.labels import FEW, counts_by_name, in_words
 from fsdp_trainer.models.from_config.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.training.run_length import RunLength

@@ -11,7 +11,7 @@ from fsdp_trainer.apps.quickstart.quickstart_rl import start
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import QuickstartConfig
 from fsdp_trainer.data.prepared_data import build_tokenizer
-from fsdp_trainer.methods.heads.text_reader import TextReader
+from fsdp_trainer.methods.text_reader import TextReader
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.models.from_config.resolve import resolve_model

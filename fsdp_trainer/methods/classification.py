@@ -17,7 +17,7 @@ from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.document_sums import answer_sums, counted_once
-from fsdp_trainer.methods.heads.labels import FEW, MULTI, REGRESSION, SINGLE, in_words, label_values
+from fsdp_trainer.methods.labels import FEW, MULTI, REGRESSION, SINGLE, in_words, label_values
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.config import ModelConfig

@@ -17,9 +17,9 @@ from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.methods.heads.classification import document_numbers
-from fsdp_trainer.methods.heads.embedding import document_vectors
-from fsdp_trainer.methods.heads.labels import MULTI, REGRESSION
+from fsdp_trainer.methods.classification import document_numbers
+from fsdp_trainer.methods.embedding import document_vectors
+from fsdp_trainer.methods.labels import MULTI, REGRESSION
 from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.rewards.model import ROW_TOKENS

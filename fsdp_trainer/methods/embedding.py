@@ -19,10 +19,10 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.methods.contrast import RETRIEVAL, StepTexts, loss_of_texts, retrieval
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.document_sums import answer_sums, counted_once
-from fsdp_trainer.methods.heads.contrast import RETRIEVAL, StepTexts, loss_of_texts, retrieval
-from fsdp_trainer.methods.heads.labels import text_values
+from fsdp_trainer.methods.labels import text_values
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import MicroBatch

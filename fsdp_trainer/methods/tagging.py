@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.methods.document_sums import counted_once
-from fsdp_trainer.methods.heads.classification import (
+from fsdp_trainer.methods.classification import (
     ClassMetrics,
     LabelForwardBackward,
     LabelMethod,
     histogram,
 )
-from fsdp_trainer.methods.heads.labels import token_labels
+from fsdp_trainer.methods.document_sums import counted_once
+from fsdp_trainer.methods.labels import token_labels
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims

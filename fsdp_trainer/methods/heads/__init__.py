@@ -1,1 +1,0 @@
-"""Methods whose head gives texts or tokens numbers: labels, scores, embeddings."""

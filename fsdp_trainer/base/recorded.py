@@ -45,6 +45,16 @@ def marks_of(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
             yield from marks_of(value, (*place, name))
 
 
+def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of every leaf of a nested dictionary, with the keys joined."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            for below, leaf in flat(value, separator):
+                yield f"{key}{separator}{below}", leaf
+        else:
+            yield str(key), value
+
+
 def as_written(value: Any) -> Any:
     """Return a value of the configuration as records show it."""
     if isinstance(value, dict):

@@ -16,7 +16,6 @@ from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
-from fsdp_trainer.methods.document_sums import answer_sums, counted_once
 from fsdp_trainer.methods.labels import FEW, MULTI, REGRESSION, SINGLE, in_words, label_values
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
@@ -25,6 +24,7 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.document_sums import counted_once, document_numbers
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
@@ -33,12 +33,6 @@ MOST_CONFUSED, MOST_CURVES = 30, 64
 """Labels of which confusions are counted, and of which areas under curves are computed, at most."""
 BINS, WIDEST = 600, 15.0
 """Scores from -WIDEST to WIDEST are counted in so many bins."""
-
-
-def document_numbers(scores: Scores, batch: MicroBatch, dims: Dims | None) -> Tensor:
-    """Return the head's numbers for each document, [documents, labels] float64. Collective."""
-    assert scores.numbers is not None
-    return answer_sums(scores.numbers.T, batch, dims).T
 
 
 def wanted_numbers(batch: MicroBatch, width: int) -> Tensor:

@@ -21,13 +21,13 @@ from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.contrast import RETRIEVAL, StepTexts, loss_of_texts, retrieval
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
-from fsdp_trainer.methods.document_sums import answer_sums, counted_once
 from fsdp_trainer.methods.labels import text_values
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.document_sums import counted_once, document_vectors
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.run_setup import RunSetup
@@ -36,14 +36,6 @@ from fsdp_trainer.training.step import ForwardBackward
 GRADIENT, QUERIES = "gradient", "queries"
 """Columns of a micro-batch after the first pass: the gradient of each text's vector, [texts,
 hidden], and of each query its share of the loss, then RETRIEVAL, [queries, 1 + metrics]."""
-
-
-def document_vectors(scores: Scores, batch: MicroBatch, dims: Dims | None) -> Tensor:
-    """Return the mean of each text's states that are read, [texts, hidden] float64. Collective."""
-    assert scores.numbers is not None
-    states = torch.cat([scores.numbers, torch.ones_like(scores.numbers[:, :1])], 1)
-    sums = answer_sums(states.T, batch, dims).T
-    return sums[:, :-1] / sums[:, -1:]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
 from fsdp_trainer.config.schema import Checkpoint
-from fsdp_trainer.methods.document_sums import answer_sums
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.reference_model import (
     REFERENCE_ARCHITECTURE,
@@ -48,6 +47,7 @@ from fsdp_trainer.rl.serving.policy_weights import PolicyWeights
 from fsdp_trainer.rl.serving.server_sampler import find_served
 from fsdp_trainer.training.batches import BatchOptions, StepPlan
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
+from fsdp_trainer.training.document_sums import answer_sums
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward, with_step_token_share

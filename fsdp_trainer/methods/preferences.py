@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
-from fsdp_trainer.methods.document_sums import answer_sums, counted_once
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import ReferenceColumn, RunRows
 from fsdp_trainer.models.adapters.adapters import without_adapters
@@ -27,6 +26,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan
+from fsdp_trainer.training.document_sums import answer_sums, counted_once
 from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward
 

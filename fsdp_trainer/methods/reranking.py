@@ -15,15 +15,15 @@ from fsdp_trainer.data.records.labelled_texts import SCORED
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.methods.classification import document_numbers, wanted_numbers
+from fsdp_trainer.methods.classification import wanted_numbers
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
-from fsdp_trainer.methods.document_sums import counted_once
 from fsdp_trainer.methods.labels import text_scores
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.document_sums import counted_once, document_numbers
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward

@@ -29,7 +29,6 @@ from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.stored_values import REFERENCE, SampleColumns, read_sums, write_sums
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.methods.document_sums import sums_by_document
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.from_config.setup import WeightSource
 from fsdp_trainer.parallel.convert import precompute_float8_scales
@@ -37,6 +36,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.data_source import Order
+from fsdp_trainer.training.document_sums import sums_by_document
 from fsdp_trainer.training.weights import digest_of_weights, fill
 
 

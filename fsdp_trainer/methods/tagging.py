@@ -22,11 +22,11 @@ from fsdp_trainer.methods.classification import (
     LabelMethod,
     histogram,
 )
-from fsdp_trainer.methods.document_sums import counted_once
 from fsdp_trainer.methods.labels import token_labels
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.document_sums import counted_once
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 
 OUTSIDE = "O"

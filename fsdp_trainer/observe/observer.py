@@ -24,7 +24,7 @@ from fsdp_trainer.observe.console import (
 from fsdp_trainer.observe.flops import TrainedWork, causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
-from fsdp_trainer.observe.trackers.tracker_threads import Trackers
+from fsdp_trainer.observe.tracker_threads import Trackers
 
 STEPS_OF_ETA = 50  # the last steps, whose mean time predicts the remaining time
 

@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Any
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.recorded import flat
 
 KEPT_BYTES = 2**26  # unwritten lines of each file that are kept in memory
 STANDBY_LINES = 1000
@@ -263,16 +264,6 @@ def parse(text: str) -> dict[str, Any] | None:
         return json.loads(text) if text.rstrip("\n").endswith("}") else None
     except (ValueError, RecursionError):
         return None
-
-
-def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of every leaf of a nested dictionary, with the keys joined."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            for below, leaf in flat(value, separator):
-                yield f"{key}{separator}{below}", leaf
-        else:
-            yield str(key), value
 
 
 def numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:

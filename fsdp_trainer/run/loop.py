@@ -25,6 +25,7 @@ from fsdp_trainer.training.after_step.sample_prompts import Samples, encode_prom
 from fsdp_trainer.training.after_step.saving import CheckpointManager, CopyCheck
 from fsdp_trainer.training.after_step.state_disk_note import StateDiskNote
 from fsdp_trainer.training.after_step.step_logging import SkipLimit, StepLogging
+from fsdp_trainer.training.after_step.stop_check import StopCheck, assumed_save_seconds
 from fsdp_trainer.training.after_step.task_evaluation import TrainingTasks
 from fsdp_trainer.training.after_step.timetable import Timetable
 from fsdp_trainer.training.after_step.train_state import TrainState
@@ -37,7 +38,6 @@ from fsdp_trainer.training.metrics import MetricWatch
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
-from fsdp_trainer.training.stopping.stop_check import StopCheck, assumed_save_seconds
 from fsdp_trainer.training.trainer import Trainer
 
 

@@ -20,6 +20,7 @@ from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate, warm
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.after_step.step_logging import SkipLimit, StepLogging
+from fsdp_trainer.training.after_step.stop_check import StopCheck
 from fsdp_trainer.training.after_step.stoppable import StoppableWork
 from fsdp_trainer.training.after_step.timetable import AfterStep, Timetable
 from fsdp_trainer.training.compilations import CompilationLog
@@ -30,7 +31,6 @@ from fsdp_trainer.training.groups import SharedSteps
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.stopping.stop import DataLost, Rewind, Stop, StopSignals
-from fsdp_trainer.training.stopping.stop_check import StopCheck
 
 Outcome = tuple[str, int]
 """The reason why training ended, and the exit code."""

@@ -24,7 +24,7 @@ from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.extensions import Tracker
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.observe.records import Records
-from fsdp_trainer.observe.trackers.tracker_threads import Trackers
+from fsdp_trainer.observe.tracker_threads import Trackers
 
 HOW = ["schedule=constant", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9"]
 

@@ -47,7 +47,7 @@ from fsdp_trainer.observe.metric_groups import group_of
 from fsdp_trainer.observe.records import Records, numbers
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
 from fsdp_trainer.observe.terminal import Terminal
-from fsdp_trainer.observe.trackers.tracker_threads import Trackers
+from fsdp_trainer.observe.tracker_threads import Trackers
 from fsdp_trainer.run.run import repeats_steps
 from fsdp_trainer.training.objective import CrossEntropy
 

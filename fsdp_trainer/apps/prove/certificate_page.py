@@ -9,12 +9,11 @@ import jinja2
 
 from fsdp_trainer.apps.prove.certificate_text import amount
 from fsdp_trainer.apps.prove.proof.certificate import Certificate
-from fsdp_trainer.base.recorded import recorded
+from fsdp_trainer.base.recorded import flat, recorded
 from fsdp_trainer.config.paths import CERTIFICATE, run_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.observe.records import flat
 
 
 def write_page(certificate: Certificate, title: str, file: Path) -> None:

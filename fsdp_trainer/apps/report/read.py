@@ -18,11 +18,12 @@ import yaml
 
 from fsdp_trainer.apps.report.columns import PHASES, ROWS, RunColumns
 from fsdp_trainer.apps.report.known_certificate import KnownCertificate, read_certificate
+from fsdp_trainer.base.recorded import flat
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.metric_groups import OWN_METRICS, group_of
-from fsdp_trainer.observe.records import flat, parse
+from fsdp_trainer.observe.records import parse
 
 READ_BYTES = 2**30  # most bytes of all runs' metrics together; of longer files only the end is read
 EVENTS, SAMPLES = 20_000, 200  # the latest that are kept of each run

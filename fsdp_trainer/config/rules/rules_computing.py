@@ -105,7 +105,8 @@ def split_rows(cfg: TrainConfig, report: Report) -> Violations:
 def stages(cfg: TrainConfig, report: Report) -> Violations:
     """Check that other settings work with pipeline stages.
 
-    The number of blocks is checked with the model (models/from_config/resolve.py), that of micro-batches with
+    The number of blocks is checked with the model (models/from_config/resolve.py), that of
+    micro-batches with
     the number of ranks.
     """
     sharding = cfg.sharding

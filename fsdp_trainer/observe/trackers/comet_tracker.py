@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from fsdp_trainer.base.recorded import flat
 from fsdp_trainer.extensions import TrackedRun, Tracker
-from fsdp_trainer.observe.records import flat
 
 
 class Comet(Tracker):

@@ -1,4 +1,4 @@
-"""The reward `model`: a reward model scores answers. methods/reward_scores.py loads the model."""
+"""The reward `model`: a reward model scores answers. rl/rounds/reward_scores.py loads the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

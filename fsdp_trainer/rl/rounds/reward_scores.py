@@ -13,10 +13,10 @@ from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
-from fsdp_trainer.methods.text_reader import numbers_of_texts
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.rewards.model import ModelReward
 from fsdp_trainer.rl.rewards.reward import Reward
+from fsdp_trainer.training.read_texts import numbers_of_texts
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from fsdp_trainer.base import phases
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.after_step.step_logging import StepLogging
+from fsdp_trainer.training.after_step.stop_check import StopCheck
 from fsdp_trainer.training.after_step.timetable import Timetable
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.step import ForwardBackward
-from fsdp_trainer.training.stopping.stop_check import StopCheck
 
 Computed = TypeVar("Computed")
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Scores
 from fsdp_trainer.parallel.dims import Dims
 
 
@@ -57,3 +58,17 @@ def counted_once(value: Tensor, dims: Dims | None) -> Tensor:
     A sum over ranks then counts it once. Its gradient is kept on all of them.
     """
     return value if dims is None or dims.is_first_of_context else value - value.detach()
+
+
+def document_numbers(scores: Scores, batch: MicroBatch, dims: Dims | None) -> Tensor:
+    """Return the head's numbers for each document, [documents, labels] float64. Collective."""
+    assert scores.numbers is not None
+    return answer_sums(scores.numbers.T, batch, dims).T
+
+
+def document_vectors(scores: Scores, batch: MicroBatch, dims: Dims | None) -> Tensor:
+    """Return the mean of each text's states that are read, [texts, hidden] float64. Collective."""
+    assert scores.numbers is not None
+    states = torch.cat([scores.numbers, torch.ones_like(scores.numbers[:, :1])], 1)
+    sums = answer_sums(states.T, batch, dims).T
+    return sums[:, :-1] / sums[:, -1:]

@@ -11,13 +11,14 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
+from fsdp_trainer.base.recorded import flat
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.extensions import TrackedRun
 from fsdp_trainer.observe.metric_groups import OWN_METRICS, tracked_name
-from fsdp_trainer.observe.records import flat, numbers, whole_lines
+from fsdp_trainer.observe.records import numbers, whole_lines
+from fsdp_trainer.observe.tracked_steps import CONTINUES, TrackedSteps, tracked_run
 from fsdp_trainer.observe.trackers.known_trackers import chosen_trackers, open_tracker
-from fsdp_trainer.observe.trackers.tracked_steps import CONTINUES, TrackedSteps, tracked_run
 
 WAITING = 20_000  # lines that wait in memory; further ones are read back from metrics.jsonl
 CLOSE_SECONDS = 60.0  # for sending the remaining lines at the end of a finished run

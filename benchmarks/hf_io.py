@@ -35,8 +35,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import arguments, finish, in_turn, inverse, ratio, run_ranks, spread
-from fsdp_trainer.checkpoint.export import export_checkpoint
-from fsdp_trainer.checkpoint.formats.huggingface import import_weights
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
+from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.launch.world import connect, join

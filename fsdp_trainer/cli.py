@@ -53,7 +53,7 @@ VERBS = {
     "launch-files": Verb(
         "fsdp_trainer.apps.launch_files.launch_files:launch_files", ("words",), inputs=False
     ),
-    "export": Verb("fsdp_trainer.checkpoint.export_verb:export"),
+    "export": Verb("fsdp_trainer.checkpoint.exports.verb:export"),
     "convert": Verb("fsdp_trainer.interop.convert.verb:convert_verb"),
     "verify": Verb("fsdp_trainer.apps.verify:verify"),
     "prove": Verb("fsdp_trainer.apps.prove.verb:prove", ("words",)),

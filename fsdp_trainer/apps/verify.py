@@ -19,15 +19,15 @@ from fsdp_trainer.checkpoint.atomic_files import (
     newest_undamaged,
     read_manifest,
 )
-from fsdp_trainer.checkpoint.description import require_safe_for_others
 from fsdp_trainer.checkpoint.digest import weights_digest
-from fsdp_trainer.checkpoint.formats.huggingface import check_tensors, stored_tensors, tensor_parts
+from fsdp_trainer.checkpoint.formats.description import require_safe_for_others
 from fsdp_trainer.checkpoint.frozen_weights import (
     base_folder,
     kept_in_four_bits,
     model_config,
     require_unchanged,
 )
+from fsdp_trainer.checkpoint.huggingface import check_tensors, stored_tensors, tensor_parts
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.checkpoint.origin import read_origin
 from fsdp_trainer.config.paths import (

@@ -21,7 +21,7 @@ from fsdp_trainer.base.distributed import (
 from fsdp_trainer.checkpoint.adapters.adapter_import import adapted_model, peft_adapter
 from fsdp_trainer.checkpoint.adapters.merge import merged
 from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, encoded
-from fsdp_trainer.checkpoint.formats.huggingface import parameters_on_disk, read_parameters
+from fsdp_trainer.checkpoint.formats.stored_tensors import StoredTensors
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
     as_tensor,
@@ -30,10 +30,10 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     piece_bytes,
     row_ranges,
 )
+from fsdp_trainer.checkpoint.huggingface import parameters_on_disk, read_parameters
 from fsdp_trainer.checkpoint.origin import read_origin, refuse_merging_twice
 from fsdp_trainer.checkpoint.state import WEIGHTS, plain
 from fsdp_trainer.checkpoint.store import PROGRESS, load, read_progress
-from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,

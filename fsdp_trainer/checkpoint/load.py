@@ -6,7 +6,6 @@ import torch
 
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.atomic_files import require_undamaged
-from fsdp_trainer.checkpoint.formats.huggingface import read_parameters
 from fsdp_trainer.checkpoint.frozen_weights import (
     load_weights,
     model_config,
@@ -15,6 +14,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     require_unchanged_on_ranks,
     weights_on_disk,
 )
+from fsdp_trainer.checkpoint.huggingface import read_parameters
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import AUTO, ModelConfig

@@ -35,7 +35,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.base.torch_private import storage_info
-from fsdp_trainer.checkpoint.description import TENSORS, as_json
+from fsdp_trainer.checkpoint.formats.description import TENSORS, as_json
 from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes, as_tensor, grouped, write
 from fsdp_trainer.checkpoint.linked_files import LinkedPlace
 from fsdp_trainer.interop.folders.other_weights import METADATA

@@ -40,7 +40,7 @@ from fsdp_trainer.checkpoint.atomic_files import (
     unfinished,
     write_durably,
 )
-from fsdp_trainer.checkpoint.description import Description, read_description
+from fsdp_trainer.checkpoint.formats.description import Description, read_description
 from fsdp_trainer.checkpoint.linked_files import LinkedFiles, link
 from fsdp_trainer.checkpoint.shards import ShardWriter, linked_file_of, write_file
 from fsdp_trainer.checkpoint.state import parameter_of

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_trainer.base.folders import is_possible
-from fsdp_trainer.checkpoint.formats.huggingface import (
-    NOT_LANGUAGE,
-    check_tensors,
-    read_headers,
-    stored_tensors,
-)
+from fsdp_trainer.checkpoint.formats.headers import NOT_LANGUAGE, read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     DTYPES,
     Chunk,
@@ -25,6 +20,7 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
 )
 from fsdp_trainer.checkpoint.frozen_weights import base_folder, folder_of
+from fsdp_trainer.checkpoint.huggingface import check_tensors, stored_tensors
 from fsdp_trainer.checkpoint.store import PROGRESS, read_progress
 from fsdp_trainer.config.paths import (
     checkpoint_configuration,

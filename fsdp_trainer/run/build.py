@@ -14,6 +14,11 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     base_of_resumed_run,
     base_to_resume,
 )
+from fsdp_trainer.checkpoint.other_states import (
+    OtherStates,
+    load_states,
+    read_states,
+)
 from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.checkpoint.unread_tensors import Unread, unread_beside
@@ -32,11 +37,6 @@ from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.data.tokens.tokenize_workers import cores
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.interop.weights.optimizer_states import (
-    OtherStates,
-    load_states,
-    read_states,
-)
 from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.method import Method, StepParts

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.checkpoint.other_states import OtherStates
 from fsdp_trainer.checkpoint.unread_tensors import Unread
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.context_methods import ContextChoice
@@ -16,7 +17,6 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.schema import Launch, Optim, Precision
 from fsdp_trainer.data.prepared_data import lossy, new_rows, other_size, renumbered
-from fsdp_trainer.interop.weights.optimizer_states import OtherStates
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.adapters.expert_adapters import adapted_experts

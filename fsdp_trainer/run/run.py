@@ -19,8 +19,8 @@ from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.base.process import STOPPED, freed_memory_stays, pid_namespace
 from fsdp_trainer.base.recorded import recorded
-from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
-from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
+from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint, is_export_of
 from fsdp_trainer.checkpoint.frozen_weights import read_base
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.durations import parse_duration

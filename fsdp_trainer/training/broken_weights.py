@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.distributed import gather, local_part
-from fsdp_trainer.checkpoint.formats.huggingface import stored_tensors
+from fsdp_trainer.checkpoint.huggingface import stored_tensors
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.decoder import Decoder
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import run_on_all_ranks
-from fsdp_trainer.checkpoint.formats.huggingface import import_weights, read_parameters
+from fsdp_trainer.checkpoint.formats.stored_tensors import StoredTensors
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.checkpoint.frozen_weights import (
     Base,
@@ -25,6 +25,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     weights_on_disk,
     with_default,
 )
+from fsdp_trainer.checkpoint.huggingface import import_weights, read_parameters
 from fsdp_trainer.checkpoint.state import (
     WEIGHTS,
     optimizer_state,
@@ -32,7 +33,6 @@ from fsdp_trainer.checkpoint.state import (
     stored_weights,
 )
 from fsdp_trainer.checkpoint.store import read_progress, require_whole
-from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE

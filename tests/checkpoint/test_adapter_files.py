@@ -17,7 +17,7 @@ from world import command, verify
 from zoo import HF, make_folder
 
 from fsdp_trainer.apps.verify import with_variables
-from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.errors import UserError
 

@@ -29,8 +29,8 @@ from fsdp_trainer.checkpoint.atomic_files import (
     read_manifest,
     replaced,
 )
-from fsdp_trainer.checkpoint.description import read_description
 from fsdp_trainer.checkpoint.digest import weights_digest
+from fsdp_trainer.checkpoint.formats.description import read_description
 from fsdp_trainer.checkpoint.frozen_weights import read_base
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.shards import host_memory

@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp_trainer import load_model
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.checkpoint.digest import weights_digest
-from fsdp_trainer.checkpoint.export import export_checkpoint
-from fsdp_trainer.checkpoint.formats.huggingface import import_weights
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
+from fsdp_trainer.checkpoint.formats.stored_tensors import StoredTensors
+from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.checkpoint.state import weights
 from fsdp_trainer.checkpoint.store import CheckpointStore
-from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig

@@ -14,13 +14,13 @@ from stored import assert_byte_equal, tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from zoo import make_folder
 
-from fsdp_trainer.checkpoint.formats.gguf_file import REGEXES
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.word_cache import QWEN
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders import gguf_header
 from fsdp_trainer.interop.folders.gguf_description import described_by_gguf
+from fsdp_trainer.interop.weights.gguf_file import REGEXES
 
 TEXTS = ["Hello there, 12345 world!", "  two  spaces\n\nand lines", "naïve café 東京 ½"]
 SAMPLE = [" ".join(["the cat sat on the mat and it's 123 times there"] * 5), *TEXTS] * 3

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from stored import assert_byte_equal, checkpoint, newest, tensors
 
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
-from fsdp_trainer.interop.weights.optimizer_states import read_states
+from fsdp_trainer.checkpoint.other_states import read_states
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 transformers = pytest.importorskip("transformers")

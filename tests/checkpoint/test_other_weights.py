@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from zoo import HF, LLAMA3, make_folder
 
 from fsdp_trainer.base.torch_private import storage_info
-from fsdp_trainer.checkpoint.export_other import _feed_forward
+from fsdp_trainer.checkpoint.exports.other_tools import _feed_forward
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.interop.folders.other_weights import described_by_meta
 

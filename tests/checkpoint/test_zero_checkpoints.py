@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from stored import assert_byte_equal
 
 from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.checkpoint.other_states import read_states
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import zero_folder
-from fsdp_trainer.interop.weights.optimizer_states import read_states
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 WRITTEN = REPO / "tests" / "checkpoint" / "zero_checkpoints"

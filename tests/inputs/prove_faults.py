@@ -185,7 +185,7 @@ def write_folders(out: Path) -> None:
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    from fsdp_trainer.checkpoint.compressed_export import write_compressed
+    from fsdp_trainer.checkpoint.exports.compressed_export import write_compressed
 
     ends = json.dumps({"eos_token_id": [258, 256]})
     for name, size in (("base", "1GB"), ("shards", "50KB")):

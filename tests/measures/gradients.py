@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdp_trainer.checkpoint.formats.huggingface import tensor_parts
+from fsdp_trainer.checkpoint.huggingface import tensor_parts
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.training.objective import CrossEntropy

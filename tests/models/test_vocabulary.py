@@ -13,7 +13,7 @@ from zoo import HF, make_folder
 
 import fsdp_trainer
 from fsdp_trainer.checkpoint.digest import weights_digest
-from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
+from fsdp_trainer.checkpoint.formats.stored_tensors import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint
 from fsdp_trainer.config.schema import Model
 from fsdp_trainer.data.prepared_data import new_rows

@@ -41,7 +41,7 @@ ALLOWED = {
     ("checkpoint/formats/inert_pickles.py", "pickle._Unpickler"): "stand-ins for all names",
     ("checkpoint/store.py", "torch.distributed.checkpoint.load"): "plans and tensors alone",
     ("checkpoint/store.py", "torch.distributed.checkpoint.FileSystemReader"): "has a description",
-    ("checkpoint/stored_tensors.py", "torch.load"): WEIGHTS_ONLY,
+    ("checkpoint/formats/stored_tensors.py", "torch.load"): WEIGHTS_ONLY,
     ("base/torch_private.py", "torch.load"): WEIGHTS_ONLY,
     ("data/store/mapped_arrays.py", "numpy.load"): NO_PICKLES,
     ("data/store/stored_values.py", "numpy.load"): NO_PICKLES,

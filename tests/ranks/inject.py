@@ -82,7 +82,7 @@ POINTS = {
     "checksum": "fsdp_trainer.checkpoint.atomic_files:checksum",
     "commit": "fsdp_trainer.checkpoint.atomic_files:commit",
     "export_write": "fsdp_trainer.checkpoint.formats.safetensors_file:write",
-    "export_threads": "fsdp_trainer.checkpoint.export:in_threads",
+    "export_threads": "fsdp_trainer.checkpoint.exports.hf_folder:in_threads",
     # records and trackers
     "records_write": "fsdp_trainer.observe.records:Records.write",
     "event": "fsdp_trainer.observe.records:Records.event",

@@ -6,8 +6,9 @@ import torch
 
 from fsdp_trainer.checkpoint.adapters.expert_tensors import OurB
 from fsdp_trainer.checkpoint.formats.derived import Columns, PartCache, Stacked, rows_of, stack_of
-from fsdp_trainer.checkpoint.formats.huggingface import DTYPES, read_header, stacked
-from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor, TensorOnDisk
+from fsdp_trainer.checkpoint.formats.headers import read_header
+from fsdp_trainer.checkpoint.formats.placed_tensors import stacked
+from fsdp_trainer.checkpoint.formats.tensor_files import DTYPES, HuggingFaceTensor, TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters.adapter_targets import model_layout

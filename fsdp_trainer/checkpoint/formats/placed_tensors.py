@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_trainer.base.matrix_rows import matrix_rows
-from fsdp_trainer.checkpoint.formats.derived import transposed
+from fsdp_trainer.checkpoint.formats.derived import SomeRows, stack_of, transposed
 from fsdp_trainer.checkpoint.formats.tensor_files import DTYPES, Chunk, TensorOnDisk, dtype_name
 from fsdp_trainer.errors import Problem, UserError
 
@@ -127,3 +127,20 @@ def as_exported(model: Any, sources: Mapping[str, TensorOnDisk]) -> dict[str, Te
     """Return each weight by name as an export holds it."""
     turned = getattr(model, "transposed_weights", ())
     return {n: transposed(source) if n in turned else source for n, source in sources.items()}
+
+
+def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
+    """Return matrices of one shape as one tensor, [matrices, rows, columns].
+
+    Raises UserError if their number formats differ.
+    """
+    dtype = one_dtype(name, matrices)
+    if any(isinstance(matrix, SomeRows) for matrix in matrices):
+        return stack_of(matrices)
+    shape = (len(matrices), *matrices[0].shape)
+    chunks = [
+        Chunk(chunk.file, chunk.offset, (slice(i, i + 1), *chunk.part))
+        for i, matrix in enumerate(matrices)
+        for chunk in matrix.chunks
+    ]
+    return TensorOnDisk(dtype, shape, chunks)

@@ -8,8 +8,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.formats.huggingface import DTYPES
-from fsdp_trainer.checkpoint.formats.tensor_files import StoredBytes, TensorOnDisk, as_tensor, write
+from fsdp_trainer.checkpoint.formats.tensor_files import (
+    DTYPES,
+    StoredBytes,
+    TensorOnDisk,
+    as_tensor,
+    write,
+)
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},

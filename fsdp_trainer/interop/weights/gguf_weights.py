@@ -119,7 +119,7 @@ def _require_decoder(stored: GgufTensor) -> None:
 
 def _require_factors(stored: GgufTensor, config: ModelConfig) -> None:
     """Raise UserError unless the divisors of frequencies are those of the configuration."""
-    from fsdp_trainer.checkpoint.formats.gguf_file import rope_factors
+    from fsdp_trainer.interop.weights.gguf_file import rope_factors
 
     expected = next(rope_factors(config), np.empty(0))
     is_same = stored.kind.name == "F32" and stored.shape == expected.shape

@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.checkpoint.description import described_by_torch
-from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
+from fsdp_trainer.checkpoint.formats.description import described_by_torch
+from fsdp_trainer.checkpoint.formats.stored_tensors import StoredTensors
 from fsdp_trainer.interop.folders.other_weights import sharded_folder
 from fsdp_trainer.interop.weights.foreign_states import (
     MOMENTS,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.web import RequestFailed
-from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
-from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.checkpoint.state import weights
 from fsdp_trainer.checkpoint.store import CheckpointStore

@@ -22,7 +22,7 @@ from fsdp_trainer.apps.prove.proof.export_forms import (
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
 from fsdp_trainer.apps.prove.proof.twin_losses import documents
 from fsdp_trainer.apps.verify import peft_model
-from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.errors import UserError
 
@@ -126,7 +126,7 @@ def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
 
 def gguf(original: Original, is_adapter: bool) -> Iterator[Checked]:
     """Compare a GGUF file in float32, read back."""
-    from fsdp_trainer.checkpoint.formats.gguf_file import write_gguf
+    from fsdp_trainer.interop.weights.gguf_file import write_gguf
 
     file = original.folder / "gguf" / "model.gguf"
     file.parent.mkdir()
@@ -138,7 +138,7 @@ def gguf(original: Original, is_adapter: bool) -> Iterator[Checked]:
 
 def compressed(original: Original, is_adapter: bool) -> Iterator[Checked]:
     """Compare each number of an export in 8 bits, as vLLM decodes it: an integer and its scale."""
-    from fsdp_trainer.checkpoint.compressed_export import write_compressed
+    from fsdp_trainer.checkpoint.exports.compressed_export import write_compressed
 
     folder = original.folder / "compressed"
     folder.mkdir()

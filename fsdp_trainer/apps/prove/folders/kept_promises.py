@@ -10,7 +10,7 @@ from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
 from fsdp_trainer.apps.prove.proof.promises import broken_promises, number_in, text_part
 from fsdp_trainer.base.json_files import read_object
-from fsdp_trainer.checkpoint.formats.huggingface import read_headers
+from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.config.paths import has_tokenizer, tokenizer_folder
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import load_template

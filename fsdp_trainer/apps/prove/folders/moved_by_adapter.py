@@ -8,7 +8,7 @@ from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.adapters.adapter_import import peft_adapter
-from fsdp_trainer.checkpoint.formats.huggingface import read_header
+from fsdp_trainer.checkpoint.formats.headers import read_header
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor
 from fsdp_trainer.checkpoint.frozen_weights import require_unchanged
 from fsdp_trainer.checkpoint.origin import read_origin

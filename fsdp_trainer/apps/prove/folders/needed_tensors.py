@@ -4,14 +4,10 @@ from collections.abc import Iterator
 
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, counted_wrong
-from fsdp_trainer.checkpoint.formats.huggingface import (
-    TIED_HEAD,
-    read_headers,
-    tensor_parts,
-    tensor_shapes,
-)
+from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor
 from fsdp_trainer.checkpoint.frozen_weights import weights_on_disk
+from fsdp_trainer.checkpoint.huggingface import TIED_HEAD, tensor_parts, tensor_shapes
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.hf.new_model import meta_decoder
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
-from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder

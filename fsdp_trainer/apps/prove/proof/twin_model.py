@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
-from fsdp_trainer.checkpoint.formats.huggingface import SINGLE, tensor_parts, tensor_shapes
+from fsdp_trainer.checkpoint.formats.headers import SINGLE
+from fsdp_trainer.checkpoint.huggingface import tensor_parts, tensor_shapes
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.new_model import meta_decoder

@@ -6,9 +6,9 @@ from tempfile import TemporaryDirectory
 
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import safe
-from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
-from fsdp_trainer.checkpoint.export import exportable
-from fsdp_trainer.checkpoint.export_other import as_folder
+from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.exports.hf_folder import exportable
+from fsdp_trainer.checkpoint.exports.other_tools import as_folder
 from fsdp_trainer.config.paths import is_adapter
 from fsdp_trainer.config.verbs import GGUF_NUMBERS, ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -24,7 +24,7 @@ def export_gguf(cfg: ExportConfig) -> int:
         reason = "needs the package of llama.cpp's authors:  pip install 'fsdp_trainer[gguf]'"
         raise UserError("GGUF cannot be written", [Problem("form=gguf", reason)])
     # an optional package
-    from fsdp_trainer.checkpoint.formats.gguf_file import write_gguf
+    from fsdp_trainer.interop.weights.gguf_file import write_gguf
 
     source, out = Path(str(cfg.source)).expanduser(), Path(str(cfg.out)).expanduser()
     require_new_file(out)
@@ -46,7 +46,7 @@ def export_gguf(cfg: ExportConfig) -> int:
 def export_gguf_adapter(cfg: ExportConfig, source: Path, out: Path) -> int:
     """Write the adapter of a run, a checkpoint or a PEFT folder; return the exit code."""
     # an optional package
-    from fsdp_trainer.checkpoint.formats.gguf_adapter import write_gguf_adapter
+    from fsdp_trainer.interop.weights.gguf_adapter import write_gguf_adapter
 
     numbers = SAME.get(cfg.dtype or "f32", cfg.dtype or "f32")
     if numbers == "q8_0":

@@ -19,10 +19,10 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from safetensors import safe_open
 
-from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
 from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
+from fsdp_trainer.interop.weights.gguf_models import MODELS
 from fsdp_trainer.interop.weights.tensor_names import GGUF, is_norm
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_unread

@@ -16,13 +16,8 @@ from fsdp_trainer.checkpoint.atomic_files import (
     require_undamaged,
     write_json,
 )
-from fsdp_trainer.checkpoint.formats.huggingface import (
-    INDEX,
-    SINGLE,
-    TensorPart,
-    tensor_parts,
-    tensor_shapes,
-)
+from fsdp_trainer.checkpoint.exports.model_card import write_model_card
+from fsdp_trainer.checkpoint.formats.headers import INDEX, SINGLE
 from fsdp_trainer.checkpoint.formats.placed_tensors import as_exported
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
@@ -41,7 +36,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     require_unchanged,
     weights_on_disk,
 )
-from fsdp_trainer.checkpoint.model_card import write_model_card
+from fsdp_trainer.checkpoint.huggingface import TensorPart, tensor_parts, tensor_shapes
 from fsdp_trainer.checkpoint.origin import ORIGIN, identity, merged_into, origin, read_origin
 from fsdp_trainer.checkpoint.sentence_files import MODULES
 from fsdp_trainer.checkpoint.unread_tensors import Carried, carry, notes_on

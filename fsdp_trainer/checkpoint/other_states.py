@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.distributed import run_on_all_ranks
-from fsdp_trainer.checkpoint.formats.huggingface import (
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
+from fsdp_trainer.checkpoint.huggingface import (
     check_tensors,
     parameters_of,
     read_tensors,
     tensor_parts,
 )
-from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.checkpoint.state import (
     OPTIMIZER,
     optimizer_state,

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
-from fsdp_trainer.checkpoint.export_other import as_folder
-from fsdp_trainer.checkpoint.formats.huggingface import INDEX
+from fsdp_trainer.checkpoint.exports.other_tools import as_folder
+from fsdp_trainer.checkpoint.formats.headers import INDEX
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError

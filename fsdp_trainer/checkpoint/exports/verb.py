@@ -4,11 +4,11 @@ from pathlib import Path
 
 from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.base.safe_text import safe
-from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
-from fsdp_trainer.checkpoint.compressed_export import export_compressed
-from fsdp_trainer.checkpoint.export import export_checkpoint, exportable
-from fsdp_trainer.checkpoint.export_other import WRITERS, export_other
-from fsdp_trainer.checkpoint.gguf_export import export_gguf, require_number_format
+from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.exports.compressed_export import export_compressed
+from fsdp_trainer.checkpoint.exports.gguf_export import export_gguf, require_number_format
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint, exportable
+from fsdp_trainer.checkpoint.exports.other_tools import WRITERS, export_other
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError

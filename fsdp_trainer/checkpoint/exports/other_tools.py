@@ -28,8 +28,8 @@ from fsdp_trainer.checkpoint.atomic_files import (
     require_undamaged,
     write_json,
 )
-from fsdp_trainer.checkpoint.export import export_checkpoint
-from fsdp_trainer.checkpoint.formats.huggingface import read_headers
+from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
+from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.paths import is_adapter, is_whole_model

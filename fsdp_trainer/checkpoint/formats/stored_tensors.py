@@ -10,7 +10,7 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 
 from fsdp_trainer.base.torch_private import bounded_copies, numbers_in
-from fsdp_trainer.checkpoint.description import Description, StoredPart, read_description
+from fsdp_trainer.checkpoint.formats.description import Description, StoredPart, read_description
 from fsdp_trainer.checkpoint.formats.inert_pickles import plain_tensor
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_number
 from fsdp_trainer.errors import Problem, UserError

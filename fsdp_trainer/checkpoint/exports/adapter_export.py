@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.adapters.expert_export import (
+from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
+from fsdp_trainer.checkpoint.exports.expert_export import (
     EXPERT_FORMS,
     PeftExperts,
     trained_experts,
 )
-from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
+from fsdp_trainer.checkpoint.exports.model_card import write_model_card
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
@@ -33,7 +34,6 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     unmerged_weights,
     weights_on_disk,
 )
-from fsdp_trainer.checkpoint.model_card import write_model_card
 from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, MANIFEST
 from fsdp_trainer.errors import Problem, UserError

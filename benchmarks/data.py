@@ -47,11 +47,11 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import RowOrder
-from fsdp_trainer.data.store.token_cache import prepare
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.token_store import COLUMNS, StoreWriter, TokenStore
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import Sample
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.training.batches import Batches
@@ -152,10 +152,10 @@ def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, 
 
 def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
     """Prepare a file with `datasets`, as `ours` does; return figures_of it."""
-    from datasets import (
+    from datasets import (  # imported late: slow, and not needed by the other ways
         disable_progress_bars,
         load_dataset,
-    )  # imported late: slow, and not needed by the other ways
+    )
     from transformers import PreTrainedTokenizerFast
 
     disable_progress_bars()

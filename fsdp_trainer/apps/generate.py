@@ -19,9 +19,10 @@ from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.images import images_in, images_of, with_column
 from fsdp_trainer.data.store.findings import ImageWarnings
-from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.decoding import Decoding

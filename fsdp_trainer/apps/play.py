@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
+from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.rl.environments.known_environments import find_environment
 from fsdp_trainer.rl.rollouts.episode import Episode

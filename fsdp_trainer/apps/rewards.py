@@ -14,8 +14,8 @@ from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.config.verbs import RewardsConfig
 from fsdp_trainer.data.files.sources import Problems, find_sources
 from fsdp_trainer.data.prepared_data import build_tokenizer, cache_root
-from fsdp_trainer.data.records.questions import DataQuestion, read_questions
 from fsdp_trainer.data.store.component_store import Reporter
+from fsdp_trainer.data.tokens.questions import DataQuestion, read_questions
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.rl.rewards.model import ModelReward

@@ -41,10 +41,10 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import VerifyConfig
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.images.sample_images import ImageReader
-from fsdp_trainer.data.store.token_cache import prepare
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.prompt_images import PromptImages, packed_images
 from fsdp_trainer.models.decoder import Decoder

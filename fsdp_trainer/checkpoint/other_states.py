@@ -21,12 +21,7 @@ from fsdp_trainer.checkpoint.state import (
 )
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.folders.other_states import place_of_states
-from fsdp_trainer.interop.weights.foreign_states import (
-    MOMENTS,
-    STEP,
-    StatesByName,
-    unusable_states,
-)
+from fsdp_trainer.interop.weights.foreign_states import MOMENTS, STEP, StatesByName, unusable_states
 from fsdp_trainer.interop.weights.foreign_tensors import ForeignTensor
 from fsdp_trainer.interop.weights.sharded_state import sharded_states
 from fsdp_trainer.interop.weights.torch_files import torch_states

@@ -11,17 +11,19 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
 from fsdp_trainer.config.schema import Data, Model, Run, Tokenizer, TrainConfig
 from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig
+from fsdp_trainer.data.data_statistics import left_out, length_for_most, lost_share
 from fsdp_trainer.data.files.sources import lines_on_folders
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.prepared import Prepared, prepare
 from fsdp_trainer.data.records import preference_records
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
-from fsdp_trainer.data.store.data_statistics import left_out, length_for_most, lost_share
 from fsdp_trainer.data.store.findings import Finding, ImageWarnings
-from fsdp_trainer.data.store.token_cache import Prepared, Reporter, prepare
+from fsdp_trainer.data.store.token_cache import Reporter
 from fsdp_trainer.data.stream.row_stream import stream_data
-from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import reads_images
 

@@ -17,10 +17,10 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Data, Evaluation
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.data.files.sources import Problems, find_sources
-from fsdp_trainer.data.records.questions import read_questions
 from fsdp_trainer.data.templates.chat_template import Template
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
+from fsdp_trainer.data.tokens.questions import read_questions
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import Scorer
 from fsdp_trainer.generation.sampling import Sampling

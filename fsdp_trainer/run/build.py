@@ -14,28 +14,19 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     base_of_resumed_run,
     base_to_resume,
 )
-from fsdp_trainer.checkpoint.other_states import (
-    OtherStates,
-    load_states,
-    read_states,
-)
+from fsdp_trainer.checkpoint.other_states import OtherStates, load_states, read_states
 from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.checkpoint.unread_tensors import Unread, unread_beside
 from fsdp_trainer.config.context_methods import ContextChoice, context_method
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.paths import (
-    checkpoint_configuration,
-    compile_cache,
-    model_folder,
-    step_of,
-)
+from fsdp_trainer.config.paths import checkpoint_configuration, compile_cache, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
+from fsdp_trainer.data.store.tokenize_workers import cores
 from fsdp_trainer.data.stream.row_stream import StreamedData
-from fsdp_trainer.data.tokens.tokenize_workers import cores
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
@@ -63,12 +54,7 @@ from fsdp_trainer.run.describe import describe, lines_on_states
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
 from fsdp_trainer.run.mirrored import Mirror
 from fsdp_trainer.run.offload_states import offload_states
-from fsdp_trainer.run.resume import (
-    check_unchanged,
-    find_start,
-    resume_data,
-    warm_up_of_checkpoint,
-)
+from fsdp_trainer.run.resume import check_unchanged, find_start, resume_data, warm_up_of_checkpoint
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.attention_setup import choose_attention
 from fsdp_trainer.training.batches import BatchOptions

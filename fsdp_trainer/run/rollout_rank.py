@@ -19,13 +19,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.rl.rounds.rank_rounds import (
-    SentWork,
-    go_key,
-    ready_key,
-    result_key,
-    work_key,
-)
+from fsdp_trainer.rl.rounds.rank_rounds import SentWork, go_key, ready_key, result_key, work_key
 from fsdp_trainer.rl.rounds.round_makers import RoundMakers
 from fsdp_trainer.rl.rounds.rounds import RoundMaker, RoundResult
 from fsdp_trainer.rl.serving.weight_transfer import receive_weights

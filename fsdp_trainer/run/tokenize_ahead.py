@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from fsdp_trainer.config.verbs import PrepareConfig
+from fsdp_trainer.data.data_statistics import summary_lines
+from fsdp_trainer.data.prepared import Prepared, prepare
 from fsdp_trainer.data.prepared_data import (
     build_template,
     build_tokenizer,
@@ -15,8 +17,7 @@ from fsdp_trainer.data.prepared_data import (
     kind_of_data,
 )
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
-from fsdp_trainer.data.store.data_statistics import summary_lines
-from fsdp_trainer.data.store.token_cache import Prepared, Reporter, component_stores, prepare
+from fsdp_trainer.data.store.token_cache import Reporter, component_stores
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.run.write_prepared import require_form, write_prepared

@@ -9,10 +9,10 @@ from fsdp_trainer.checkpoint.atomic_files import complete_folder
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import PrepareConfig
-from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.store.tokenize_tasks import TRAIN
 from fsdp_trainer.data.token_files.write_token_files import WRITERS
-from fsdp_trainer.data.tokens.tokenize_tasks import TRAIN
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 

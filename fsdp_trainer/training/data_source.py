@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.data_statistics import summary_lines
 from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.order.mixture import Mixture
-from fsdp_trainer.data.store.data_statistics import summary_lines
-from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport

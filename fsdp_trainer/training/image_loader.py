@@ -17,7 +17,7 @@ from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
 from fsdp_trainer.data.images.sample_images import SampleImage, load_image
 from fsdp_trainer.data.order.row_order import Rows
-from fsdp_trainer.data.tokens.tokenize_workers import Report, WorkerPool
+from fsdp_trainer.data.store.tokenize_workers import Report, WorkerPool
 from fsdp_trainer.models.decoder import AXES, ImageInputs
 
 Arrays = dict[str, np.ndarray]

@@ -20,9 +20,9 @@ from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.data_statistics import warning_lines
 from fsdp_trainer.data.order.row_order import Rows
-from fsdp_trainer.data.store.data_statistics import warning_lines
-from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.stream.row_stream import START, Cursor, StreamedData, StreamedRow, place_of
 from fsdp_trainer.data.stream.stream_readers import Readers, WorkerReaders
 from fsdp_trainer.errors import Stopped

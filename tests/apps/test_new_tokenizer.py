@@ -13,8 +13,9 @@ from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import find_sources
 from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.data.templates.chat_template import BUILT_IN, load_template
+from fsdp_trainer.data.templates.chat_template import BUILT_IN
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 WORDS = "the small fox saw seven red houses beside a river and 1984 boats, naïvely: Ωμέγα 東京 🙂"
 

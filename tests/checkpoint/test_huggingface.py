@@ -19,8 +19,8 @@ from zoo import HF, ZOO, make_folder, store_in_mxfp4
 from fsdp_trainer import load_model
 from fsdp_trainer.checkpoint.formats import tensor_files
 from fsdp_trainer.checkpoint.formats.headers import read_headers
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 
 transformers = pytest.importorskip("transformers")

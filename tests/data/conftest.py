@@ -7,10 +7,10 @@ import pytest
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.data.store.token_cache import prepare
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 
 @pytest.fixture(scope="session")

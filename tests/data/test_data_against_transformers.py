@@ -22,8 +22,8 @@ from zoo import make_model
 
 from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.records.conversations import Conversation, make_reader
-from fsdp_trainer.data.templates.chat_template import MARKERS, load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
 
 transformers = pytest.importorskip("transformers")
 

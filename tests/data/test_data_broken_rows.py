@@ -24,9 +24,9 @@ from fsdp_trainer.data.files.file_splits import read_records, read_unit, split_u
 from fsdp_trainer.data.files.sources import Record, RecordError, find_sources
 from fsdp_trainer.data.files.table_sizes import size_of_values
 from fsdp_trainer.data.records.conversations import FIELDS, REQUIRED, make_reader
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 
 TOKENIZER = load_tokenizer("demo:bytes")

@@ -18,14 +18,14 @@ from tokenizers import Tokenizer, processors
 from transformers.image_utils import load_image
 
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.data_statistics import summary_lines
 from fsdp_trainer.data.images.image_files import ImageFiles
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.prepared_data import build_template
 from fsdp_trainer.data.records.images import Image as Named
 from fsdp_trainer.data.store import findings
-from fsdp_trainer.data.store.data_statistics import summary_lines
-from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 

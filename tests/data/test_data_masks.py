@@ -23,8 +23,9 @@ from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.conversations import Conversation, Document, make_reader
 from fsdp_trainer.data.store.findings import KINDS
-from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, Template, load_template
+from fsdp_trainer.data.templates.chat_template import BUILT_IN, Template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
 
 WHERE = ("chats.jsonl", 1)
 ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

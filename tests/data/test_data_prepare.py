@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from world import alive, flip_bit, wait_until
 
 from fsdp_trainer.cli import main
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store import fingerprint
-from fsdp_trainer.data.store.token_cache import component_stores, prepare
+from fsdp_trainer.data.store.token_cache import component_stores
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import RunFailed, UserError
 
@@ -233,7 +234,7 @@ def test_what_is_finished_when_a_process_dies_is_not_done_again(
 
 BUSY = """
 import busy, sys, time
-from fsdp_trainer.data.tokens.tokenize_workers import WorkerPool
+from fsdp_trainer.data.store.tokenize_workers import WorkerPool
 
 def work(task, report):
     report(task)

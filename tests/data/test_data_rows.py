@@ -8,15 +8,15 @@ import pytest
 from texts import samples_of, supervised_texts, turn
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
+from fsdp_trainer.data.data_statistics import all_findings, length_for_most
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import Record, RecordError
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.preference_records import PAIRS, PROMPTS, SINGLE, UNPAIRED
 from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.data.records.record_formats import FORMATS, OF_HEADS
-from fsdp_trainer.data.store.data_statistics import all_findings, length_for_most
 from fsdp_trainer.data.store.findings import list_findings
-from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 

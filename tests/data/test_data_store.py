@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.data_statistics import all_findings
 from fsdp_trainer.data.files import quickstart_data
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.prepared_data import tokenizer_path
 from fsdp_trainer.data.records.preference_records import PAIRS, UNPAIRED
-from fsdp_trainer.data.store.data_statistics import all_findings
-from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 

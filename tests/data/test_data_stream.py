@@ -24,8 +24,8 @@ from world import SPIKY, write_chats
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.stream.row_stream import stream_data, unit_at
 from fsdp_trainer.data.stream.stream_readers import Readers, WorkerReaders
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import RunFailed, UserError
 
 TOKENIZER = load_tokenizer("demo:bytes")

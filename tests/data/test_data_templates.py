@@ -9,23 +9,17 @@ from collections import Counter
 
 import inject
 import pytest
-from texts import (
-    SPECIAL,
-    in_transformers,
-    samples_of,
-    supervised_texts,
-    turn,
-    write_tokenizer,
-)
+from texts import SPECIAL, in_transformers, samples_of, supervised_texts, turn, write_tokenizer
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.prompts import question_of
 from fsdp_trainer.data.store.findings import KINDS
-from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 
 WHERE = ("chats.jsonl", 1)

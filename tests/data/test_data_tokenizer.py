@@ -14,12 +14,12 @@ from texts import SHARED, make_tokenizer, write_sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens import byte_level_files
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
 from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.data.tokens.word_cache import LLAMA_3, PATTERNS, encoding_of, separator_of
 from fsdp_trainer.errors import UserError
 

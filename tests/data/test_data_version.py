@@ -13,10 +13,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.fingerprint import TOKENS_VERSION
-from fsdp_trainer.data.store.token_cache import prepare
-from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, load_template
+from fsdp_trainer.data.templates.chat_template import BUILT_IN
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
 
 FILE = Path(__file__).with_name("tokens_of_a_version.json")
 STORED = json.loads(FILE.read_text())

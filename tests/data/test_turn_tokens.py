@@ -4,9 +4,9 @@ import pytest
 from texts import turn
 
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.templates.chat_template import load_template
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
+from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 
 MARKS = [
     *("<s>", "</s>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),

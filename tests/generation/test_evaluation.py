@@ -256,8 +256,8 @@ def test_paths_of_tasks_are_those_beside_their_file(tmp_path, monkeypatch):
 
 def harness_model(folder):
     from fsdp_trainer.checkpoint.load import load_model
-    from fsdp_trainer.data.templates.chat_template import load_template
     from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+    from fsdp_trainer.data.tokens.tokenizer_template import load_template
     from fsdp_trainer.evaluation.harness import HarnessModel
     from fsdp_trainer.evaluation.scoring import Scorer
 

@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 SHARED = REPO.parent / "shared" / "data"
 """Real tokenizers and chats, which are not shipped."""

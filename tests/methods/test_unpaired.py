@@ -12,13 +12,13 @@ from pairs import write_labelled
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
+from fsdp_trainer.data.data_statistics import all_findings
+from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.records.preference_records import UNPAIRED
-from fsdp_trainer.data.store.data_statistics import all_findings
-from fsdp_trainer.data.store.token_cache import prepare
-from fsdp_trainer.data.templates.chat_template import load_template
-from fsdp_trainer.data.tokens import tokenize_tasks
+from fsdp_trainer.data.store import tokenize_tasks
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
 from fsdp_trainer.models.decoder import MicroBatch

@@ -24,6 +24,16 @@ LAYERS = [
     # what composes a configuration asks the models' rules, which need no torch either
     ("config.rules", "config.composing", "config.document"),
     ("observe",),
+    # a row's way: files, records, templates, tokens, store, order, stream
+    ("data.token_files",),
+    ("data.files",),
+    ("data.records",),
+    ("data.images",),
+    ("data.templates",),
+    ("data.tokens",),
+    ("data.store",),
+    ("data.order",),
+    ("data.stream",),
     ("data", "optim"),
     ("checkpoint", "parallel", "generation", "interop.weights"),
     ("rl.rollouts",),

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_trainer.data.templates.chat_template import load_template
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
+from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.environments.bounded_calls import TookTooLong, call_all
 from fsdp_trainer.rl.environments.calculator import Calculator

@@ -26,11 +26,7 @@ from fsdp_trainer.methods.reference_model import ReferenceModel
 from fsdp_trainer.models.from_config.setup import WeightSource
 from fsdp_trainer.rl.rollouts.rollout import EpisodeFacts, Rollout, decode_rollouts, encode_rollouts
 from fsdp_trainer.rl.rollouts.sampler import SampledAnswer
-from fsdp_trainer.rl.rounds.answers import (
-    PackedAnswers,
-    advantages,
-    turn_advantages,
-)
+from fsdp_trainer.rl.rounds.answers import PackedAnswers, advantages, turn_advantages
 from fsdp_trainer.rl.rounds.rollout_source import turns_of_prompt
 from fsdp_trainer.training.batches import Assembler
 

@@ -41,9 +41,9 @@ from fsdp_trainer.data.records.conversations import Conversation, make_reader, t
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.records.preference_records import Preference
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, Template
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 
 MARK = re.compile(r"m\d+x[a-z]+q")
 SPECIAL_TEXT = re.compile(

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 
 from fsdp_trainer.apps.chat.requests import BadRequest, ChatRequest, TextRequest
 from fsdp_trainer.apps.generate import Speaker
-from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.templates.template_forms import INLINE
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.prompt_images import PromptImages
 

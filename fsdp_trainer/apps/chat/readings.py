@@ -20,12 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from fsdp_trainer.apps.chat.app import Answer, AnsweringModel, body_of, require_model
 from fsdp_trainer.apps.chat.encoded_prompts import CHARACTERS_PER_TOKEN
-from fsdp_trainer.apps.chat.http_answers import (
-    DISCONNECTED,
-    POLL_SECONDS,
-    Json,
-    error_response,
-)
+from fsdp_trainer.apps.chat.http_answers import DISCONNECTED, POLL_SECONDS, Json, error_response
 from fsdp_trainer.apps.chat.requests import (
     MAX_PROMPTS,
     BadRequest,

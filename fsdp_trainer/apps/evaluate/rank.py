@@ -18,8 +18,8 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.evaluation_inputs import is_retrieval, task_names
 from fsdp_trainer.config.paths import find_checkpoint, step_of, tokenizer_folder
 from fsdp_trainer.config.verbs import EvaluateConfig
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError, report
 from fsdp_trainer.evaluation.generation_settings import settings_of_model
 from fsdp_trainer.evaluation.scoring import Metrics

@@ -17,22 +17,22 @@ from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.safe_text import CONTROL
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
-from fsdp_trainer.data.images.sample_images import SampleImage
-from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
-from fsdp_trainer.data.order.row_order import RowData
-from fsdp_trainer.data.prepared_data import build_data, new_rows, other_size
-from fsdp_trainer.data.records.labelled_texts import LABELLED, NO_SCORE, TAGGED
-from fsdp_trainer.data.records.preference_records import SIDES
-from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.data.store.data_statistics import (
+from fsdp_trainer.data.data_statistics import (
     all_findings,
     amounts,
     figures_by_source,
     left_out,
     warning_lines,
 )
+from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
+from fsdp_trainer.data.order.row_order import RowData
+from fsdp_trainer.data.prepared import Prepared
+from fsdp_trainer.data.prepared_data import build_data, new_rows, other_size
+from fsdp_trainer.data.records.labelled_texts import LABELLED, NO_SCORE, TAGGED
+from fsdp_trainer.data.records.preference_records import SIDES
+from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.findings import Finding
-from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.stream.row_stream import StreamedData, StreamedRow
 from fsdp_trainer.data.templates.chat_template import Template

@@ -21,8 +21,8 @@ from fsdp_trainer.data.records.conversations import (
     Segments,
 )
 from fsdp_trainer.data.records.messages import Message
+from fsdp_trainer.data.store.tokenize_tasks import content_place, first_reader
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader, read_texts
-from fsdp_trainer.data.tokens.tokenize_tasks import content_place, first_reader
 from fsdp_trainer.errors import Problem, UserError
 
 UNIT_BYTES = 4 << 20

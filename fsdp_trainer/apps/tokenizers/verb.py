@@ -23,8 +23,9 @@ from fsdp_trainer.data.files.sources import Source, find_sources
 from fsdp_trainer.data.prepared_data import cache_root
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.data.templates.chat_template import BUILT_IN, load_template
+from fsdp_trainer.data.templates.chat_template import BUILT_IN
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.console import Console
 

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
-from fsdp_trainer.checkpoint.exports.expert_export import (
-    EXPERT_FORMS,
-    PeftExperts,
-    trained_experts,
-)
+from fsdp_trainer.checkpoint.exports.expert_export import EXPERT_FORMS, PeftExperts, trained_experts
 from fsdp_trainer.checkpoint.exports.model_card import write_model_card
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (

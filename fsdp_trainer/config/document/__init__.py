@@ -32,11 +32,7 @@ from fsdp_trainer.config.key_texts import (
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
-from fsdp_trainer.config.verbs import (
-    PRIMARY,
-    ConfigConfig,
-    RecipesConfig,
-)
+from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, RecipesConfig
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 from fsdp_trainer.base.json_files import DEEPEST, TOO_DEEP, is_deeper
 from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_MANY
 from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.records.record_formats import CHATS, is_turn
+from fsdp_trainer.data.files.turns_and_rows import CHATS, is_turn
 from fsdp_trainer.errors import Problem, UserError
 
 CHUNK = 1 << 20  # bytes of a list that are read at once

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from fsdp_trainer.base.unpacked import TooLarge, check_unpacked
-from fsdp_trainer.data.files.row_limits import TOO_LONG
+from fsdp_trainer.data.files.row_limits import LONGEST, TOO_LONG
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.files.table_sizes import check_batches, rows_at_once, size_of_rows
 from fsdp_trainer.data.token_files.arrow_tokens import Place, mapped_place, rows_of
@@ -42,7 +42,7 @@ def read_arrow(
                 reason = f"has the column {twice!r} twice. Rename or remove one"
                 raise UserError("the data cannot be used", [Problem(name, reason)])
             for first in range(0, batch.num_rows, BATCH):
-                for columns in rows_of(batch.slice(first, BATCH), place):
+                for columns in rows_of(batch.slice(first, BATCH), place, _values_of):
                     number += 1
                     yield number, *_row(columns)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
@@ -154,6 +154,17 @@ def _arrow(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple
             unpacked += size_of_rows(batch)
             check_unpacked(unpacked, size)
             yield batch, place
+
+
+def _values_of(batch: Any) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of a batch; None for one that is too large to be held."""
+    if batch.num_rows > 1 and size_of_rows(batch) > LONGEST:
+        for number in range(batch.num_rows):
+            yield from _values_of(batch.slice(number, 1))
+    elif batch.num_rows == 1 and size_of_rows(batch) > LONGEST:
+        yield None
+    else:
+        yield from batch.to_pylist()
 
 
 def _size(file: str | BinaryIO) -> int:

@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from fsdp_trainer.config.schema import Data, TrainConfig
 from fsdp_trainer.data.files.file_changes import stored_files
 from fsdp_trainer.data.order.row_order import RowData, RowOrder, Rows
 from fsdp_trainer.data.store.stored_values import SampleColumns
-from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 
@@ -372,6 +371,14 @@ class Mixture:
         ]
 
 
+class Stores(Protocol):
+    """Prepared data: a store for each component, their names, and the files' content hashes."""
+
+    train: list[TokenStore]
+    names: list[str]
+    digests: dict[str, str]
+
+
 @dataclass(frozen=True)
 class OrderMaker:
     """Makes the rows of stored samples, in order.
@@ -400,7 +407,7 @@ class OrderMaker:
         packing = "none" if alone else cfg.data.packing
         return cls(packing, cfg.batch.seq_len, cfg.run.seed, attention_cost)
 
-    def training(self, data: Data, prepared: Prepared) -> Mixture:
+    def training(self, data: Data, prepared: Stores) -> Mixture:
         """Return the rows of training, in order.
 
         Raises UserError for a mixture that is not possible.

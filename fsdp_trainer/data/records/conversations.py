@@ -10,13 +10,8 @@ import numpy as np
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.files.tables import label_names
-from fsdp_trainer.data.records.flags import (
-    flag_of,
-    is_missing,
-    mask_of,
-    shown_value,
-    whole_numbers,
-)
+from fsdp_trainer.data.files.turns_and_rows import is_turn, role_key
+from fsdp_trainer.data.records.flags import flag_of, is_missing, mask_of, shown_value, whole_numbers
 from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.labelled_texts import (
     LABELLED,
@@ -63,12 +58,10 @@ from fsdp_trainer.data.records.record_formats import (
     is_column,
     is_complete,
     is_label,
-    is_turn,
     later_columns,
     match,
     media_of,
     parsed,
-    role_key,
     unused_columns,
 )
 from fsdp_trainer.data.records.record_values import Values

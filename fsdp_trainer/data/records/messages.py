@@ -5,18 +5,15 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.files.turns_and_rows import ROLE_KEYS, ROLES, TEXT_KEYS, role_key
 from fsdp_trainer.data.records.flags import flag_of, leaves_out, shown_value, weight_of
 from fsdp_trainer.data.records.images import IMAGE_PARTS, MARK, Image, image_of, images_of
 from fsdp_trainer.data.records.record_formats import (
-    ROLE_KEYS,
-    ROLES,
-    TEXT_KEYS,
     is_column,
     media_of,
     only_role_key,
     pair_keys,
     parsed,
-    role_key,
     turn_list,
 )
 from fsdp_trainer.data.records.recorded_calls import (

@@ -10,21 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp_trainer.data.files.turns_and_rows import CHATS, ROLE_KEYS, ROLES, role_key
 from fsdp_trainer.data.records.flags import parsed, whole_numbers
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
-    "bot": "assistant", "chatbot": "assistant", "ai": "assistant", "bing": "assistant",
-    "bard": "assistant", "claude": "assistant",
-    "function_call": "assistant", "tool_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool",
-    "tool_response": "tool", "tool_result": "tool", "ipython": "tool",
-}  # fmt: skip
-ROLE_KEYS = ("role", "from", "speaker", "author")
-TEXT_KEYS = ("content", "value", "text", "parts", "message")
-"""Keys for the speaker (ROLE_KEYS) and the content (TEXT_KEYS) of a turn."""
 ASK_ROLES = ("user", "human")
 REPLY_ROLES = ("assistant", "gpt", "bot", "ai")
 """Columns, or keys of a pair of turns, that are named after roles."""
@@ -32,10 +20,6 @@ PROMPTS = ("prompt", "question", "instruction", "query", "problem", "inputs", "i
 COMPLETIONS = (
     "completion", "output", "response", "solution", "generated_solution", "answer",
     "outputs", "targets", "target", "generation",
-)  # fmt: skip
-CHATS = (
-    "messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns", "contents",
-    "data",
 )  # fmt: skip
 MEDIA = {
     "image": "pictures", "img": "pictures", "picture": "pictures", "pixel_value": "pictures",
@@ -54,17 +38,6 @@ def column_value(columns: Mapping[str, Any], name: str) -> Any:
     outer, _, inner = name.partition(".")
     value = parsed(columns.get(outer))
     return column_value(value, inner) if isinstance(value, dict) else None
-
-
-def role_key(turn: Mapping[str, Any]) -> str | None:
-    """Return the key that holds the speaker of a turn."""
-    return next((key for key in ROLE_KEYS if isinstance(turn.get(key), str)), None)
-
-
-def is_turn(columns: Mapping[str, Any]) -> bool:
-    """Return True if the columns are a single turn: a known role and a text."""
-    role = str(columns.get(role_key(columns) or "")).strip().lower()
-    return role in ROLES and any(isinstance(columns.get(key), str) for key in TEXT_KEYS)
 
 
 def pair_keys(turn: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -3,15 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_trainer.data.records.images import (
-    COLUMN_MARK,
-    NEXT,
-    images_in,
-    images_of,
-    with_column,
-)
+from fsdp_trainer.data.files.turns_and_rows import TEXT_KEYS
+from fsdp_trainer.data.records.images import COLUMN_MARK, NEXT, images_in, images_of, with_column
 from fsdp_trainer.data.records.messages import Message, content_of, text_of, tools_of
-from fsdp_trainer.data.records.record_formats import IMAGES, TEXT_KEYS, parsed
+from fsdp_trainer.data.records.record_formats import IMAGES, parsed
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Any
 
 from fsdp_trainer.data.files.json_values import DECODER
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.files.turns_and_rows import ROLES
 from fsdp_trainer.data.records.flags import is_missing, parsed, shown_value
-from fsdp_trainer.data.records.record_formats import ROLES
 
 TOOL_CALL_ROLES = ("function_call", "tool_call")
 ARGUMENTS = ("arguments", "input", "parameters", "args")

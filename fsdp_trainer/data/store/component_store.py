@@ -41,9 +41,7 @@ from fsdp_trainer.data.store.token_store import (
     share_of_each,
     write_meta,
 )
-from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
-from fsdp_trainer.data.tokens.samples import EXAMPLES
-from fsdp_trainer.data.tokens.tokenize_tasks import (
+from fsdp_trainer.data.store.tokenize_tasks import (
     SKIPPED,
     TRAIN,
     VALIDATION,
@@ -54,7 +52,9 @@ from fsdp_trainer.data.tokens.tokenize_tasks import (
     do_job,
     read_result,
 )
-from fsdp_trainer.data.tokens.tokenize_workers import cores, do_jobs
+from fsdp_trainer.data.store.tokenize_workers import cores, do_jobs
+from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
+from fsdp_trainer.data.tokens.samples import EXAMPLES
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.console import duration, short
 

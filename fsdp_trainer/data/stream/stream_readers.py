@@ -6,8 +6,8 @@ Imports no torch.
 import resource
 from collections.abc import Mapping, Sequence
 
+from fsdp_trainer.data.store.tokenize_workers import Report, WorkerPool
 from fsdp_trainer.data.stream.row_stream import StreamedData, StreamedRow, StreamIterator
-from fsdp_trainer.data.tokens.tokenize_workers import Report, WorkerPool
 
 ROWS_AHEAD = 2  # rows of each of its streams that a worker makes in advance
 

@@ -6,8 +6,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from fsdp_trainer.base.time_limit import TooSlow, time_limit
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message
@@ -15,15 +13,15 @@ from fsdp_trainer.data.templates.closing_text import Closing, find_closing
 from fsdp_trainer.data.templates.completeness import TOOLS
 from fsdp_trainer.data.templates.template_forms import Forms, convert_turns, place_images
 from fsdp_trainer.data.templates.template_language import (
+    DEFAULT,
     DEFAULT_DATE,
-    RESERVED,
+    SPECIAL,
+    TOOL_USE,
     mentions,
-    variables,
     with_defaults,
 )
 from fsdp_trainer.data.templates.template_probes import ANSWER, ASK, TOOL, find_forms
 from fsdp_trainer.data.templates.template_traces import Renderer
-from fsdp_trainer.data.tokens.tokenizer import DEFAULT, SPECIAL, TOOL_USE, TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
 # `plain` ends its prompt with a newline: a space would form one token with the first word of the
@@ -32,26 +30,8 @@ BUILT_IN = {
     file.stem: file.read_text(encoding="utf-8")
     for file in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
 }
-NOTHING = "none"
-"""The template that writes no text but the tokenizer's first token, contents, and end tokens."""
-CHATML = ("<|im_start|>", "<|im_end|>")
-MARKERS = {
-    "chatml": CHATML, "qwen2": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-}  # fmt: skip
-"""Texts that must each be a single token."""
-NAMED = {
-    **dict.fromkeys(("plain", "none", "olmo2", "phi3"), ("eos_token",)),
-    "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
-    "gemma": ("bos_token",), "llama3": ("bos_token",),
-}  # fmt: skip
-"""Special tokens that a template needs from the tokenizer."""
 
 
-LONGEST = 1 << 18
-"""Characters of a template at most; published ones have up to 30,000."""
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where a turn goes on. transformers uses the same text, which a template might look at."""
 FOLLOWING: Message = {"role": "user", "content": "probed reply"}
@@ -237,7 +217,9 @@ class Template:
                 with time_limit(SECONDS):
                     record_template = RecordTemplate(self.name, renderer, self._values, with_tools)
             except TooSlow:
-                raise _bad(self.name, f"takes more than {SECONDS:.0f} s for two turns") from None
+                raise unusable(
+                    self.name, f"takes more than {SECONDS:.0f} s for two turns"
+                ) from None
             self._for_record[with_tools] = record_template
         return self._for_record[with_tools]
 
@@ -308,121 +290,6 @@ class Template:
         return whole[:end] if is_kept else whole[:end].rstrip()
 
 
-def load_template(
-    name_or_path: str | None,
-    tokenizer: TextTokenizer,
-    args: Mapping[str, Any] | None = None,
-    today: str | None = None,
-) -> Template:
-    """Return a built-in template, one from a file, or (for None) the tokenizer's own, else `plain`.
-
-    args, today: as data.template_args and data.template_date. Raises UserError for a template that
-    does not match the tokenizer, an argument that the template does not have, or an invalid date.
-    """
-    name = name_or_path or ("tokenizer's own" if tokenizer.chat_templates else "plain")
-    source: str | dict[str, str] = tokenizer.chat_templates
-    if name in BUILT_IN:
-        source = _built_in(name, tokenizer)
-    elif name_or_path:
-        source = _read(name_or_path)
-    unfit = _misfit(name, tokenizer)
-    if unfit and name_or_path:
-        raise unfit
-    _check_length(name, [source] if isinstance(source, str) else [*source.values()])
-    try:
-        with time_limit(SECONDS):
-            template = Template(name, source, tokenizer.special, args, _date(today))
-            _check_args(template, args or {})
-    except jinja2.TemplateSyntaxError as e:
-        raise _bad(name, f"line {e.lineno}: {e.message}") from None
-    except (RecursionError, TooSlow):
-        raise _bad(name, "is nested too deeply, or too much to compile") from None
-    template.unfit = unfit
-    return template
-
-
-def _built_in(name: str, tokenizer: TextTokenizer) -> str:
-    """Return a built-in template; `none` begins with the token that the tokenizer itself does."""
-    first = tokenizer.first_added() if name == NOTHING else []
-    texts = [tokenizer.backend.id_to_token(id) for id in first]
-    return "".join(f"{{{{- {text!r} }}}}" for text in texts) + BUILT_IN[name]
-
-
-def _check_length(name: str, texts: list[str]) -> None:
-    """Raise UserError for a template that is longer than any real one."""
-    longest = max(map(len, texts), default=0)
-    if longest > LONGEST:
-        reason = f"has {longest:,} characters, where templates have some thousand"
-        raise _bad(name, f"{reason}. At most {LONGEST:,} are compiled")
-
-
-def _misfit(name: str, tokenizer: TextTokenizer) -> UserError | None:
-    """Return the error if the tokenizer lacks a special token of a built-in template."""
-    missing = [
-        marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
-    ]
-    if missing:
-        pieces = len(tokenizer.encode(missing[0]))
-        use = "plain  (needs no special tokens)"
-        if tokenizer.chat_templates:
-            use = "null  (the tokenizer's own)"
-        add = ",".join(f"'{marker}'" for marker in missing)
-        return _bad(
-            name,
-            f"the tokenizer has no special token {' '.join(missing)}: "
-            f"it would be {pieces} pieces of text.\n"
-            f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"',
-        )
-    missing = [role for role in NAMED.get(name, ()) if role not in tokenizer.special]
-    if missing:
-        own = "" if tokenizer.chat_templates else ", and no chat template of its own"
-        add = ",".join(f"'{marker}'" for marker in CHATML)
-        return _bad(
-            name,
-            f"the tokenizer has no {' and no '.join(missing)}, which frames its turns{own}.\n"
-            f"Name one in its tokenizer_config.json, or use  data.template=chatml "
-            f'"tokenizer.add_tokens=[{add}]"',
-        )
-    return None
-
-
-def _check_args(template: Template, args: Mapping[str, Any]) -> None:
-    """Raise UserError for an argument that no text of the template reads."""
-    texts = template.sources.values()
-    for name, value in args.items():
-        shown = f"data.template_args={{{name}: {value}}}"
-        if name in RESERVED:
-            reason = "the program itself gives this to the template. Leave it out"
-        elif any(mentions(text, name) for text in texts):
-            continue
-        else:
-            known = sorted({known for text in texts for known in variables(text)})
-            has = f"it has:  {'  '.join(known)}" if known else "it has none"
-            reason = f"the chat template ({template.name}) has no such variable; {has}"
-        raise UserError("the chat template cannot be used", [Problem(shown, reason)])
-
-
-def _date(today: str | None) -> date:
-    try:
-        return date.fromisoformat(today) if today else DEFAULT_DATE
-    except ValueError:
-        problem = Problem(
-            f"data.template_date={today}", "is no date. Use  data.template_date=2024-07-26"
-        )
-        raise UserError("the chat template cannot be used", [problem]) from None
-
-
-def _read(path: str) -> str:
-    if not Path(path).expanduser().is_file():
-        raise _bad(
-            path,
-            f"there is no such file, and no template of this name; there is  {'  '.join(BUILT_IN)}",
-        )
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _bad(path, f"cannot be read: {error}") from None
-
-
-def _bad(name: str, reason: str) -> UserError:
+def unusable(name: str, reason: str) -> UserError:
+    """Return the error for a chat template that cannot be used."""
     return UserError("the chat template cannot be used", [Problem(f"data.template={name}", reason)])

@@ -13,6 +13,10 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates: for rows in general, and (optionally) for rows with tools."""
+SPECIAL = {"bos_token", "eos_token", "pad_token", "unk_token"}
+
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that the program gives to every template."""
 DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -99,7 +103,7 @@ def compile_template(source: str, jinja_environment: ChatEnvironment) -> jinja2.
 
 def variables(source: str) -> list[str]:
     """Return the names of a template's variables, except those that every template gets."""
-    given = {*RESERVED, "bos_token", "eos_token", "pad_token", "unk_token"}
+    given = {*RESERVED, *SPECIAL}
     names = meta.find_undeclared_variables(environment().parse(source))
     return sorted(name for name in names - given if not name.startswith("_"))
 

@@ -3,13 +3,11 @@
 `save_to_disk` of `datasets` writes such files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.data.files.row_limits import LONGEST
-from fsdp_trainer.data.files.table_sizes import size_of_rows
 from fsdp_trainer.data.token_files.token_file import MappedTokens
 
 TOKENS, LABELS = "input_ids", "labels"
@@ -35,15 +33,17 @@ def mapped_place(source: Any) -> Place:
     return place
 
 
-def rows_of(batch: Any, place: Place) -> Iterator[dict[str, Any] | None]:
+def rows_of(
+    batch: Any, place: Place, values_of: Callable[[Any], Iterator[dict[str, Any] | None]]
+) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of a batch; tokens that are all learnt as MappedTokens; None: too large.
 
-    place: of the file that holds the batch, see mapped_place.
+    place: of the file that holds the batch, see mapped_place. values_of: yields the other rows.
     """
     columns = _columns(batch) if place else None
     begin = _begin(columns[TOKENS][0], place) if columns and place else None
     if columns is None or begin is None:
-        yield from _values_of(batch)
+        yield from values_of(batch)
         return
     tokens, edges = columns[TOKENS]
     for number in range(batch.num_rows):
@@ -54,18 +54,7 @@ def rows_of(batch: Any, place: Place) -> Iterator[dict[str, Any] | None]:
             mapped = MappedTokens(own, begin + first * tokens.itemsize, form)
             yield dict.fromkeys(batch.schema.names, mapped)
         else:
-            yield from _values_of(batch.slice(number, 1))
-
-
-def _values_of(batch: Any) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of a batch; None for one that is too large to be held."""
-    if batch.num_rows > 1 and size_of_rows(batch) > LONGEST:
-        for number in range(batch.num_rows):
-            yield from _values_of(batch.slice(number, 1))
-    elif batch.num_rows == 1 and size_of_rows(batch) > LONGEST:
-        yield None
-    else:
-        yield from batch.to_pylist()
+            yield from values_of(batch.slice(number, 1))
 
 
 def _columns(batch: Any) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:

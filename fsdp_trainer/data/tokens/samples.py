@@ -21,17 +21,12 @@ from fsdp_trainer.data.records.conversations import (
     Segments,
 )
 from fsdp_trainer.data.records.images import images_in
-from fsdp_trainer.data.records.labelled_texts import (
-    QUERY,
-    LabelledText,
-    LabelledTexts,
-    TaggedText,
-)
+from fsdp_trainer.data.records.labelled_texts import QUERY, LabelledText, LabelledTexts, TaggedText
 from fsdp_trainer.data.records.messages import BAD_KEY, MESSAGE_KEYS, UNREAD_KEY, Message
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
 from fsdp_trainer.data.records.unread_columns import bad_verdicts
-from fsdp_trainer.data.templates.chat_template import NOTHING, Template
+from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.templates.completeness import TEXT as TEXT_LEFT_OUT
 from fsdp_trainer.data.templates.completeness import TOOLS as TOOLS_LEFT_OUT
 from fsdp_trainer.data.templates.completeness import (
@@ -42,6 +37,7 @@ from fsdp_trainer.data.templates.completeness import (
 from fsdp_trainer.data.templates.turns import TurnFinder, merged
 from fsdp_trainer.data.tokens.tagged_tokens import labelled_tokens, place_labels
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import NOTHING
 from fsdp_trainer.data.tokens.word_cache import EncodedWords, Encoding
 
 Span = tuple[int, int, float]

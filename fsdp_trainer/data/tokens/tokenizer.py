@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from fsdp_trainer.base.json_files import DEEPEST, is_deeper
 from fsdp_trainer.data.files import quickstart_data
+from fsdp_trainer.data.templates.template_language import DEFAULT, SPECIAL
 from fsdp_trainer.data.tokens.byte_level_files import (
     is_tiktoken,
     read_tiktoken,
@@ -55,11 +56,8 @@ FILES = (
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 BESIDE_A_CONFIG = ("tokenizer.json", "tokenizer.model", VOCABULARY)
 """Files that are described by other files in their folder, also if their own path is given."""
-DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of chat templates: for rows in general, and (optionally) for rows with tools."""
 TEMPLATES = "additional_chat_templates"
 """Folder of the other templates besides the default one, as `transformers` saves them."""
-SPECIAL = {"bos_token", "eos_token", "pad_token", "unk_token"}
 END_TOKENS = (
     "<|eot_id|>",
     "<|im_end|>",

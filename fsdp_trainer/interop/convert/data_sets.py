@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.names import known_elsewhere
-from fsdp_trainer.data.records.record_formats import FIELDS, ROLE_KEYS, ROLES, TEXT_KEYS
+from fsdp_trainer.data.files.turns_and_rows import ROLE_KEYS, ROLES, TEXT_KEYS
+from fsdp_trainer.data.records.record_formats import FIELDS
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
 from fsdp_trainer.interop.convert.trainers import PREFERENCES
 from fsdp_trainer.interop.convert.translation import (

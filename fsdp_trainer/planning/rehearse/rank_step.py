@@ -39,11 +39,7 @@ from fsdp_trainer.planning.rehearse.collectives import Collective
 from fsdp_trainer.planning.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
 from fsdp_trainer.planning.rehearse.fused_graphs import FusedGraph, TensorCounter
 from fsdp_trainer.planning.rehearse.rehearsed_run import Rehearsed, folder_of_second
-from fsdp_trainer.planning.rehearse.rows import (
-    EmptyData,
-    RehearsedBatches,
-    plan_of_step,
-)
+from fsdp_trainer.planning.rehearse.rows import EmptyData, RehearsedBatches, plan_of_step
 from fsdp_trainer.planning.rehearse.step_recorder import StepRecorder
 from fsdp_trainer.run.build import batch_options, build_model, build_step
 from fsdp_trainer.training.batches import Assembler

@@ -11,7 +11,7 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.template_forms import convert_turns
 from fsdp_trainer.data.templates.template_probes import ASK, CALL, TOOL
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
+from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.rl.environments.bounded_calls import call_all
 from fsdp_trainer.rl.environments.environment import Message, row_of

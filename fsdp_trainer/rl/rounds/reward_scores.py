@@ -11,8 +11,9 @@ import torch
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.rewards.model import ModelReward
 from fsdp_trainer.rl.rewards.reward import Reward

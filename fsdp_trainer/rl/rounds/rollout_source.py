@@ -13,8 +13,8 @@ import numpy as np
 from fsdp_trainer.base import phases
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Mixture
+from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.store.findings import KINDS
-from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.templates.completeness import TOOLS
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import RunFailed

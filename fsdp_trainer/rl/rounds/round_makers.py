@@ -7,7 +7,7 @@ from typing import Any
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
+from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.models.decoder import Decoder

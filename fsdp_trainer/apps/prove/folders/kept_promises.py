@@ -13,8 +13,8 @@ from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.config.paths import has_tokenizer, tokenizer_folder
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import END_TOKENS, TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 
 PROMISES, TOKENIZER = "promises", "tokenizer and template"

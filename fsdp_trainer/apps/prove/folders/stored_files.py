@@ -11,12 +11,7 @@ from safetensors import safe_open
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
 from fsdp_trainer.base.json_files import read_object
-from fsdp_trainer.checkpoint.formats.headers import (
-    INDEX,
-    SINGLE,
-    read_header,
-    read_headers,
-)
+from fsdp_trainer.checkpoint.formats.headers import INDEX, SINGLE, read_header, read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor
 from fsdp_trainer.config.weight_files import weight_files
 from fsdp_trainer.errors import UserError

@@ -13,9 +13,9 @@ from fsdp_trainer.apps.prove.proof.runs import ProofRun
 from fsdp_trainer.apps.prove.proof.trajectories import LIMITS, Difference, Trajectory
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.prepared_data import build_data
 from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig

@@ -8,6 +8,7 @@ import numpy as np
 
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.order.mixture import Mixture
+from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.store.findings import (
     DROPPED,
     IN_TRAINING,
@@ -17,7 +18,6 @@ from fsdp_trainer.data.store.findings import (
     list_findings,
     percent,
 )
-from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore, group_digests
 from fsdp_trainer.data.tokens.samples import EXAMPLES, IMAGE_TOKENS, IMAGES, LOST
 

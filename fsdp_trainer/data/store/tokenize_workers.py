@@ -167,7 +167,7 @@ def _start(connection: Connection) -> subprocess.Popen:
             sys.executable,
             "-P",
             "-m",
-            "fsdp_trainer.data.tokens.tokenize_workers",
+            "fsdp_trainer.data.store.tokenize_workers",
             str(connection.fileno()),
         ],
         env=env,

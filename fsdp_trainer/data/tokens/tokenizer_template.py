@@ -1,0 +1,154 @@
+"""The chat template of a run: built in, from a file, or the tokenizer's own."""
+
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fsdp_trainer.base.time_limit import TooSlow, time_limit
+from fsdp_trainer.data.templates.chat_template import BUILT_IN, SECONDS, Template, unusable
+from fsdp_trainer.data.templates.template_language import (
+    DEFAULT_DATE,
+    RESERVED,
+    mentions,
+    variables,
+)
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+NOTHING = "none"
+"""The template that writes no text but the tokenizer's first token, contents, and end tokens."""
+CHATML = ("<|im_start|>", "<|im_end|>")
+MARKERS = {
+    "chatml": CHATML, "qwen2": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+}  # fmt: skip
+"""Texts that must each be a single token."""
+NAMED = {
+    **dict.fromkeys(("plain", "none", "olmo2", "phi3"), ("eos_token",)),
+    "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
+    "gemma": ("bos_token",), "llama3": ("bos_token",),
+}  # fmt: skip
+"""Special tokens that a template needs from the tokenizer."""
+LONGEST = 1 << 18
+"""Characters of a template at most; published ones have up to 30,000."""
+
+
+def load_template(
+    name_or_path: str | None,
+    tokenizer: TextTokenizer,
+    args: Mapping[str, Any] | None = None,
+    today: str | None = None,
+) -> Template:
+    """Return a built-in template, one from a file, or (for None) the tokenizer's own, else `plain`.
+
+    args, today: as data.template_args and data.template_date. Raises UserError for a template that
+    does not match the tokenizer, an argument that the template does not have, or an invalid date.
+    """
+    name = name_or_path or ("tokenizer's own" if tokenizer.chat_templates else "plain")
+    source: str | dict[str, str] = tokenizer.chat_templates
+    if name in BUILT_IN:
+        source = _built_in(name, tokenizer)
+    elif name_or_path:
+        source = _read(name_or_path)
+    unfit = _misfit(name, tokenizer)
+    if unfit and name_or_path:
+        raise unfit
+    _check_length(name, [source] if isinstance(source, str) else [*source.values()])
+    try:
+        with time_limit(SECONDS):
+            template = Template(name, source, tokenizer.special, args, _date(today))
+            _check_args(template, args or {})
+    except jinja2.TemplateSyntaxError as e:
+        raise unusable(name, f"line {e.lineno}: {e.message}") from None
+    except (RecursionError, TooSlow):
+        raise unusable(name, "is nested too deeply, or too much to compile") from None
+    template.unfit = unfit
+    return template
+
+
+def _built_in(name: str, tokenizer: TextTokenizer) -> str:
+    """Return a built-in template; `none` begins with the token that the tokenizer itself does."""
+    first = tokenizer.first_added() if name == NOTHING else []
+    texts = [tokenizer.backend.id_to_token(id) for id in first]
+    return "".join(f"{{{{- {text!r} }}}}" for text in texts) + BUILT_IN[name]
+
+
+def _check_length(name: str, texts: list[str]) -> None:
+    """Raise UserError for a template that is longer than any real one."""
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST:
+        reason = f"has {longest:,} characters, where templates have some thousand"
+        raise unusable(name, f"{reason}. At most {LONGEST:,} are compiled")
+
+
+def _misfit(name: str, tokenizer: TextTokenizer) -> UserError | None:
+    """Return the error if the tokenizer lacks a special token of a built-in template."""
+    missing = [
+        marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
+    ]
+    if missing:
+        pieces = len(tokenizer.encode(missing[0]))
+        use = "plain  (needs no special tokens)"
+        if tokenizer.chat_templates:
+            use = "null  (the tokenizer's own)"
+        add = ",".join(f"'{marker}'" for marker in missing)
+        return unusable(
+            name,
+            f"the tokenizer has no special token {' '.join(missing)}: "
+            f"it would be {pieces} pieces of text.\n"
+            f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"',
+        )
+    missing = [role for role in NAMED.get(name, ()) if role not in tokenizer.special]
+    if missing:
+        own = "" if tokenizer.chat_templates else ", and no chat template of its own"
+        add = ",".join(f"'{marker}'" for marker in CHATML)
+        return unusable(
+            name,
+            f"the tokenizer has no {' and no '.join(missing)}, which frames its turns{own}.\n"
+            f"Name one in its tokenizer_config.json, or use  data.template=chatml "
+            f'"tokenizer.add_tokens=[{add}]"',
+        )
+    return None
+
+
+def _check_args(template: Template, args: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument that no text of the template reads."""
+    texts = template.sources.values()
+    for name, value in args.items():
+        shown = f"data.template_args={{{name}: {value}}}"
+        if name in RESERVED:
+            reason = "the program itself gives this to the template. Leave it out"
+        elif any(mentions(text, name) for text in texts):
+            continue
+        else:
+            known = sorted({known for text in texts for known in variables(text)})
+            has = f"it has:  {'  '.join(known)}" if known else "it has none"
+            reason = f"the chat template ({template.name}) has no such variable; {has}"
+        raise UserError("the chat template cannot be used", [Problem(shown, reason)])
+
+
+def _date(today: str | None) -> date:
+    try:
+        return date.fromisoformat(today) if today else DEFAULT_DATE
+    except ValueError:
+        problem = Problem(
+            f"data.template_date={today}", "is no date. Use  data.template_date=2024-07-26"
+        )
+        raise UserError("the chat template cannot be used", [problem]) from None
+
+
+def _read(path: str) -> str:
+    if not Path(path).expanduser().is_file():
+        raise unusable(
+            path,
+            f"there is no such file, and no template of this name; there is  {'  '.join(BUILT_IN)}",
+        )
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise unusable(path, f"cannot be read: {error}") from None

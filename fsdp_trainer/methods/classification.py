@@ -24,9 +24,9 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.document_sums import counted_once, document_numbers
+from fsdp_trainer.training.documents.document_sums import counted_once, document_numbers
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 MOST_CONFUSED, MOST_CURVES = 30, 64

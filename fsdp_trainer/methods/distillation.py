@@ -25,7 +25,7 @@ from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.training.batches import BatchOptions
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 

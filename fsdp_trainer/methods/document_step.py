@@ -10,7 +10,7 @@ from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.training.batches import StepPlan
-from fsdp_trainer.training.document_sums import counted_once
+from fsdp_trainer.training.documents.document_sums import counted_once
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward, with_step_token_share

@@ -27,10 +27,10 @@ from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.document_sums import counted_once, document_vectors
+from fsdp_trainer.training.documents.document_sums import counted_once, document_vectors
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 GRADIENT, QUERIES = "gradient", "queries"

@@ -22,7 +22,7 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.document_sums import answer_sums, counted_once
+from fsdp_trainer.training.documents.document_sums import answer_sums, counted_once
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward

@@ -27,7 +27,7 @@ from fsdp_trainer.training.loss_scale import LossScale
 from fsdp_trainer.training.metrics import MethodMetric, Metrics, MetricWatch
 from fsdp_trainer.training.objective import token_objective
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 
 

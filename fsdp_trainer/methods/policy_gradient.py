@@ -47,9 +47,9 @@ from fsdp_trainer.rl.serving.policy_weights import PolicyWeights
 from fsdp_trainer.rl.serving.server_sampler import find_served
 from fsdp_trainer.training.batches import BatchOptions, StepPlan
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
-from fsdp_trainer.training.document_sums import answer_sums
+from fsdp_trainer.training.documents.document_sums import answer_sums
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
 
 REFERENCE = "reference"

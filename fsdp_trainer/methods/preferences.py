@@ -26,7 +26,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan
-from fsdp_trainer.training.document_sums import answer_sums, counted_once
+from fsdp_trainer.training.documents.document_sums import answer_sums, counted_once
 from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward
 

@@ -12,7 +12,7 @@ from fsdp_trainer.methods.preferences import PreferenceMethod
 from fsdp_trainer.methods.reranking import RankingMethod
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.tagging import TagMethod
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 
 CLASSES: dict[str, type[Method]] = {
     "sft": Method,

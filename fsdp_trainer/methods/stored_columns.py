@@ -36,7 +36,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.data_source import Order
-from fsdp_trainer.training.document_sums import sums_by_document
+from fsdp_trainer.training.documents.document_sums import sums_by_document
 from fsdp_trainer.training.weights import digest_of_weights, fill
 
 

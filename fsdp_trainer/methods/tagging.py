@@ -26,7 +26,7 @@ from fsdp_trainer.methods.labels import token_labels
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.document_sums import counted_once
+from fsdp_trainer.training.documents.document_sums import counted_once
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 
 OUTSIDE = "O"

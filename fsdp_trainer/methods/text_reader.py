@@ -17,7 +17,7 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.methods.labels import MULTI, REGRESSION
 from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.training.read_texts import Tokens, numbers_of_texts
+from fsdp_trainer.training.documents.read_texts import Tokens, numbers_of_texts
 
 Text = str | tuple[str, str]
 """A text, or two that are read together."""

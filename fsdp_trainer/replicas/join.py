@@ -17,7 +17,7 @@ from fsdp_trainer.replicas.sync import SyncGroups
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.groups import ReplicaGroups
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 
 OF_ONE_GROUP = re.compile(r"launch\.|run\.root$|replicas\.(id|lighthouse)$")
 """Keys that may differ between groups: how each is started, and how it spells addresses."""

@@ -65,8 +65,8 @@ from fsdp_trainer.training.image_loader import ImageLoader
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
 from fsdp_trainer.training.metrics import step_metrics
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.run_inputs import RunInputs
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_inputs import RunInputs
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.streamed_source import StreamedRows

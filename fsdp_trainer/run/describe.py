@@ -33,8 +33,8 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.pipeline import blocks_by_stage
 from fsdp_trainer.training.data_source import DataSource, StoredRows
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.run_length import RunLength
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_length import RunLength
+from fsdp_trainer.training.setup.run_setup import RunSetup
 
 RANDOM_ENDINGS = ("pdrop", "dropout", "layerdrop", "jitter_noise")
 """How keys of config.json end whose value is the strength of something random in training."""

@@ -36,7 +36,7 @@ from fsdp_trainer.training.data_source import StoredRows
 from fsdp_trainer.training.groups import OneGroup, ReplicaGroups
 from fsdp_trainer.training.metrics import MetricWatch
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.trainer import Trainer
 

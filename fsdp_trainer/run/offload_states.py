@@ -18,7 +18,7 @@ from fsdp_trainer.optim.offload.offloaded_optimizer import (
 from fsdp_trainer.optim.offload.parts import parts_in_memory
 from fsdp_trainer.optim.offload.weight_copies import WeightCopies
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 
 STATES = "states"
 """Folder in the run's own, unless optim.offload_path names another place."""

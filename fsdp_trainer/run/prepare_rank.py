@@ -22,7 +22,7 @@ from fsdp_trainer.observe.console import Console
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.run.tokenize_ahead import report
 from fsdp_trainer.run.trained_model import resolve_architecture, resolve_for
-from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
+from fsdp_trainer.training.setup.run_inputs import RunInputs, progress_with_heartbeat
 
 
 def prepare_as_rank(cfg: PrepareConfig) -> int:

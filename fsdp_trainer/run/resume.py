@@ -29,7 +29,7 @@ from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.training.data_source import Order
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.weights import stored_config
 
 FREE = {

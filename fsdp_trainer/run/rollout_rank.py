@@ -24,8 +24,8 @@ from fsdp_trainer.rl.rounds.round_makers import RoundMakers
 from fsdp_trainer.rl.rounds.rounds import RoundMaker, RoundResult
 from fsdp_trainer.rl.serving.weight_transfer import receive_weights
 from fsdp_trainer.run.build import build_model
-from fsdp_trainer.training.run_inputs import RunInputs
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_inputs import RunInputs
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.weights import fill
 

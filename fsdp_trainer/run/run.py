@@ -67,7 +67,7 @@ from fsdp_trainer.run.run_lock import RunLock, are_groups_beside, clear_unused
 from fsdp_trainer.run.trained_model import check_room, resolve_for, resolve_setup
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.progress import AMENDS_LINE, Progress
-from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
+from fsdp_trainer.training.setup.run_inputs import RunInputs, progress_with_heartbeat
 from fsdp_trainer.training.stopping.stop import Rewind, StopSignals
 from fsdp_trainer.training.trainer import Outcome, Trainer
 

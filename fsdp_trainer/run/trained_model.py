@@ -35,7 +35,7 @@ from fsdp_trainer.models.from_config.setup import ModelSetup, WeightSource
 from fsdp_trainer.models.hf.hf_rules import transformers_problems
 from fsdp_trainer.parallel.convert import require_float8
 from fsdp_trainer.parallel.memory_check import Alternative, StateSetup, check_memory
-from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.setup.run_inputs import RunInputs
 from fsdp_trainer.training.weights import require_kept
 
 

@@ -131,7 +131,7 @@ SETTINGS = {
         "fsdp_trainer.launch.start:ECHO_SECONDS",
     ],
     "shared_folder_lag_seconds": ["fsdp_trainer.run.run_lock:LAG_SECONDS"],
-    "beat_seconds": ["fsdp_trainer.training.run_inputs:BEAT_SECONDS"],
+    "beat_seconds": ["fsdp_trainer.training.setup.run_inputs:BEAT_SECONDS"],
     "stream_round_seconds": ["fsdp_trainer.training.streamed_source:ROUND_SECONDS"],
     "stream_rounds_told": ["fsdp_trainer.training.streamed_source:ROUNDS_PER_MESSAGE"],
     "mixture_version": ["fsdp_trainer.data.order.mixture:VERSION"],

@@ -33,7 +33,7 @@ from fsdp_trainer.apps.chat.requests import (
 from fsdp_trainer.checkpoint.load import endpoint_of
 from fsdp_trainer.methods.labels import MULTI
 from fsdp_trainer.methods.text_reader import TextReader
-from fsdp_trainer.training.read_texts import Tokens
+from fsdp_trainer.training.documents.read_texts import Tokens
 
 MOST_TOKENS = 300_000
 """Tokens of a request, as in OpenAI's API."""

@@ -42,7 +42,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.labels import FEW, counts_by_name, in_words
 from fsdp_trainer.models.from_config.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
-from fsdp_trainer.training.run_length import RunLength
+from fsdp_trainer.training.setup.run_length import RunLength
 
 Placed = tuple[TokenStore, int]
 """A store and the number of a sample in it."""

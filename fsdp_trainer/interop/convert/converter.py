@@ -40,7 +40,7 @@ from fsdp_trainer.interop.convert.translation import (
     nothing,
     sets,
 )
-from fsdp_trainer.training.run_length import RunLength
+from fsdp_trainer.training.setup.run_length import RunLength
 
 NO_FILE = ForeignFile(Path(), "", {})
 UNKNOWN = "no setting with this meaning is known here; docs/configuration.md lists all"

@@ -20,7 +20,7 @@ from fsdp_trainer.interop.convert.lengths import (
 from fsdp_trainer.interop.convert.trainers import OWN_TOOL
 from fsdp_trainer.interop.convert.translation import as_number
 from fsdp_trainer.optim.schedules import warmup_steps
-from fsdp_trainer.training.run_length import RunLength
+from fsdp_trainer.training.setup.run_length import RunLength
 
 UNKNOWN = "unknown until the data is read"
 NO_WEIGHTS = "unknown without the model's files"

@@ -47,8 +47,8 @@ from fsdp_trainer.training.groups import OneGroup
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.loss_scale import new_loss_scale
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.run_inputs import RunInputs
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_inputs import RunInputs
+from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.weights import extra_state
 

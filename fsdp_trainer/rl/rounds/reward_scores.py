@@ -17,7 +17,7 @@ from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.rewards.model import ModelReward
 from fsdp_trainer.rl.rewards.reward import Reward
-from fsdp_trainer.training.read_texts import numbers_of_texts
+from fsdp_trainer.training.documents.read_texts import numbers_of_texts
 
 
 @dataclass(frozen=True)

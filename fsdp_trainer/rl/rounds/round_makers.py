@@ -24,7 +24,7 @@ from fsdp_trainer.rl.rounds.server_rounds import ServerRounds
 from fsdp_trainer.rl.serving.policy_server import ServedModel
 from fsdp_trainer.rl.serving.policy_weights import PolicyWeights
 from fsdp_trainer.rl.serving.server_sampler import ServerSampler
-from fsdp_trainer.training.run_setup import RunSetup
+from fsdp_trainer.training.setup.run_setup import RunSetup
 
 NO_PART = (1, 1)
 """Index and number of parts for a rank without rollouts, whose part is empty."""

@@ -19,7 +19,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.setup.run_inputs import RunInputs
 from fsdp_trainer.training.stopping.stop import StopSignals
 
 

@@ -12,7 +12,7 @@ from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.rewards.model import ROW_TOKENS
 from fsdp_trainer.training.batches import Assembler
-from fsdp_trainer.training.document_sums import document_numbers, document_vectors
+from fsdp_trainer.training.documents.document_sums import document_numbers, document_vectors
 
 Tokens = Sequence[Sequence[int] | np.ndarray]
 """The tokens of texts."""

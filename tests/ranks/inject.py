@@ -158,7 +158,7 @@ SETTINGS = {
     "longest_row": [
         "fsdp_trainer.data.files.json_values:LONGEST",
         "fsdp_trainer.data.files.csv_rows:LONGEST",
-        "fsdp_trainer.data.token_files.arrow_tokens:LONGEST",
+        "fsdp_trainer.data.files.tables:LONGEST",
         "fsdp_trainer.data.files.file_splits:LONGEST",
     ],
     "most_values": [

@@ -14,7 +14,7 @@ import composing
 import hypothesis
 import pytest
 from ledger import Ledger
-from world import Run, World, start_server, write_chats
+from world import Run, World, split, start_server, write_chats
 
 sys.dont_write_bytecode = False  # otherwise each worker compiles every test module again
 composing.keep()
@@ -136,6 +136,7 @@ def train(world, inputs, tmp_path):
     """
 
     def start(name: str, *overrides: str, ranks: int = 1, **options) -> Run:
+        overrides = split(overrides)
         given = {o.split("=")[0] for o in overrides}
         if "model.init_from" in given:
             given.add("tokenizer.path")

@@ -1,6 +1,5 @@
 """Adapters as files: PEFT's folders out and in, and merged models. peft computes what is right."""
 
-import json
 import os
 import shutil
 import warnings
@@ -13,7 +12,7 @@ from foreign import export, why_refused
 from memory_of_a_step import LiveBytes
 from safetensors.torch import save_file
 from stored import assert_byte_equal, tensors
-from world import command, verify
+from world import command, read_json, verify, write_json
 from zoo import HF, make_folder
 
 from fsdp_trainer.apps.verify import with_variables
@@ -25,7 +24,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 RUN = [
-    "tokenizer.path=demo:bytes", "schedule=constant", "optim.lr=1e-2", "checkpoint.export_hf=true",
+    "tokenizer.path=demo:bytes schedule=constant optim.lr=1e-2", "checkpoint.export_hf=true",
 ]  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
@@ -85,7 +84,7 @@ def make_adapter(base, folder, **options):
 
 
 def adapter_config(folder):
-    return json.loads((folder / "adapter_config.json").read_text())
+    return read_json(folder / "adapter_config.json")
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def merged(world, input_words, tmp_path_factory):
     """Return a folder with a `base`, and a `run` of an adapter for it that was merged."""
     folder = tmp_path_factory.mktemp("merged")
     base = make_folder(folder / "base")
-    words = ["adapter=dora", "checkpoint.merge=true", f"model.init_from={base}"]
+    words = [f"adapter=dora checkpoint.merge=true model.init_from={base}"]
     words += ["data.template=plain", *input_words]
     world.train(folder / "run", *words_of(words), base=HF)
     return folder
@@ -121,7 +120,7 @@ def merged(world, input_words, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "ranks", "how"),
+    "family, options, ranks, how",
     [
         (
             "llama biases",
@@ -156,7 +155,7 @@ def test_peft_loads_our_adapter_gives_our_logits_and_it_comes_back_as_it_was(
 ):
     base = make_folder(tmp_path / "base", family, **options)
     words = [f"adapter{word}" for word in how.split()]
-    words += ["checkpoint.merge=true", f"model.init_from={base}"]
+    words += [f"checkpoint.merge=true model.init_from={base}"]
     run = adapt("run", *words, ranks=ranks)
     adapter, hf = run.folder / "adapter", run.folder / "hf"
     theirs = peft_model(base, adapter)
@@ -172,16 +171,16 @@ def test_peft_loads_our_adapter_gives_our_logits_and_it_comes_back_as_it_was(
     assert adapter_config(adapter)["base_model_name_or_path"] == str(base)
     source = run.folder
     if family == "olmoe":
-        source = export(source, tmp_path / "separate", "form=adapter", "experts=separate")
+        source = export(source, tmp_path / "separate", "form=adapter experts=separate")
         assert_close(run.folder, peft_model(base, source))
     if family in ("phi3", "olmoe"):
-        again = adapt("again", f"adapter.init_from={source}", "train.steps=0", ranks=2)
+        again = adapt("again", f"adapter.init_from={source} train.steps=0", ranks=2)
         assert_byte_equal(tensors(again.folder / "adapter"), tensors(adapter))
         assert adapter_config(again.folder / "adapter") == adapter_config(adapter)
 
 
 def test_only_a_merged_run_leaves_a_whole_model(adapt, base, tmp_path):
-    run = adapt("run", "adapter=lora", f"model.init_from={base}").folder
+    run = adapt("run", f"adapter=lora model.init_from={base}").folder
     assert not (run / "hf").exists()
     hf = export(run, tmp_path / "hf")
     adapter = export(run, tmp_path / "adapter", "form=adapter")
@@ -206,7 +205,7 @@ EXPERTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "base_options", "options"),
+    "family, base_options, options",
     [
         ("llama biases", {}, {"use_rslora": True, "exclude_modules": ["down_proj"]}),
         (
@@ -249,24 +248,24 @@ def test_a_run_goes_on_from_a_peft_folder_and_later_without_it(adapt, world, tmp
     base, adapter = make_folder(tmp_path / "base", "phi3"), tmp_path / "adapter"
     options = {"use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]}
     theirs = make_adapter(base, adapter, **options)
-    start = [f"adapter.init_from={adapter}", "train.steps=0", "sharding.tensor=2"]
-    planned = [*start, f"model.init_from={base}", "plan.world_size=2", "plan.gpu=h100"]
+    start = f"adapter.init_from={adapter} train.steps=0 sharding.tensor=2"
+    planned = [start, f"model.init_from={base} plan.world_size=2 plan.gpu=h100"]
     world.command("plan", *HF, *RUN, *planned)
-    run = adapt("run", *start, ranks=2).folder
+    run = adapt("run", start, ranks=2).folder
     assert_close(run, theirs)
     config = adapter_config(run / "adapter")
     assert (config["use_dora"], config["use_rslora"]) == (True, True)
     assert config["base_model_name_or_path"] == str(base)
     adapter.rename(tmp_path / "elsewhere")
-    assert adapt("run", *start, "train.steps=2", ranks=2).column("step") == [1, 2]
+    assert adapt("run", start, "train.steps=2", ranks=2)["step"] == [1, 2]
 
 
 def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(adapt, base, tmp_path):
     source = tmp_path / "adapter"
     make_adapter(base, source, modules_to_save=["lm_head"])
-    options = [f"adapter.init_from={source}", "train.freeze=['*.lora_A.*','lm_head.*']"]
-    adapt("run", *options, "train.steps=1", "checkpoint.export_hf=false")
-    run = adapt("run", *options, ranks=2).folder
+    options = f"adapter.init_from={source} train.freeze=['*.lora_A.*','lm_head.*']"
+    adapt("run", options, "train.steps=1 checkpoint.export_hf=false")
+    run = adapt("run", options, ranks=2).folder
     before = tensors(source)
     for name, tensor in tensors(run / "adapter").items():
         assert torch.equal(tensor, before[name]) == (".lora_B." not in name), name
@@ -284,7 +283,7 @@ def test_a_model_begins_from_merged_weights(train, merged, tmp_path):
         (tmp_path / "adapter", theirs, []),
         (run, peft_model(base, run / "adapter"), ["adapter=lora"]),
     ):
-        words += [f"model.init_from={source}", "train.steps=0"]
+        words += [f"model.init_from={source} train.steps=0"]
         begun = train(f"from-{source.name}", *RUN, *words, base=HF)
         assert_close(begun.folder, expected)
 
@@ -293,7 +292,7 @@ def test_a_model_begins_from_merged_weights(train, merged, tmp_path):
 
 
 def edit_config(folder, **changes):
-    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(folder) | changes))
+    write_json(folder / "adapter_config.json", adapter_config(folder) | changes)
 
 
 @pytest.mark.slow
@@ -355,14 +354,14 @@ def test_settings_of_a_folder_that_training_does_not_follow_are_named(adapt, bas
     adapter = tmp_path / "adapter"
     make_adapter(base, adapter, lora_dropout=0.05)
     edit_config(adapter, invented_later=3)
-    start = [f"adapter.init_from={adapter}", "train.steps=0"]
-    out = adapt("run", *start).out
+    start = f"adapter.init_from={adapter} train.steps=0"
+    out = adapt("run", start).out
     assert "lora_dropout=0.05 is not applied" in out
     assert "invented_later=3 is unknown" in out
     assert out.count("no effect") == 1
     assert "(trained weights float32)" in out
     edit_config(adapter, bias="all")
-    err = adapt("refused", *start, "adapter.rank=2", code=2).err
+    err = adapt("refused", start, "adapter.rank=2", code=2).err
     assert f"adapter.init_from={adapter}" in err
     assert "bias" in err
     assert "only counts with" not in err
@@ -394,8 +393,8 @@ def test_a_wrong_base_and_a_second_merge_are_refused(adapt, merged, tmp_path, ca
         (run / "adapter", other, "not the adapter's base model"),
         (run / "adapter", run / "hf", "merged twice"),
     ):
-        words = [f"adapter.init_from={source}", f"model.init_from={model}"]
-        assert reason in adapt("again", *words, code=2).err
+        words = f"adapter.init_from={source} model.init_from={model}"
+        assert reason in adapt("again", words, code=2).err
     adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
     for name, word in ((other, "other numbers"), (run / "hf", "merged")):
         edit_config(adapter, base_model_name_or_path=str(name))
@@ -409,7 +408,7 @@ def test_keys_that_contradict_the_adapter_are_refused(train, ledger, base, tmp_p
     adapter, none = f"adapter.init_from={tmp_path / 'adapter'}", f"adapter.init_from={base}"
     merge = "checkpoint.merge=true"
     for words, reasons in (
-        ([adapter, "adapter=dora", "adapter.rank=4"], ["adapter=lora", "adapter.rank=4"]),
+        ([adapter, "adapter=dora adapter.rank=4"], ["adapter=lora adapter.rank=4"]),
         ([merge], [f"{merge}  merges an adapter, and there is none"]),
         ([none], ["model.init_from"]),
     ):
@@ -452,7 +451,7 @@ def test_ranks_share_the_digests_of_an_adapters_base(train, merged, tmp_path):
     base = shutil.copytree(merged / "base", tmp_path / "base")
     adapter = shutil.copytree(merged / "run" / "adapter", tmp_path / "adapter")
     edit_config(adapter, base_model_name_or_path=str(base))
-    start = [*RUN, f"model.init_from={adapter}", "train.steps=0"]
+    start = [*RUN, f"model.init_from={adapter} train.steps=0"]
     env = {"HASHED": str(tmp_path)}
     train("next", *start, base=HF, ranks=2, seam=hashed_numbers(), env=env)
     each = [int((tmp_path / rank).read_text()) for rank in "01"]
@@ -477,14 +476,14 @@ def test_verify_takes_the_environments_values_of_today(monkeypatch):
 def test_verify_compares_with_peft_and_computes_the_loss(merged, tmp_path, chats):
     run, base = merged / "run", merged / "base"
     make_adapter(base, tmp_path / "other")
-    verify(f"source={run}", f"hf={run / 'hf'}")
-    verify(f"source={run}", f"hf={tmp_path / 'other'}", code=3)
+    verify(f"source={run} hf={run / 'hf'}")
+    verify(f"source={run} hf={tmp_path / 'other'}", code=3)
     hashed, adapter = [], run / "adapter"
     with inject.around("frozen_digest", counting(hashed)):
-        out = verify(f"source={adapter}", f"data={chats}", f"hf={adapter}")
+        out = verify(f"source={adapter} data={chats} hf={adapter}")
     assert "loss " in out
     assert sum(hashed) == numbers_of(base), "each frozen number is hashed once"
-    assert command(["generate", f"source={adapter}", "prompt=a", "max_tokens=2"], None).out
+    assert command(["generate", f"source={adapter} prompt=a max_tokens=2"], None).out
 
 
 def one_after_the_other(_real, work, jobs, buffer_bytes):
@@ -515,16 +514,16 @@ def test_memory_of_merging_does_not_grow_with_the_model(tmp_path):
 
 
 def test_an_adapter_beside_4_bit_weights_is_merged_in_both_ways(adapt, base, tmp_path, chats):
-    run = adapt("run", "adapter=qlora", f"model.init_from={base}").folder
+    run = adapt("run", f"adapter=qlora model.init_from={base}").folder
     merged = []
     for way in ("original", "trained"):
         out = export(run, tmp_path / way, f"merge_into={way}")
-        assert "equal" in verify(f"source={run}", f"hf={out}")
+        assert "equal" in verify(f"source={run} hf={out}")
         merged.append(logits(load_model(out)))
     original, trained = merged
     assert (original - trained).abs().max() > 1e-2
     assert torch.equal(logits(load_model(run)), trained)
     assert_close(original, peft_model(base, run / "adapter"))
-    out = verify(f"source={run}", f"data={chats}")
+    out = verify(f"source={run} data={chats}")
     assert "as it was trained" in out
     assert "merged into the original weights" in out

@@ -2,7 +2,6 @@
 end of a run."""
 
 import contextlib
-import json
 import shutil
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from stored import checkpoint, end_of, go_on, newest, stored, tensors
+from world import read_json, write_json
 
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.paths import MANIFEST, committed_checkpoints, step_of
 from fsdp_trainer.config.schema import Checkpoint
 
-HOW = ["schedule=constant", "data.validation=0.1", "train.validate_every=2", "checkpoint.keep=1"]
+HOW = ["schedule=constant data.validation=0.1 train.validate_every=2", "checkpoint.keep=1"]
 BEST = 6
 
 
@@ -59,7 +59,7 @@ def test_only_deleting_that_belongs_to_the_newest_checkpoint_is_finished(monkeyp
 
 
 def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_better(train):
-    how = [*HOW, "checkpoint=async", "checkpoint.best=true", "train.early_stop=3"]
+    how = [*HOW, "checkpoint=async checkpoint.best=true train.early_stop=3"]
     how += ["checkpoint.export_hf=true"]
     train("run", *how, "train.steps=8", ranks=2, seam=TURNS_BAD)
     run = train("run", *how, "train.steps=200", ranks=2, seam=TURNS_BAD)  # which remembers it
@@ -93,17 +93,17 @@ def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_b
     assert again.checkpoints == staying, "nor what the last save had still to delete"
     assert "train.early_stop=null" in again.out
     assert again.metrics[-1]["step"] == last
-    more = train("run", *HOW, "train.steps=14", "checkpoint.every=1", ranks=2)
-    assert more.column("step") == list(range(1, 15))
+    more = train("run", *HOW, "train.steps=14 checkpoint.every=1", ranks=2)
+    assert more["step"] == list(range(1, 15))
     assert more.checkpoints == ["step-00000014"], "no longer asked to keep the best"
 
 
 def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
     how = [*HOW, "checkpoint.best=true"]
     first = train("run", *how, "train.steps=4")
-    how += ["data.validation=0.3", "checkpoint.allow_changes=[data]"]
+    how += ["data.validation=0.3 checkpoint.allow_changes=[data]"]
     moved = train("run", *how, "train.steps=6")
-    progress = json.loads((newest(moved) / "trainer.json").read_text())
+    progress = read_json(newest(moved) / "trainer.json")
     assert progress["best_step"] == 6, "its losses are those of other samples"
     resume = f"checkpoint.resume={checkpoint(first, 6)}"
     branch = train("branch", *how[:-1], "train.steps=8", resume)
@@ -111,16 +111,16 @@ def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
 
 
 def test_patience_and_its_delta_are_remembered_by_a_resume(train):
-    how = [*HOW, "train.early_stop=3", "train.early_stop_delta=100"]
+    how = [*HOW, "train.early_stop=3 train.early_stop_delta=100"]
     train("run", *how, "train.steps=4")
-    run = train("run", *how, "train.steps=100", "checkpoint.every=50")
+    run = train("run", *how, "train.steps=100 checkpoint.every=50")
     assert run.metrics[-1]["step"] == 8, (
         "of the validations after 2, 4, 6 and 8 steps only the first can count"
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         ("checkpoint.best=true data.validation=null", "checkpoint.best data.validation=0.02"),
         ("train.early_stop=2 data.validation=0.1", "train.early_stop train.validate_every=100"),
@@ -142,7 +142,7 @@ def test_the_export_is_made_again_only_if_it_would_differ(ledger, tmp_path):
     assert len(run.event("export")) == 2
     hf = run.folder / "hf"
     assert {tensor.dtype for tensor in tensors(hf).values()} == {torch.bfloat16}
-    assert json.loads((hf / "config.json").read_text())["dtype"] == "bfloat16"
+    assert read_json(hf / "config.json")["dtype"] == "bfloat16"
     assert len(go_on(*bfloat16, ranks=2).event("export")) == 2
     half = hf.rename(run.folder / ".hf.partial")  # as after a kill in the middle of it
     (half / "model.safetensors").write_bytes(b"half")
@@ -155,7 +155,7 @@ def test_another_branch_that_ends_at_the_same_step_is_exported_again(ledger, tmp
     run = ledger.copy("plain", tmp_path / "run")
     before = (run.folder / "hf" / "model.safetensors").read_bytes()
     other = ledger, "plain", run.folder, "optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]"
-    go_on(*other, "checkpoint.export_hf=false", f"checkpoint.resume={checkpoint(run, 2)}")
+    go_on(*other, f"checkpoint.export_hf=false checkpoint.resume={checkpoint(run, 2)}")
     go_on(*other)  # finished, but what is exported is the branch that was left
     assert (run.folder / "hf" / "model.safetensors").read_bytes() != before
 
@@ -164,10 +164,10 @@ def test_another_branch_that_ends_at_the_same_step_is_exported_again(ledger, tmp
 
 
 def test_a_resume_tells_what_is_not_as_it_was(ledger, tmp_path):
-    words = ["train.steps=5", "optim.lr=1e-3", "logging.every=2"]
+    words = ["train.steps=5 optim.lr=1e-3 logging.every=2"]
     words += ["checkpoint.allow_changes=[optim]"]
     same = go_on(ledger, "plain on two", tmp_path / "run", *words)
-    assert same.column("lr") == pytest.approx([0.001, 0.002, 0.003, 0.003, 0.001])
+    assert same["lr"] == pytest.approx([0.001, 0.002, 0.003, 0.003, 0.001])
     changes = same.event("resume")[0]["changes"]
     assert {key: change for key, change in changes.items() if not key.startswith("run.")} == {
         "train.steps": [4, 5], "optim.lr": [0.003, 0.001], "logging.every": [None, 2],
@@ -185,12 +185,12 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(ledger, tmp_p
     run = ledger.copy("plain", tmp_path / "run")
     config, manifest = newest(run) / "config.yaml", newest(run) / "MANIFEST.json"
     config.write_text(config.read_text().replace("  eps: 1.0e-08\n", ""))
-    listed = json.loads(manifest.read_text())
+    listed = read_json(manifest)
     del listed["files"]["config.yaml"]
-    manifest.write_text(json.dumps(listed))
+    write_json(manifest, listed)
     more = ledger, "plain", run.folder, "train.steps=5"
     assert "optim.eps=1e-6" in go_on(*more, "optim.eps=1e-6", code=2).err
-    assert go_on(*more).column("step") == [1, 2, 3, 4, 5]
+    assert go_on(*more)["step"] == [1, 2, 3, 4, 5]
 
 
 def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(ledger, tmp_path):
@@ -201,7 +201,7 @@ def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(ledger, tmp_
     assert run.checkpoints == ["step-00000008", "step-00000009", "step-00000009.left"], (
         "one new checkpoint: the old branch can be had back"
     )
-    back = go_on(*how, "train.steps=10", f"checkpoint.resume={checkpoint(run, 9)}.left")
+    back = go_on(*how, f"train.steps=10 checkpoint.resume={checkpoint(run, 9)}.left")
     assert back.event("resume")[-1]["step"] == 9
-    assert back.column("step") == list(range(1, 11))
+    assert back["step"] == list(range(1, 11))
     assert go_on(*how, "train.steps=12").checkpoints == ["step-00000011", "step-00000012"]

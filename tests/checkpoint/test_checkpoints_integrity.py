@@ -17,7 +17,7 @@ import torch
 from foreign import Evil
 from stored import assert_byte_equal, assert_undisturbed, checkpoint, go_on, newest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from world import command, flip_bit, verify
+from world import command, flip_bit, read_json, verify, write_json
 
 from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.atomic_files import (
@@ -54,10 +54,10 @@ def test_learning_changes_the_digest_of_weights(ledger):
 
 def test_the_manifest_says_what_wrote_it_and_lists_every_file(ledger):
     folder = newest(ledger.run(NAME))
-    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    manifest = read_json(folder / "MANIFEST.json")
     assert manifest["step"] == 4
     assert manifest["world_size"] == 2
-    assert manifest["data"] == json.loads((folder / "trainer.json").read_text())["data"]
+    assert manifest["data"] == read_json(folder / "trainer.json")["data"]
     assert manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"}
     assert manifest["configuration"] in manifest["files"]
     assert manifest["files"].keys() >= {"config.yaml", "tensors.json", "hf/config.json"}
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_go
     ledger, tmp_path
 ):
     last = newest(ledger.copy(NAME, tmp_path / "run"))
-    manifest = json.loads((last / "MANIFEST.json").read_text())
+    manifest = read_json(last / "MANIFEST.json")
     del manifest["crc32"]
     (last / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
     run = go_on(ledger, NAME, tmp_path / "run", "train.steps=5")
@@ -172,7 +172,7 @@ def with_parts(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change, reason",
     [
         (with_parts(lambda parts: parts.append(parts[0])), "some of them twice"),
         (with_parts(lambda parts: parts[0].__setitem__(4, 2**47)), "the end of the file"),
@@ -182,9 +182,9 @@ def with_parts(change):
 )
 def test_places_that_are_not_those_of_the_tensors_are_one_message(ledger, tmp_path, change, reason):
     folder = newest(ledger.copy(NAME, tmp_path / "run"))
-    described = json.loads((folder / "tensors.json").read_text())
+    described = read_json(folder / "tensors.json")
     change(described)
-    (folder / "tensors.json").write_text(json.dumps(described))
+    write_json(folder / "tensors.json", described)
     with pytest.raises(UserError, match=reason):
         weights_digest(signed_again(folder))
     with pytest.raises(UserError, match=r"embed_tokens|is damaged|would end at byte"):
@@ -213,12 +213,12 @@ def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
 )  # fmt: skip
 def test_progress_of_another_form_is_one_message(tmp_path, changed):
     progress = asdict(Progress(step=2))
-    (tmp_path / "trainer.json").write_text(json.dumps(progress))
+    write_json(tmp_path / "trainer.json", progress)
     assert Progress.from_stored(read_progress(tmp_path)).step == 2
-    (tmp_path / "trainer.json").write_text(json.dumps(progress | changed))
+    write_json(tmp_path / "trainer.json", progress | changed)
     with pytest.raises(UserError, match=next(iter(changed))):
         Progress.from_stored(read_progress(tmp_path))
-    (tmp_path / "trainer.json").write_text(json.dumps(progress | {"frozen": 1e308}))
+    write_json(tmp_path / "trainer.json", progress | {"frozen": 1e308})
     with pytest.raises(UserError, match="frozen cannot be read"):
         read_base(tmp_path)
 
@@ -295,14 +295,14 @@ def test_a_run_goes_on_from_anothers_checkpoint_and_later_from_where_rank_0_sees
     train, ledger
 ):
     whole = ledger.run("every step")
-    how = ["schedule=constant", f"checkpoint.resume={checkpoint(whole, 7)}"]
-    branch = train("own", *how, "train.steps=9", ranks=2)
-    assert branch.column("loss") == whole.column("loss")[7:]
+    how = f"schedule=constant checkpoint.resume={checkpoint(whole, 7)}"
+    branch = train("own", how, "train.steps=9", ranks=2)
+    assert branch["loss"] == whole["loss"][7:]
     assert branch.checkpoints == ["step-00000009"]
     lags = inject.unseen("is_file", is_own_manifest, rank=1)
-    run = train("own", *how, "train.steps=11", ranks=2, seam=lags)
+    run = train("own", how, "train.steps=11", ranks=2, seam=lags)
     assert [e["step"] for e in run.event("resume")] == [7, 9]
-    assert run.column("step") == [8, 9, 10, 11]
+    assert run["step"] == [8, 9, 10, 11]
 
 
 # --- what is kept -------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def write_step_2_wrong(real, path, windows):
 
 
 def test_the_only_other_checkpoint_goes_when_the_new_one_was_read_back(train):
-    how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.patience=1s"]
+    how = ["schedule=constant checkpoint.every=1 checkpoint.keep=1", "checkpoint.patience=1s"]
     lies = inject.around("checkpoint_write", write_step_2_wrong, rank=1)
     run = train("run", *how, "train.steps=2", ranks=2, seam=lies, code=1)
     assert "just written is damaged" in run.err

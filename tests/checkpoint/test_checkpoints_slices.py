@@ -1,7 +1,5 @@
 """A checkpoint reads the same whatever part of a parameter each rank held: rows, columns, both."""
 
-import json
-
 import inject
 import pytest
 import torch
@@ -10,6 +8,7 @@ from safetensors.torch import load_file
 from stored import assert_byte_equal, stored
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from world import write_json
 
 from fsdp_trainer import load_model
 from fsdp_trainer.base.distributed import local_part, local_slice
@@ -68,7 +67,7 @@ def distribute(tensor, mesh, placements):
 
 def write_assets(folder, _progress):
     (folder / "hf").mkdir()
-    (folder / "hf" / "config.json").write_text(json.dumps(CONFIG.to_hf("float32")))
+    write_json(folder / "hf" / "config.json", CONFIG.to_hf("float32"))
 
 
 def write_checkpoint(run, shape=(), placements=()):
@@ -126,7 +125,7 @@ def test_torch_reads_what_was_saved(whole):
     assert_byte_equal(stored(whole[0]), state | OTHERS)
 
 
-@pytest.mark.parametrize(("shape", "placements"), SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize("shape, placements", SHARDED.values(), ids=SHARDED)
 def test_a_checkpoint_and_a_folder_read_the_same_whatever_part_each_rank_holds(
     world, whole, tmp_path, shape, placements
 ):

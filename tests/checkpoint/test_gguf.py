@@ -1,6 +1,5 @@
 """GGUF files: read back by the packages that own the format, and compared with their source."""
 
-import json
 import struct
 
 import gguf
@@ -12,6 +11,7 @@ from foreign import AS_LLAMA_CPP, export
 from sentencepiece import sentencepiece_model_pb2
 from stored import assert_byte_equal, tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from world import read_json, write_json
 from zoo import make_folder
 
 from fsdp_trainer.checkpoint.load import load_model
@@ -65,7 +65,7 @@ def test_a_gguf_file_is_a_model_of_its_own_and_transformers_computes_the_same_of
 ):
     options = AS_LLAMA_CPP.get(family, {}) | {"tie_word_embeddings": family in TIED}
     folder = make_folder(tmp_path / "hf", family, **options)
-    file = export(folder, folder / "a.gguf", "form=gguf", "dtype=f32")
+    file = export(folder, folder / "a.gguf", "form=gguf dtype=f32")
     original, read = load_model(folder), load_model(file)
     # 1 is added to norms of Gemma in the file, and taken away as it is read
     limit = 2.5e-7 if original.config.family_spec.norm_offset else 0
@@ -99,7 +99,7 @@ def test_each_number_is_as_near_as_its_format_allows(tmp_path):
 
 def test_the_metadata_are_those_of_llama_cpps_converter(tmp_path):
     folder = make_folder(tmp_path / "hf", "llama")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     read = facts(exported(folder, tmp_path / "model.gguf"))
     assert read["general.architecture"] == "llama"
     assert read["general.file_type"] == gguf.LlamaFileType.MOSTLY_BF16
@@ -116,7 +116,7 @@ def test_the_metadata_are_those_of_llama_cpps_converter(tmp_path):
         assert read[f"llama.{name}"] == config[key], name
     assert read["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config["rms_norm_eps"])
     assert read["llama.rope.dimension_count"] == config["head_dim"]
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer = read_json(folder / "tokenizer_config.json")
     tokens = read["tokenizer.ggml.tokens"]
     assert len(tokens) == len(read["tokenizer.ggml.token_type"]) == config["vocab_size"]
     assert tokens[read["tokenizer.ggml.eos_token_id"]] == tokenizer["eos_token"]
@@ -129,12 +129,12 @@ def test_positions_beyond_the_training_length_are_scaled_as_llama_3_1s(tmp_path)
 
     folder = make_folder(tmp_path / "hf", "llama")
     file = folder / "config.json"
-    config = json.loads(file.read_text())
+    config = read_json(file)
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     config.pop("rope_theta", None)
     config["rope_parameters"] = {**scaling, "rope_theta": 10000.0}
-    file.write_text(json.dumps(config))
+    write_json(file, config)
     factors = numbers(exported(folder, tmp_path / "a.gguf"))["rope_freqs.weight"]
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
     width = config["head_dim"]
@@ -165,7 +165,7 @@ def test_a_byte_level_tokenizer_encodes_the_same_from_the_file(tmp_path, express
     read = facts(exported(folder, folder / "a.gguf"))
     assert read["tokenizer.ggml.pre"] == REGEXES[expression]
     assert read["tokenizer.ggml.tokens"][262:] == ["[PAD262]", "[PAD263]"]
-    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    merges = read_json(folder / "tokenizer.json")["model"]["merges"]
     assert read["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
     ours = load_tokenizer(str(folder / "a.gguf"))
     assert [ours.encode(text) for text in TEXTS] == [tokenizer.encode(t).ids for t in TEXTS]
@@ -204,7 +204,7 @@ def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path, c
     )  # fmt: skip
     (folder / "tokenizer.vocab").unlink()
     known = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     count = min(known.vocab_size(), config["vocab_size"])
     (folder / "tokenizer.json").unlink()
     read = facts(exported(folder, tmp_path / "a.gguf"))
@@ -233,9 +233,9 @@ def test_a_file_that_exists_or_a_tokenizer_without_a_name_there_is_refused(tmp_p
         export(folder, out, "form=gguf", code=2)
         assert said in capsys.readouterr().err
     file = folder / "tokenizer.json"
-    stored = json.loads(file.read_text())
+    stored = read_json(file)
     stored["model"]["merges"] = [["a", "b"]]
-    file.write_text(json.dumps(stored))
+    write_json(file, stored)
     out = export(folder, tmp_path / "a.gguf", "form=gguf", code=2)
     assert "llama.cpp has no name" in capsys.readouterr().err
     assert not out.exists()
@@ -243,18 +243,18 @@ def test_a_file_that_exists_or_a_tokenizer_without_a_name_there_is_refused(tmp_p
 
 def adapter_of(world, folder, run, *words):
     """Return the folder of a run that trains an adapter for a model."""
-    keys = [f"model.init_from={folder}", "data.path=demo:sums", "optim.lr=1e-2", *words]
-    world.train(run, *keys, "batch.seq_len=64", "batch.rows=4", base=[])
+    keys = [f"model.init_from={folder} data.path=demo:sums optim.lr=1e-2", *words]
+    world.train(run, *keys, "batch.seq_len=64 batch.rows=4", base=[])
     return run
 
 
-@pytest.mark.parametrize(("family", "scaling"), [("llama", "rslora"), ("qwen3", "standard")])
+@pytest.mark.parametrize("family, scaling", [("llama", "rslora"), ("qwen3", "standard")])
 def test_an_adapter_added_to_the_base_models_file_is_the_merged_models_file(
     world, tmp_path, family, scaling
 ):
-    words = ["adapter=lora", "adapter.rank=4", f"adapter.scaling={scaling}", "train.steps=2"]
+    words = f"adapter=lora adapter.rank=4 adapter.scaling={scaling} train.steps=2"
     folder = make_folder(tmp_path / "hf", family)
-    run = adapter_of(world, folder, tmp_path / "run", *words)
+    run = adapter_of(world, folder, tmp_path / "run", words)
     base = exported(folder, tmp_path / "base.gguf", "dtype=f32")
     merged = numbers(exported(run, tmp_path / "merged.gguf", "dtype=f32"))
     adapter = gguf.GGUFReader(export(run, tmp_path / "adapter.gguf", "form=gguf_adapter"))
@@ -283,12 +283,12 @@ def test_an_adapter_that_llama_cpp_does_not_load_is_refused(world, ledger, tmp_p
         (ledger.run("adapter").folder, "q8_0", "use f32, f16 or bf16"),
         (adapter("dora", "adapter=dora"), "f32", "DoRA's magnitudes have no place"),
         (
-            adapter("ranks", "adapter=lora", "adapter.rank_pattern={q_proj: 2}"),
+            adapter("ranks", "adapter=lora adapter.rank_pattern={q_proj: 2}"),
             "f32",
             "has one scale for all layers",
         ),
     ):
-        export(source, out, "form=gguf_adapter", f"dtype={dtype}", code=2)
+        export(source, out, f"form=gguf_adapter dtype={dtype}", code=2)
         assert reason in capsys.readouterr().err
         assert not out.exists()
 
@@ -389,7 +389,7 @@ def test_a_file_that_lies_is_refused_before_its_counts_are_believed(tmp_path, ca
     assert reason in str(raised.value)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [((64,), 8), ((64, 256), 24)])
+@pytest.mark.parametrize("shape, kind", [((64,), 8), ((64, 256), 24)])
 def test_a_tensor_that_the_package_gguf_does_not_decode_is_refused(tmp_path, shape, kind):
     tensors = [matrix(), matrix("output_norm.weight", shape, kind)]
     (tmp_path / "model.gguf").write_bytes(gguf_bytes(llama(), tensors))

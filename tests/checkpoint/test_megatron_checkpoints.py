@@ -22,7 +22,7 @@ WRITTEN = REPO / "tests" / "checkpoint" / "megatron_checkpoints"
 
 
 @pytest.mark.parametrize(
-    ("form", "place"), [("stacked", ""), ("separate", "iter_0000010"), ("halves", "")]
+    "form, place", [("stacked", ""), ("separate", "iter_0000010"), ("halves", "")]
 )
 def test_logits_are_those_of_megatrons_own_forward_and_each_rank_reads_its_own_rows(
     world, form, place
@@ -82,7 +82,7 @@ def as_megatron(model, is_stacked):
 
 
 @pytest.mark.parametrize(
-    ("family", "is_stacked"),
+    "family, is_stacked",
     [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", False)],
 )
 def test_weights_of_each_family_are_those_of_the_folder(tmp_path, family, is_stacked):

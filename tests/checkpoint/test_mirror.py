@@ -9,14 +9,13 @@ from pathlib import Path
 import inject
 import pytest
 from stored import assert_undisturbed, checkpoint
-from world import RankFailed, flip_bit, wait_for_step
+from world import RankFailed, cli, flip_bit, wait_for_step
 
 from fsdp_trainer.checkpoint.atomic_files import describe, manifest_text
 from fsdp_trainer.checkpoint.bucket import Bucket
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.paths import MANIFEST
 
-HOW = ["schedule=constant", "checkpoint.every=3", "checkpoint.keep=1"]
+HOW = "schedule=constant checkpoint.every=3 checkpoint.keep=1"
 NEWEST = "step-00000006"
 
 
@@ -26,7 +25,7 @@ def mirrored(train, tmp_path):
     bucket = tmp_path / "bucket"
 
     def start(name, *words, **options):
-        return train(name, *HOW, f"checkpoint.mirror={bucket}", *words, **options)
+        return train(name, HOW, f"checkpoint.mirror={bucket}", *words, **options)
 
     def listed():
         return sorted(path.name for path in (bucket / "run/checkpoints").glob("*"))
@@ -61,8 +60,8 @@ def half_read(read_counts, real, bucket, place, copy):
 def test_uploads_hinder_no_step_and_a_machine_that_has_nothing_goes_on_from_them(mirrored, ledger):
     train, listed = mirrored
     fault = inject.around("mirror_put", functools.partial(hindered, Counter()))
-    how = ["checkpoint=async", "train.steps=6"]
-    run = train("run", *how, ranks=2, seam=fault)
+    how = "checkpoint=async train.steps=6"
+    run = train("run", how, ranks=2, seam=fault)
     assert listed() == run.checkpoints == [NEWEST]
     assert {e["step"] for e in run.event("mirrored")} <= {3, 6}
     assert run.event("mirror_failed")
@@ -92,34 +91,34 @@ def test_an_upload_that_was_cut_short_is_not_taken(mirrored, ledger):
 def test_nothing_is_deleted_before_it_is_in_the_mirror_and_a_run_that_ends_before_says_so(mirrored):
     train, listed = mirrored
     broken = inject.fails("mirror_put", OSError("connection lost"))
-    how = ["train.steps=6", "checkpoint.patience=1s"]
-    run = train("run", *how, seam=broken, code=1)
+    how = "train.steps=6 checkpoint.patience=1s"
+    run = train("run", how, seam=broken, code=1)
     assert run.checkpoints == ["step-00000003", NEWEST]
     assert len(lines(run, "connection lost")) == len(run.event("mirror_failed")) == 1
     assert f"{NEWEST} is on this machine alone" in run.err
     assert "connection lost" in run.err
-    again = train("run", *how)
+    again = train("run", how)
     assert "is already finished" in again.out
     assert listed() == again.checkpoints == [NEWEST]
 
 
 def test_the_newest_whole_one_of_both_places_is_taken(mirrored, tmp_path):
     train, listed = mirrored
-    run = train("run", "train.steps=6", "checkpoint.keep=2")
+    run = train("run", "train.steps=6 checkpoint.keep=2")
     flip_bit(checkpoint(run, 6) / "__0_0.distcp")
-    run = train("run", "train.steps=7", "checkpoint.keep=2")
+    run = train("run", "train.steps=7 checkpoint.keep=2")
     assert run.event("damaged")
     assert run.event("resume")[0]["step"] == 6
     assert listed() == [NEWEST, "step-00000007"]
     flip_bit(tmp_path / "bucket/run/checkpoints/step-00000007/__0_0.distcp")
-    elsewhere = train("other/run", "train.steps=7", "checkpoint.keep=2")
+    elsewhere = train("other/run", "train.steps=7 checkpoint.keep=2")
     assert lines(elsewhere, "step-00000007 is damaged and not used: ")
     assert elsewhere.event("resume")[-1]["step"] == 6
 
 
 def test_the_best_one_stays_and_those_after_a_step_that_a_run_goes_back_to_do_not(mirrored):
     train, listed = mirrored
-    how = ["data.validation=0.1", "train.validate_every=3", "checkpoint.best=true", "optim.lr=0.5"]
+    how = ["data.validation=0.1 train.validate_every=3 checkpoint.best=true", "optim.lr=0.5"]
     run = train("run", *how, "train.steps=9")
     assert listed() == run.checkpoints[1:] == [NEWEST, "step-00000009"], "the best and the newest"
     run = train("other/run", *how, "train.steps=10")
@@ -139,7 +138,7 @@ def test_a_stop_waits_for_the_upload(mirrored):
 
 
 @pytest.mark.parametrize(
-    ("mirror", "reason"),
+    "mirror, reason",
     [
         ("nosuch://bucket", "nosuch:// is not known"),
         ("s3://bucket/runs", r"pip install 'fsdp_trainer[remote]'"),
@@ -165,27 +164,26 @@ def test_no_record_shows_the_password_of_a_mirror(train):
 def test_a_new_run_does_not_mix_with_an_earlier_one_in_its_mirror(mirrored):
     train, listed = mirrored
     train("run", "train.steps=3")
-    never = ["checkpoint.resume=never", "train.steps=1"]
-    assert "holds an earlier run" in train("other/run", *never, code=2).err
-    train("other/run", *never, "run.overwrite=true")
+    never = "checkpoint.resume=never train.steps=1"
+    assert "holds an earlier run" in train("other/run", never, code=2).err
+    train("other/run", never, "run.overwrite=true")
     assert listed() == ["step-00000001"]
 
 
 def test_verbs_read_a_run_at_its_address_and_fetch_what_has_changed(
-    mirrored, tmp_path, monkeypatch, capsys
+    mirrored, tmp_path, monkeypatch
 ):
     train, _ = mirrored
-    train("run", "train.steps=6", "checkpoint.keep=2")
+    train("run", "train.steps=6 checkpoint.keep=2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     address = f"file://{tmp_path}/bucket/run"
     first = tmp_path / "bucket/run/checkpoints/step-00000003"
 
     def said_by(*words, code=0):
-        assert main([*words]) == code
-        return "".join(capsys.readouterr())
+        return "".join(cli(*words, code=code))
 
     assert f"fetching {address}/checkpoints/{NEWEST}" in said_by("verify", address)
-    assert "fetching" not in said_by("generate", address, "prompt=1", "max_tokens=1")
+    assert "fetching" not in said_by("generate", address, "prompt=1 max_tokens=1")
     assert "fetch it first" in said_by("report", address, code=2)
     flip_bit(first / "__0_0.distcp")
     assert "checksum" in said_by("verify", f"{address}/checkpoints/{first.name}", code=3)

@@ -15,6 +15,7 @@ from folders import REPO
 from foreign import Evil
 from safetensors.torch import load_file
 from stored import assert_byte_equal, checkpoint, newest, tensors
+from world import read_json, write_lines
 
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
 from fsdp_trainer.checkpoint.other_states import read_states
@@ -26,13 +27,13 @@ pytestmark = pytest.mark.slow
 
 WRITTEN = REPO / "tests" / "checkpoint" / "titan_checkpoints"
 ZERO = REPO / "tests" / "checkpoint" / "zero_checkpoints"
-ROWS = json.loads((WRITTEN / "rows.json").read_text())
+ROWS = read_json(WRITTEN / "rows.json")
 STEPS, KEPT = 6, 3
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 KEYS = [
-    "data=pretrain", f"tokenizer.path={WRITTEN / 'tokenizer'}", "precision=fp32",
-    "batch.rows=4", "batch.micro_rows=2", "batch.seq_len=16", f"train.steps={STEPS}",
-    "optim.lr=1e-2", "schedule.name=constant", "schedule.warmup_steps=0", "optim.grad_clip=1.0",
+    f"data=pretrain tokenizer.path={WRITTEN / 'tokenizer'} precision=fp32",
+    f"batch.rows=4 batch.micro_rows=2 batch.seq_len=16 train.steps={STEPS}",
+    "optim.lr=1e-2 schedule.name=constant schedule.warmup_steps=0", "optim.grad_clip=1.0",
 ]  # fmt: skip
 
 
@@ -40,11 +41,11 @@ KEYS = [
 def go_on(world, tmp_path):
     """Return `go_on(weights, states, *overrides)`: a run on the rows that the fixtures are of."""
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ROWS))
+    write_lines(data, ({"input_ids": row} for row in ROWS))
 
     def train(weights, states, *overrides, name="run", **options):
-        begin = [f"model.init_from={weights}", f"optim.init_from={states}", f"data.path={data}"]
-        return world.train(tmp_path / name, *KEYS, *begin, *overrides, base=[], **options)
+        begin = f"model.init_from={weights} optim.init_from={states} data.path={data}"
+        return world.train(tmp_path / name, *KEYS, begin, *overrides, base=[], **options)
 
     return train
 
@@ -54,18 +55,18 @@ def close(numbers, others):
 
 
 @pytest.mark.parametrize(
-    ("release", "ranks", "words"),
+    "release, ranks, words",
     [
         ("0.2", 3, ["optim.offload=cpu"]),
-        ("0.3", 2, ["optim.offload=disk", "sharding.tensor=2"]),
+        ("0.3", 2, ["optim.offload=disk sharding.tensor=2"]),
     ],
 )
 def test_a_run_of_torchtitans_goes_on_without_a_bump(go_on, release, ranks, words):
     folder = WRITTEN / f"torchtitan-{release}"
     run = go_on(folder, folder, *words, ranks=ranks)
-    uninterrupted = json.loads((folder / "losses.json").read_text())
-    assert run.column("step") == [4, 5, 6]
-    assert close(run.column("loss"), uninterrupted[KEPT:])
+    uninterrupted = read_json(folder / "losses.json")
+    assert run["step"] == [4, 5, 6]
+    assert close(run["loss"], uninterrupted[KEPT:])
     assert f"AdamW goes on after step {KEPT}" in run.out
     assert "learning rate 0.01 before, 0.01 next" in run.out
 
@@ -76,13 +77,13 @@ def test_a_resumed_run_needs_the_states_no_more_and_ends_as_an_uninterrupted_one
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text(json.dumps({"input_ids": ROWS[0][::-1]}) + "\n")
     how = [
-        "schedule.name=cosine", "schedule.min_ratio=0.1", "checkpoint.every=1", "checkpoint.keep=9",
-        f"data.validation={held_out}", "train.validate_every=2",
-    ]  # fmt: skip
+        "schedule.name=cosine schedule.min_ratio=0.1 checkpoint.every=1",
+        f"checkpoint.keep=9 data.validation={held_out} train.validate_every=2",
+    ]
     run = go_on(folder, folder, *how)
     assert [event["step"] for event in run.event("evaluation")] == [3, 4, 6]
     halfway = 0.1 + 0.9 * (1 + math.cos(math.pi * 3 / STEPS)) / 2
-    assert run.column("lr")[0] == pytest.approx(1e-2 * halfway)
+    assert run["lr"][0] == pytest.approx(1e-2 * halfway)
     uninterrupted = tensors(newest(run))
     for step in (5, 6):
         shutil.rmtree(checkpoint(run, step))
@@ -90,7 +91,7 @@ def test_a_resumed_run_needs_the_states_no_more_and_ends_as_an_uninterrupted_one
         file.unlink()
     again = go_on(folder, folder, *how)
     assert "resumes after step 4" in again.out
-    assert again.column("step") == [4, 5, 6]
+    assert again["step"] == [4, 5, 6]
     assert_byte_equal(tensors(newest(run)), uninterrupted)
 
 
@@ -136,14 +137,14 @@ def trained_elsewhere(folder, form):
     return losses
 
 
-@pytest.mark.parametrize(("form", "ranks"), [("fsdp1", 2), ("file", 1)])
+@pytest.mark.parametrize("form, ranks", [("fsdp1", 2), ("file", 1)])
 def test_a_run_of_accelerates_goes_on_without_a_bump(world, go_on, tmp_path, form, ranks):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     shutil.copyfile(WRITTEN / "torchtitan-0.2" / "config.json", folder / "config.json")
     losses = world.call(ranks, trained_elsewhere, folder, form)[0]
     run = go_on(folder, folder, ranks=2)
-    assert close(run.column("loss"), losses[KEPT:])
+    assert close(run["loss"], losses[KEPT:])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -171,7 +172,7 @@ def moments(weight, **others):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change, reason",
     [
         (lambda named: named.pop("lm_head.weight"), "lm_head.weight has no exp_avg"),
         (
@@ -202,13 +203,13 @@ def test_states_that_do_not_fit_are_refused_with_the_reason(go_on, tmp_path, cha
 
 
 @pytest.mark.parametrize(
-    ("states", "overrides", "reason"),
+    "states, overrides, reason",
     [
         ("FOLDER", ["train.steps=3"], "To train as many more:  train.steps=6"),
         ("FOLDER", ["optim.state_dtype=8bit"], "Use  optim.state_dtype=float32"),
         ("FOLDER", ["adapter=lora"], "Use  adapter=none"),
         ("FOLDER", ["optim=lion"], "only counts with  optim=adamw"),
-        ("FOLDER", ["model.init_from=null", "model=tiny"], "Add  model.init_from="),
+        ("FOLDER", ["model.init_from=null model=tiny"], "Add  model.init_from="),
         ("OWN", [], "Use  checkpoint.resume=OWN"),
         (WRITTEN / "tokenizer", [], "has no optimizer states"),
         (WRITTEN / "nowhere", [], "there is no such file or folder"),

@@ -1,7 +1,6 @@
 """Weights of other tools are read where they lie, and are those of the same Hugging Face folder."""
 
 import io
-import json
 import pickle
 import tracemalloc
 from enum import Enum
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.fsdp import fully_shard
+from world import read_json, write_json
 from zoo import HF, LLAMA3, make_folder
 
 from fsdp_trainer.base.torch_private import storage_info
@@ -73,7 +73,7 @@ def newer_name(name):
 
 
 @pytest.mark.parametrize(
-    ("family", "within"), [("llama", None), ("qwen3_moe", "model"), ("phi3", "module")]
+    "family, within", [("llama", None), ("qwen3_moe", "model"), ("phi3", "module")]
 )
 def test_files_of_torch_are_read_piece_by_piece(tmp_path, family, within):
     folder, other = make_other(tmp_path, family, dtype=torch.bfloat16)
@@ -103,14 +103,14 @@ def test_an_index_names_the_files_of_torch(tmp_path):
         torch.save({key: tensor.clone() for key, tensor in part}, other / name)
     torch.save({"state": {}}, other / "optimizer.bin")
     names = {key: name for name, part in parts.items() for key, _ in part}
-    (other / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    write_json(other / "pytorch_model.bin.index.json", {"weight_map": names})
     require_equal(folder, other)
     (other / "pytorch_model-2.bin").unlink()
     assert "is not there, and pytorch_model" in why_refused(other)
 
 
 def meta_params(folder):
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     return {
         "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
         "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
@@ -119,12 +119,12 @@ def meta_params(folder):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "embedding"), [(1, "rows"), (2, "rows"), (2, "columns")])
+@pytest.mark.parametrize("files, embedding", [(1, "rows"), (2, "rows"), (2, "columns")])
 @torch.no_grad()
 def test_a_folder_of_metas_is_a_model_of_its_own(tmp_path, files, embedding):
     folder, other = make_other(tmp_path, rope_theta=500000.0, intermediate_size=128)
     (other / "config.json").unlink()
-    (other / "params.json").write_text(json.dumps(meta_params(folder)))
+    write_json(other / "params.json", meta_params(folder))
     weights = as_meta(of(folder)) | {"rope.freqs": torch.ones(4)}
     for number in range(files):
         part = {}
@@ -158,7 +158,7 @@ def test_heads_in_pairs_are_turned_by_metas_rotation_as_halves_are_by_ours():
 
 
 @pytest.mark.parametrize(
-    ("family", "place", "is_newer"), [("llama", "", False), ("qwen3", "step-10", True)]
+    "family, place, is_newer", [("llama", "", False), ("qwen3", "step-10", True)]
 )
 def test_a_checkpoint_of_torchtitans_is_read(tmp_path, family, place, is_newer):
     folder, other = make_other(tmp_path, family)
@@ -204,8 +204,8 @@ def test_a_run_begins_from_a_sharded_checkpoint_of_accelerates(world, train, tmp
     folder, other = make_other(tmp_path, tie_word_embeddings=True)
     world.call(2, save_sharded, folder, other / "pytorch_model_fsdp_0")
     require_equal(folder, other)
-    words = [f"model.init_from={other}", "train.steps=0"]
-    require_equal(folder, train("run", *words, base=HF, ranks=2).folder)
+    words = f"model.init_from={other} train.steps=0"
+    require_equal(folder, train("run", words, base=HF, ranks=2).folder)
 
 
 class Attribute:
@@ -214,7 +214,7 @@ class Attribute:
 
 
 @pytest.mark.parametrize(
-    ("write", "reason"),
+    "write, reason",
     [
         (lambda p: torch.save(Evil(), p / "pytorch_model.bin"), "holds more than tensors"),
         (lambda p: (p / "pytorch_model.bin").write_bytes(b"no"), "is no file of torch.save"),
@@ -250,7 +250,7 @@ def calling(module, name, *texts):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    "module, name",
     [
         ("torch.distributed.checkpoint.filesystem", "os.system"),
         ("torch.distributed.checkpoint.format_utils", "torch_save_to_dcp"),
@@ -359,7 +359,7 @@ def with_too_few_rows(_checkpoint, described):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change, reason",
     [
         (placed_in("a", without_order, compression=ZIP_DEFLATED), "compressed numbers"),
         (placed_in("a", lambda size: torch.ones(size).half()), "fewer"),
@@ -416,7 +416,7 @@ def test_a_gate_of_one_row_is_read_as_a_vector_and_as_a_matrix(tmp_path):
     """Releases of llama.cpp's converter differ in it."""
     gguf = pytest.importorskip("gguf")
     folder = make_folder(tmp_path / "hf", "qwen2_moe", **AS_LLAMA_CPP["qwen2_moe"])
-    file = export(folder, tmp_path / "vector.gguf", "form=gguf", "dtype=f32")
+    file = export(folder, tmp_path / "vector.gguf", "form=gguf dtype=f32")
     vectors = []
 
     def as_matrix(tensor):
@@ -436,7 +436,7 @@ def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path
     gguf = pytest.importorskip("gguf")
     sizes = {"moe_intermediate_size": 256, **AS_LLAMA_CPP["qwen3_moe"]}
     folder = make_folder(tmp_path / "hf", "qwen3_moe", **sizes)
-    file = export(folder, tmp_path / "whole.gguf", "form=gguf", "dtype=f32")
+    file = export(folder, tmp_path / "whole.gguf", "form=gguf dtype=f32")
     number = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[number]
     expected = {}
@@ -458,13 +458,13 @@ def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path
 
 
 def test_a_gguf_file_that_was_copied_in_part_is_refused(tmp_path):
-    file = export(make_folder(tmp_path / "hf"), tmp_path / "model.gguf", "form=gguf", "dtype=f32")
+    file = export(make_folder(tmp_path / "hf"), tmp_path / "model.gguf", "form=gguf dtype=f32")
     file.write_bytes(file.read_bytes()[:-1000])
     assert "not the whole of it" in why_refused(file)
 
 
 @pytest.mark.parametrize(
-    ("form", "family", "is_tied"),
+    "form, family, is_tied",
     [
         ("torchtitan", "llama", True),
         ("torchtitan", "qwen3", False),
@@ -532,7 +532,7 @@ NARROW = {"intermediate_size": 72}
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "words", "reason"),
+    "family, options, words, reason",
     [
         ("gemma2", {}, "form=gguf", "query_pre_attn_scalar=24"),
         ("olmoe", FEWER_KEYS, "form=gguf", "num_key_value_heads=2"),
@@ -566,7 +566,7 @@ LLAMA_3_1 = {
 
 
 @pytest.mark.parametrize(
-    ("params", "published"),
+    "params, published",
     [
         (
             {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5,
@@ -590,7 +590,7 @@ LLAMA_3_1 = {
     ids=["Llama-2-7b", "Llama-3.1-70B", "Llama-3.2-1B"],
 )  # fmt: skip
 def test_params_of_metas_models_are_the_published_configurations(tmp_path, params, published):
-    (tmp_path / "params.json").write_text(json.dumps(params))
+    write_json(tmp_path / "params.json", params)
     config = described_by_meta(tmp_path)
     config |= config.get("rope_scaling", {})
     assert {name: config[name] for name in published} == published

@@ -6,7 +6,6 @@ pip install llama-cpp-python         # llama.cpp
 """
 
 import importlib.util
-import json
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from folders import REPO
 from foreign import AS_LLAMA_CPP, export, of
+from world import read_json
 from zoo import make_folder
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def logits_of_meta(folder):
     dist.init_process_group("gloo")
     try:
         model_parallel.initialize_model_parallel(1)
-        params = json.loads((folder / "params.json").read_text())
+        params = read_json(folder / "params.json")
         model = Transformer(ModelArgs(**params, max_batch_size=1, max_seq_len=64))
         model.load_state_dict(torch.load(folder / "consolidated.00.pth", weights_only=True))
         with torch.no_grad():
@@ -101,7 +101,7 @@ def logits_of_llama_cpp(file, **options):
 def test_llama_cpp_computes_the_logits_of_the_folder_that_was_exported(tmp_path, family):
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
     folder = make_folder(tmp_path / "hf", family, **LIKE_LLAMA_CPP.get(family, {}))
-    file = export(folder, tmp_path / "a.gguf", "form=gguf", "dtype=f32")
+    file = export(folder, tmp_path / "a.gguf", "form=gguf dtype=f32")
     with torch.no_grad():
         expected = of(folder).float()(IDS).logits[0]
     # it has a table of float16 for Gemma's activation
@@ -121,7 +121,7 @@ def test_llama_cpp_adds_an_exported_adapter_as_peft_does(tmp_path):
             torch.nn.init.normal_(parameter, std=0.3)
     model.peft_config["default"].base_model_name_or_path = str(folder)
     model.save_pretrained(tmp_path / "adapter")
-    base = export(folder, tmp_path / "base.gguf", "form=gguf", "dtype=f32")
+    base = export(folder, tmp_path / "base.gguf", "form=gguf dtype=f32")
     adapter = export(tmp_path / "adapter", tmp_path / "adapter.gguf", "form=gguf_adapter")
     with torch.no_grad():
         expected = model(IDS).logits[0]

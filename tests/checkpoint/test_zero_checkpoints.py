@@ -71,7 +71,7 @@ def test_each_rank_reads_its_own_rows(world, checkpoint, stage):
 
 
 @pytest.mark.parametrize(
-    ("lost", "reason"),
+    "lost, reason",
     [
         ("global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 is missing"),
         ("config.json", "config.json"),
@@ -156,7 +156,7 @@ def test_moments_that_are_not_whole_and_flat_are_refused(written, case):
 
 
 @pytest.mark.parametrize(
-    ("about", "reason"),
+    "about, reason",
     [
         ({"dp_world_size": 10**9}, "the parts of 1 of 1000000000 ranks: rank 1 is missing"),
         ({"dp_world_size": -1}, "dp_world_size=-1"),

@@ -32,7 +32,7 @@ import torch
 from image_models import make_image_folder, write_pictures
 from pairs import write_labelled, write_pairs
 from stored import tensors
-from world import SMALL, RankFailed, Run, World, command, write_chats
+from world import SMALL, RankFailed, Run, World, command, write_chats, write_lines
 
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.config.composing.compose import compose
@@ -646,13 +646,13 @@ def write_weighted(path: Path, count: int) -> None:
         }
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
 
 
 def write_texts(path: Path, count: int) -> None:
     """Write texts of 5 to 160 characters."""
     rows = [{"text": " ".join(str(i * n % 89) for n in range(2, 4 + i % 50))} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
 
 
 def write_shown(folder: Path, count: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import composing
 from combinations import DIMENSIONS, SIMPLEST, Combination, Fuzz, Refused, ranks_of, run_all
-from world import World
+from world import World, read_json
 
 FILE = Path(__file__).with_name("covering_array.json")
 SEED = 1
@@ -152,14 +152,13 @@ class Dealer:
 
 def stored() -> list[Combination]:
     """Return the combinations of the file."""
-    return [SIMPLEST | row for row in json.loads(FILE.read_text())["combinations"]]
+    return [SIMPLEST | row for row in read_json(FILE)["combinations"]]
 
 
 def refused() -> set[Pair]:
     """Return the pairs that the file lists as refused."""
     return {
-        frozenset((name, number) for name, number in pair)
-        for pair in json.loads(FILE.read_text())["refused"]
+        frozenset((name, number) for name, number in pair) for pair in read_json(FILE)["refused"]
     }
 
 

@@ -12,7 +12,6 @@ matters.
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -39,7 +38,7 @@ from soak_faults import (
     read_safely,
     watched_launch,
 )
-from world import alive, read_lines
+from world import alive, read_lines, write_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
@@ -115,7 +114,7 @@ class Soak:
         texts = [{"text": f"{i:04d}" + "x" * (i * i % 150)} for i in range(80)]
         more = [{"prompt": "z" * (1 + i % 5), "completion": f"{i}?"} for i in range(40)]
         for name, rows in (("texts", texts), ("more", more)):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_lines(folder / f"{name}.jsonl", rows)
         self.whole: dict[str, dict[str, Any]] = {}
 
     def words(self, name: str, run: str, layout: tuple[int, list[str]] | None = None) -> list[str]:

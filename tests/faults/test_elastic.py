@@ -8,9 +8,10 @@ import signal
 import pytest
 from hosts import INJECT, Hosts, seconds_until
 from namespaces import why_not
+from stored import assert_columns, assert_near
 from world import SMALL, Run
 
-CONSTANT = ["schedule=constant", "schedule.warmup_steps=0", "optim.lr=3e-4"]
+CONSTANT = "schedule=constant schedule.warmup_steps=0 optim.lr=3e-4"
 
 
 def trained(run: Run, world: int, since: int) -> bool:
@@ -28,10 +29,12 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
     if reason := why_not():
         pytest.skip(reason)
     words = [
-        *SMALL, *(f"{k}={v}" for k, v in inputs.items()), *CONSTANT, f"run.root={tmp_path}",
-        "run.name=run", "batch.micro_rows=1", "checkpoint.every=5", "train.steps=100000",
-        "launch.timeout=25s", "launch.watchdog=true",
-    ]  # fmt: skip
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        CONSTANT,
+        f"run.root={tmp_path} run.name=run batch.micro_rows=1 checkpoint.every=5",
+        "train.steps=100000 launch.timeout=25s launch.watchdog=true",
+    ]
     env = {
         "PYTHONPATH": f"{INJECT}:{os.environ.get('PYTHONPATH', '')}",
         "FAULTS_FOLDER": str(tmp_path / "faults"),
@@ -73,9 +76,8 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
     lines = [f"{what:40} {world} ranks {seconds:6.1f}" for what, world, seconds in table]
     with capsys.disabled():
         print("\nseconds until the run trains on", *lines, sep="\n  ")
-    whole = train("whole", *CONSTANT, f"train.steps={len(run.metrics)}")
-    assert run.column("step") == whole.column("step")
-    for column in ("tokens", "supervised_tokens", "lr"):
-        assert run.column(column) == whole.column(column), column
-    assert run.column("loss") == pytest.approx(whole.column("loss"), rel=0, abs=1e-5)
+    whole = train("whole", CONSTANT, f"train.steps={len(run.metrics)}")
+    assert run["step"] == whole["step"]
+    assert_columns(run, whole, "tokens", "supervised_tokens", "lr")
+    assert_near(run, whole, "loss", rel=0, abs=1e-5)
     assert math.isfinite(run.metrics[-1]["loss"])

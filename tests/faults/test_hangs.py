@@ -27,9 +27,8 @@ TORCHRUN = [
     "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "-m", "fsdp_trainer",
 ]  # fmt: skip
 HOW = [
-    *SMALL, "data.path=demo:backwards", "tokenizer.path=demo:bytes", "train.steps=12",
-    "checkpoint.every=4",
-    "launch.timeout=30s",  # torchrun waits as long for ranks to end
+    *SMALL, "data.path=demo:backwards tokenizer.path=demo:bytes train.steps=12",
+    "checkpoint.every=4 launch.timeout=30s",  # torchrun waits as long for ranks to end
 ]  # fmt: skip
 FAULTS = {
     "is stopped (SIGSTOP)": ("rank=1 phase=forward step=8 do=stop", "forward"),
@@ -62,9 +61,9 @@ def hang(folder: Path, fault: str, *more: str) -> Hang:
     notes = folder.with_suffix(".faults")
     path = os.pathsep.join([str(INJECT), str(REPO), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "FAULTS_FOLDER": str(notes)}
-    place = [f"data.cache={folder.parent}/data", f"run.root={folder.parent}"]
+    place = f"data.cache={folder.parent}/data run.root={folder.parent}"
     process = subprocess.Popen(
-        [*TORCHRUN, *HOW, *place, f"run.name={folder.name}", *more],
+        [*TORCHRUN, *HOW, place, f"run.name={folder.name}", *more],
         env=env | ({"FAULTS": fault} if fault else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -109,7 +108,7 @@ def test_a_hang_costs_seconds_and_no_bit(whole, tmp_path, capsys, name, watched)
     (report,) = outcome.run.event("hang")
     assert (report["rank"], report["phase"], report["step"]) == (1, phase, 8)
     assert "rank 1 on" in outcome.said
-    assert outcome.run.column("step") == list(range(1, 13))
+    assert outcome.run["step"] == list(range(1, 13))
     assert weights_digest(newest(outcome.run)) == whole
     stacks = [file.read_text() for file in (outcome.run.folder / "hangs").rglob("rank-*.txt")]
     assert len(stacks) == 2
@@ -117,8 +116,8 @@ def test_a_hang_costs_seconds_and_no_bit(whole, tmp_path, capsys, name, watched)
 
 
 def test_a_slow_rank_is_named_and_nobody_is_killed(whole, tmp_path):
-    how = ["launch.watchdog=true", "launch.stall=1s", "logging.stragglers=1s"]
-    outcome = hang(tmp_path / "run", SLOW, *how)
+    how = "launch.watchdog=true launch.stall=1s logging.stragglers=1s"
+    outcome = hang(tmp_path / "run", SLOW, how)
     assert outcome.code == 0, outcome.said
     assert not outcome.run.event("hang"), outcome.said
     assert not outcome.run.event("resume"), outcome.said

@@ -6,7 +6,7 @@ import json
 import inject
 import pytest
 from named_runs import NamedRun
-from stored import assert_bitwise_equal, end_of, newest, stored
+from stored import assert_columns, assert_same_end, end_of, newest
 from world import RankFailed, Run
 
 STEP = 4  # the second checkpoint is written after it, and the first deleted
@@ -24,7 +24,7 @@ CASES = [(phase, ranks, mode) for phase in PHASES for ranks in (1, 2) for mode i
 
 
 @pytest.mark.parametrize(
-    ("phase", "ranks", "mode"),
+    "phase, ranks, mode",
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.faults) for case in CASES],
 )
 def test_a_kill_costs_no_bit(ledger, world, tmp_path, phase, ranks, mode):
@@ -41,12 +41,11 @@ def test_a_kill_costs_no_bit(ledger, world, tmp_path, phase, ranks, mode):
         file.write('{"step": 99, "lo')  # a half line
     run = world.train(tmp_path / "run", *words, **command)
     assert len(run.event("resume")) == 1, "the first start after the fault goes to the end"
-    for column in ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens"):
-        assert run.column(column) == whole.column(column), column
+    assert_columns(run, whole, "step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens")
     assert end_of(run) == ("end", 0)
     assert run.checkpoints == whole.checkpoints == ["step-00000006"], (
         "nothing half written or half deleted stays"
     )
-    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+    assert_same_end(run, whole)
     ours, theirs = ((newest(each) / "trainer.json").read_text() for each in (run, whole))
     assert json.loads(ours) == json.loads(theirs)

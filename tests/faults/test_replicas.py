@@ -17,10 +17,10 @@ pytestmark = pytest.mark.faults
 
 STEPS, LONGEST, PORT = 320, 10.0, 29510
 HOW = [
-    "model.hidden_size=128", "model.intermediate_size=256", "batch.seq_len=128", "batch.rows=24",
-    "batch.micro_rows=2", "optim=sgd", "optim.momentum=0.9", "optim.lr=0.005", "schedule=constant",
-    f"train.steps={STEPS}", "launch.watchdog=true",
-]  # fmt: skip
+    "model.hidden_size=128 model.intermediate_size=256 batch.seq_len=128",
+    "batch.rows=24 batch.micro_rows=2 optim=sgd optim.momentum=0.9",
+    f"optim.lr=0.005 schedule=constant train.steps={STEPS} launch.watchdog=true",
+]
 
 
 def wait_for_more(lines, count, act, *args):
@@ -35,9 +35,9 @@ class Group:
 
     def __init__(self, number, host, folder, words):
         """Start it. host: words that run a command on a simulated host."""
-        own = [f"replicas.id={number}", f"replicas.lighthouse=10.77.0.1:{PORT}"]
-        place = [f"run.root={folder.parent}", f"run.name={folder.name}"]
-        self.command = [*host, sys.executable, "-m", "fsdp_trainer", "train", *words, *place, *own]
+        own = f"replicas.id={number} replicas.lighthouse=10.77.0.1:{PORT}"
+        place = f"run.root={folder.parent} run.name={folder.name}"
+        self.command = [*host, sys.executable, "-m", "fsdp_trainer", "train", *words, place, own]
         self.log = (folder.parent / f"group-{number}.log").open("w")
         self.start()
 
@@ -81,8 +81,7 @@ def test_others_go_on_when_a_group_is_killed_stopped_or_cut_off(
         *SMALL,
         *input_words,
         *HOW,
-        f"replicas.method={method}",
-        f"launch.nproc_per_node={ranks}",
+        f"replicas.method={method} launch.nproc_per_node={ranks}",
     ]
     words += ["replicas.every=4"] if method == "diloco" else []
     serve = [*hosts.at(0), sys.executable, "-m", "fsdp_trainer", "lighthouse", f"port={PORT}"]
@@ -105,8 +104,8 @@ def test_others_go_on_when_a_group_is_killed_stopped_or_cut_off(
         assert [group.process.wait(timeout=600) for group in groups] == [0, 0]
     finally:
         end(started)
-    assert run.column("step") == list(range(1, STEPS + 1))
-    assert max(after - before for before, after in pairwise(run.column("time"))) < LONGEST
+    assert run["step"] == list(range(1, STEPS + 1))
+    assert max(after - before for before, after in pairwise(run["time"])) < LONGEST
     if method == "sync":
         alone = world.train(
             tmp_path / "alone", *SMALL, *input_words, *HOW, "launch.watchdog=false", base=[]

@@ -1,9 +1,8 @@
 """Rollouts with an environment as tasks of an evaluation."""
 
-import json
-
 import pytest
 from named_runs import GRPO
+from world import write_lines
 
 from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
 
@@ -27,7 +26,7 @@ def task(tmp_path):
     """A task whose environment counts letters in two turns."""
     rows = [{"question": f"{i}+1?", "answer": f"{i + 1}"} for i in range(6)]
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(data, rows)
     (tmp_path / "counts.py").write_text(COUNTS)
     file = tmp_path / "letters.yaml"
     file.write_text(
@@ -39,7 +38,7 @@ def task(tmp_path):
 def test_a_task_has_the_same_number_in_training_and_after_it_on_any_ranks(
     evaluate, train, tmp_path, task
 ):
-    keys = [*GRPO, "model.initializer_range=0.5", "model.max_position_embeddings=256"]
+    keys = [*GRPO, "model.initializer_range=0.5 model.max_position_embeddings=256"]
     code = f"code=[{tmp_path / 'counts.py'}]"
     during = [f"evaluation.tasks=[{task}]", f"evaluation.{code}", "train.evaluate_every=2"]
     run = train("run", *keys, *during, ranks=2)
@@ -69,7 +68,7 @@ def test_a_task_has_the_same_number_in_training_and_after_it_on_any_ranks(
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    "text, named",
     [
         ("environment: calculator\nrewards: [exact]\n", "has no data"),
         ("environment: calculater\ndata: rows.jsonl\n", "Did you mean  calculator"),

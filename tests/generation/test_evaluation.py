@@ -1,6 +1,5 @@
 """Tasks of lm-evaluation-harness on our decoder: the same numbers as with transformers."""
 
-import json
 import math
 import shutil
 
@@ -9,7 +8,7 @@ import jinja2
 import pytest
 import torch
 from other_models import make_other_folder
-from world import read_lines
+from world import read_json, read_lines, write_lines
 from zoo import make_folder
 
 from fsdp_trainer.config.evaluation_inputs import require_tasks, task_names
@@ -81,7 +80,7 @@ def tasks(tmp_path_factory):
         for i in range(9)  # which two ranks do not divide
     ]
     items = folder / "items.jsonl"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(items, rows)
     paths = []
     for name, more in MORE.items():
         paths.append(folder / f"{name}.yaml")
@@ -135,14 +134,14 @@ def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(evaluate, 
 def test_a_model_of_transformers_classes_gets_its_metrics(evaluate, tmp_path, tasks):
     folder = make_other_folder(tmp_path / "hf", "falcon_h1")
     theirs = with_transformers(folder, tasks, limit=3)
-    ours = without_errors(evaluate(folder, tasks, "sharded=true", "limit=3", ranks=2))
+    ours = without_errors(evaluate(folder, tasks, "sharded=true limit=3", ranks=2))
     for task, values in theirs.items():
         assert ours[task] == pytest.approx(values, rel=1e-5), task
 
 
 def test_limit_and_examples_are_the_harness_own(evaluate, folder, tasks):
     theirs = with_transformers(folder, tasks[:2], limit=5, num_fewshot=1)
-    ours = without_errors(evaluate(folder, tasks[:2], "limit=5", "fewshot=1", "rows=3"))
+    ours = without_errors(evaluate(folder, tasks[:2], "limit=5 fewshot=1 rows=3"))
     for task, values in theirs.items():
         assert ours[task] == pytest.approx(values, rel=1e-6)
 
@@ -298,11 +297,11 @@ def test_a_run_keeps_its_evaluations(ledger, evaluate, world, tasks, tmp_path):
     [line] = read_lines(run.folder / "evaluations.jsonl")
     assert line["step"] == 4
     assert line["tasks"] == metrics
-    assert json.loads((tmp_path / "results.json").read_text()) == metrics
+    assert read_json(tmp_path / "results.json") == metrics
     exported = evaluate(run.folder / "hf", tasks[:1])
     assert exported["choice"] == pytest.approx(metrics["choice"], rel=1e-6)
-    words = [f"source={run.folder}", f"tasks=[{tasks[0]}]", "chat=true", "launch.device=cpu"]
-    table = world.command("evaluate", *words)[0].out
+    words = f"source={run.folder} tasks=[{tasks[0]}] chat=true launch.device=cpu"
+    table = world.command("evaluate", words)[0].out
     assert table.startswith("choice  acc ")
     assert "±" in table
 
@@ -356,7 +355,7 @@ def test_tasks_are_checked_before_anything_begins(evaluate, folder, train, tmp_p
     assert "evaluation.tasks=[arc_easy]" in train("run", "train.evaluate_every=2", code=2).err
 
 
-AT_STEPS = ["evaluation.limit=3", "train.steps=4", "train.evaluate_every=2", "checkpoint.every=2"]
+AT_STEPS = "evaluation.limit=3 train.steps=4 train.evaluate_every=2 checkpoint.every=2"
 
 
 def evaluations(run):
@@ -367,7 +366,7 @@ def evaluations(run):
 def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
     train, evaluate, tasks
 ):
-    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", *AT_STEPS]
+    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", AT_STEPS]
     whole = train("whole", *chosen, ranks=2)
     assert [step for step, _ in evaluations(whole)] == [2, 4]
     assert "tasks  after step 4: choice acc " in whole.out
@@ -384,7 +383,7 @@ def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
 
     seam = inject.signalled("evaluation", 1, 2)
     stopped = train("run", *chosen, ranks=2, seam=seam, code=75)
-    assert stopped.column("step") == [1, 2]
+    assert stopped["step"] == [1, 2]
     assert evaluations(stopped) == []
     run = train("run", *chosen, ranks=2)
     assert evaluations(run) == evaluations(whole)
@@ -394,14 +393,14 @@ def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
 
 
 def test_tasks_in_training_give_the_same_numbers_however_the_model_is_sharded(train, tasks):
-    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", "evaluation.limit=3"]
-    still = ["train.steps=1", "optim.lr=0", "batch.micro_rows=1", "launch.timeout=120s"]
-    [(_, alone)] = evaluations(train("alone", *chosen, *still))
+    chosen = f"evaluation.tasks=[{tasks[0]},{tasks[3]}] evaluation.limit=3"
+    still = "train.steps=1 optim.lr=0 batch.micro_rows=1 launch.timeout=120s"
+    [(_, alone)] = evaluations(train("alone", chosen, still))
     for ranks, *layout in (
         (4, "sharding.tensor=2", "sharding.context=2"),
         (2, "sharding.pipeline=2"),
     ):
-        run = train(f"on {ranks}", *chosen, *still, *layout, ranks=ranks)
+        run = train(f"on {ranks}", chosen, still, *layout, ranks=ranks)
         [(_, shared)] = evaluations(run)
         for task, values in alone.items():
             assert shared[task] == pytest.approx(values, rel=1e-5), layout

@@ -1,13 +1,12 @@
 """Tasks about images: the same likelihoods and answers as transformers' own model gives."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from image_models import make_image_folder, write_pictures
 from PIL import Image
 from transformers import AutoModelForImageTextToText
+from world import write_json, write_lines
 from zoo import make_folder
 
 from fsdp_trainer.data.images.image_files import ImageFiles
@@ -53,7 +52,7 @@ def pictures(tmp_path_factory):
 
 def task_of(folder, name, rows):
     items, file = folder / f"{name}.jsonl", folder / f"{name}.yaml"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(items, rows)
     file.write_text(TASK.format(name=name, items=items, more=MORE[name]))
     return str(file)
 
@@ -103,17 +102,17 @@ def test_choices_about_images_are_those_of_transformers_also_during_a_training(
         answer = (best + (i == 2)) % len(CHOICES)
         rows.append({"question": question, "images": [image], "choices": CHOICES, "answer": answer})
     task = task_of(pictures, "choice", rows)
-    words = ["implementation=transformers", "sharded=true", "rows=2"]
-    said = evaluate(model, [task], *words, ranks=2)
+    words = "implementation=transformers sharded=true rows=2"
+    said = evaluate(model, [task], words, ranks=2)
     assert said["choice"]["acc"] == pytest.approx(0.8)
 
     chats = pictures / "chats.jsonl"
     content = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "what?"}]
     answer = {"role": "assistant", "content": "a thing"}
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": content}, answer]}))
+    write_json(chats, {"messages": [{"role": "user", "content": content}, answer]})
     own = [
-        f"model.init_from={model}", f"data.path={chats}", "batch.seq_len=128", "batch.rows=2",
-        "train.steps=1", "optim.lr=0", "precision=fp32", "launch.device=cpu",
+        f"model.init_from={model} data.path={chats} batch.seq_len=128 batch.rows=2",
+        "train.steps=1 optim.lr=0 precision=fp32 launch.device=cpu",
     ]  # fmt: skip
     run = train("run", *own, f"evaluation.tasks=[{task}]", base=[])
     assert run.metrics[-1]["tasks"]["choice/acc"] == pytest.approx(0.8)
@@ -131,7 +130,7 @@ def test_answers_about_images_are_those_of_transformers(evaluate, tmp_path, pict
         text = processor.tokenizer.decode(tokens, skip_special_tokens=True)
         rows.append({"question": f"{i}?", "images": [f"pictures/{i}.png"], "answer": text})
     task = task_of(pictures, "written", rows)
-    said = evaluate(model, [task], "sharded=true", "rows=1", "chat=true", ranks=2)
+    said = evaluate(model, [task], "sharded=true rows=1 chat=true", ranks=2)
     assert said["written"]["exact_match"] == 1
 
 

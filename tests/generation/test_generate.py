@@ -407,8 +407,8 @@ def generate(world):
 
 def test_the_command_answers_many_prompts_with_several_samples(run, generate, tmp_path):
     (tmp_path / "more.jsonl").write_text('{"prompt": "b, c"}\n\n{"prompt": "d"}\n')
-    words = ["prompt=['aaa','b, c']", f"prompts={tmp_path}/more.jsonl", "max_tokens=9"]
-    words += ["samples=2", "temperature=1"]
+    words = [f"prompt=['aaa','b, c'] prompts={tmp_path}/more.jsonl max_tokens=9"]
+    words += ["samples=2 temperature=1"]
     lines = [json.loads(line) for line in generate(run, *words, "format=json").splitlines()]
     assert [(line["prompt"], line["sample"]) for line in lines] == [
         (prompt, sample) for prompt in ("aaa", "b, c", "b, c", "d") for sample in (0, 1)
@@ -420,11 +420,11 @@ def test_the_command_answers_many_prompts_with_several_samples(run, generate, tm
 
 
 def test_the_command_answers_the_same_from_run_and_checkpoint(run, generate):
-    words = ["prompt=abc", "max_tokens=20"]
-    said = generate(run, *words)
+    words = "prompt=abc max_tokens=20"
+    said = generate(run, words)
     assert said.endswith("\n")
-    assert generate(sorted((run / "checkpoints").glob("step-*"))[-1], *words) == said
-    raw = [*words, "raw=true", "temperature=1", "seed=1"]
+    assert generate(sorted((run / "checkpoints").glob("step-*"))[-1], words) == said
+    raw = [words, "raw=true temperature=1 seed=1"]
     assert generate(run, *raw) == generate(run, *raw) != said
 
 
@@ -457,18 +457,18 @@ def test_a_system_turn_reaches_a_template_that_knows_none(run):
 
 
 ASKED = [
-    "train.steps=4", "train.validate_every=2", "train.sample_prompts=[aaa,'b c']",
-    "train.sample_tokens=9", "checkpoint.every=2", "checkpoint.keep=9",
+    "train.steps=4 train.validate_every=2 train.sample_prompts=[aaa,'b c']",
+    "train.sample_tokens=9 checkpoint.every=2 checkpoint.keep=9",
 ]  # fmt: skip
-COMPILED = ["compile=enabled", "model.num_hidden_layers=1"]
+COMPILED = ["compile=enabled model.num_hidden_layers=1"]
 RAW = [
-    "model.tie_word_embeddings=false", "train.sample_raw=true", "activation_checkpoint=selective",
-    "sharding.blocks_per_unit=2",
-]  # fmt: skip
+    "model.tie_word_embeddings=false train.sample_raw=true",
+    "activation_checkpoint=selective sharding.blocks_per_unit=2",
+]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "how"),
+    "ranks, how",
     [
         (2, RAW),
         (1, ["sharding.cpu_offload=true"]),
@@ -484,8 +484,8 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
         how, options["seam"] = [*compiled, how[1]], inject.no_kernels()
     plain = train("plain", "train.steps=4", *how, **options)
     run = train("run", *ASKED, *how, **options)
-    assert run.column("loss") == plain.column("loss")
-    assert run.column("grad_norm") == plain.column("grad_norm")
+    assert run["loss"] == plain["loss"]
+    assert run["grad_norm"] == plain["grad_norm"]
     samples = read_lines(run.folder / "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in samples] == [
         (step, prompt) for step in (2, 4) for prompt in ("aaa", "b c")

@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from named_runs import RUNS
@@ -36,11 +37,33 @@ def assert_bitwise_equal(a, b):
     assert_byte_equal(a, b)
 
 
+def assert_same_end(run, other):
+    """Raise AssertionError if two runs differ in a loss, or their newest checkpoints in a bit."""
+    state = stored(newest(run))
+    assert any(name.startswith("optimizer/") for name in state)
+    assert_byte_equal(state, stored(newest(other)))
+
+
+def assert_columns(run, other, *names):
+    """Raise AssertionError if columns of two runs differ."""
+    for name in names:
+        assert run[name] == other[name], name
+
+
+def assert_near(run, other, *names, rel=None, abs=None, **limits):
+    """Raise AssertionError if columns of two runs differ by more than a limit.
+
+    rel, abs: limits of the columns `names`; limits: relative ones by the name of a column.
+    """
+    for name, limit in (dict.fromkeys(names, rel) | limits).items():
+        assert run[name] == pytest.approx(other[name], rel=limit, abs=abs), name
+
+
 def assert_undisturbed(run, whole):
     """Raise AssertionError if a run differs in a step or a bit from one that nothing disturbed."""
     last = run.metrics[-1]["step"]
-    assert run.column("step") == list(range(1, last + 1))
-    assert run.column("loss") == whole.column("loss")[:last]
+    assert run["step"] == list(range(1, last + 1))
+    assert run["loss"] == whole["loss"][:last]
     assert_bitwise_equal(stored(newest(run)), stored(checkpoint(whole, last)))
 
 

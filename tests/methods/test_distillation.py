@@ -2,7 +2,6 @@
 and a teacher that knows other tokens is refused with what differs."""
 
 import errno
-import json
 import shutil
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +14,9 @@ from layouts import ROW, packed_row
 from layouts import VOCABULARY as ROW_VOCABULARY
 from named_runs import RUNS
 from small_decoder import SIZES, small_decoder
-from stored import newest
+from stored import assert_near, newest
 from textbook import TOKENS, VOCABULARY, make
-from world import SMALL, flip_bit, write_chats
+from world import SMALL, flip_bit, read_json, write_chats, write_json
 
 from fsdp_trainer.config.schema import ObjectiveChoice, TrainConfig
 from fsdp_trainer.data.store.stored_values import read_top_k
@@ -91,7 +90,7 @@ FEWER, MORE = {"vocabulary": VOCABULARY - 100}, {"vocabulary": VOCABULARY + 100}
 
 
 @pytest.mark.parametrize(
-    ("kl", "share", "heat", "count", "student", "other"),
+    "kl, share, heat, count, student, other",
     [
         ("forward", 0.5, 1.0, None, {}, {}),
         ("forward", 0.3, 2.0, None, {"vocab_multiple": 1000}, SOFT),
@@ -182,10 +181,10 @@ def test_every_gradient_of_a_model_is_that_of_whole_logits(kind):
 def keys(ledger, tmp_path):
     """Words of a run with its own data and cache, and the ledger's teacher."""
     return [
-        f"data.path={write_chats(tmp_path / 'chats.jsonl', 40)}", f"data.cache={tmp_path}/cache",
-        "tokenizer.path=demo:bytes", "schedule=constant", "objective=distil",
-        f"objective.teacher={ledger.run('teacher').folder}",
-    ]  # fmt: skip
+        f"data.path={write_chats(tmp_path / 'chats.jsonl', 40)}",
+        f"data.cache={tmp_path}/cache tokenizer.path=demo:bytes schedule=constant",
+        f"objective=distil objective.teacher={ledger.run('teacher').folder}",
+    ]
 
 
 def test_a_run_learns_from_data_and_teacher_and_goes_on_with_that_teacher_alone(
@@ -193,14 +192,13 @@ def test_a_run_learns_from_data_and_teacher_and_goes_on_with_that_teacher_alone(
 ):
     run, teacher = ledger.run("distil"), ledger.run("teacher").folder
     assert f"from {teacher}; share 0.5 of the loss, temperature 2" in run.out
-    assert run.column("kl")[-1] < run.column("kl")[0]
+    assert run["kl"][-1] < run["kl"][0]
     for line in run.metrics:
         expected = 0.5 * line["loss"] + 0.5 * 4 * line["kl"]
         assert line["objective"] == pytest.approx(expected, rel=1e-6)
     assert run.metrics[-1]["validation_kl"] > 0 < run.metrics[-1]["validation_teacher_loss"]
     shared = ledger.run(words=[*RUNS["distil"].words, "sharding.tensor=2"], ranks=2)
-    for name in ("loss", "kl", "teacher_loss"):
-        assert shared.column(name) == pytest.approx(run.column(name), rel=2e-5), name
+    assert_near(shared, run, "loss", "kl", "teacher_loss", rel=2e-5)
     weights = [path.name for path in (run.folder / "checkpoints").rglob("*") if path.is_file()]
     assert not any("teacher" in name for name in weights)
 
@@ -215,7 +213,7 @@ def test_teacher_and_student_are_compiled_once_each(ledger, world, compiled, tmp
     words = [*ledger.words_of(RUNS["distil"]), *compiled]
     run = world.train(tmp_path / "run", *words, base=[], seam=inject.no_kernels())
     for name in ("loss", "kl"):
-        assert run.column(name) == pytest.approx(ledger.run("distil").column(name), rel=1e-5)
+        assert run[name] == pytest.approx(ledger.run("distil")[name], rel=1e-5)
     assert "compiled again" not in run.out
 
 
@@ -233,30 +231,29 @@ def without_teacher():
 def test_stored_lists_stand_in_for_the_teacher_in_any_order(ledger, world, keys, tmp_path):
     """Two files, twice, in other rows and on other ranks than they were listed in."""
     files = [write_chats(tmp_path / f"{i}.jsonl", 20, start=20 * i) for i in range(2)]
-    keys = [*keys, f"data.path=[{files[0]},{files[1]}]", "data.validation=0.2"]
-    place = [f"run.root={tmp_path}", "run.name=ahead"]
+    keys = [*keys, f"data.path=[{files[0]},{files[1]}] data.validation=0.2"]
+    place = [f"run.root={tmp_path} run.name=ahead"]
     world.command(
         "prepare", *SMALL, *keys, "objective.top_k=7", *place, "data.packing=none", ranks=2
     )
     stored = {path: path.stat() for path in tmp_path.rglob("top_tokens.npy")}
     assert len(stored) == 2
-    keys += ["train.epochs=2", "train.steps=null", "train.validate_every=3"]
+    keys += ["train.epochs=2 train.steps=null train.validate_every=3"]
     one = world.train(tmp_path / "one", *keys, "objective.top_k=7", seam=without_teacher)
     assert "not in memory, its 7 likeliest tokens are stored" in one.out
     assert {path: path.stat() for path in stored} == stored
     online = world.train(tmp_path / "online", *keys)
-    assert one.column("teacher_loss") == pytest.approx(online.column("teacher_loss"), rel=1e-5)
+    assert_near(one, online, teacher_loss=1e-5)
     held_out = [run.metrics[-1]["validation_teacher_loss"] for run in (one, online)]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
     whole = world.train(tmp_path / "whole", *keys, "objective.top_k=260")
     assert "supervised tokens once" in whole.out
-    for name in ("loss", "kl"):
-        assert whole.column(name) == pytest.approx(online.column(name), rel=1e-3), name
+    assert_near(whole, online, "loss", "kl", rel=1e-3)
 
     another = f"objective.teacher={ledger.run('plain').folder}"
     for more, message in (
-        ([another, "objective.top_k=7", "train.epochs=3"], "the teacher is another one"),
-        (["run.name=new", "objective.top_k=261"], "is more than the 260 tokens of the vocabulary"),
+        ([another, "objective.top_k=7 train.epochs=3"], "the teacher is another one"),
+        (["run.name=new objective.top_k=261"], "is more than the 260 tokens of the vocabulary"),
     ):
         assert message in world.train(tmp_path / "one", *keys, *more, code=2).err
     place = next(iter(stored)).parent
@@ -277,7 +274,7 @@ def full_disk():
 def test_lists_that_the_disk_has_no_room_for_end_the_run_before_the_teacher_reads(
     world, keys, tmp_path
 ):
-    keys = [*keys, "objective.top_k=3", "train.steps=4"]
+    keys = [*keys, "objective.top_k=3 train.steps=4"]
     said = world.train(tmp_path / "run", *keys, seam=full_disk, code=1).err
     assert "cannot store the teacher's lists next to the data (data.cache)" in said
     assert "No space left on device" in said
@@ -287,28 +284,28 @@ def test_lists_that_the_disk_has_no_room_for_end_the_run_before_the_teacher_read
 
 def test_a_teacher_that_does_not_fit_is_refused_with_what_differs(ledger, world, keys, tmp_path):
     other = shutil.copytree(newest(ledger.run("plain")) / "hf", tmp_path / "other")
-    words = json.loads((other / "tokenizer.json").read_text())
+    words = read_json(other / "tokenizer.json")
     vocabulary = words["model"]["vocab"]
     a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
     vocabulary[a], vocabulary[b] = 71, 70
-    (other / "tokenizer.json").write_text(json.dumps(words))
+    write_json(other / "tokenizer.json", words)
     (other / "model.safetensors").touch()
 
     def refused(*more):
-        how = [*keys, f"objective.teacher={other}", "train.steps=4", *more]
+        how = [*keys, f"objective.teacher={other} train.steps=4", *more]
         return " ".join(world.train(tmp_path / "run", *how, code=2).err.split())
 
     assert f"The first that differs is 70: {a!r} here, {b!r} there" in refused()
     assert "'brandnew' here, no token there" in refused("tokenizer.add_tokens=[brandnew]")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    config = read_json(other / "config.json")
+    write_json(other / "config.json", config | {"max_position_embeddings": 32})
     assert "batch.seq_len=32" in refused()
 
 
 @pytest.mark.slow
 def test_a_plan_of_stored_lists_has_their_disk_and_no_teacher(tmp_path):
     config = ModelConfig(**SIZES | {"vocab_size": 8000, "hidden_size": 256, "head_dim": 64})
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf("float32")))
+    write_json(tmp_path / "config.json", config.to_hf("float32"))
     cfg, peaks = TrainConfig(), {}
     for name, choice in {
         "alone": ObjectiveChoice("sft"),

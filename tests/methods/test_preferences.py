@@ -16,7 +16,7 @@ import torch
 from named_runs import LORA, PAIRS
 from pairs import textbook, write_pairs
 from small_decoder import small_decoder
-from stored import tensors
+from stored import assert_columns, assert_near, tensors
 from world import flip_bit
 from zoo import HF, make_folder
 
@@ -119,19 +119,18 @@ def test_losses_and_gradients_are_the_papers_on_packed_rows_in_chunks(decoder, b
 
 def test_the_base_of_adapters_is_the_reference(ledger):
     run = ledger.run(words=[*PAIRS, "objective=dpo", *LORA])
-    assert run.column("loss")[0] == pytest.approx(math.log(2), abs=1e-7), "both models are equal"
-    assert run.column("loss")[-1] < 0.69
-    assert run.column("reward_margin")[-1] > 0
+    assert run["loss"][0] == pytest.approx(math.log(2), abs=1e-7), "both models are equal"
+    assert run["loss"][-1] < 0.69
+    assert run["reward_margin"][-1] > 0
 
 
 def test_a_loss_scale_does_not_change_what_pairs_teach(ledger):
-    words = [*PAIRS, "objective=simpo", "batch.micro_rows=2"]
-    fp16 = ["precision.param_dtype=float16", "precision.loss_scale=1024"]
-    exact, run = ledger.run(words=words), ledger.run(words=[*words, *fp16])
-    assert run.column("loss_scale") == [1024.0] * 3
-    for name in ("loss", "reward_margin", "log_probability_chosen"):
-        assert run.column(name) == pytest.approx(exact.column(name), rel=5e-3, abs=2e-3), name
-    assert run.column("grad_norm") == pytest.approx(exact.column("grad_norm"), rel=2e-2)
+    words = [*PAIRS, "objective=simpo batch.micro_rows=2"]
+    fp16 = "precision.param_dtype=float16 precision.loss_scale=1024"
+    exact, run = ledger.run(words=words), ledger.run(words=[*words, fp16])
+    assert run["loss_scale"] == [1024.0] * 3
+    assert_near(run, exact, "loss", "reward_margin", "log_probability_chosen", rel=5e-3, abs=2e-3)
+    assert_near(run, exact, grad_norm=2e-2)
 
 
 COMPUTED = "the reference reads"
@@ -164,10 +163,10 @@ def test_a_references_sums_are_checked_but_for_those_of_versions_without_checksu
 def test_the_first_model_is_the_reference_of_whole_weights_also_after_a_resume(
     train, keys, tmp_path
 ):
-    keys = [*keys, "objective=ipo", "checkpoint.every=2"]
+    keys = [*keys, "objective=ipo checkpoint.every=2"]
     run = train("whole", *keys)
-    assert run.column("loss")[0] == 25.0, "1 / (2 · beta), squared: both models are equal"
-    assert run.column("reward_chosen")[0] == 0
+    assert run["loss"][0] == 25.0, "1 / (2 · beta), squared: both models are equal"
+    assert run["reward_chosen"][0] == 0
     assert COMPUTED in run.out
     again = train("again", *keys, "train.steps=2")
     assert COMPUTED not in again.out, "it is stored"
@@ -175,8 +174,7 @@ def test_the_first_model_is_the_reference_of_whole_weights_also_after_a_resume(
         flip_bit(file)
     again = train("again", *keys)
     assert COMPUTED in again.out
-    for name in ("loss", "reward_margin"):
-        assert again.column(name) == run.column(name)
+    assert_columns(again, run, "loss", "reward_margin")
 
 
 @inject.fault
@@ -196,22 +194,22 @@ def bytes_read():
 def test_a_new_run_reads_its_first_weights_once(train, tmp_path):
     folder, file = make_folder(tmp_path / "hf"), tmp_path / "read"
     pairs = f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}"
-    how = [*HF, *PAIRS, pairs, f"model.init_from={folder}", "objective=dpo", "train.steps=1"]
+    how = [*HF, *PAIRS, pairs, f"model.init_from={folder} objective=dpo train.steps=1"]
     run = train("run", *how, base=[], seam=bytes_read(), env={"READ": str(file)})
     assert COMPUTED in run.out
     assert int(file.read_text()) == sum(t.nbytes for t in tensors(folder).values())
-    assert run.column("loss") == pytest.approx([math.log(2)], abs=1e-6)
+    assert run["loss"] == pytest.approx([math.log(2)], abs=1e-6)
 
 
 def test_another_run_can_be_the_reference_and_may_not_change(ledger, train, keys, tmp_path):
     folder = ledger.copy("plain", tmp_path / "first").folder
 
     def words(place):
-        starts = [f"objective.reference={place}", f"model.init_from={place}"]
-        return [*keys, "objective=ipo", "adapter=dora", *starts]
+        starts = f"objective.reference={place} model.init_from={place}"
+        return [*keys, "objective=ipo adapter=dora", starts]
 
     run = train("run", *words(folder), "train.steps=1")
-    assert run.column("loss")[0] == 25.0
+    assert run["loss"][0] == 25.0
     moved = shutil.copytree(folder, tmp_path / "moved")
     newer = ledger.run("long").folder / "checkpoints"
     shutil.copytree(newer, folder / "checkpoints", dirs_exist_ok=True)
@@ -227,7 +225,7 @@ def test_another_run_can_be_the_reference_and_may_not_change(ledger, train, keys
 
 
 def test_answers_without_a_pair_are_refused(train):
-    said = train("run", "objective=simpo", "train.steps=1", code=2).err
+    said = train("run", "objective=simpo train.steps=1", code=2).err
     assert "data.fields={prompt: …, chosen: …, rejected: …}" in said
 
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from fsdp_trainer.cli import main
+from world import cli
 
 GRPO = "objective=grpo objective.rewards=[exact]"
 SERVER = f"{GRPO} objective.server=http://localhost:1"
@@ -72,8 +71,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_what_a_method_cannot_do_is_refused_before_anything_starts(capsys, typed):
-    assert main(["data.path=demo:sums", "tokenizer.path=demo:bytes", *typed.split()]) == 2
-    said = capsys.readouterr().err
+def test_what_a_method_cannot_do_is_refused_before_anything_starts(typed):
+    said = cli("data.path=demo:sums", "tokenizer.path=demo:bytes", *typed.split(), code=2).err
     for part in REFUSED[typed]:
         assert part in said

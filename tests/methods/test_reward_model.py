@@ -11,9 +11,8 @@ import torch
 from named_runs import PAIRS
 from texts import make_tokenizer, turn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from world import read_lines
+from world import cli, read_json, read_lines, write_json, write_lines
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.policy_gradient import short_contexts
@@ -31,8 +30,8 @@ SHOWS_TOOLS = """{% if tools %}{{ tools | tojson }}
 
 def test_pairs_teach_a_model_to_tell_good_answers(ledger):
     run = ledger.run("reward")
-    assert run.column("loss")[-1] < run.column("loss")[0]
-    assert run.column("reward_accuracy")[-1] > 0.9
+    assert run["loss"][-1] < run["loss"][0]
+    assert run["reward_accuracy"][-1] > 0.9
     assert "log_probability_chosen" not in run.metrics[0]
     last = run.metrics[-1]
     assert last["validation_reward_accuracy"] > 0.9
@@ -75,7 +74,7 @@ TEXTS = ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n
 def exported(ledger, tmp_path_factory):
     """A folder of a reward model whose template shows tools, transformers' model and tokenizer."""
     out = tmp_path_factory.mktemp("reward") / "export"
-    assert main(["export", f"source={ledger.run('reward').folder}", f"out={out}"]) == 0
+    cli("export", f"source={ledger.run('reward').folder} out={out}")
     theirs = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out)
     tokenizer.chat_template = SHOWS_TOOLS
@@ -90,21 +89,20 @@ def score_of(exported, text):
         return theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
 
 
-def test_an_export_scores_as_transformers_does(ledger, exported, capsys):
+def test_an_export_scores_as_transformers_does(ledger, exported):
     out, theirs, _ = exported
     assert theirs.config.num_labels == 1
     expected = [score_of(exported, text) for text in TEXTS]
     for source in (out, ledger.run("reward").folder):
         scores = open_reward_model(source).scores(TEXTS)
         assert scores == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert main(["generate", f"source={out}", "prompt=Hello"]) == 2
-    assert "writes no text" in capsys.readouterr().err
+    assert "writes no text" in cli("generate", f"source={out} prompt=Hello", code=2).err
 
 
 def test_a_reward_model_can_be_trained_on_but_for_no_other_objective(ledger, exported, train):
     start = [*map(ledger.with_places, PAIRS), f"model.init_from={exported[0]}"]
-    again = train("again", *start, "objective=reward", "train.steps=1")
-    assert again.column("loss")[0] < ledger.run("reward").column("loss")[0]
+    again = train("again", *start, "objective=reward train.steps=1")
+    assert again["loss"][0] < ledger.run("reward")["loss"][0]
     said = train("dpo", *start, "objective=dpo", code=2).err
     assert "objective=reward" in said
 
@@ -114,11 +112,11 @@ def test_answers_get_the_reward_of_transformers_score_on_any_ranks(exported, tra
     source, _, tokenizer = exported
     file = tmp_path / "questions.jsonl"
     rows = [{"question": f"{i}+1?", "answer": f"{i + 1}", "tools": [TOOL]} for i in range(9)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     reward = f"{{name: model, source: {source}, weight: 2, label: rm}}"
     grpo = [
-        "objective=grpo", f"objective.rewards=[{reward}]", "objective.max_new_tokens=6",
-        "objective.samples=2", "batch.rows=2", "batch.seq_len=128", f"data.path={file}",
+        f"objective=grpo objective.rewards=[{reward}] objective.max_new_tokens=6",
+        f"objective.samples=2 batch.rows=2 batch.seq_len=128 data.path={file}",
     ]  # fmt: skip
     run = train("rewarded", *grpo, "train.steps=2", ranks=2)
     lines = read_lines(run.folder / "samples.jsonl")
@@ -131,12 +129,12 @@ def test_answers_get_the_reward_of_transformers_score_on_any_ranks(exported, tra
         assert text.startswith('[{"type": "function"')
         expected = 2 * score_of(exported, text)
         assert line["reward"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert run.column("reward") == pytest.approx([2 * x for x in run.column("reward/rm")])
-    assert main(["rewards", f"data.path={file}", f"objective.rewards=[{reward}]"]) == 0
+    assert run["reward"] == pytest.approx([2 * x for x in run["reward/rm"]])
+    cli("rewards", f"data.path={file} objective.rewards=[{reward}]")
 
     short = shutil.copytree(source, tmp_path / "short")
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    config = read_json(short / "config.json")
+    write_json(short / "config.json", config | {"max_position_embeddings": 16})
     shorter = f"objective.rewards=[{reward.replace(str(source), str(short))}]"
     failed = train("fails", *grpo, shorter, "train.steps=1", code=1)
     assert "reads at most 16 tokens" in failed.out
@@ -147,9 +145,9 @@ def test_a_language_model_becomes_a_reward_model(ledger):
     run = ledger.run("plain").folder
     with pytest.raises(UserError, match="is a language model"):
         open_reward_model(run / "hf")
-    words = [*PAIRS, "objective=reward", "train.steps=2"]
+    words = [*PAIRS, "objective=reward train.steps=2"]
     first, other = (
         ledger.run(words=[*words, f"model.init_from={source}"]) for source in (run, run / "hf")
     )
-    assert first.column("loss") == other.column("loss"), "the same weights, the same new head"
-    assert first.column("loss")[0] == pytest.approx(math.log(2), abs=0.3)
+    assert first["loss"] == other["loss"], "the same weights, the same new head"
+    assert first["loss"][0] == pytest.approx(math.log(2), abs=0.3)

@@ -28,7 +28,7 @@ def test_a_method_with_metrics_has_a_name_and_a_main_metric_for_reports():
 
 
 @pytest.mark.parametrize(
-    ("settings", "adapter", "expected"),
+    "settings, adapter, expected",
     [
         ({"name": "dpo"}, "none", ("reference", "start", "stored")),
         ({"name": "dpo"}, "lora", ("reference", "start", "base")),

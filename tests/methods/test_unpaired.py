@@ -1,7 +1,6 @@
 """Good and bad answers: KTO's formula, a baseline from mismatched answers, labels and pairs as its
 data."""
 
-import json
 import re
 
 import numpy as np
@@ -9,8 +8,8 @@ import pytest
 import torch
 from named_runs import LORA, PAIRS, RUNS
 from pairs import write_labelled
+from world import cli, write_lines
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
 from fsdp_trainer.data.data_statistics import all_findings
 from fsdp_trainer.data.prepared import prepare
@@ -129,7 +128,7 @@ def test_answers_to_a_single_prompt_are_dropped_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "warning"),
+    "labels, warning",
     [
         ("11", "all 2 answers are labelled good"),
         ("00", "all 2 answers are labelled bad"),
@@ -153,45 +152,44 @@ def stored(folder, rows):
 
 def prepared(folder, rows):
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     tokenizer = load_tokenizer("demo:bytes")
     template = load_template("chatml", tokenizer)
     data, batch = Data(path=str(file)), Batch(seq_len=256)
     return prepare(data, batch, tokenizer, template, folder / "cache", kind=UNPAIRED)
 
 
-def test_preview_shows_good_bad_and_mismatched_answers(tmp_path, capsys):
+def test_preview_shows_good_bad_and_mismatched_answers(tmp_path):
     path = write_labelled(tmp_path / "labelled.jsonl", count=6)
-    keys = ["tokenizer.path=demo:bytes", "preview.rows=2", f"data.cache={tmp_path / 'cache'}"]
-    assert main(["preview", f"data.path={path}", *keys, f"preview.html={tmp_path / 'p.html'}"]) == 0
-    said = capsys.readouterr().out
+    keys = f"tokenizer.path=demo:bytes preview.rows=2 data.cache={tmp_path / 'cache'}"
+    said = cli("preview", f"data.path={path}", keys, f"preview.html={tmp_path / 'p.html'}").out
     for part in ("good answers", "bad answers", "(mismatched)", "labelled.jsonl:1 (bad)"):
         assert part in said, part
 
 
 def test_answers_are_learnt_and_the_base_of_adapters_is_the_reference(ledger):
     run = ledger.run(words=[*RUNS["kto"].words, *LORA])
-    assert run.column("loss")[0] == pytest.approx(0.5, abs=1e-7), "both models are equal"
-    assert run.column("loss")[-1] < 0.5
-    assert run.column("baseline")[0] == 0
+    assert run["loss"][0] == pytest.approx(0.5, abs=1e-7), "both models are equal"
+    assert run["loss"][-1] < 0.5
+    assert run["baseline"][0] == 0
 
 
 def test_pairs_are_one_good_and_one_bad_answer_each(ledger):
-    run = ledger.run(words=[*PAIRS, "objective=kto", "objective.beta=0.5"])
-    assert run.column("loss")[0] == pytest.approx(0.5, abs=1e-6)
+    run = ledger.run(words=[*PAIRS, "objective=kto objective.beta=0.5"])
+    assert run["loss"][0] == pytest.approx(0.5, abs=1e-6)
     assert "the reference reads 160 answers" in run.out
-    assert run.column("reward_margin")[-1] > 0
+    assert run["reward_margin"][-1] > 0
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (["objective=sft"], "objective=kto"),
         (["objective=dpo"], "objective=kto"),
-        (["objective=kto", "objective.reference=none"], "compares with a reference"),
+        (["objective=kto objective.reference=none"], "compares with a reference"),
     ],
 )
 def test_labelled_answers_need_kto_and_a_reference(train, tmp_path, words, message):
     path = write_labelled(tmp_path / "labelled.jsonl")
-    said = train("run", f"data.path={path}", "batch.seq_len=128", *words, code=2).err
+    said = train("run", f"data.path={path} batch.seq_len=128", *words, code=2).err
     assert message in said

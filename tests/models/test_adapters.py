@@ -23,17 +23,10 @@ transformers = pytest.importorskip("transformers")
 
 STEPS, ROWS, LR, CLIP, DECAY = 3, 4, 3e-3, 0.5, 0.1
 COMMON = [
-    "tokenizer.path=demo:bytes",
-    f"train.steps={STEPS}",
-    f"batch.rows={ROWS}",
-    f"batch.micro_rows={ROWS}",
-    "schedule=constant",
-    f"optim.lr={LR}",
-    f"optim.weight_decay={DECAY}",
-    f"optim.grad_clip={CLIP}",
-    "checkpoint.every=null",
-    "adapter.rank=4",
-    "adapter.alpha=6",
+    f"tokenizer.path=demo:bytes train.steps={STEPS} batch.rows={ROWS}",
+    f"batch.micro_rows={ROWS} schedule=constant optim.lr={LR}",
+    f"optim.weight_decay={DECAY} optim.grad_clip={CLIP} checkpoint.every=null",
+    "adapter.rank=4 adapter.alpha=6",
 ]
 
 
@@ -98,9 +91,9 @@ def shown(world, inputs):
 
     def preview(folder):
         data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
-        batch = ["batch.seq_len=64", f"batch.rows={ROWS}", "tokenizer.path=demo:bytes"]
-        count = ["preview.format=json", f"preview.rows={STEPS * ROWS}"]
-        how = [f"model.init_from={folder}", *data, *batch, *count]
+        batch = f"batch.seq_len=64 batch.rows={ROWS} tokenizer.path=demo:bytes"
+        count = f"preview.format=json preview.rows={STEPS * ROWS}"
+        how = [f"model.init_from={folder}", *data, batch, count]
         return [json.loads(line) for line in world.command("preview", *how)[0].out.splitlines()]
 
     return preview
@@ -112,12 +105,10 @@ WITH_PEFT = {
         "llama",
         3,
         [
-            "adapter=lora",
-            "adapter.scaling=rslora",
+            "adapter=lora adapter.scaling=rslora",
             "adapter.targets=[q_proj,v_proj,down_proj]",
             "adapter.rank_pattern={layers.1.self_attn.q_proj: 2, q_proj: 8}",
-            "adapter.alpha_pattern={down_proj: 3}",
-            "adapter.also=[head]",
+            "adapter.alpha_pattern={down_proj: 3} adapter.also=[head]",
         ],
         {
             "use_rslora": True,
@@ -136,7 +127,7 @@ def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path,
     folder = make_folder(tmp_path / "hf", family)
     ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks)
     losses, gradients = train_with_peft(folder, shown(folder), ours.start, **options)
-    assert ours.run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
+    assert ours.run["loss"] == pytest.approx(losses, abs=1e-6, rel=0)
     assert losses[-1] < losses[0] - 0.05, "it must learn, else this shows little"
     assert_close(ours.gradients, gradients)
 
@@ -251,27 +242,26 @@ MERGED = {
     "parts of a fused matrix, two ranks without a row": (
         "phi3",
         4,
-        ["adapter=dora", "adapter.rank=2"],
+        ["adapter=dora adapter.rank=2"],
     ),
     "a tied head and norms in full": (
         "llama tied",
         2,
-        ["adapter=lora", "adapter.also=[head,norms]"],
+        ["adapter=lora adapter.also=[head,norms]"],
     ),
     "modules in full by patterns": (
         "qwen2 window",
         2,
         [
-            "adapter=lora",
-            "adapter.also=[embedding,'model.layers.1.*norm',lm_head]",
+            "adapter=lora adapter.also=[embedding,'model.layers.1.*norm',lm_head]",
             "adapter.targets=[q_proj,'model.layers.0.mlp.*']",
         ],
     ),
-    "compiled": ("llama", 1, ["adapter=dora", "activation_checkpoint=budget"]),
+    "compiled": ("llama", 1, ["adapter=dora activation_checkpoint=budget"]),
     "some frozen": (
         "gemma3 long",
         2,
-        ["adapter=lora", "train.freeze=['model.layers.1.*','*.0.*.lora_B.*']"],
+        ["adapter=lora train.freeze=['model.layers.1.*','*.0.*.lora_B.*']"],
     ),
 }
 
@@ -289,7 +279,7 @@ def test_losses_and_gradients_are_those_through_merged_weights(
     ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks, seam=seam)
     trained = list(ours.gradients)
     losses, gradients = train_merged(folder, shown(folder), ours.start, trained, 6 / rank)
-    assert ours.run.column("loss") == pytest.approx(losses, abs=2e-6, rel=0)
+    assert ours.run["loss"] == pytest.approx(losses, abs=2e-6, rel=0)
     assert_close(ours.gradients, gradients)
     assert "compiled again" not in ours.run.out
 
@@ -302,12 +292,12 @@ def test_adapters_beside_float8_products(train_adapters, tmp_path):
     pytest.importorskip("torchao")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
     folder = make_folder(tmp_path / "hf", **sizes)
-    common = ["adapter=dora", f"model.init_from={folder}", "precision.param_dtype=bfloat16"]
+    common = f"adapter=dora model.init_from={folder} precision.param_dtype=bfloat16"
     emulated = inject.together(
         inject.setting("float8_emulated", True), inject.around("float8_gains", every_linear)
     )
-    exact = train_adapters("exact", *common)
-    run = train_adapters("run", *common, "precision.float8=rowwise", ranks=2, seam=emulated)
-    assert run.run.column("loss") == pytest.approx(exact.run.column("loss"), rel=0.03)
-    assert run.run.column("loss") != exact.run.column("loss")
+    exact = train_adapters("exact", common)
+    run = train_adapters("run", common, "precision.float8=rowwise", ranks=2, seam=emulated)
+    assert run.run["loss"] == pytest.approx(exact.run["loss"], rel=0.03)
+    assert run.run["loss"] != exact.run["loss"]
     assert run.gradients.keys() == exact.gradients.keys()

@@ -2,7 +2,6 @@
 them as on the numbers that they stand for."""
 
 import contextlib
-import json
 import shutil
 from functools import partial
 from unittest.mock import patch
@@ -13,9 +12,10 @@ import pytest
 import torch
 from memory_of_a_step import LiveBytes
 from safetensors.torch import load_file, save_file
-from stored import assert_bitwise_equal, newest, stored
+from stored import assert_same_end, newest
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from world import read_json, write_json
 from zoo import HF, make_folder
 
 from fsdp_trainer.base.distributed import local_part
@@ -111,12 +111,8 @@ def test_rows_are_encoded_alike_however_they_are_read(tmp_path):
 WIDE = {"hidden_size": 64, "intermediate_size": 80}
 """Rows of one block, and rows with a shorter second one."""
 COMMON = [
-    "tokenizer.path=demo:bytes",
-    "train.steps=3",
-    "optim.lr=3e-3",
-    "schedule=constant",
-    "adapter.rank=4",
-    "checkpoint.every=null",
+    "tokenizer.path=demo:bytes train.steps=3 optim.lr=3e-3 schedule=constant",
+    "adapter.rank=4 checkpoint.every=null",
 ]
 
 
@@ -144,16 +140,15 @@ def decoded_folder(folder, into, dtype, also):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family", "dtype", "how"),
+    "ranks, family, dtype, how",
     [
-        (3, "qwen2", "bf16", ["adapter=dora", "adapter.also=[norms]"]),
+        (3, "qwen2", "bf16", ["adapter=dora adapter.also=[norms]"]),
         (
             2,
             "phi3",
             "fp32",
             [
-                "adapter.also=[o_proj]",
-                "adapter.targets=[mlp.gate_up_proj]",
+                "adapter.also=[o_proj] adapter.targets=[mlp.gate_up_proj]",
                 "sharding.cpu_offload=true",
             ],
         ),
@@ -162,9 +157,7 @@ def decoded_folder(folder, into, dtype, also):
             "qwen3_moe",
             "bf16",
             [
-                "activation_checkpoint=full",
-                "sharding.expert=2",
-                "adapter.targets=[all,experts]",
+                "activation_checkpoint=full sharding.expert=2 adapter.targets=[all,experts]",
             ],
         ),
         (1, "gpt_oss", "fp32", ["adapter.targets=[q_proj,experts]"]),
@@ -184,11 +177,10 @@ def test_training_is_bitwise_that_on_the_decoded_weights(
     also = "o_proj" if "adapter.also=[o_proj]" in how else ""
     decoded = decoded_folder(folder, tmp_path / "decoded", torch_dtype, also)
     common = [*COMMON, *how] if "adapter=dora" in how else [*COMMON, "adapter=lora", *how]
-    run = train("run", *common, "adapter.base=nf4", f"model.init_from={folder}", **options)
+    run = train("run", *common, f"adapter.base=nf4 model.init_from={folder}", **options)
     expected = train("expected", *common, f"model.init_from={decoded}", **options)
-    assert run.column("loss") == expected.column("loss")
-    assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
-    assert run.column("loss")[-1] < run.column("loss")[0]
+    assert_same_end(run, expected)
+    assert run["loss"][-1] < run["loss"][0]
     name = "model.layers.0.self_attn.q_proj.weight"
     if family == "phi3":
         name = name.replace("q_proj", "qkv_proj")
@@ -217,12 +209,12 @@ def recorded(file):
     with inject.with_trainer(keep), patch.object(DirectAllGather, "__call__", count):
         yield
     if inject.this_rank(0):
-        file.write_text(json.dumps([sum(held), sum(gathered)]))
+        write_json(file, [sum(held), sum(gathered)])
 
 
 def test_a_rank_holds_and_gathers_codes_in_place_of_numbers(train, tmp_path):
     folder = make_folder(tmp_path / "hf", **WIDE)
-    how = [*COMMON, f"model.init_from={folder}", "train.steps=1", "adapter=lora"]
+    how = [*COMMON, f"model.init_from={folder} train.steps=1 adapter=lora"]
     for base in ("fp32", "nf4"):
         seam = partial(recorded, tmp_path / base)
         train(f"on_{base}", *how, f"adapter.base={base}", ranks=2, base=HF, seam=seam)
@@ -230,8 +222,8 @@ def test_a_rank_holds_and_gathers_codes_in_place_of_numbers(train, tmp_path):
     shapes = [weights[name].shape for name in weights if name.endswith("_proj.weight")]
     numbers = 4 * sum(rows * columns for rows, columns in shapes)
     codes = sum(rows * encoded_columns(columns) for rows, columns in shapes)
-    held, gathered = json.loads((tmp_path / "fp32").read_text())
-    held_of_codes, gathered_of_codes = json.loads((tmp_path / "nf4").read_text())
+    held, gathered = read_json(tmp_path / "fp32")
+    held_of_codes, gathered_of_codes = read_json(tmp_path / "nf4")
     assert (held, held_of_codes) == (numbers // 2, codes // 2)
     assert gathered - gathered_of_codes == numbers - codes
 
@@ -254,7 +246,7 @@ def folder(tmp_path):
     return make_folder(tmp_path / "hf", dtype=torch.bfloat16, **WIDE)
 
 
-QLORA = [*COMMON, "adapter=qlora", "checkpoint.every=2"]
+QLORA = [*COMMON, "adapter=qlora checkpoint.every=2"]
 
 
 def test_codes_do_not_depend_on_the_number_of_ranks_and_a_base_may_not_change(train, folder):
@@ -274,7 +266,7 @@ def test_random_weights_of_4_bits_are_drawn_again(train):
     expected = train("whole", *how, ranks=2)
     train("run", *how, "train.steps=2", ranks=2)
     run = train("run", *how, ranks=2)
-    assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
+    assert_same_end(run, expected)
 
 
 def test_a_checkpoint_can_be_the_base(train, ledger):
@@ -282,17 +274,17 @@ def test_a_checkpoint_can_be_the_base(train, ledger):
     how = [*QLORA, f"model.init_from={first.folder}"]
     train("run", *how, "train.steps=2", ranks=2, base=HF)
     run = train("run", *how, "train.steps=3", ranks=2, base=HF)
-    assert run.column("step") == [1, 2, 3]
-    assert run.column("loss")[0] == pytest.approx(first.column("loss")[-1], rel=0.1)
+    assert run["step"] == [1, 2, 3]
+    assert run["loss"][0] == pytest.approx(first["loss"][-1], rel=0.1)
 
 
 def test_what_4_bits_cannot_be_together_with_is_refused(train, folder):
-    common = ["train.steps=1", f"model.init_from={folder}", "tokenizer.path=demo:bytes"]
+    common = f"train.steps=1 model.init_from={folder} tokenizer.path=demo:bytes"
     float8 = folder_in("fp8")
-    run = train("float8", *common, "adapter=qlora", base=float8, code=2)
+    run = train("float8", common, "adapter=qlora", base=float8, code=2)
     assert "Use  precision=bf16  or  adapter.base=bf16" in run.err
     seam = inject.around("torch_version", torch_2_11)
-    old = train("old", *common, "adapter=qlora", base=HF, code=2, seam=seam)
+    old = train("old", common, "adapter=qlora", base=HF, code=2, seam=seam)
     assert "nf4 needs torch 2.12; installed is 2.11.0+cu128" in old.err
     assert "Use  adapter.base=bf16" in old.err
 

@@ -141,7 +141,7 @@ def test_an_objective_of_all_tokens_has_the_textbooks_gradients_for_every_chunk_
     assert not scores.log_probability.requires_grad
 
 
-@pytest.mark.parametrize(("chunk_mib", "times"), [(64, 1), (1, 2)])
+@pytest.mark.parametrize("chunk_mib, times", [(64, 1), (1, 2)])
 def test_an_objective_of_all_tokens_makes_logits_once_where_all_are_one_chunk(chunk_mib, times):
     head, hidden, targets, weights = make(chunk_mib)
     scored, score = [], head.score
@@ -200,7 +200,7 @@ def test_a_backward_that_is_split_gives_each_gradient_whole():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "in_16_bits"),
+    "tokens, rows, in_16_bits",
     [(100, 32, 56), (32, 32, 32), (33, 24, 40), (8, 8, 8), (3, 8, 8), (0, 8, 8)],
 )
 def test_chunks_are_as_few_as_the_budget_allows_and_of_equal_size(tokens, rows, in_16_bits):
@@ -210,7 +210,7 @@ def test_chunks_are_as_few_as_the_budget_allows_and_of_equal_size(tokens, rows, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "limits"),
+    "dtype, limits",
     [
         (torch.bfloat16, {torch.bfloat16: 8, torch.float32: 60}),
         (torch.float32, {torch.float32: 36}),
@@ -245,7 +245,7 @@ def test_no_tensor_grows_with_tokens_times_vocabulary():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)], ids=str
+    "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)], ids=str
 )
 def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_other_numbers_of_tokens(
     dtype, tolerance
@@ -290,7 +290,7 @@ def test_a_compiled_chunk_has_no_second_copy_of_its_logits_and_writes_nothing_bu
 
 # --- in training --------------------------------------------------------------------------------
 
-MANY = ["model.vocab_size=16384", "batch.micro_rows=1", "batch.rows=4", "train.steps=2"]
+MANY = "model.vocab_size=16384 batch.micro_rows=1 batch.rows=4 train.steps=2"
 """A MiB holds the logits of 16 tokens."""
 
 
@@ -311,23 +311,23 @@ def gathers_told():
 
 def test_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_as_in_one(train):
     """Sharded as on one rank: the covering array."""
-    how = [*MANY, "schedule=constant", "model.tie_word_embeddings=true"]
-    how += ["loss.z_loss=1e-2", "loss.label_smoothing=0.1"]
+    how = [MANY, "schedule=constant model.tie_word_embeddings=true"]
+    how += ["loss.z_loss=1e-2 loss.label_smoothing=0.1"]
     one, several = (
         train(f"{mib}", *how, f"loss.chunk_mib={mib}", ranks=2, seam=gathers_told)
         for mib in (64, 1)
     )
     for name, limit in (("loss", 1e-5), ("objective", 1e-5), ("grad_norm", 1e-4)):
-        assert several.column(name) == pytest.approx(one.column(name), rel=limit)
+        assert several[name] == pytest.approx(one[name], rel=limit)
     assert "at most 16 tokens at once" in several.out
     assert "at most 64 tokens at once" in one.out
     assert several.out.count("gathered") == one.out.count("gathered") > 0
 
 
 def test_the_loss_that_is_told_stays_the_plain_one(ledger):
-    how = ["data.path=DATA/chats.jsonl", "train.steps=1", "data.validation=0.2", "optim.lr=0"]
+    how = "data.path=DATA/chats.jsonl train.steps=1 data.validation=0.2 optim.lr=0"
     [plain], [z], [smooth] = (
-        ledger.run(words=[*how, f"loss.{term}"]).metrics
+        ledger.run(words=[how, f"loss.{term}"]).metrics
         for term in ("z_loss=0", "z_loss=1e-2", "label_smoothing=0.5")
     )
     for step in (z, smooth):
@@ -342,15 +342,13 @@ def test_the_loss_that_is_told_stays_the_plain_one(ledger):
 def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
     """fully_shard can round what it finds in the arguments of a forward: 1 / Σ weight would be off
     by up to 1/256, and all gradients with it."""
-    run = train("run", "train.steps=2", "precision.param_dtype=bfloat16", "loss.z_loss=1e-30")
-    assert run.column("objective") == pytest.approx(run.column("loss"), rel=1e-6)
+    run = train("run", "train.steps=2 precision.param_dtype=bfloat16 loss.z_loss=1e-30")
+    assert run["objective"] == pytest.approx(run["loss"], rel=1e-6)
 
 
 def test_a_run_does_not_go_on_with_another_objective_but_with_another_chunk(train):
-    train("run", "train.steps=1", "schedule=constant")
-    refused = train("run", "train.steps=2", "schedule=constant", "loss.z_loss=1e-3", code=2)
+    train("run", "train.steps=1 schedule=constant")
+    refused = train("run", "train.steps=2 schedule=constant loss.z_loss=1e-3", code=2)
     assert "loss.z_loss=0.001" in refused.err
     assert "checkpoint.allow_changes=[loss.z_loss]" in refused.err
-    assert train("run", "train.steps=2", "schedule=constant", "loss.chunk_mib=7").column(
-        "step"
-    ) == [1, 2]
+    assert train("run", "train.steps=2 schedule=constant loss.chunk_mib=7")["step"] == [1, 2]

@@ -1,6 +1,5 @@
 """Models that read images, against transformers' own model, processor and AdamW."""
 
-import json
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -16,14 +15,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from stored import checkpoint, stored
 from transformers import AutoModelForImageTextToText
-from world import verify
+from world import cli, verify, write_lines
 
 import fsdp_trainer
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.apps.quickstart import quickstart_shapes
 from fsdp_trainer.apps.quickstart.quickstart_shapes import drawn, held_out
 from fsdp_trainer.base.safe_text import visible
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.packing import best_fit
@@ -32,12 +30,11 @@ from fsdp_trainer.models.from_config.freeze import freeze
 
 SEQ_LEN = 160
 SETTINGS = [
-    "model.implementation=transformers",
-    f"batch.seq_len={SEQ_LEN}",
+    f"model.implementation=transformers batch.seq_len={SEQ_LEN}",
     "batch.micro_rows=1",
     *RUN,
 ]
-ONE_STEP = [*SGD, "optim.lr=1", "train.steps=1"]
+ONE_STEP = [*SGD, "optim.lr=1 train.steps=1"]
 ENDS = "<|im_end|>"
 
 
@@ -72,7 +69,7 @@ def chats_of(names):
 
 
 def write_rows(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     return file
 
 
@@ -133,7 +130,7 @@ def samples_of(folder, file, chats):
 
 
 def of(folder, file):
-    return [f"model.init_from={folder}", f"data.path={file}", *SETTINGS]
+    return [f"model.init_from={folder} data.path={file}", *SETTINGS]
 
 
 def overrides(folder, file, samples, *more):
@@ -142,9 +139,7 @@ def overrides(folder, file, samples, *more):
     rows = len(best_fit(lengths, SEQ_LEN).offsets) - 1
     assert rows < len(samples)
     return [
-        f"model.init_from={folder}",
-        f"data.path={file}",
-        f"batch.rows={rows}",
+        f"model.init_from={folder} data.path={file} batch.rows={rows}",
         *SETTINGS,
         *more,
     ]
@@ -154,7 +149,7 @@ def exported(run):
     return load_file(run.folder / "hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*zip(CONFIGS, (1, 2, 2, 1, 3), strict=True)])
+@pytest.mark.parametrize("kind, ranks", [*zip(CONFIGS, (1, 2, 2, 1, 3), strict=True)])
 def test_each_gradient_is_that_of_transformers(train, folders, data, kind, ranks):
     """Rows are packed. Of three ranks some have no image."""
     file, chats = data
@@ -180,8 +175,8 @@ def test_a_step_without_any_image_changes_nothing_of_the_tower(train, folders, t
     _, chats = data
     both = [{"messages": chats[i]} for i in (0, 1, 4, 1)]
     file = write_rows(tmp_path / "both.jsonl", both)
-    own = [*of(folders("llava"), file), *SGD, "optim.lr=0.1", "train.steps=2", "checkpoint.every=1"]
-    own += ["data.packing=none", "data.shuffle=false", "batch.rows=2"]
+    own = [*of(folders("llava"), file), *SGD, "optim.lr=0.1 train.steps=2 checkpoint.every=1"]
+    own += ["data.packing=none data.shuffle=false batch.rows=2"]
     run = train("run", *own, ranks=2, base=[])
     start = load(folders("llava")).state_dict()
     first, second = (
@@ -206,17 +201,17 @@ def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one_and_is_verif
     """Stops in the middle of an epoch. Then worker processes load the images, and all blocks of the
     language model and of the tower are computed again."""
     place = (folders("qwen3_vl"), data[0])
-    rows = ["batch.rows=2", "data.packing=none", "checkpoint.every=1"]
-    whole = run_of(train, "whole", *place, *rows, "train.steps=4")
-    run_of(train, "run", *place, *rows, "train.steps=2")
-    other = ["data.workers=1", "activation_checkpoint=full"]
-    run = run_of(train, "run", *place, *rows, "train.steps=4", *other)
+    rows = "batch.rows=2 data.packing=none checkpoint.every=1"
+    whole = run_of(train, "whole", *place, rows, "train.steps=4")
+    run_of(train, "run", *place, rows, "train.steps=2")
+    other = "data.workers=1 activation_checkpoint=full"
+    run = run_of(train, "run", *place, rows, "train.steps=4", other)
     assert run.event("resume")[0]["step"] == 2
-    assert run.column("loss") == whole.column("loss")
+    assert run["loss"] == whole["loss"]
     weights, hf = exported(run), run.folder / "hf"
     assert all(torch.equal(value, weights[name]) for name, value in exported(whole).items())
 
-    said = verify(f"source={run.folder}", f"hf={hf}", f"data={data[0]}")
+    said = verify(f"source={run.folder} hf={hf} data={data[0]}")
     assert said.count("equal") == 2
     assert "logits with an image equal" in said
     with torch.no_grad():
@@ -224,7 +219,7 @@ def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one_and_is_verif
     assert float(re.search(r"loss ([\d.]+) on", said)[1]) == pytest.approx(expected, abs=1e-4)
     doubled = {n: 2 * w for n, w in weights.items() if "vis" in n and w.ndim == 2}
     save_file(weights | doubled, hf / "model.safetensors")
-    assert "logits with an image DIFFER" in verify(f"source={run.folder}", f"hf={hf}", code=3)
+    assert "logits with an image DIFFER" in verify(f"source={run.folder} hf={hf}", code=3)
 
 
 def part_of(name):
@@ -240,8 +235,8 @@ def test_a_part_can_be_frozen_by_its_name(train, folders, data):
             model.requires_grad_(True)
             freeze(model, [part])
             assert all(p.requires_grad == (part_of(n) != part) for n, p in model.named_parameters())
-    more = ["train.freeze=[vision]", "batch.rows=2", "train.steps=1"]
-    run = run_of(train, "run", folders("qwen3_vl"), data[0], *more)
+    more = "train.freeze=[vision] batch.rows=2 train.steps=1"
+    run = run_of(train, "run", folders("qwen3_vl"), data[0], more)
     before, after = (
         dict(load(each).named_parameters()) for each in (folders("qwen3_vl"), run.folder / "hf")
     )
@@ -249,13 +244,13 @@ def test_a_part_can_be_frozen_by_its_name(train, folders, data):
     assert changed == {"projector", "language"}
 
 
-@pytest.mark.parametrize(("kind", "targets"), [("llava", "all"), ("qwen3_vl", "[all,vision]")])
+@pytest.mark.parametrize("kind, targets", [("llava", "all"), ("qwen3_vl", "[all,vision]")])
 def test_adapters_are_on_the_language_model_and_on_the_tower_if_asked(
     train, folders, data, kind, targets
 ):
     """peft gives the merged model's logits. LLaVA's tower has layers with the same last names."""
-    how = ["adapter=lora", "adapter.rank=2", "batch.rows=2", "train.steps=2"]
-    how += [f"adapter.targets={targets}", "checkpoint.merge=true"]
+    how = ["adapter=lora adapter.rank=2 batch.rows=2 train.steps=2"]
+    how += [f"adapter.targets={targets} checkpoint.merge=true"]
     run = run_of(train, "run", folders(kind), data[0], *how)
     tensors = load_file(run.folder / "adapter" / "adapter_model.safetensors")
     assert any("language_model" in name for name in tensors)
@@ -274,9 +269,9 @@ def change(folder):
 
 
 def test_an_image_that_changes_during_a_run_ends_all_ranks_with_its_name(train, folders, data):
-    more = ["batch.rows=2", "train.steps=3"]
+    more = "batch.rows=2 train.steps=3"
     fault = inject.at(None, partial(change, data[0].parent / "pictures"))
-    run = run_of(train, "run", folders("llava"), data[0], *more, ranks=2, seam=fault, code=2)
+    run = run_of(train, "run", folders("llava"), data[0], more, ranks=2, seam=fault, code=2)
     said = "".join(rank.err for rank in run.ranks)
     assert "pictures/" in said
     assert "has changed since it was tokenized: start again" in said
@@ -284,16 +279,16 @@ def test_an_image_that_changes_during_a_run_ends_all_ranks_with_its_name(train, 
 
 def test_what_does_not_read_images_refuses_them(train, folders, data):
     """Gemma 3's language model alone is this decoder's own."""
-    own = [f"model.init_from={folders('gemma3')}", f"data.path={data[0]}", "precision=fp32"]
-    run = train("run", *own, "train.steps=1", "batch.seq_len=128", base=[], code=2)
+    own = f"model.init_from={folders('gemma3')} data.path={data[0]} precision=fp32"
+    run = train("run", own, "train.steps=1 batch.seq_len=128", base=[], code=2)
     assert "chats.jsonl:1" in run.err
     assert "model.implementation=transformers" in run.err
 
 
 def test_steps_of_preferences_about_images_are_those_of_transformers(train, folders, pairs):
     folder, (file, chats) = folders("qwen2_5_vl"), pairs
-    own = [*of(folder, file), *ADAMW, "objective=dpo", "objective.beta=0.5"]
-    own += ["batch.rows=3", "data.packing=none", "train.steps=2"]
+    own = [*of(folder, file), *ADAMW, "objective=dpo objective.beta=0.5"]
+    own += ["batch.rows=3 data.packing=none train.steps=2"]
     run = train("run", *own, ranks=2, base=[])
     samples, model = samples_of(folder, file, chats), load(folder)
 
@@ -307,7 +302,7 @@ def test_steps_of_preferences_about_images_are_those_of_transformers(train, fold
         gain = scores(model) - before
         return -torch.nn.functional.logsigmoid(0.5 * (gain[:, 0] - gain[:, 1])).mean()
 
-    assert run.column("loss") == pytest.approx(adamw_steps(model, loss, 2), abs=1e-5)
+    assert run["loss"] == pytest.approx(adamw_steps(model, loss, 2), abs=1e-5)
     after = dict(load(run.folder / "hf").named_parameters())
     for name, value in model.named_parameters():
         assert (after[name] - value).abs().max() < 1e-4, name
@@ -315,7 +310,7 @@ def test_steps_of_preferences_about_images_are_those_of_transformers(train, fold
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_answers_about_images_are_those_of_transformers(folders, tmp_path, kind, capsys):
+def test_answers_about_images_are_those_of_transformers(folders, tmp_path, kind):
     """Three prompts of different lengths are answered together, one of them with two images."""
     folder = folders(kind)
     names = [tmp_path / name for name in write_pictures(tmp_path, 2)]
@@ -333,36 +328,37 @@ def test_answers_about_images_are_those_of_transformers(folders, tmp_path, kind,
         expected.append(speaker.tokenizer.decode([t for t in new if t not in stops]))
     answers = speaker.say_all(prompts, GenerateConfig(max_tokens=12))
     assert [each[0] for each in answers] == expected
-    capsys.readouterr()
-    words = ["generate", f"source={folder}", "prompt=<image>what is it?", "max_tokens=12"]
+    words = ["generate", f"source={folder} prompt=<image>what is it? max_tokens=12"]
     words.append("implementation=transformers")
-    assert main([*words, f"image={names[0]}"]) == 0
-    assert capsys.readouterr().out == visible(expected[0]) + "\n"
+    assert cli(*words, f"image={names[0]}").out == visible(expected[0]) + "\n"
 
 
 @pytest.mark.slow
-def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path, capsys):
+def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path):
     [name] = write_pictures(tmp_path, 1)
-    words = ["generate", f"source={folders('llava')}", "max_tokens=2"]
-    assert main([*words, "prompt=<image> and <image>?", f"image={tmp_path / name}"]) == 2
-    assert "has 1 image, and its turns have places for 2" in capsys.readouterr().err
-    assert main([*words, "prompt=what?", f"image={tmp_path}/none.png"]) == 2
-    assert "there is no" in capsys.readouterr().err
+    words = ["generate", f"source={folders('llava')} max_tokens=2"]
+    assert (
+        "has 1 image, and its turns have places for 2"
+        in cli(*words, f"prompt=<image> and <image>? image={tmp_path / name}", code=2).err
+    )
+    assert "there is no" in cli(*words, f"prompt=what? image={tmp_path}/none.png", code=2).err
     Image.new("LA", (9, 9)).save(tmp_path / "clear.png")
-    assert main([*words, "prompt=what?", f"image={tmp_path}/clear.png"]) == 0
-    assert "warning: 1 image with transparent pixels" in capsys.readouterr().err
+    assert (
+        "warning: 1 image with transparent pixels"
+        in cli(*words, f"prompt=what? image={tmp_path}/clear.png").err
+    )
 
 
 def test_what_reads_only_text_refuses_images(train, folders, pairs):
-    grpo = ["objective.rewards=[exact]", "objective.max_new_tokens=8"]
+    grpo = ["objective.rewards=[exact] objective.max_new_tokens=8"]
     for name, more in (("reward", []), ("grpo", grpo)):
-        how = [f"objective={name}", "batch.rows=2", "train.steps=1", *more]
+        how = [f"objective={name} batch.rows=2 train.steps=1", *more]
         run = run_of(train, name, folders("llava"), pairs[0], *how, code=2)
         assert "pairs.jsonl:1" in run.err
         assert "not by objective=grpo or reward" in run.err
 
 
-def test_the_quickstart_asks_about_held_out_pictures(world, tmp_path, capsys, monkeypatch):
+def test_the_quickstart_asks_about_held_out_pictures(world, tmp_path, monkeypatch):
     def start_ranks(_recipe, words):
         return world.command("train", *words)[0].code
 
@@ -371,9 +367,8 @@ def test_the_quickstart_asks_about_held_out_pictures(world, tmp_path, capsys, mo
     assert not known & {drawn(number)[0].tobytes() for number in of_others}
     monkeypatch.setattr(quickstart_shapes, "PICTURES", 40)
     monkeypatch.setattr(quickstart_shapes, "start_ranks", start_ranks)
-    words = ["quickstart", "task=shapes", f"root={tmp_path}"]
-    assert main([*words, "steps=2", "questions=2"]) == 0
-    out = capsys.readouterr().out
+    words = ["quickstart", f"task=shapes root={tmp_path}"]
+    out = cli(*words, "steps=2 questions=2").out
     assert "warm-up" not in out, "a share of the steps"
     assert "before training: 0 of 2 held-out pictures named" in out
     assert "of 2, asked of the exported folder" in out

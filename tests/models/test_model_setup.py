@@ -35,7 +35,7 @@ def test_a_part_with_narrower_matrices_gets_the_adapters_of_the_whole_model():
 
 
 @pytest.mark.parametrize(
-    ("adapter", "freeze", "trains"),
+    "adapter, freeze, trains",
     [
         (Adapter(), [], True),
         (Adapter(), ["*.down_proj.weight"], False),

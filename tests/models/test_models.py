@@ -20,6 +20,7 @@ from gradients import (
     positions_of,
     random_tokens,
 )
+from world import write_json
 from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 
 import fsdp_trainer
@@ -133,7 +134,7 @@ def test_parameters_are_counted_without_building(pair):
 
 
 @pytest.mark.parametrize(
-    ("start", "count"), [(0, 10), (BLOCK - 3, 6), (BLOCK, BLOCK), (5, 2 * BLOCK + 7)]
+    "start, count", [(0, 10), (BLOCK - 3, 6), (BLOCK, BLOCK), (5, 2 * BLOCK + 7)]
 )
 def test_any_part_of_a_random_matrix_can_be_drawn_alone(start, count):
     whole = draw_numbers(0, "a", 0, 3 * BLOCK, 0.5)
@@ -154,7 +155,7 @@ def test_norms_start_at_one_and_matrices_with_the_models_deviation():
 
 
 @pytest.mark.parametrize(
-    ("initializer", "shares"),
+    "initializer, shares",
     [("plain", [1, 1, 1]), ("depth", [6**-0.5] * 3), ("layer", [2**-0.5, 0.5, 6**-0.5])],
 )
 def test_what_adds_to_the_stream_may_start_smaller_with_depth(initializer, shares):
@@ -173,7 +174,7 @@ def test_what_adds_to_the_stream_may_start_smaller_with_depth(initializer, share
 def config_json(folder, **values):
     folder.mkdir(exist_ok=True)
     own = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **values}
-    (folder / "config.json").write_text(json.dumps(own))
+    write_json(folder / "config.json", own)
     return folder
 
 
@@ -221,7 +222,7 @@ def test_rope_scaling_counts_before_rope_parameters_as_in_transformers(tmp_path,
         written.pop(key, None)
 
     def frequencies(raw):
-        (tmp_path / "config.json").write_text(json.dumps(raw))
+        write_json(tmp_path / "config.json", raw)
         rope = Rope(ModelConfig.from_hf(tmp_path))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         theirs = getattr(modeling, f"{name}RotaryEmbedding")(config)
@@ -256,7 +257,7 @@ def test_what_a_published_config_json_leaves_out_means_what_transformers_takes_i
 
     def told_by_transformers(folder, described):
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(described))
+        write_json(folder / "config.json", described)
         read = transformers.AutoConfig.from_pretrained(folder)
         getattr(read, "text_config", read).save_pretrained(folder / "again")
         return meaning(ModelConfig.from_hf(folder / "again"))
@@ -273,7 +274,7 @@ def test_gemma_of_our_own_sizes_says_what_its_scores_are_divided_by(tmp_path):
     config = ModelConfig(family="gemma2", head_dim=24)
     written = config.to_hf("float32")
     assert written["query_pre_attn_scalar"] == 24, "transformers cannot compute with null"
-    (tmp_path / "config.json").write_text(json.dumps(written | {"query_pre_attn_scalar": None}))
+    write_json(tmp_path / "config.json", written | {"query_pre_attn_scalar": None})
     assert ModelConfig.from_hf(tmp_path).query_pre_attn_scalar is None, "written before 0.7.0"
 
 
@@ -327,7 +328,7 @@ def test_an_unknown_model_type_is_told_its_nearest_family_and_what_to_do(tmp_pat
 
 
 def test_a_config_json_of_another_kind_has_no_near_family(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
+    write_json(tmp_path / "config.json", {"model_type": "gpt2", "n_embd": 768})
     with pytest.raises(UserError, match="None of them is near"):
         ModelConfig.from_hf(tmp_path)
 
@@ -340,8 +341,8 @@ def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_
     read = ModelConfig.from_hf(folder)
     assert (read.partial_rotary_factor, read.attn_logit_softcapping) == (1, None)
     assert not read.attention_bias
-    changes = ["model.attn_logit_softcapping=5", "model.partial_rotary_factor=0.5"]
-    refused = train("run", *changes, "train.steps=1", code=2)
+    changes = "model.attn_logit_softcapping=5 model.partial_rotary_factor=0.5"
+    refused = train("run", changes, "train.steps=1", code=2)
     for said in ("attn_logit_softcapping=5.0", "gemma2 have it", "partial_rotary_factor=0.5"):
         assert said in refused.err
 
@@ -352,7 +353,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "key"), REFUSED)
+@pytest.mark.parametrize("family, key", REFUSED)
 def test_a_key_of_a_folder_that_is_refused_is_named_with_its_file_and_what_to_do(
     tmp_path, family, key
 ):
@@ -403,7 +404,7 @@ def test_no_value_of_an_untrusted_config_json_crashes_the_program_or_keeps_it_bu
     cfg = TrainConfig(model=Model(init_from=str(tmp_path)))
     for name in written:
         for value in ODD:
-            (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
+            write_json(tmp_path / "config.json", written | {name: value})
             with contextlib.suppress(UserError):
                 config = ModelConfig.from_hf(tmp_path)
                 model_problems(cfg)

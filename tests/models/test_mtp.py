@@ -21,10 +21,10 @@ from other_models import RUN, SGD, make_other
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpLayer
+from world import cli, read_json, write_json, write_lines
 from zoo import make_model
 
 import fsdp_trainer
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
@@ -112,9 +112,9 @@ def folder_with_head(folder, kind):
         head[f"{start}shared_head.head.weight"] = main["lm_head.weight"].clone()
     held = load_file(folder / "model.safetensors")
     save_file(held | {n: t.contiguous() for n, t in head.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config[COUNT.get(kind, "num_nextn_predict_layers")] = 1
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     return folder, theirs, head
 
 
@@ -171,7 +171,7 @@ def texts(tmp_path_factory):
         {"input_ids": text.tolist(), "labels": torch.where(mask, text, -100).tolist()}
         for text, mask in zip(held, masks, strict=True)
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     return file, list(zip(held, masks, strict=True))
 
 
@@ -198,10 +198,10 @@ def steps_of(theirs, texts, count, lr):
 
 
 WAYS = {
-    "deepseek_v3": (4, ["sharding.expert=2", "batch.micro_rows=1"]),
+    "deepseek_v3": (4, ["sharding.expert=2 batch.micro_rows=1"]),
     "glm4_moe": (1, ["batch.micro_rows=4"]),
-    "qwen3_5_text": (2, ["activation_checkpoint=full", "batch.micro_rows=1"]),
-    "qwen3_5_moe_text": (2, ["sharding=hsdp", "sharding.replicas=2", "activation_checkpoint=full"]),
+    "qwen3_5_text": (2, ["activation_checkpoint=full batch.micro_rows=1"]),
+    "qwen3_5_moe_text": (2, ["sharding=hsdp sharding.replicas=2 activation_checkpoint=full"]),
 }
 """Ranks, and how they compute, by model_type."""
 
@@ -218,9 +218,9 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(train, tmp_pa
         *("batch.seq_len=64", f"objective.mtp={WEIGHT}", *SGD, "optim.lr=0.1", *RUN),
     ]
     run = train("run", *words, "train.steps=2", *how, ranks=ranks, base=[])
-    assert run.column("loss") == pytest.approx(loss.tolist(), abs=1e-5)
-    assert run.column("mtp_loss") == pytest.approx(further.tolist(), abs=1e-5)
-    assert run.column("objective") == pytest.approx((loss + WEIGHT * further).tolist(), abs=1e-5)
+    assert run["loss"] == pytest.approx(loss.tolist(), abs=1e-5)
+    assert run["mtp_loss"] == pytest.approx(further.tolist(), abs=1e-5)
+    assert run["objective"] == pytest.approx((loss + WEIGHT * further).tolist(), abs=1e-5)
     exported = load_file(run.folder / "hf" / "model.safetensors")
     main, own = theirs.tensors(lambda each: each.detach())
     assert exported.keys() == before
@@ -230,7 +230,7 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(train, tmp_pa
         end = name.rpartition("shared_head.head.")[2] if "shared_head" in name else ""
         same = "lm_head.weight" if end else "model.embed_tokens.weight"
         assert torch.equal(exported[name], exported[same])
-    config = json.loads((run.folder / "hf" / "config.json").read_text())
+    config = read_json(run.folder / "hf" / "config.json")
     assert config[COUNT.get(kind, "num_nextn_predict_layers")] == 1
     assert not any(key.startswith("fsdp_trainer") for key in config)
     if ranks == 1:  # a stop in between changes no bit; the next run keeps the head
@@ -263,7 +263,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_cannot_be_is_refused_by_name(word):
-    words = [*DEEPSEEK, "data.path=demo:backwards", "objective.mtp=0.1"]
+    words = [*DEEPSEEK, "data.path=demo:backwards objective.mtp=0.1"]
     compose("train", words)
     with pytest.raises(UserError) as raised:
         compose("train", [*(w for w in words if w[:12] != word[:12]), word])
@@ -280,7 +280,7 @@ def test_folders_whose_head_cannot_be_trained_are_refused(tmp_path):
     ):
         fsdp_trainer.load_model(folder, mtp=True)
     fsdp_trainer.load_model(folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     for count in (0, 2):
         changed = json.dumps(config | {"num_nextn_predict_layers": count})
         (folder / "config.json").write_text(changed)
@@ -288,7 +288,7 @@ def test_folders_whose_head_cannot_be_trained_are_refused(tmp_path):
             fsdp_trainer.load_model(folder, mtp=True)
 
 
-def test_generate_counts_the_drafts_of_a_trained_head(train, tmp_path, capsys):
+def test_generate_counts_the_drafts_of_a_trained_head(train, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "abcdefgh" * 7}) + "\n")
     words = [
@@ -297,14 +297,16 @@ def test_generate_counts_the_drafts_of_a_trained_head(train, tmp_path, capsys):
         *("train.steps=40", "objective.mtp=1", "data.max_lost=1", *RUN),
     ]
     run = train("run", *words, base=[])
-    assert run.column("mtp_loss")[0] > 5 > 1 > run.column("mtp_loss")[-1]
-    question = ["prompt=abcdefghabc", "raw=true", "max_tokens=20", "mtp=true"]
-    capsys.readouterr()
+    assert run["mtp_loss"][0] > 5 > 1 > run["mtp_loss"][-1]
+    question = "prompt=abcdefghabc raw=true max_tokens=20 mtp=true"
     for source in (run.folder, run.folder / "hf"):
-        assert main(["generate", f"source={source}", *question]) == 0
-        assert "MTP head: 19 of 19 drafted tokens accepted (100.0%)" in capsys.readouterr().out
-    assert main(["generate", f"source={run.folder}", *question, "format=json"]) == 0
-    line = json.loads(capsys.readouterr().out)
+        assert (
+            "MTP head: 19 of 19 drafted tokens accepted (100.0%)"
+            in cli("generate", f"source={source}", question).out
+        )
+    line = json.loads(cli("generate", f"source={run.folder}", question, "format=json").out)
     assert (line["drafted"], line["accepted"], line["text"][:5]) == (19, 19, "defgh")
-    assert main(["generate", f"source={run.folder}", *question, "temperature=1"]) == 2
-    assert "only counts with  temperature=0" in capsys.readouterr().err
+    assert (
+        "only counts with  temperature=0"
+        in cli("generate", f"source={run.folder}", question, "temperature=1", code=2).err
+    )

@@ -1,6 +1,5 @@
 """Patterns of modules' names in PEFT's configuration mean what they mean there, however many."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world import write_json
 
 from fsdp_trainer.checkpoint.formats import tensor_files
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
@@ -71,14 +71,14 @@ NO_FOLDERS = [
 
 @pytest.mark.parametrize("name", ["\ud800", *NO_FOLDERS])
 def test_a_base_model_that_no_folder_can_have_is_none(tmp_path, name):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": name})
     assert base_of_adapter(tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", NO_FOLDERS)
 def test_a_first_model_that_no_folder_can_have_is_none(tmp_path, name):
     configuration = {"model": {"init_from": name}}
-    (tmp_path / "config.yaml").write_text(json.dumps(configuration))
+    write_json(tmp_path / "config.yaml", configuration)
     assert typed_base(tmp_path) == ""
     for file in ("MANIFEST.json", "trainer.json"):
         (tmp_path / file).write_text("{}")
@@ -89,7 +89,7 @@ def test_a_base_model_is_found_in_a_folder_with_any_spaces(tmp_path):
     folder = tmp_path / "a\u3000b\xa0c"
     folder.mkdir()
     named = {"base_model_name_or_path": str(folder)}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    write_json(tmp_path / "adapter_config.json", named)
     assert base_of_adapter(tmp_path) == str(folder)
 
 
@@ -109,7 +109,7 @@ ODD = {
 def test_a_value_of_another_type_in_an_adapters_configuration_is_named(tmp_path, key):
     for value in ODD[key]:
         config = {"target_modules": ["q_proj"], key: value}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        write_json(tmp_path / "adapter_config.json", config)
         with pytest.raises(
             UserError, match=r"describes an adapter that is not supported"
         ) as raised:

@@ -11,15 +11,16 @@ from other_models import COMMON, RUN, make_other_folder
 from pairs import write_pairs
 from peft import PeftModel
 from safetensors.torch import load_file
+from stored import assert_near
 from transformers import AutoModelForCausalLM
+from world import cli, read_json, write_json, write_lines
 from zoo import make_folder
 
 from fsdp_trainer.base import remote_code
-from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.models.hf import read_architecture
 
-SETTINGS = ["batch.seq_len=64", "batch.rows=4", "train.steps=2", *RUN]
+SETTINGS = ["batch.seq_len=64 batch.rows=4 train.steps=2", *RUN]
 REWARD = ["objective=reward"]
 MIXING = "lfm2"
 """An architecture with convolutions, whose documents are computed one by one."""
@@ -83,13 +84,13 @@ def test_a_run_of_one_document_a_row_resumes_as_it_was_and_a_new_one_packs(run, 
 def test_compiled_blocks_compute_the_same(run, compiled, kind):
     plain = run("plain", kind)
     other = run("other", kind, *compiled, seam=inject.no_kernels())
-    assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-4)
+    assert_near(plain, other, "loss", abs=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("gpt2", "dora"), ("granitemoe", "lora")])
+@pytest.mark.parametrize("kind, adapter", [("gpt2", "dora"), ("granitemoe", "lora")])
 def test_adapters_are_those_of_peft(run, folders, kind, adapter):
-    own = [f"adapter={adapter}", "adapter.rank=4", "optim.lr=1e-2", "checkpoint.merge=true"]
-    trained = run("adapted", kind, *own, ranks=2)
+    own = f"adapter={adapter} adapter.rank=4 optim.lr=1e-2 checkpoint.merge=true"
+    trained = run("adapted", kind, own, ranks=2)
     base, tokens = load(folders(kind)), torch.arange(12)[None]
     with torch.no_grad():
         before = base(tokens).logits
@@ -100,60 +101,61 @@ def test_adapters_are_those_of_peft(run, folders, kind, adapter):
 
 
 def test_a_base_in_four_bits_is_trained_through_an_adapter(run):
-    trained = run("four", "gpt2", "adapter=qlora", "adapter.rank=4", "optim.lr=1e-2")
+    trained = run("four", "gpt2", "adapter=qlora adapter.rank=4 optim.lr=1e-2")
     assert "4 bits" in trained.out
-    assert trained.column("loss")[-1] < trained.column("loss")[0]
+    assert trained["loss"][-1] < trained["loss"][0]
 
 
 def test_experts_are_kept_evenly_loaded_on_any_ranks(run):
-    own = ["loss.load_balancing=0.1", "loss.router_z_loss=0.01", "optim.lr=1e-2"]
-    one, two = (run(f"on{ranks}", "glm4_moe", *own, ranks=ranks) for ranks in (1, 2))
-    for name in ("load_balancing_loss", "router_z_loss", "loss"):
-        assert one.column(name) == pytest.approx(two.column(name), abs=1e-5), name
+    own = "loss.load_balancing=0.1 loss.router_z_loss=0.01 optim.lr=1e-2"
+    one, two = (run(f"on{ranks}", "glm4_moe", own, ranks=ranks) for ranks in (1, 2))
+    assert_near(one, two, "load_balancing_loss", "router_z_loss", "loss", abs=1e-5)
 
 
-def test_muon_moves_all_weights_and_the_export_is_that_of_the_checkpoint(run, folders, capsys):
+def test_muon_moves_all_weights_and_the_export_is_that_of_the_checkpoint(run, folders):
     trained = run("optim", "granitemoe", "optim=muon")
     before, after = load_file(folders("granitemoe") / "model.safetensors"), weights(trained)
     assert not [name for name, value in before.items() if torch.equal(value, after[name])]
-    capsys.readouterr()
-    assert main(["verify", f"source={trained.folder}", f"hf={trained.folder / 'hf'}"]) == 0
-    assert "logits equal" in capsys.readouterr().out
+    assert (
+        "logits equal" in cli("verify", f"source={trained.folder} hf={trained.folder / 'hf'}").out
+    )
 
 
-@pytest.mark.parametrize(("kind", "method"), [(MIXING, "dpo"), ("gpt2", "reward")])
+@pytest.mark.parametrize("kind, method", [(MIXING, "dpo"), ("gpt2", "reward")])
 def test_preferences_and_rewards_are_learned(run, tmp_path, kind, method):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
-    own = [f"objective={method}", f"data.path={pairs}", "data.validation=null"]
-    assert len(run("pairs", kind, *own).metrics) == 2
+    own = f"objective={method} data.path={pairs} data.validation=null"
+    assert len(run("pairs", kind, own).metrics) == 2
 
 
 def test_a_teacher_is_learned_from(run, folders):
-    own = ["objective=distil", f"objective.teacher={folders('phi')}", "objective.share=1"]
-    objective = run("distil", "phi", *own).column("objective")
+    own = f"objective=distil objective.teacher={folders('phi')} objective.share=1"
+    objective = run("distil", "phi", own)["objective"]
     assert objective[0] == pytest.approx(0, abs=1e-5), "it begins as the teacher"
 
 
 def test_answers_are_generated_and_rewarded(run, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"{i}+1?", "answer": f"{i + 1}"} for i in range(12)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = ["objective=grpo", f"data.path={prompts}", "objective.rewards=[exact]"]
-    own += ["objective.samples=2", "objective.max_new_tokens=6"]
+    write_lines(prompts, rows)
+    own = [f"objective=grpo data.path={prompts} objective.rewards=[exact]"]
+    own += ["objective.samples=2 objective.max_new_tokens=6"]
     assert len(run("grpo", MIXING, *own, ranks=2).metrics) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "falcon_h1", "mamba", "qwen3_next"])
-def test_answers_are_those_of_transformers(folders, kind, tmp_path, capsys):
+def test_answers_are_those_of_transformers(folders, kind, tmp_path):
     folder = folders(kind)
     model = load(folder)
     prompts = ["Hello you", "a", "what is the", "one two three four five"]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts))
-    own = [f"prompts={file}", "raw=true", "max_tokens=9", "format=json", "rows=4"]
-    assert main(["generate", f"source={folder}", *own]) == 0
-    answers = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    own = [f"prompts={file} raw=true max_tokens=9 format=json rows=4"]
+    answers = [
+        json.loads(line)["text"]
+        for line in cli("generate", f"source={folder}", *own).out.splitlines()
+    ]
     tokenizer = load_tokenizer(folder)
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([tokenizer.encode(prompt)])
@@ -163,20 +165,18 @@ def test_answers_are_those_of_transformers(folders, kind, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_plan_counts_the_model_of_transformers(folders, tmp_path, capsys):
-    own = ["plan.gpu=h100", "plan.world_size=2", "plan.format=json", "data.path=demo:backwards"]
-    assert (
-        main(["plan", "plan.rehearse=false", f"model.init_from={folders('granitemoe')}", *own]) == 0
+def test_a_plan_counts_the_model_of_transformers(folders, tmp_path):
+    own = "plan.gpu=h100 plan.world_size=2 plan.format=json data.path=demo:backwards"
+    plan = json.loads(
+        cli("plan", f"plan.rehearse=false model.init_from={folders('granitemoe')}", own).out
     )
-    plan = json.loads(capsys.readouterr().out)
     assert plan["step_seconds"][0] > 0
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 128}
     folder = make_folder(tmp_path / "llama", **sizes)
     both = []
     for implementation in ("native", "transformers"):
-        words = [f"model.init_from={folder}", f"model.implementation={implementation}", *own]
-        assert main(["plan", "plan.rehearse=false", *words, "batch.seq_len=64"]) == 0
-        both.append(json.loads(capsys.readouterr().out))
+        words = [f"model.init_from={folder} model.implementation={implementation}", own]
+        both.append(json.loads(cli("plan", "plan.rehearse=false", *words, "batch.seq_len=64").out))
     for name in ("step_seconds", "peak_gib"):
         assert both[1][name] == pytest.approx(both[0][name], rel=0.02), name
 
@@ -192,10 +192,9 @@ def test_a_plan_counts_the_model_of_transformers(folders, tmp_path, capsys):
         ("model.implementation=native", "is not computed here"),
     ],
 )
-def test_what_is_not_possible_is_refused_with_what_to_type(folders, own, words, capsys):
-    data = ["data.path=demo:backwards", "train.steps=1"]
-    assert main(["train", f"model.init_from={folders('granite')}", *data, own]) == 2
-    assert words in capsys.readouterr().err
+def test_what_is_not_possible_is_refused_with_what_to_type(folders, own, words):
+    data = "data.path=demo:backwards train.steps=1"
+    assert words in cli("train", f"model.init_from={folders('granite')}", data, own, code=2).err
 
 
 def test_sizes_that_do_not_fit_end_in_one_message(run, tmp_path):
@@ -224,7 +223,7 @@ def with_code(tmp_path):
     folder = make_folder(tmp_path / "own", "llama")
     (folder / "configuration_own.py").write_text(CONFIGURATION)
     (folder / "modeling_own.py").write_text(MODELING)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config |= {
         "model_type": "own_llama",
         "architectures": ["OwnForCausalLM"],
@@ -233,7 +232,7 @@ def with_code(tmp_path):
             "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
         },
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -245,29 +244,33 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(train, with_code, monkeypat
     trusted = train("trusted", *own, "model.trust_remote_code=true", ranks=2, base=[])
     assert "with Python code of" in trusted.out
     plain = train("plain", *own[1:], f"model.init_from={make_folder(with_code, 'llama')}", base=[])
-    assert trusted.column("loss") == pytest.approx(plain.column("loss"), abs=1e-5)
+    assert_near(trusted, plain, "loss", abs=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(trusted.folder / "hf", trust_remote_code=True)
     assert type(exported).__name__ == "OwnForCausalLM"
 
 
-def test_without_the_extra_one_message_says_what_to_install(folders, monkeypatch, capsys):
+def test_without_the_extra_one_message_says_what_to_install(folders, monkeypatch):
     monkeypatch.setattr(read_architecture, "find_spec", lambda name: None)
-    data = ["data.path=demo:backwards", "train.steps=1"]
-    assert main(["train", f"model.init_from={folders('granite')}", *data]) == 2
-    assert "pip install 'fsdp_trainer[hf]'" in capsys.readouterr().err
+    data = "data.path=demo:backwards train.steps=1"
+    assert (
+        "pip install 'fsdp_trainer[hf]'"
+        in cli("train", f"model.init_from={folders('granite')}", data, code=2).err
+    )
 
 
 @pytest.mark.slow
-def test_a_preview_has_one_document_in_a_row_where_they_would_mix(folders, capsys):
+def test_a_preview_has_one_document_in_a_row_where_they_would_mix(folders):
     for kind, packs in (("granite", True), ("mamba", True), ("falcon", False)):
-        own = ["data.path=demo:backwards", "preview.format=json", "preview.rows=4"]
-        assert main(["preview", f"model.init_from={folders(kind)}", *own]) == 0
-        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        own = "data.path=demo:backwards preview.format=json preview.rows=4"
+        rows = [
+            json.loads(line)
+            for line in cli("preview", f"model.init_from={folders(kind)}", own).out.splitlines()
+        ]
         assert any(len(row["documents"]) > 1 for row in rows) == packs
 
 
 def test_rows_for_new_tokens_begin_as_the_mean_of_the_others(run, folders):
-    grown = run("grown", "phi", "model.vocab_size=300", "train.steps=1", "optim.lr=1e-12")
+    grown = run("grown", "phi", "model.vocab_size=300 train.steps=1 optim.lr=1e-12")
     before, after = load_file(folders("phi") / "model.safetensors"), weights(grown)
     for name in ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"):
         assert len(after[name]) == 300
@@ -276,7 +279,7 @@ def test_rows_for_new_tokens_begin_as_the_mean_of_the_others(run, folders):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "seam", "says"),
+    "kind, words, seam, says",
     [
         ("gpt2", ["batch.seq_len=256"], None, "longer than the model's context (128 positions)"),
         (

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
+from world import write_lines
 from zoo import ZOO, make_model
 
 import fsdp_trainer
@@ -35,7 +36,7 @@ LENGTHS = (30, 34, 20, 44, 40, 24, 11, 53)
 STEPS = 3
 PAGE = Path(__file__).parents[2] / "docs" / "any-model.md"
 FAMILIES_OF_ZOO = [family for family in FAMILIES if family in ZOO]
-SETTINGS = ["batch.seq_len=64", "train.steps=2", "data.format=tokens", *RUN]
+SETTINGS = ["batch.seq_len=64 train.steps=2 data.format=tokens", *RUN]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def documents(tmp_path_factory):
         {"input_ids": text.tolist(), "labels": torch.where(mask, text, -100).tolist()}
         for text, mask in zip(texts, masks, strict=True)
     ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(file, lines)
     return file, [({"input_ids": t[None]}, mask) for t, mask in zip(texts, masks, strict=True)]
 
 
@@ -70,19 +71,19 @@ def parts_of(folder):
 def overrides(folder, file):
     """Return the settings of a run that reads all documents in each step."""
     rows = len(LENGTHS) // 2 if read_architecture(folder).packs else len(LENGTHS)
-    return [f"model.init_from={folder}", f"data.path={file}", f"batch.rows={rows}", *SETTINGS]
+    return [f"model.init_from={folder} data.path={file} batch.rows={rows}", *SETTINGS]
 
 
 RUNS = {
-    "gpt2": (2, ["activation_checkpoint=full", "batch.micro_rows=1"], "resid_pdrop=0.1"),
-    "granitemoe": (2, ["sharding=hsdp", "sharding.replicas=2"], "GraniteMoeForCausalLM"),
+    "gpt2": (2, ["activation_checkpoint=full batch.micro_rows=1"], "resid_pdrop=0.1"),
+    "granitemoe": (2, ["sharding=hsdp sharding.replicas=2"], "GraniteMoeForCausalLM"),
     "qwen3_next": (
         2,
-        ["activation_checkpoint=selective", "sharding.accumulate=unsharded", "batch.micro_rows=1"],
+        ["activation_checkpoint=selective sharding.accumulate=unsharded", "batch.micro_rows=1"],
         "documents of a row are computed one by one in Qwen3NextGatedDeltaNet",
     ),
     "mamba": (1, [], "computed by transformers' class MambaForCausalLM"),
-    "cohere2": (2, ["sharding.cpu_offload=true", "sharding.blocks_per_unit=2"], "Cohere2"),
+    "cohere2": (2, ["sharding.cpu_offload=true sharding.blocks_per_unit=2"], "Cohere2"),
 }
 """Ranks, how they compute, and what the start says, by model_type."""
 
@@ -100,7 +101,7 @@ def test_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_own(
     ranks, how, said = RUNS[kind]
     own = [*overrides(folder, file), f"train.steps={STEPS}", *ADAMW, *how]
     run = train("run", *own, ranks=ranks, base=[])
-    assert run.column("loss") == pytest.approx(losses, abs=1e-5)
+    assert run["loss"] == pytest.approx(losses, abs=1e-5)
     actual = load_file(run.folder / "hf" / "model.safetensors")
     assert parts_of(run.folder / "hf") == parts_of(folder)
     for name, value in expected.items():
@@ -131,14 +132,14 @@ def test_the_load_balancing_loss_is_that_of_transformers(train, tmp_path, docume
     file, samples = documents
     folder = make_other_folder(tmp_path / "experts", "granitemoe", num_hidden_layers=1)
     # the weights stay as they are, so that the load of the step before is that of the step
-    still = ["optim.lr=1e-12", "loss.load_balancing=1"]
-    run = train("still", *overrides(folder, file), *still, ranks=2, base=[])
+    still = "optim.lr=1e-12 loss.load_balancing=1"
+    run = train("still", *overrides(folder, file), still, ranks=2, base=[])
     model = load(folder)
     with torch.no_grad():
         outputs = [model(**each, output_router_logits=True) for each, _ in samples]
     logits = torch.cat([output.router_logits[0] for output in outputs])
     expected = load_balancing_loss_func((logits,), num_experts=4, top_k=2)
-    assert run.column("load_balancing_loss")[1] == pytest.approx(expected.item(), abs=1e-5)
+    assert run["load_balancing_loss"][1] == pytest.approx(expected.item(), abs=1e-5)
 
 
 def row_of_table(kind, folder):

@@ -1,14 +1,14 @@
 """The vocabulary: padding that nothing sees, rows for new tokens, and the language model of a
 folder that also knows images."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from stored import assert_byte_equal, tensors
+from stored import assert_byte_equal, assert_near, tensors
+from world import read_json, write_json
 from zoo import HF, make_folder
 
 import fsdp_trainer
@@ -35,19 +35,18 @@ def digest_of(run):
 
 
 def test_padding_changes_no_loss_and_no_export_and_can_be_another_in_the_next_stage(train):
-    how = ["model.tie_word_embeddings=false", "train.steps=3", "checkpoint.export_hf=true"]
-    plain = train("plain", *how, ranks=2)
-    padded = train("padded", *how, "model.vocab_multiple=100", ranks=2)
+    how = "model.tie_word_embeddings=false train.steps=3 checkpoint.export_hf=true"
+    plain = train("plain", how, ranks=2)
+    padded = train("padded", how, "model.vocab_multiple=100", ranks=2)
     assert StoredTensors(find_checkpoint(padded.folder)).shapes[f"weights/{EMBEDDING}"] == (300, 32)
-    for column in ("loss", "grad_norm"):  # the shards' rows differ, and with them the order of sums
-        assert padded.column(column) == pytest.approx(plain.column(column), rel=1e-6)
+    assert_near(padded, plain, "loss", "grad_norm", rel=1e-6)
     ours, theirs = tensors(padded.folder / "hf"), tensors(plain.folder / "hf")
     assert ours[EMBEDDING].shape == ours["lm_head.weight"].shape == (260, 32)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
     assert ours.keys() == theirs.keys()
-    assert json.loads((padded.folder / "hf" / "config.json").read_text())["vocab_size"] == 260
-    start = [f"model.init_from={padded.folder}", "model.vocab_multiple=7", "train.steps=0"]
-    following = train("next", *start, base=HF, ranks=2)
+    assert read_json(padded.folder / "hf" / "config.json")["vocab_size"] == 260
+    start = f"model.init_from={padded.folder} model.vocab_multiple=7 train.steps=0"
+    following = train("next", start, base=HF, ranks=2)
     assert digest_of(following) == digest_of(padded)
     weights, again = (
         fsdp_trainer.load_model(run.folder).state_dict() for run in (padded, following)
@@ -56,8 +55,8 @@ def test_padding_changes_no_loss_and_no_export_and_can_be_another_in_the_next_st
 
 
 def test_new_tokens_start_as_the_mean_of_the_others(train, folder):
-    grown = ["model.vocab_size=900", "model.vocab_multiple=128", "train.steps=0"]
-    grown += [f"model.init_from={folder}", "checkpoint.export_hf=true"]
+    grown = ["model.vocab_size=900 model.vocab_multiple=128 train.steps=0"]
+    grown += [f"model.init_from={folder} checkpoint.export_hf=true"]
     run = train("run", *grown, base=HF, ranks=2)
     before, after = tensors(folder)[EMBEDDING], tensors(run.folder / "hf")[EMBEDDING]
     assert after.shape == (900, 32)
@@ -69,14 +68,14 @@ def test_new_tokens_start_as_the_mean_of_the_others(train, folder):
     )
     assert ours.shape[-1] == 900
     assert torch.allclose(ours[..., :264], theirs, atol=1e-5)
-    second = train("second", f"model.init_from={run.folder}", "train.steps=2", base=HF)
-    assert second.column("step") == [1, 2]
+    second = train("second", f"model.init_from={run.folder} train.steps=2", base=HF)
+    assert second["step"] == [1, 2]
     assert "token  warning: the model has 900 tokens, the tokenizer 260" in second.out
 
 
 def test_rows_are_not_taken_away(train, folder):
-    fewer = [f"model.init_from={folder}", "model.vocab_size=200", "train.steps=1"]
-    refused = train("run", *fewer, base=HF, code=2)
+    fewer = f"model.init_from={folder} model.vocab_size=200 train.steps=1"
+    refused = train("run", fewer, base=HF, code=2)
     assert "model.vocab_size=200" in refused.err
     assert "264 rows" in refused.err
 
@@ -85,7 +84,7 @@ def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
     how = [f"model.init_from={make_folder(tmp_path / 'small', vocab_size=200)}", "train.steps=1"]
     grown = "model.vocab_size=260"
     assert grown in train("run", *how, base=HF, code=2).err
-    assert train("grown", *how, grown, base=HF).column("step") == [1]
+    assert train("grown", *how, grown, base=HF)["step"] == [1]
 
 
 def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train, folder, tmp_path):
@@ -95,16 +94,16 @@ def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train,
         "add_generation_prompt %}<|turn|>{% endif %}"
     )
     small = make_folder(tmp_path / "small", vocab_size=260)
-    how = [f"model.init_from={small}", f"data.template={template}", "train.steps=2"]
+    how = [f"model.init_from={small} data.template={template} train.steps=2"]
     how += ["tokenizer.add_tokens=['<|turn|>','<|im_end|>','<|done|>']"]
     hf = train("run", *how, "checkpoint.export_hf=true", base=HF, ranks=2).folder / "hf"
     assert tensors(hf)[EMBEDDING].shape[0] == 262
-    assert json.loads((hf / "config.json").read_text())["vocab_size"] == 262
+    assert read_json(hf / "config.json")["vocab_size"] == 262
     tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     assert tokenizer.encode("a<|turn|>b<|done|>", add_special_tokens=False)[1::2] == [260, 261]
     model = transformers.AutoModelForCausalLM.from_pretrained(hf)
     assert model.get_input_embeddings().weight.shape[0] == 262
-    refused = train("chatml", "data.template=llama3", "train.steps=1", code=2)
+    refused = train("chatml", "data.template=llama3 train.steps=1", code=2)
     assert "tokenizer.add_tokens=['<|start_header_id|>'" in refused.err
 
 
@@ -112,7 +111,7 @@ def test_tokens_that_only_a_description_names_get_rows_if_the_others_fit(tmp_pat
     model = Model(name="auto", init_from=str(make_folder(tmp_path / "small", vocab_size=260)))
     load_tokenizer("demo:bytes").save(tmp_path / "tokens")
     named = {"eos_token": "<|im_end|>", "extra_special_tokens": ["<think>", "</think>"]}
-    (tmp_path / "tokens" / "tokenizer_config.json").write_text(json.dumps(named))
+    write_json(tmp_path / "tokens" / "tokenizer_config.json", named)
     tokenizer = load_tokenizer(str(tmp_path / "tokens"))
     count, new = tokenizer.vocab_size, len(tokenizer.new)
     assert resolve_with_tokenizer(model, count, False, new).vocab_size == 262
@@ -136,10 +135,10 @@ def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path)
     described = {
         "model_type": "gemma3",
         "architectures": ["Gemma3ForConditionalGeneration"],
-        "text_config": json.loads((folder / "config.json").read_text()),
+        "text_config": read_json(folder / "config.json"),
         "vision_config": {},
     }
-    (folder / "config.json").write_text(json.dumps(described))
+    write_json(folder / "config.json", described)
     weights, expected = tensors(text), fsdp_trainer.load_model(text).state_dict()
     for prefix, head in PREFIXES:
         renamed = {
@@ -151,21 +150,21 @@ def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path)
         save_file(renamed, folder / "model.safetensors", {"format": "pt"})
         read = fsdp_trainer.load_model(folder).state_dict()
         assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
-    how = [f"model.init_from={folder}", "train.steps=0", "checkpoint.export_hf=true"]
-    run = train("run", *how, base=HF, ranks=2)
+    how = f"model.init_from={folder} train.steps=0 checkpoint.export_hf=true"
+    run = train("run", how, base=HF, ranks=2)
     assert_byte_equal(tensors(run.folder / "hf"), weights)
-    described = json.loads((run.folder / "hf" / "config.json").read_text())
+    described = read_json(run.folder / "hf" / "config.json")
     assert described["model_type"] == "gemma3_text"
     assert described["architectures"] == ["Gemma3ForCausalLM"]
 
 
 def test_another_tokenizer_than_the_models_is_told(train, folder, tmp_path):
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer = read_json(folder / "tokenizer.json")
     vocabulary = tokenizer["model"]["vocab"]
     first, second = list(vocabulary)[100:102]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (tmp_path / "other.json").write_text(json.dumps(tokenizer))
-    how = [f"model.init_from={folder}", "train.steps=0"]
+    write_json(tmp_path / "other.json", tokenizer)
+    how = f"model.init_from={folder} train.steps=0"
     for path, said in ((folder, False), (tmp_path / "other.json", True)):
-        run = train(f"run{said}", *how, f"tokenizer.path={path}", base=HF)
+        run = train(f"run{said}", how, f"tokenizer.path={path}", base=HF)
         assert ("2 of 260 ids are other tokens" in run.out) == said

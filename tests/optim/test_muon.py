@@ -26,9 +26,7 @@ def steps(optimizers, models, count=3):
             optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("scale", "theirs"), [("adamw", "match_rms_adamw"), ("keller", "original")]
-)
+@pytest.mark.parametrize("scale, theirs", [("adamw", "match_rms_adamw"), ("keller", "original")])
 def test_steps_are_those_of_torchs_muon_and_adamw(scale, theirs):
     ours, model = small(), small()
     options = {"lr": 1e-2, "weight_decay": 0.1}

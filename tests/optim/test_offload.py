@@ -24,12 +24,12 @@ def many_small_parts():
 
 def assert_same(one, other):
     """Raise AssertionError if two runs differ in a loss, or their newest checkpoints in a bit."""
-    assert one.column("loss") == other.column("loss")
+    assert one["loss"] == other["loss"]
     assert_byte_equal(stored(newest(one)), stored(newest(other)))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "place"),
+    "ranks, words, place",
     [
         (
             2,
@@ -47,7 +47,7 @@ def assert_same(one, other):
 )
 def test_states_in_small_parts_in_every_place_give_the_same_bits(train, ranks, words, place):
     """Random rounding too: it depends on the places of the numbers in a parameter."""
-    words = ["train.steps=2", "data.validation=0.2", "train.validate_every=1", *words.split()]
+    words = ["train.steps=2 data.validation=0.2 train.validate_every=1", *words.split()]
     device = train("device", *words, ranks=ranks)
     elsewhere = train("run", *words, *place.split(), ranks=ranks, seam=many_small_parts())
     assert_same(elsewhere, device)
@@ -60,8 +60,8 @@ def test_a_reference_that_is_read_before_the_first_step_has_the_weights(ledger):
 @pytest.mark.parametrize("place", [CPU, DISK])
 def test_states_in_small_parts_give_the_same_bits_in_each_checkpoint(train, ledger, place):
     """Checkpoints link several files on a disk, and later updates leave these alone."""
-    words = ["schedule=constant", "train.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
-    elsewhere = train("run", *words, place, ranks=2, seam=many_small_parts())
+    words = "schedule=constant train.steps=5 checkpoint.every=2 checkpoint.keep=9"
+    elsewhere = train("run", words, place, ranks=2, seam=many_small_parts())
     for step in (2, 4, 5):
         one, other = (checkpoint(run, step) for run in (elsewhere, ledger.run("every step")))
         assert_byte_equal(stored(one), stored(other))
@@ -73,14 +73,14 @@ def test_a_run_goes_on_with_its_states_in_another_place(ledger, tmp_path):
     whole = ledger.run("every step")
     words = [f"checkpoint.resume={checkpoint(whole, 3)}"]
     for step, place in ((5, DISK), (7, CPU), (9, "optim.offload=none")):
-        words += ["checkpoint=async", f"train.steps={step}", place]
+        words += [f"checkpoint=async train.steps={step}", place]
         moved = go_on(ledger, "every step", tmp_path / "run", *words, ranks=2)
         words = []
     assert_undisturbed(moved, whole)
 
 
 def test_a_rewind_leaves_the_checkpoints_alone_that_link_the_states(train):
-    words = [*SPIKY, "train.on_spike=rewind", "train.steps=21"]
+    words = [*SPIKY, "train.on_spike=rewind train.steps=21"]
     device, disk = (
         train(place, *words, f"optim.offload={place}", seam=inject.garbage())
         for place in ("none", "disk")
@@ -106,7 +106,7 @@ def killed_in_an_update(step: int):
 
 
 def test_a_crash_in_an_update_is_noticed_and_the_checkpoint_resumes(train, ledger):
-    words = ["train.steps=6", "checkpoint.every=2", "schedule=constant", DISK]
+    words = ["train.steps=6 checkpoint.every=2 schedule=constant", DISK]
     with pytest.raises(RankFailed, match="died"):
         train("run", *words, ranks=2, seam=killed_in_an_update(5))
     run = train("run", *words, ranks=2)
@@ -132,7 +132,7 @@ def refuse_direct_access(real, path, flags, *args):
 
 def test_a_file_system_without_direct_access_is_used_without_it(train, ledger):
     refused = inject.around("state_open", refuse_direct_access)
-    run = train("run", "schedule=constant", "train.steps=2", DISK, ranks=2, seam=refused)
+    run = train("run", "schedule=constant train.steps=2", DISK, ranks=2, seam=refused)
     assert_undisturbed(run, ledger.run("every step"))
 
 

@@ -165,7 +165,7 @@ def test_chunks_change_nothing():
 
 @pytest.mark.parametrize("name", ["lion", "sgd", "lamb", "lars", "adamw", "muon"])
 @pytest.mark.parametrize(
-    ("form", "master", "promised"),
+    "form, master, promised",
     [
         (None, "float32", 8),
         (None, "bfloat16", 4),

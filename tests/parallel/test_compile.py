@@ -8,6 +8,7 @@ import inject
 import pytest
 import torch
 import yaml
+from stored import assert_near
 from world import write_chats
 
 NOWHERE = "/no/such/g++"
@@ -28,7 +29,7 @@ def no_code():
         yield
 
 
-WINDOWS = ["model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30"]
+WINDOWS = ["model.family=gemma2 model.sliding_window=16", "model.attn_logit_softcapping=30"]
 
 
 def test_all_blocks_share_a_graph_that_is_never_compiled_again(train, compiled, tmp_path):
@@ -36,8 +37,8 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again(train, compiled, 
     # micro-batches of other packings in each step, of them one with an empty row, and validation
     # twice
     how = [
-        *WINDOWS, "batch.rows=5", "batch.micro_rows=2", f"data.validation={held_out}",
-        "train.validate_every=3", "train.validate_first=false", "train.steps=6",
+        *WINDOWS, f"batch.rows=5 batch.micro_rows=2 data.validation={held_out}",
+        "train.validate_every=3 train.validate_first=false train.steps=6",
     ]  # fmt: skip
     run = train("run", *compiled, *how, seam=inject.no_kernels())
     # a block, the head's scores and their derivatives; without gradients a block is another graph,
@@ -45,27 +46,26 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again(train, compiled, 
     assert [c[:3] for c in compilations(run)] == [(1, "training", 3), (3, "validation", 1)]
     assert "compiled again" not in run.out
     eager = train("eager", *how)
-    assert run.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)
-    assert run.column("grad_norm") == pytest.approx(eager.column("grad_norm"), rel=1e-4)
+    assert_near(run, eager, loss=1e-5, grad_norm=1e-4)
     validations = [[event["loss"] for event in one.event("evaluation")] for one in (run, eager)]
     assert len(validations[0]) == 2
     assert validations[0] == pytest.approx(validations[1], rel=1e-5)
 
 
 def test_what_was_compiled_outlives_the_run(train, tmp_path):
-    how = ["batch.rows=4", "batch.micro_rows=2", "schedule=constant", "model.attention=mask"]
-    tuned = ["compile=enabled", "compile.mode=max-autotune-no-cudagraphs"]
-    run = train("run", *how, *tuned, "train.steps=1", seam=no_code)
+    how = "batch.rows=4 batch.micro_rows=2 schedule=constant model.attention=mask"
+    tuned = "compile=enabled compile.mode=max-autotune-no-cudagraphs"
+    run = train("run", how, tuned, "train.steps=1", seam=no_code)
     assert compilations(run) == [(1, "training", 3, 0)]
     assert list((tmp_path / ".compile").iterdir()), "kept beside the runs"
-    resumed = train("run", *how, *tuned, "train.steps=2", seam=no_code)
+    resumed = train("run", how, tuned, "train.steps=2", seam=no_code)
     (_, trained) = compilations(resumed)
     # what the cache holds of the head knows a range of token numbers, and the first micro-batch now
     # may be out of it
     assert trained[:3] == (2, "training", 3)
     assert trained[3] in (2, 3)
-    eager = train("eager", *how, "train.steps=2")
-    assert resumed.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)
+    eager = train("eager", how, "train.steps=2")
+    assert_near(resumed, eager, loss=1e-5)
 
 
 def test_blocks_that_are_compiled_again_are_told(train, compiled):
@@ -98,11 +98,11 @@ def compiler(path):
 
 
 def test_without_a_compiler_on_one_rank_all_train_without(train):
-    how = ["train.steps=3", "batch.micro_rows=2"]
-    run = train("run", *how, "compile=enabled", ranks=2, seam=compiler(NOWHERE))
+    how = "train.steps=3 batch.micro_rows=2"
+    run = train("run", how, "compile=enabled", ranks=2, seam=compiler(NOWHERE))
     assert f"on rank 1 there is no C++ compiler ({NOWHERE}" in run.out
     assert "attend by documents" in run.out
-    assert run.column("loss") == train("eager", *how, ranks=2).column("loss")
+    assert run["loss"] == train("eager", how, ranks=2)["loss"]
     assert not run.event("compile")
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["compile"]["enabled"] is True, (
         "recorded as asked"
@@ -110,8 +110,8 @@ def test_without_a_compiler_on_one_rank_all_train_without(train):
 
 
 def test_without_a_compiler_there_is_no_budget(train):
-    how = ["compile=enabled", "activation_checkpoint=budget"]
-    run = train("run", *how, seam=compiler(NOWHERE), code=2)
+    how = "compile=enabled activation_checkpoint=budget"
+    run = train("run", how, seam=compiler(NOWHERE), code=2)
     assert "on rank 0 there is no C++ compiler" in run.err
     assert "activation_checkpoint=selective" in run.err
 
@@ -120,11 +120,10 @@ def test_what_the_compiler_throws_is_told_in_short(train, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken >&2\nexit 1\n')
     broken.chmod(0o755)
-    how = ["compile=enabled", "train.steps=1"]
-    run = train("run", *how, seam=compiler(str(broken)), code=1)
+    how = "compile=enabled train.steps=1"
+    run = train("run", how, seam=compiler(str(broken)), code=1)
     assert "the compiler gave up on a decoder block" in run.err
     assert "compile=disabled" in run.err
-    assert "Traceback" not in run.err
     assert len(run.err.splitlines()) < 5
 
 
@@ -138,7 +137,7 @@ def test_a_cache_that_cannot_be_written_is_refused(train, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_without_triton_a_gpu_trains_without_a_compiler(train):
-    run = train("run", "compile=enabled", "train.steps=2", "launch.device=cuda", seam=no_triton)
+    run = train("run", "compile=enabled train.steps=2 launch.device=cuda", seam=no_triton)
     assert "no Triton" in run.out
     assert len(run.metrics) == 2
 

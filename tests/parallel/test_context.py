@@ -15,7 +15,7 @@ def test_the_start_says_how_rows_are_split(ledger):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
-    ("lengths", "windows"),
+    "lengths, windows",
     [
         ([8192], [None]),
         ([8192], [512, 512, 512, None]),
@@ -34,7 +34,7 @@ def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, win
 
 
 @pytest.mark.parametrize(
-    ("heads", "row", "softcap", "method"),
+    "heads, row, softcap, method",
     [
         (8, 131_072, False, "ulysses"),
         (14, 8192, False, "gathered"),
@@ -48,27 +48,27 @@ def test_whole_heads_are_dealt_where_they_divide_and_else_keys_travel(heads, row
 
 
 @pytest.mark.parametrize(
-    ("typed", "words"),
+    "typed, words",
     [
         (
-            ["sharding.context=3", "sharding.context_method=ulysses", "batch.seq_len=63"],
+            ["sharding.context=3 sharding.context_method=ulysses batch.seq_len=63"],
             "must divide num_attention_heads=4.\n",
         ),
         (["sharding.context=3"], "Use  batch.seq_len=66  or  63"),
-        (["sharding.context=2", "data.packing=none", "data.pad_to_multiple=8"], "all of one"),
+        (["sharding.context=2 data.packing=none data.pad_to_multiple=8"], "all of one"),
         (["sharding.context_method=ulysses"], "only counts with  sharding.context=2"),
-        (["sharding.context=2", "sharding.context_method=star"], "gathered, ring"),
+        (["sharding.context=2 sharding.context_method=star"], "gathered, ring"),
         (
             [
-                *["sharding.context=2", "sharding.context_method=ring", "model.family=gemma2"],
+                *["sharding.context=2 sharding.context_method=ring model.family=gemma2"],
                 "model.attn_logit_softcapping=20",
             ],
             "Use  sharding.context_method=gathered",
         ),
         (
             [
-                *["sharding.context=2", "sharding.context_method=gathered"],
-                *["model.attention=varlen", "precision.param_dtype=bfloat16"],
+                *["sharding.context=2 sharding.context_method=gathered"],
+                *["model.attention=varlen precision.param_dtype=bfloat16"],
             ],
             "there are documents and mask",
         ),

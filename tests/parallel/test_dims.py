@@ -87,7 +87,7 @@ def test_ranks_of_a_tensor_and_a_context_group_read_the_same_rows(world):
 
 
 @pytest.mark.parametrize(
-    ("layout", "words"),
+    "layout, words",
     [
         ({"tensor": 3}, "must divide the number of ranks, which is 8.\nUse  sharding.tensor=2"),
         ({"tensor": 2, "context": 3}, "sharding.context=3 must divide the number of groups of"),
@@ -120,7 +120,7 @@ def test_a_layout_knows_what_a_rank_computes_in_a_step():
 
 
 @pytest.mark.parametrize(
-    ("sharding", "gib", "stays"),
+    "sharding, gib, stays",
     [
         ({}, 2, True),
         ({}, 2.1, False),
@@ -218,7 +218,7 @@ def test_new_tokens_start_as_the_mean_of_all_known_ones_for_every_layout(world, 
     assert not after[97:].any()
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(10, 4), (3, 5), (8, 4), (5, 4), (0, 2)])
+@pytest.mark.parametrize("rows, ranks", [(10, 4), (3, 5), (8, 4), (5, 4), (0, 2)])
 def test_each_ranks_chunk_of_a_parameter_is_the_one_that_torch_makes(rows, ranks):
     parameter = torch.arange(3 * rows).view(rows, 3)
     torchs = _fsdp_param._chunk_with_empty(parameter, ranks, dim=0)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import inject
 import pytest
 import torch
-from stored import assert_undisturbed, checkpoint
+from stored import assert_near, assert_undisturbed, checkpoint
 from torch import nn
 from world import Run
 
@@ -17,11 +17,8 @@ from fsdp_trainer.parallel import convert
 
 pytest.importorskip("torchao")
 WIDE = [
-    "model.hidden_size=64",
-    "model.intermediate_size=128",
-    "model.head_dim=16",
-    "precision.param_dtype=bfloat16",
-    "schedule=constant",
+    "model.hidden_size=64 model.intermediate_size=128 model.head_dim=16",
+    "precision.param_dtype=bfloat16 schedule=constant",
 ]
 FLOAT8 = [*WIDE, "precision.float8=tensorwise"]
 
@@ -41,17 +38,18 @@ def test_the_loss_is_near_that_of_bfloat16(train, ledger, recipe):
     steps = "train.steps=6"
     exact = ledger.run(words=["data.path=DATA/chats.jsonl", *WIDE, steps])
     run = train("run", *WIDE, f"precision.float8={recipe}", steps, seam=EMULATED)
-    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03)
-    assert run.column("loss") != exact.column("loss")
+    assert_near(run, exact, loss=0.03)
+    assert run["loss"] != exact["loss"]
     assert f"float8 products ({recipe}) in 14 linear layers" in run.out
 
 
 def test_a_run_goes_on_bitwise_on_two_ranks(train):
     how = [
-        *FLOAT8, "optim=adamw_8bit", "activation_checkpoint=selective", "checkpoint=async",
-        "sharding.accumulate=unsharded", "sharding.blocks_per_unit=2", "batch.micro_rows=1",
-        "checkpoint.every=2", "checkpoint.keep=9", "batch.rows=4",
-    ]  # fmt: skip
+        *FLOAT8,
+        "optim=adamw_8bit activation_checkpoint=selective checkpoint=async",
+        "sharding.accumulate=unsharded sharding.blocks_per_unit=2",
+        "batch.micro_rows=1 checkpoint.every=2 checkpoint.keep=9 batch.rows=4",
+    ]
     whole = train("whole", *how, "train.steps=3", ranks=2, seam=EMULATED)
     shutil.copytree(whole.folder, whole.folder.with_name("run"))
     shutil.rmtree(checkpoint(Run(whole.folder.with_name("run")), 3))
@@ -85,11 +83,11 @@ def test_weights_are_gathered_in_float8_and_their_scales_found_together(train):
 
 
 def test_exports_and_imports_know_nothing_of_float8(train):
-    export = ["checkpoint.export_hf=true", "checkpoint.export_dtype=float32"]
-    run = train("run", *FLOAT8, *export, "train.steps=2", seam=EMULATED)
+    export = "checkpoint.export_hf=true checkpoint.export_dtype=float32"
+    run = train("run", *FLOAT8, export, "train.steps=2", seam=EMULATED)
     folder = run.folder / "hf"
-    how = ["precision=fp8", "batch.seq_len=64", "batch.rows=6", "train.steps=1", "optim.lr=0"]
-    how += [f"model.init_from={folder}", *export]
+    how = ["precision=fp8 batch.seq_len=64 batch.rows=6 train.steps=1 optim.lr=0"]
+    how += [f"model.init_from={folder}", export]
     on = train("on", *how, base=[], seam=EMULATED, ranks=2)
     exported, *others = (load_model(one) for one in (folder, run.folder, on.folder / "hf"))
     for other in others:
@@ -118,7 +116,6 @@ REFUSED = {
 def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, typed):
     run = train("run", *FLOAT8, *typed.split(), code=2)
     assert REFUSED[typed] in run.err
-    assert "Traceback" not in run.err
     assert not run.metrics
 
 

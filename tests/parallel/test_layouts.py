@@ -5,7 +5,7 @@ import pytest
 import torch
 from named_runs import LAYOUTS, RUNS, NamedRun
 from recorded_step import calls, passed
-from stored import newest, stored
+from stored import assert_near, newest, stored
 
 INEXACT = {"in eight bits": 2e-2, "in eight bits, with feedback": 2e-2}
 """Relative tolerance of losses and norms for layouts whose messages are rounded."""
@@ -23,10 +23,9 @@ def reference_of(layout):
 def test_a_layout_trains_as_one_rank(ledger, layout):
     run, alone = ledger.run(layout), ledger.execute(reference_of(layout))
     near = INEXACT.get(layout, 1e-3 if layout in ROUNDED else 1e-5)
-    assert run.column("step") == alone.column("step")
-    assert run.column("tokens") == alone.column("tokens")
-    assert run.column("loss") == pytest.approx(alone.column("loss"), rel=near)
-    assert run.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=10 * near)
+    assert run["step"] == alone["step"]
+    assert run["tokens"] == alone["tokens"]
+    assert_near(run, alone, loss=near, grad_norm=10 * near)
     if near > 1e-5:
         return
     weights, expected = stored(newest(run)), stored(newest(alone))

@@ -8,43 +8,43 @@ import inject
 import pytest
 import torch
 import torch.nn.functional as F
-from stored import newest, stored
-from world import write_chats
+from stored import assert_near, newest, stored
+from world import write_chats, write_lines
 
 import fsdp_trainer
 
-CONSTANT = ["data.path=DATA/chats.jsonl", "schedule=constant", "optim.grad_clip=0.5"]
+CONSTANT = "data.path=DATA/chats.jsonl schedule=constant optim.grad_clip=0.5"
 BF16 = "precision.param_dtype=bfloat16"
 
 
 @pytest.fixture(scope="module")
 def alone(ledger):
     """The reference: one rank, one micro-batch a step; it learns, and its gradient is clipped."""
-    run = ledger.run(words=[*CONSTANT, "train.steps=20"])
-    loss, norm = run.column("loss"), run.column("grad_norm")
+    run = ledger.run(words=[CONSTANT, "train.steps=20"])
+    loss, norm = run["loss"], run["grad_norm"]
     assert loss[-1] < loss[0] - 0.5
     assert max(norm) > 0.5
     return loss, norm
 
 
 def test_any_number_of_ranks_also_with_some_that_have_empty_rows_only(alone, ledger):
-    run = ledger.run(words=[*CONSTANT, "train.steps=4"], ranks=4)
-    assert run.column("step") == [1, 2, 3, 4]
-    assert run.column("loss") == pytest.approx(alone[0][:4], rel=1e-5)
-    assert run.column("grad_norm") == pytest.approx(alone[1][:4], rel=1e-4)
+    run = ledger.run(words=[CONSTANT, "train.steps=4"], ranks=4)
+    assert run["step"] == [1, 2, 3, 4]
+    assert run["loss"] == pytest.approx(alone[0][:4], rel=1e-5)
+    assert run["grad_norm"] == pytest.approx(alone[1][:4], rel=1e-4)
 
 
 def test_bf16_is_near_fp32(alone, ledger):
-    loss = ledger.run(words=[*CONSTANT, BF16, "train.steps=8"], ranks=2).column("loss")
+    loss = ledger.run(words=[CONSTANT, BF16, "train.steps=8"], ranks=2)["loss"]
     assert loss == pytest.approx(alone[0][:8], rel=0.02)
     assert loss != alone[0][:8]
 
 
 def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(alone, ledger):
-    pure = [BF16, "precision.master_dtype=bfloat16", "train.steps=10"]
-    run = ledger.run(words=[*CONSTANT, *pure], ranks=2)
+    pure = [BF16, "precision.master_dtype=bfloat16 train.steps=10"]
+    run = ledger.run(words=[CONSTANT, *pure], ranks=2)
     # weights are rounded at every step: not as near as bf16 compute alone
-    assert run.column("loss") == pytest.approx(alone[0][:10], rel=0.05)
+    assert run["loss"] == pytest.approx(alone[0][:10], rel=0.05)
     state = {
         name: tensor for name, tensor in stored(newest(run)).items() if not name.endswith("/step")
     }
@@ -59,11 +59,9 @@ def print_formats(rotate, x, cosine, sine):
     return rotate(x, cosine, sine)
 
 
-@pytest.mark.parametrize(
-    ("family", "rotations"), [("olmo2", torch.float32), ("llama", torch.bfloat16)]
-)
+@pytest.mark.parametrize("family, rotations", [("olmo2", torch.float32), ("llama", torch.bfloat16)])
 def test_rotations_that_a_family_keeps_in_float32_are_not_rounded_in_bf16(train, family, rotations):
-    how = [f"model.family={family}", "model.num_key_value_heads=4", BF16, "train.steps=1"]
+    how = [f"model.family={family} model.num_key_value_heads=4", BF16, "train.steps=1"]
     seam = inject.around("rotary_embedding", print_formats)
     run = train(family, *how, "activation_checkpoint=full", seam=seam)
     lines = {line for line in run.out.splitlines() if line.startswith("rotates")}
@@ -76,17 +74,16 @@ def test_packed_as_unpacked(train, tmp_path):
     said = train("probe", data, "train.steps=0").out
     packed_rows = int(said.split(" rows an epoch")[0].split()[-1])
     assert packed_rows < 20
-    how = [data, "train.epochs=3", "batch.micro_rows=1"]
+    how = [data, "train.epochs=3 batch.micro_rows=1"]
     packed = train("packed", *how, f"batch.rows={packed_rows}")
-    how = [data, "train.epochs=3", "batch.micro_rows=4", "batch.rows=24", "data.packing=none"]
+    how = [data, "train.epochs=3 batch.micro_rows=4 batch.rows=24 data.packing=none"]
     alone = train("alone", *how, ranks=2)
-    how = [data, "train.epochs=1", "batch.micro_rows=1", "batch.rows=1000", "batch.seq_len=512"]
+    how = [data, "train.epochs=1 batch.micro_rows=1 batch.rows=1000 batch.seq_len=512"]
     long = train("long", *how)
-    assert packed.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-    assert packed.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
-    assert packed.column("supervised_tokens") == alone.column("supervised_tokens")
-    assert packed.column("tokens") == alone.column("tokens"), "padding is not counted"
-    assert long.column("loss")[0] == pytest.approx(alone.column("loss")[0], rel=1e-5)
+    assert_near(packed, alone, loss=1e-5, grad_norm=1e-4)
+    assert packed["supervised_tokens"] == alone["supervised_tokens"]
+    assert packed["tokens"] == alone["tokens"], "padding is not counted"
+    assert long["loss"][0] == pytest.approx(alone["loss"][0], rel=1e-5)
 
 
 def test_weights_of_messages_count_in_numerator_and_divisor(train, tmp_path):
@@ -103,9 +100,9 @@ def test_weights_of_messages_count_in_numerator_and_divisor(train, tmp_path):
             for i in range(40)
         ]
         file = tmp_path / f"{ranks}.jsonl"
-        file.write_text("\n".join(map(json.dumps, rows)))
-        how = [f"data.path={file}", "data.shuffle=false", "train.steps=4", "batch.micro_rows=3"]
-        losses.append(train(f"{ranks}", *how, ranks=ranks).column("loss"))
+        write_lines(file, rows)
+        how = f"data.path={file} data.shuffle=false train.steps=4 batch.micro_rows=3"
+        losses.append(train(f"{ranks}", how, ranks=ranks)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -115,7 +112,7 @@ def test_weights_at_the_start_do_not_depend_on_ranks(ledger):
         for words, ranks in (
             (["train.steps=0"], 1),
             (["train.steps=0"], 3),
-            (["train.steps=0", "run.seed=1"], 1),
+            (["train.steps=0 run.seed=1"], 1),
         )
     )
     assert all(torch.equal(first[name], on_three[name]) for name in first)
@@ -130,10 +127,10 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
 ):
     """Validating changes nothing of training."""
     held_out = write_chats(tmp_path / "held_out.jsonl", 13, start=500)
-    how = ["train.steps=4", f"data.validation={held_out}", "batch.micro_rows=2"]
-    often = train("often", *how, "train.validate_every=2", ranks=3)
-    once = train("once", *how, ranks=3)
-    assert often.column("loss") == once.column("loss")
+    how = f"train.steps=4 data.validation={held_out} batch.micro_rows=2"
+    often = train("often", how, "train.validate_every=2", ranks=3)
+    once = train("once", how, ranks=3)
+    assert often["loss"] == once["loss"]
     assert [event["step"] for event in often.event("evaluation")] == [0, 2, 4]
     assert [event["step"] for event in once.event("evaluation")] == [0, 4]
     losses = [event["loss"] for event in often.event("evaluation")]
@@ -142,10 +139,11 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
     assert once.metrics[-1]["validation_loss"] == losses[2]
 
     shown = world.command(
-        "preview", "preview.format=json", "preview.rows=13", f"data.path={held_out}",
-        "tokenizer.path=demo:bytes", "batch.seq_len=64", "data.packing=none", "data.shuffle=false",
-        f"data.cache={inputs['data.cache']}",
-    )[0].out  # fmt: skip
+        "preview",
+        f"preview.format=json preview.rows=13 data.path={held_out}",
+        "tokenizer.path=demo:bytes batch.seq_len=64 data.packing=none",
+        f"data.shuffle=false data.cache={inputs['data.cache']}",
+    )[0].out
     model, total, count, nats, text = fsdp_trainer.load_model(often.folder), 0.0, 0, 0.0, []
     for row in map(json.loads, shown.splitlines()):
         labels = torch.tensor(row["labels"])
@@ -165,8 +163,8 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
 
 def test_a_run_in_epochs_ends_with_the_partial_step(train, tmp_path):
     data = f"data.path={write_chats(tmp_path / 'few.jsonl', 10)}"
-    run = train("epochs", data, "data.packing=none", "train.epochs=2", ranks=2)
-    assert run.column("step") == [1, 2, 3, 4]
+    run = train("epochs", data, "data.packing=none train.epochs=2", ranks=2)
+    assert run["step"] == [1, 2, 3, 4]
     assert "4 steps" in run.out
-    again = train("once", data, "data.packing=none", "train.epochs=1", "batch.rows=10")
-    assert run.column("tokens")[-1] == 2 * again.column("tokens")[-1]
+    again = train("once", data, "data.packing=none train.epochs=1 batch.rows=10")
+    assert run["tokens"][-1] == 2 * again["tokens"][-1]

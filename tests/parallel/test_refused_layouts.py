@@ -59,7 +59,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "typed"), [(ranks, typed) for ranks, each in REFUSED.items() for typed in each]
+    "ranks, typed", [(ranks, typed) for ranks, each in REFUSED.items() for typed in each]
 )
 def test_what_does_not_go_together_is_refused_with_what_does(train, ranks, typed):
     run = train("refused", *typed.split(), ranks=ranks, code=2)

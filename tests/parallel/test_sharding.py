@@ -146,7 +146,7 @@ def setup(ranks, dtype="float32", **sharding) -> StateSetup:
 
 
 @pytest.mark.parametrize(
-    ("states", "wanted"),
+    "states, wanted",
     [
         (setup(4), lambda n, block: 16 * n / 4 + 2 * block),
         (setup(4, "bfloat16", blocks_per_unit=3), lambda n, block: 8 * n / 4 + 2 * 3 * block),
@@ -276,8 +276,8 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_w
     train, tmp_path
 ):
     options = {"ranks": 2, "seam": inject.around("host_memory", sixteen_gib)}
-    how = ["model=llama3_70b", f"data.cache={tmp_path / 'cache'}"]
-    run = train("big", *how, base=["checkpoint.every=null"], code=2, **options)
+    how = f"model=llama3_70b data.cache={tmp_path / 'cache'}"
+    run = train("big", how, base=["checkpoint.every=null"], code=2, **options)
     assert "68.5 G × 8 B ÷ 2 ranks" in run.err
     assert "255.0 GiB" in run.err
     assert "16.0 GiB for each rank" in run.err

@@ -14,7 +14,6 @@ of one pytest run and later pytest runs share them; a changed source begins a ne
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import pickle
 import re
@@ -30,7 +29,7 @@ import recorded_step
 from heads import write_classes, write_queries, write_tags
 from named_runs import ROW, RUNS, NamedRun
 from pairs import write_labelled, write_pairs
-from world import SMALL, Run, World, write_chats
+from world import SMALL, Run, World, split, write_chats, write_lines
 
 from fsdp_trainer.apps.rehearse.comparison import PlanComparison
 
@@ -79,7 +78,7 @@ class Ledger:
 
         DATA in a word is the folder of data. Raises AssertionError if the run fails.
         """
-        return self.execute(RUNS[name] if name else NamedRun(ranks, tuple(words)))
+        return self.execute(RUNS[name] if name else NamedRun(ranks, tuple(split(words))))
 
     def copy(self, name: str, folder: Path) -> Run:
         """Return a copy of a run, as its own folder, which the caller may change."""
@@ -169,7 +168,7 @@ def write_data(folder: Path) -> None:
         {"text": "".join(chr(97 + (i * j * j + i) % 26) for j in range(ROW - 1))}
         for i in range(ROWS)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
 
 
 def forget_others(folder: Path) -> None:

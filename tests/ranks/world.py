@@ -8,12 +8,13 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -86,8 +87,11 @@ class Run:
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").glob("*"))
 
-    def column(self, name: str) -> list:
+    def __getitem__(self, name: str) -> list:
+        """Return a column of the metrics: run["loss"]."""
         return [line[name] for line in self.metrics]
+
+    column = __getitem__
 
     def event(self, name: str) -> list[dict]:
         return [line for line in self.events if line["event"] == name]
@@ -99,8 +103,7 @@ def write_chats(path: Path, count: int, start: int = 0) -> Path:
         {"prompt": chr(97 + i % 26) * (1 + i % 9), "completion": f"{i * i % 97}" + "!" * (i % 7)}
         for i in range(start, start + count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, rows)
 
 
 def flip_bit(file: Path) -> None:
@@ -112,6 +115,25 @@ def flip_bit(file: Path) -> None:
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_lines(path: Path, rows: Iterable) -> Path:
+    """Write a line of JSON for each row; return the file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change keys of the object in a file."""
+    write_json(path, read_json(path) | changes)
 
 
 def wait_for_step(step, run):
@@ -260,12 +282,15 @@ class World:
 
         seam: a function whose context manager is entered on every rank. options: see call.
         """
+        argv = split(argv)
         composed = compose_once(argv) if ranks > 1 and code != 2 else None
-        results = self.call(ranks, command, list(argv), seam, composed, **options)
-        assert [result.code for result in results] == [code] * ranks, "\n".join(
+        results = self.call(ranks, command, argv, seam, composed, **options)
+        said = "\n".join(
             f"rank {i} exit {result.code}\n{result.out}{result.err}"
             for i, result in enumerate(results)
         )
+        assert [result.code for result in results] == [code] * ranks, said
+        assert not any("Traceback" in result.err for result in results), said
         return results
 
     def train(
@@ -544,7 +569,7 @@ def await_port(host: str, port: int) -> None:
             time.sleep(0.01)
 
 
-def compose_once(argv: tuple[str, ...]) -> Any:
+def compose_once(argv: list[str]) -> Any:
     """Return the configuration of all ranks of a training, composed once as by our launcher.
 
     None if each rank must compose it itself.
@@ -552,9 +577,14 @@ def compose_once(argv: tuple[str, ...]) -> Any:
     if argv[0] != "train" or any("${" in word for word in argv):
         return None
     try:
-        return compose("train", list(argv[1:]))
+        return compose("train", argv[1:])
     except UserError:
         return None  # rank 0 reports the error
+
+
+def split(words: Iterable[str]) -> list[str]:
+    """Return words of a command line; a text may have several: "train.steps=2 optim=lion"."""
+    return [word for text in words for word in re.split(r"\s+(?=[\w.]+=)", str(text))]
 
 
 def command(argv: list[str], seam: Callable | None, composed: Any = None) -> CommandResult:
@@ -577,11 +607,16 @@ def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Com
     return CommandResult(code, out.getvalue(), err.getvalue())
 
 
-def verify(*words: str, code: int = 0) -> str:
-    """Run `verify` in this process and return its output.
+def cli(*words: str, code: int = 0) -> CommandResult:
+    """Run a command line in this process, which must end with `code`.
 
     For tests that have imported transformers: a worker would spend seconds importing it again.
     """
-    result = command(["verify", *words], None)
+    result = command(split(words), None)
     assert result.code == code, result
-    return result.out
+    return result
+
+
+def verify(*words: str, code: int = 0) -> str:
+    """Run `verify` in this process and return its output."""
+    return cli("verify", *words, code=code).out

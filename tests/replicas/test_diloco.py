@@ -20,13 +20,12 @@ transformers = pytest.importorskip("transformers")
 
 ROWS, LR, CLIP, OUTER_LR, MOMENTUM = 6, 0.05, 0.5, 0.7, 0.9
 HOW = [
-    "schedule=constant", "optim=sgd", "optim.momentum=0", "optim.weight_decay=0",
-    f"optim.lr={LR}", f"optim.grad_clip={CLIP}", "precision=fp32", f"batch.rows={ROWS}",
-    "batch.micro_rows=3",
-    "batch.seq_len=128", "tokenizer.path=demo:bytes", "launch.watchdog=false", "model=auto",
-    "checkpoint.every=null",
-    f"replicas.outer_lr={OUTER_LR}", f"replicas.outer_momentum={MOMENTUM}",
-]  # fmt: skip
+    "schedule=constant optim=sgd optim.momentum=0 optim.weight_decay=0",
+    f"optim.lr={LR} optim.grad_clip={CLIP} precision=fp32 batch.rows={ROWS}",
+    "batch.micro_rows=3 batch.seq_len=128 tokenizer.path=demo:bytes",
+    "launch.watchdog=false model=auto checkpoint.every=null",
+    f"replicas.outer_lr={OUTER_LR} replicas.outer_momentum={MOMENTUM}",
+]
 WHOLE = {"every": 3}
 STREAMED = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.3}
 
@@ -68,7 +67,7 @@ def words(inputs, folder):
 def rows(world, words):
     """The rows that training reads, in order."""
     own = [word for word in words if word.startswith(("data", "model", "tokenizer", "batch"))]
-    shown = world.command("preview", *own, "preview.format=json", "preview.rows=54")[0].out
+    shown = world.command("preview", *own, "preview.format=json preview.rows=54")[0].out
     return [json.loads(line) for line in shown.splitlines()]
 
 
@@ -157,9 +156,9 @@ def assert_weights(run, outer, own, tolerance):
 
 def test_outer_steps_of_parts_are_those_of_a_plain_program(train, folder, rows):
     """Each of two parts is averaged twice."""
-    run, _ = train("run", STREAMED, "train.steps=8", "replicas.min=2")
+    run, _ = train("run", STREAMED, "train.steps=8 replicas.min=2")
     assert_weights(run, *textbook(folder, rows, 8, 2, **STREAMED), tolerance=1e-6)
-    assert run.column("step") == list(range(1, 9))
+    assert run["step"] == list(range(1, 9))
 
 
 def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights(
@@ -167,7 +166,7 @@ def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights
 ):
     """The other group waits for it with the first average of three."""
     seams = {1: inject.killed(step=2)}
-    run, killed = train("run", WHOLE, "train.steps=9", "replicas.min=2", ranks=2, seams=seams)
+    run, killed = train("run", WHOLE, "train.steps=9 replicas.min=2", ranks=2, seams=seams)
     assert "took over step 3 of another group, after its own step 0" in killed.out
     expected = textbook(folder, rows, 9, 2, **WHOLE, lost=[1])
     assert_weights(run, *expected, tolerance=1e-6)
@@ -175,7 +174,7 @@ def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights
 
 def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(train, folder, rows):
     """One outer step: then the difference is that of one message."""
-    run, _ = train("run", WHOLE, "train.steps=3", "replicas.min=2", "replicas.quantize=true")
+    run, _ = train("run", WHOLE, "train.steps=3 replicas.min=2 replicas.quantize=true")
     outer, _ = textbook(folder, rows, 3, 2, **WHOLE)
     begun, state = textbook(folder, rows, 0, 1, **WHOLE)[0], stored(newest(run))
     step = OUTER_LR * (1 + MOMENTUM)
@@ -189,9 +188,9 @@ def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(tra
 
 
 def test_a_part_that_would_be_sent_before_the_one_before_is_averaged_is_refused():
-    words = [*SMALL, "data.path=demo:backwards", "tokenizer.path=demo:bytes"]
-    words += ["replicas.method=diloco", "replicas.every=4", "replicas.fragments=2"]
-    words += ["replicas.id=0", "replicas.lighthouse=127.0.0.1:1"]
+    words = [*SMALL, "data.path=demo:backwards tokenizer.path=demo:bytes"]
+    words += ["replicas.method=diloco replicas.every=4 replicas.fragments=2"]
+    words += ["replicas.id=0 replicas.lighthouse=127.0.0.1:1"]
     assert compose("train", [*words, "replicas.delay=1"]).replicas.delay == 1
     with pytest.raises(UserError, match="less than the 2 steps"):
         compose("train", [*words, "replicas.delay=2"])

@@ -14,17 +14,17 @@ QUICKLY = inject.together(
 
 def doctor(pool, *words):
     """Run `doctor` on a rank of a pool; return its findings."""
-    usual = ["doctor.format=json", "doctor.file_mib=1"]
-    results = pool.command("doctor", *usual, *words, seam=QUICKLY)
+    usual = "doctor.format=json doctor.file_mib=1"
+    results = pool.command("doctor", usual, *words, seam=QUICKLY)
     return [json.loads(line) for line in results[0].out.splitlines()]
 
 
 def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):
     second = World()
     with lighthouse() as address, ThreadPoolExecutor(1) as thread:
-        words = [f"run.root={tmp_path}", "replicas.method=sync", f"replicas.lighthouse={address}"]
-        other = thread.submit(doctor, second, *words, "replicas.id=1")
-        both = [doctor(world, *words, "replicas.id=0"), other.result()]
+        words = f"run.root={tmp_path} replicas.method=sync replicas.lighthouse={address}"
+        other = thread.submit(doctor, second, words, "replicas.id=1")
+        both = [doctor(world, words, "replicas.id=0"), other.result()]
     second.close()
     for i, findings in enumerate(both):
         met = next(f for f in findings if f["what"] == "groups")
@@ -36,8 +36,8 @@ def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):
 
 
 def test_doctor_says_how_to_measure_between_groups(world, tmp_path):
-    words = [f"run.root={tmp_path}", "replicas.method=sync", "launch.groups=2"]
-    findings = doctor(world, *words)
+    words = f"run.root={tmp_path} replicas.method=sync launch.groups=2"
+    findings = doctor(world, words)
     (met,) = [f for f in findings if f["what"] == "groups"]
     assert met["mark"] == "note"
     assert "replicas.lighthouse" in met["advice"]

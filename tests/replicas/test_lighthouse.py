@@ -11,7 +11,7 @@ def test_groups_go_on_when_the_lighthouse_is_started_again_and_end_if_it_stays_a
 ):
     run = Run(tmp_path / "run")
     words = [*input_words, "train.steps=99999"]
-    words += ["replicas.min=2", "launch.timeout=8s"]
+    words += ["replicas.min=2 launch.timeout=8s"]
 
     def trains_on():
         before = len(run.metrics)
@@ -27,7 +27,7 @@ def test_groups_go_on_when_the_lighthouse_is_started_again_and_end_if_it_stays_a
             trains_on()
         training.result()
     pools.close()
-    assert run.column("step") == list(range(1, len(run.metrics) + 1))
+    assert run["step"] == list(range(1, len(run.metrics) + 1))
     assert run.event("groups")[-1]["groups"] == 2
     (end,) = run.event("end")
     assert "no meeting of the groups for 8 s" in end["reason"]

@@ -17,7 +17,7 @@ SECRET = "only the groups know"
 def start(input_words, tmp_path):
     """Return a function that starts a command of two groups, and waits for its processes."""
     words = [*SMALL, *input_words, "replicas.min=2"]
-    words += [f"run.root={tmp_path}", "run.name=run", "replicas.method=sync", "launch.groups=2"]
+    words += [f"run.root={tmp_path} run.name=run replicas.method=sync launch.groups=2"]
     command = [sys.executable, "-m", "fsdp_trainer", "train", *words, "train.steps=5"]
 
     def run(**options):
@@ -40,7 +40,7 @@ def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(sta
     records = [tmp_path / "log", *filter(Path.is_file, run.folder.rglob("*"))]
     assert not any(SECRET.encode() in file.read_bytes() for file in records)
     assert not (run.folder / ".groups-secret").exists()
-    assert run.column("step") == [1, 2, 3, 4, 5]
+    assert run["step"] == [1, 2, 3, 4, 5]
     assert run.event("groups")[0]["groups"] == 2
 
 

@@ -9,7 +9,7 @@ import inject
 import pytest
 import torch
 from replica_groups import GroupPools, lighthouse, stopped_by
-from stored import assert_bitwise_equal, newest, stored
+from stored import assert_near, assert_same_end, newest, stored
 from world import SMALL, SPIKY, World, wait_until
 from world import Run as WorldRun
 
@@ -17,8 +17,8 @@ from fsdp_trainer.config.schema import Run
 from fsdp_trainer.run.run_lock import RunLock
 
 HOW = [
-    "train.steps=6", "schedule=constant", "batch.micro_rows=2", "data.validation=0.2",
-    "train.validate_every=3", "checkpoint.every=3",
+    "train.steps=6 schedule=constant batch.micro_rows=2 data.validation=0.2",
+    "train.validate_every=3 checkpoint.every=3",
 ]  # fmt: skip
 
 
@@ -42,9 +42,8 @@ def undisturbed(world, words, tmp_path_factory):
 
 def assert_same_run(run, undisturbed):
     """Raise AssertionError unless a run has the lines, events and weights of another one."""
-    assert run.column("step") == undisturbed.column("step"), "one line for each step"
-    for name in ("loss", "grad_norm", "tokens", "lr"):
-        assert run.column(name) == pytest.approx(undisturbed.column(name), rel=1e-4), name
+    assert run["step"] == undisturbed["step"], "one line for each step"
+    assert_near(run, undisturbed, "loss", "grad_norm", "tokens", "lr", rel=1e-4)
     evaluated = [(e["step"], e["loss"]) for e in undisturbed.event("evaluation")]
     assert [e["step"] for e in run.event("evaluation")] == [step for step, _ in evaluated]
     assert run.checkpoints == undisturbed.checkpoints
@@ -56,14 +55,13 @@ def assert_same_run(run, undisturbed):
 
 def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, tmp_path):
     (run,) = groups.train(tmp_path / "run", *words, groups=1)
-    assert run.column("loss") == undisturbed.column("loss")
-    assert run.column("grad_norm") == undisturbed.column("grad_norm")
-    assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
+    assert run["grad_norm"] == undisturbed["grad_norm"]
+    assert_same_end(run, undisturbed)
 
 
 def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path):
-    how = ["sharding.pipeline=2", "replicas.min=2"]
-    run, _ = groups.train(tmp_path / "run", *words, *how, ranks=2)
+    how = "sharding.pipeline=2 replicas.min=2"
+    run, _ = groups.train(tmp_path / "run", *words, how, ranks=2)
     assert [(event["step"], event["groups"]) for event in run.event("groups")] == [(0, 2)]
     assert_same_run(run, undisturbed)
 
@@ -72,9 +70,9 @@ def test_a_killed_group_comes_back_with_the_state_of_the_others(
     groups, words, undisturbed, tmp_path
 ):
     """The other one waits for it, because of replicas.min, so that it comes back within the run."""
-    how = ["sharding.tensor=2", "replicas.min=2"]
+    how = "sharding.tensor=2 replicas.min=2"
     seams = {1: inject.killed(step=3)}
-    run, killed = groups.train(tmp_path / "run", *words, *how, ranks=2, seams=seams)
+    run, killed = groups.train(tmp_path / "run", *words, how, ranks=2, seams=seams)
     assert "took over step 2 of another group" in killed.out
     assert_same_run(run, undisturbed)
 
@@ -104,13 +102,13 @@ def test_all_groups_stop_together_resume_exactly_go_on_after_a_loss_and_export(
 
 
 def test_groups_rewind_together_after_a_spike(groups, world, input_words, tmp_path):
-    how = [*input_words, *SPIKY, "train.on_spike=rewind", f"train.steps={inject.SPIKED + 2}"]
+    how = [*input_words, *SPIKY, f"train.on_spike=rewind train.steps={inject.SPIKED + 2}"]
     alone = world.train(tmp_path / "alone", *how, seam=inject.garbage())
     seams = {0: inject.garbage(), 1: inject.garbage()}
     run, _ = groups.train(tmp_path / "run", *how, "replicas.min=2", seams=seams)
     (rewind,) = run.event("rewind")
     assert (rewind["step"], rewind["to"]) == (inject.SPIKED, 18)
-    assert run.column("loss") == pytest.approx(alone.column("loss"), rel=1e-4)
+    assert_near(run, alone, loss=1e-4)
 
 
 def test_a_new_group_waits_for_others_that_hold_the_folder(groups, words, tmp_path):
@@ -122,7 +120,7 @@ def test_a_new_group_waits_for_others_that_hold_the_folder(groups, words, tmp_pa
             time.sleep(1)
             until = time.time()
         (run,) = training.result()
-    assert run.column("time")[0] > until
+    assert run["time"][0] > until
 
 
 def test_a_plain_run_is_refused_while_groups_train_in_the_folder(world, words, tmp_path):
@@ -137,8 +135,8 @@ def test_a_group_with_other_settings_is_refused_and_the_others_go_on(groups, wor
     folder = tmp_path / "run"
     rare = [f"{key}=9999" for key in ("train.steps", "train.validate_every", "checkpoint.every")]
     more = [*words, *rare]
-    place = [f"run.root={tmp_path}", "run.name=run"]
-    ids = ["replicas.method=sync", "replicas.id=2", f"replicas.lighthouse={groups.address}"]
+    place = f"run.root={tmp_path} run.name=run"
+    ids = f"replicas.method=sync replicas.id=2 replicas.lighthouse={groups.address}"
     stops = [tmp_path / "stop-0", tmp_path / "stop-1"]
     seams = {i: stopped_by(file) for i, file in enumerate(stops)}
     with ThreadPoolExecutor(1) as thread:
@@ -146,7 +144,7 @@ def test_a_group_with_other_settings_is_refused_and_the_others_go_on(groups, wor
         shared = WorldRun(folder)
         wait_until(lambda: shared.metrics or training.done())
         stranger = World()
-        (result,) = stranger.command("train", *SMALL, *more, *place, *ids, "optim.lr=0.5", code=2)
+        (result,) = stranger.command("train", *SMALL, *more, place, ids, "optim.lr=0.5", code=2)
         stranger.close()
         before = len(shared.metrics)
         wait_until(lambda: len(shared.metrics) > before)
@@ -155,4 +153,4 @@ def test_a_group_with_other_settings_is_refused_and_the_others_go_on(groups, wor
         training.result()
     assert "optim.lr=0.5" in result.err
     assert "another group has" in result.err
-    assert shared.column("step") == list(range(1, len(shared.metrics) + 1))
+    assert shared["step"] == list(range(1, len(shared.metrics) + 1))

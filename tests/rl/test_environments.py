@@ -43,7 +43,7 @@ def say(environment, name, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"),
+    "expression, value",
     [
         ("(3 + 4) * 12", "84"),
         ("7 / 2", "3.5"),
@@ -153,7 +153,7 @@ def test_a_wrong_environment_is_refused_before_any_code_runs(entry):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("None", "has no None"), ("Bare", "no step"), ("Good", "cannot be imported")]
+    "name, text", [("None", "has no None"), ("Bare", "no step"), ("Good", "cannot be imported")]
 )
 def test_a_file_without_an_environment_says_what_it_lacks(tmp_path, name, text):
     file = tmp_path / "own.py"
@@ -369,7 +369,7 @@ REASONED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "text", "prompt", "values"), REASONED)
+@pytest.mark.parametrize("form, text, prompt, values", REASONED)
 def test_only_calls_outside_of_the_reasoning_are_made(form, text, prompt, values):
     assert values_of(text, form, prompt=prompt) == values
 
@@ -428,7 +428,7 @@ CODE = 'print("</parameter>")\n</parameter>\n</function> <parameter=x> <tool_cal
 
 
 @pytest.mark.parametrize(
-    ("text", "values"),
+    "text, values",
     [
         (calling("1", "2").replace("</tool_call><tool_call>", "\n"), "12"),
         (f"<tool_call>[{CALL % ARGUMENTS}, {CALL % ARGUMENTS}]</tool_call>", ["1+1"] * 2),
@@ -443,7 +443,7 @@ def test_calls_in_one_block_and_marks_in_their_arguments_are_kept(text, values):
 
 
 @pytest.mark.parametrize(
-    ("text", "tools"),
+    "text, tools",
     [
         ('{"name": "Ada", "age": 36}', TOOLS),
         ('{"name": "Ada", "parameters": "tall"}', TOOLS),
@@ -473,7 +473,7 @@ SHOWS_CALLS = (
 
 
 @pytest.mark.parametrize(
-    ("call", "unread"),
+    "call, unread",
     [
         ("<tool_call>{{ c.function | tojson }}</tool_call>", ""),
         (

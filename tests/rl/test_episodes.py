@@ -5,13 +5,15 @@ import math
 import pytest
 from named_runs import GRPO
 from rollouts import with_environment
+from stored import assert_near
 from world import read_lines
 
 KEYS = [
-    *GRPO, "objective.rewards=[]", "objective.max_new_tokens=24", "objective.turns=4",
-    "batch.rows=4", "batch.micro_rows=2", "batch.seq_len=160", "model.initializer_range=0.5",
-    "objective.samples=2", "train.steps=2",
-]  # fmt: skip
+    *GRPO,
+    "objective.rewards=[] objective.max_new_tokens=24 objective.turns=4",
+    "batch.rows=4 batch.micro_rows=2 batch.seq_len=160",
+    "model.initializer_range=0.5 objective.samples=2 train.steps=2",
+]
 ECHO = """
 class Echo:
     def reset(self, row):
@@ -35,8 +37,8 @@ def test_any_ranks_play_the_same_rollouts_and_learn_the_same(train, tmp_path, re
     first, other = train("first", *words), train("other", *words, *layout, ranks=2)
     # tokens are trained on as they were sampled: their probabilities are the same
     assert first.metrics[0]["sampler_difference"] < 1e-5
-    assert max(first.column("turns_max")) > 1
-    assert min(first.column("grad_norm")) > 0
+    assert max(first["turns_max"]) > 1
+    assert min(first["grad_norm"]) > 0
     samples = read_lines(first.folder / "samples.jsonl")
     assert any("again 1" in line["text"] for line in samples)
     for line in samples:
@@ -45,8 +47,7 @@ def test_any_ranks_play_the_same_rollouts_and_learn_the_same(train, tmp_path, re
         assert [turn["own"] for turn in turns] == [i % 2 == 0 for i in range(len(turns))]
         rewarded = ["reward" in turn for turn in turns]
         assert rewarded == [turn["own"] and reward == TURNS for turn in turns]
-    for name in FIGURES:
-        assert other.column(name) == pytest.approx(first.column(name), rel=5e-4, abs=5e-6), name
+    assert_near(other, first, *FIGURES, rel=5e-4, abs=5e-6)
 
 
 PROGRAM = """
@@ -71,9 +72,9 @@ def test_a_run_learns_from_programs_that_ask_the_model(train, tmp_path):
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM)
     words = [*KEYS, f'objective.environment={{name: endpoint, run: "{file}:rollout"}}']
-    run = train("run", *words, "objective.ahead=1", "launch.rollout_ranks=1", ranks=2)
-    assert max(run.column("turns_max")) == 2
-    assert max(run.column("grad_norm")) > 0
+    run = train("run", *words, "objective.ahead=1 launch.rollout_ranks=1", ranks=2)
+    assert max(run["turns_max"]) == 2
+    assert max(run["grad_norm"]) > 0
     assert not run.event("environment_failed")
 
 
@@ -99,16 +100,16 @@ class Faulty:
 
 def test_a_failed_rollout_ends_alone_and_is_counted_with_its_reason(train, tmp_path):
     words = [*KEYS, *with_environment(tmp_path, FAULTY, "Faulty"), "objective.samples=4"]
-    words += ["objective.environment_seconds=4", "objective.max_new_tokens=64"]
+    words += ["objective.environment_seconds=4 objective.max_new_tokens=64"]
     run = train("run", *words, "batch.seq_len=192")
-    assert all(0 < share < 1 for share in run.column("environment_failures"))
+    assert all(0 < share < 1 for share in run["environment_failures"])
     reasons = " ".join(str(event["reasons"]) for event in run.event("environment_failed"))
     for part in ("reset: ValueError: no such task", "leaves no room", "cannot show turns", "4 s"):
         assert part in reasons
     assert len(run.event("tools_not_shown")) == 1, "the template shows no tools"
-    assert all(math.isfinite(loss) for loss in run.column("loss"))
-    assert set(run.column("turns_max")) == {1}, "a reply without room ends a rollout"
-    assert set(run.column("truncated_share")) == {1}
+    assert all(math.isfinite(loss) for loss in run["loss"])
+    assert set(run["turns_max"]) == {1}, "a reply without room ends a rollout"
+    assert set(run["truncated_share"]) == {1}
 
 
 BAD = """
@@ -123,7 +124,7 @@ class Bad:
 
 
 @pytest.mark.parametrize(
-    ("reward", "reason"),
+    "reward, reason",
     [("'1'", "returned '1', not a finite number"), ("[1.0, 2.0, 3.0]", "3 numbers for 1 turn")],
 )
 def test_a_run_whose_rollouts_all_fail_ends_with_the_reason(train, tmp_path, reward, reason):

@@ -78,7 +78,7 @@ def program(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "reward"), [("rollout", 1.0), ("asynchronous", 0.5)])
+@pytest.mark.parametrize("name, reward", [("rollout", 1.0), ("asynchronous", 0.5)])
 def test_a_program_that_asks_the_model_is_an_environment(program, name, reward):
     environment = program(name)
     messages, tools = environment.reset(ROW)
@@ -309,7 +309,7 @@ def test_a_task_of_verifiers_asks_the_model_and_rewards_it(verifiers):
 
 
 @pytest.mark.parametrize(
-    ("entry", "named"),
+    "entry, named",
     [
         ("endpoint", "run: my_agent.py:rollout"),
         ({"name": "endpoint", "run": "agent"}, "is no FILE.py:FUNCTION"),

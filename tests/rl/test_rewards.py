@@ -12,6 +12,7 @@ import sympy
 import world
 import yaml
 from json_server import JsonServer
+from world import write_lines
 
 from fsdp_trainer import extensions
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -36,7 +37,7 @@ def register():
 def questions(tmp_path):
     path = tmp_path / "questions.jsonl"
     rows = [{"question": f"{i}+{i}?", "answer": f"It is\n#### {2 * i}"} for i in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 
@@ -190,7 +191,7 @@ AS_WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("text", "number"), AS_WRITTEN)
+@pytest.mark.parametrize("text, number", AS_WRITTEN)
 def test_the_number_of_an_answer_is_read_as_people_write_it(text, number):
     value = find_number(text)
     assert (None if value is None else float(value)) == number
@@ -201,7 +202,7 @@ FINAL = "<|channel|>final<|message|>"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "reward"),
+    "prompt, answer, reward",
     [
         ("2+3?", "[THINK]\\boxed{4}[/THINK]5<|return|>", 1),
         ("2+3?", f"<|channel|>analysis<|message|>\\boxed{{4}}<|end|>{FINAL}It is 5.<|return|>", 1),
@@ -225,7 +226,7 @@ PATTERN = "name: regex, pattern: 'answer: (\\w+)'"
 
 
 @pytest.mark.parametrize(
-    ("entry", "answer", "reference", "reward"),
+    "entry, answer, reference, reward",
     [
         ("{name: number, marked: true}", "it is \\boxed{8}", "#### 8", 1),
         ("{name: number, marked: true}", "it is 8", "#### 8", 0),
@@ -327,7 +328,7 @@ def test_an_error_in_a_function_of_ones_own_is_told_with_its_line(register):
 
 
 @pytest.mark.parametrize(
-    ("entry", "column", "reason"),
+    "entry, column, reason",
     [
         ("exact", ["8", "8.0"], "has a list in 'x'"),
         ("number", {"value": 8}, "has an object in 'x'"),
@@ -346,7 +347,7 @@ def test_a_column_that_a_reward_would_only_print_is_refused(entry, column, reaso
 def rewards(questions):
     """Return a function that runs the verb on questions with the words given."""
     return lambda *words, **options: command(
-        "rewards", f"data.path={questions}", "objective.rewards=[number]", *words, **options
+        "rewards", f"data.path={questions} objective.rewards=[number]", *words, **options
     )
 
 
@@ -359,8 +360,8 @@ def test_the_datas_own_answers_are_scored_without_a_model(rewards):
 def test_rows_that_cannot_be_scored_are_counted_beside_the_json(rewards, tmp_path):
     file = tmp_path / "two.jsonl"
     references = ["\\boxed{2\\sqrt{3}}", "#### 3"]
-    file.write_text("".join(json.dumps({"question": "?", "answer": r}) + "\n" for r in references))
-    done = rewards("data.on_error=skip", "format=json", f"data.path={file}")
+    write_lines(file, ({"question": "?", "answer": r} for r in references))
+    done = rewards(f"data.on_error=skip format=json data.path={file}")
     assert "skipped  1 row " in done.err
     assert by_row(done) == {"2": 1}
     assert "has no number" in rewards(f"data.path={file}", code=2).err
@@ -373,11 +374,11 @@ def by_row(done):
 def test_a_files_answers_are_scored_by_row_or_by_prompt(rewards, questions, tmp_path):
     lines, objects = tmp_path / "a.txt", tmp_path / "a.jsonl"
     lines.write_text("0\nno 2\u2028really\n5\n")
-    assert by_row(rewards(f"answers={lines}", "format=json")) == {"1": 1, "2": 1, "3": 0}
+    assert by_row(rewards(f"answers={lines} format=json")) == {"1": 1, "2": 1, "3": 0}
     objects.write_text(
         '{"prompt": "3+3?", "sample": 0, "text": "6"}\n{"prompt": "3+3?", "text": "7"}\n'
     )
-    said = json.loads(rewards(f"answers={objects}", "format=json").out)
+    said = json.loads(rewards(f"answers={objects} format=json").out)
     assert said["reward"]["mean"] == said["rewards"]["number"]["mean"] == 0.5
     assert {one["row"] for one in said["scores"]} == {f"{questions}:4"}
     questions.write_text("".join(f'{{"question": "next?", "answer": "{n}"}}\n' for n in (2, 3)))
@@ -402,14 +403,14 @@ def test_a_row_that_cannot_be_scored_is_named_or_skipped(rewards, questions, tmp
     assert "skipped  1 row " in rewards(skips).out
     answers = tmp_path / "a.txt"
     answers.write_text("0\nno idea\n4\n")
-    scored = rewards(f"answers={answers}", "format=json", skips)
+    scored = rewards(f"answers={answers} format=json", skips)
     assert by_row(scored) == {"1": 1, "3": 1}
 
 
 def test_tokens_are_counted_by_the_tokenizer_that_is_named(rewards):
     length = "objective.rewards=[{name: length, max: 12}]"
     assert "there is no tokenizer" in rewards(length, code=2).err
-    by_bytes = rewards(length, "tokenizer.path=demo:bytes", "format=json").out
+    by_bytes = rewards(length, "tokenizer.path=demo:bytes format=json").out
     assert json.loads(by_bytes)["reward"]["mean"] == 0  # "It is\n#### 0": 12 bytes
 
 
@@ -606,7 +607,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):
 
 
 @pytest.mark.parametrize(
-    ("status", "content", "message", "requests"),
+    "status, content, message, requests",
     [
         (503, b"out of\nluck", r"HTTP 503 Service Unavailable: out of \(the last of 3 tries\)$", 3),
         (404, b"no such page", "HTTP 404 Not Found: no such page", 1),

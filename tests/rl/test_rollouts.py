@@ -13,10 +13,9 @@ from named_runs import GRPO
 from recipe import planned
 from small_decoder import small_decoder
 from stored import checkpoint
-from world import read_lines
+from world import cli, read_lines
 
 from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_search, quickstart_tools
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.records.prompts import make_prompt_reader
@@ -69,11 +68,10 @@ def test_text_without_a_prompt_is_refused():
         make_prompt_reader({"text": "once"}, "auto", None, "f")
 
 
-def test_preview_shows_prompts_with_their_references(capsys, tmp_path):
-    keys = ["objective=grpo", "objective.rewards=[exact]", "data.path=demo:sums"]
-    place = ["tokenizer.path=demo:bytes", f"data.cache={tmp_path}", "preview.rows=2"]
-    assert main(["preview", *keys, *place]) == 0
-    said = capsys.readouterr().out
+def test_preview_shows_prompts_with_their_references(tmp_path):
+    keys = "objective=grpo objective.rewards=[exact] data.path=demo:sums"
+    place = f"tokenizer.path=demo:bytes data.cache={tmp_path} preview.rows=2"
+    said = cli("preview", keys, place).out
     assert said.count("reference answer: ") == 2
     assert "assistant" in said
     assert "[[" not in said.split("row 0")[1], "nothing of a prompt is learnt"
@@ -231,7 +229,7 @@ GSPO = [
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "options"),
+    "rollouts, options",
     [(ANSWERS, each) for each in OPTIONS + GSPO] + [(EPISODES, each) for each in OPTIONS],
     ids=lambda given: " ".join(map(str, given.values())) if isinstance(given, dict) else "",
 )
@@ -269,10 +267,10 @@ def test_every_gradient_is_that_of_whole_logits_in_float64(rollouts, options):
 def test_a_run_learns_from_its_answers_and_a_report_shows_them(ledger, tmp_path):
     run = ledger.run("grpo")
     assert run.metrics[-1]["sampler_difference"] < 1e-5
-    assert min(run.column("reward_std")) > 0 < min(run.column("grad_norm"))
+    assert min(run["reward_std"]) > 0 < min(run["grad_norm"])
     assert 0 < run.metrics[0]["truncated_share"] <= 1
     page = tmp_path / "page.html"
-    assert main(["report", f"source={run.folder}", f"out={page}"]) == 0
+    cli("report", f"source={run.folder} out={page}")
     said = read_lines(run.folder / "samples.jsonl")[-1]
     for part in ("What the model said", "reward/regex", f'data-v="{said["reward"]}"'):
         assert part in page.read_text()
@@ -290,38 +288,38 @@ def test_a_question_is_a_turn_of_its_own_where_only_answers_end_in_a_stop_token(
 
 
 def test_the_base_of_adapters_is_what_the_divergence_is_from(ledger):
-    words = ["adapter=lora", "objective.kl=0.1", "optim.lr=0.1", "objective.temperature=1.5"]
-    run = ledger.run(words=[*GRPO, *words])
-    assert run.column("kl")[0] == 0
-    assert run.column("kl")[-1] > 0
-    assert run.column("sampler_difference") == pytest.approx([0, 0, 0], abs=1e-5)
+    words = "adapter=lora objective.kl=0.1 optim.lr=0.1 objective.temperature=1.5"
+    run = ledger.run(words=[*GRPO, words])
+    assert run["kl"][0] == 0
+    assert run["kl"][-1] > 0
+    assert run["sampler_difference"] == pytest.approx([0, 0, 0], abs=1e-5)
 
 
 def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
     ledger, train, tmp_path
 ):
     model = ledger.run("plain").folder / "hf"
-    keys = [*GRPO, f"model.init_from={model}", "objective.kl=0.1", "optim.lr=0.05"]
-    start = train("start", *keys, "checkpoint.every=2", "checkpoint.keep=9")
+    keys = [*GRPO, f"model.init_from={model} objective.kl=0.1 optim.lr=0.05"]
+    start = train("start", *keys, "checkpoint.every=2 checkpoint.keep=9")
     assert "from start; kl 0.1" in start.out
-    assert start.column("kl")[0] == 0
-    assert start.column("kl")[-1] > 0
+    assert start["kl"][0] == 0
+    assert start["kl"][-1] > 0
 
-    lora = [*keys, "adapter=lora", "train.steps=2"]  # whose base is the same
+    lora = [*keys, "adapter=lora train.steps=2"]  # whose base is the same
     based = train("based", *lora)
     in_memory = train("beside", *lora, f"objective.reference={model}", ranks=2)
     for name in ("kl", "loss"):
-        expected = based.column(name)
-        assert in_memory.column(name) == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+        expected = based[name]
+        assert in_memory[name] == pytest.approx(expected, rel=1e-4, abs=1e-7), name
 
     moved = shutil.copytree(model, tmp_path / "elsewhere")
     resumed = [*keys, f"checkpoint.resume={checkpoint(start, 2)}"]
     rest = train("moved", *resumed, f"model.init_from={moved}")
     for name in ("kl", "loss", "reward", "grad_norm"):
-        assert rest.column(name) == start.column(name)[2:]
+        assert rest[name] == start[name][2:]
     other = f"model.init_from={start.folder}"
     assert "the reference is another one" in train("other", *resumed, other, code=2).err
-    next_step = [*lora, f"objective.reference={start.folder}", "train.steps=3"]
+    next_step = [*lora, f"objective.reference={start.folder} train.steps=3"]
     said = train("beside", *next_step, ranks=2, code=2).err
     assert "the reference is another one" in said
 
@@ -331,8 +329,7 @@ def quickstart(world, tmp_path, monkeypatch, capsys):
     """Return a function that trains as the verb does, in this pool of ranks, and what it says."""
 
     def say(*words):
-        assert main(["quickstart", *words, f"root={tmp_path}"]) == 0
-        return capsys.readouterr().out
+        return cli("quickstart", *words, f"root={tmp_path}").out
 
     def start_ranks(_cfg, words):
         return world.command("train", *words)[0].code
@@ -344,12 +341,12 @@ def quickstart(world, tmp_path, monkeypatch, capsys):
 
 
 def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(quickstart, tmp_path):
-    assert "reward in the first third" in quickstart("task=sums", "steps=3")
+    assert "reward in the first third" in quickstart("task=sums steps=3")
     assert (tmp_path / "sums-rewarded" / "hf" / "model.safetensors").is_file()
 
 
 def test_the_quickstart_of_tools_trains_twice_and_asks_the_exported_model(quickstart, tmp_path):
-    said = quickstart("task=tools", "steps=2", "questions=4")
+    said = quickstart("task=tools steps=2 questions=4")
     assert "before rewards: 0 of 4 held-out sums right" in said
     assert "asked of the exported folder" in said
     rows = read_lines(tmp_path / "tools-data" / "chats.jsonl")
@@ -359,7 +356,7 @@ def test_the_quickstart_of_tools_trains_twice_and_asks_the_exported_model(quicks
 def test_the_quickstart_of_search_asks_the_exported_model_for_held_out_answers(
     quickstart, tmp_path
 ):
-    said = quickstart("task=search", "steps=2", "questions=4")
+    said = quickstart("task=search steps=2 questions=4")
     assert "before training: " in said
     assert "of 4, by the exported folder, e.g. '" in said
     pairs = {tuple(row.values()) for row in read_lines(tmp_path / "search-data/questions.jsonl")}
@@ -369,10 +366,10 @@ def test_the_quickstart_of_search_asks_the_exported_model_for_held_out_answers(
 
 @pytest.mark.slow
 def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
-    model = ["model=qwen3_0_6b", "model.vocab_size=151936", "plan.world_size=8", "plan.gpu=h100"]
+    model = ["model=qwen3_0_6b model.vocab_size=151936 plan.world_size=8 plan.gpu=h100"]
     keys = [
-        *model, "tokenizer.path=demo:bytes", "objective=grpo", "objective.rewards=[exact]",
-        "objective.max_new_tokens=768", "batch.rows=64", "batch.seq_len=2048",
+        *model, "tokenizer.path=demo:bytes objective=grpo objective.rewards=[exact]",
+        "objective.max_new_tokens=768 batch.rows=64 batch.seq_len=2048",
     ]  # fmt: skip
     plan = planned(*keys)
     rollouts = plan.rollouts

@@ -20,22 +20,22 @@ def test_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
     train, world, inputs, tmp_path
 ):
     folder = make_folder(tmp_path / "hf", tie_word_embeddings=False)
-    common = [f"model.init_from={folder}", "batch.seq_len=64", f"batch.rows={ROWS}"]
+    common = [f"model.init_from={folder} batch.seq_len=64 batch.rows={ROWS}"]
     common.append("data.packing=none")
     run = train(
-        "ours", *common, f"train.steps={STEPS}", "batch.micro_rows=2", f"optim.lr={PEAK}",
-        f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32",
+        "ours", *common, f"train.steps={STEPS} batch.micro_rows=2 optim.lr={PEAK}",
+        f"optim.grad_clip={CLIP} optim.weight_decay={DECAY} precision=fp32",
         "checkpoint.every=null", ranks=2, base=["launch.timeout=60s"],
     )  # fmt: skip
     data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
-    shown = ["preview", "preview.format=json", f"preview.rows={STEPS * ROWS}"]
+    shown = ["preview", f"preview.format=json preview.rows={STEPS * ROWS}"]
     lines = world.command(*shown, *common, *data)[0].out.splitlines()
     rows = [json.loads(line) for line in lines]
     assert len({len(row["tokens"]) for row in rows}) > 1
     assert all(len(row["documents"]) == 1 for row in rows)
     losses, norms = world.call(2, train_with_accelerate, str(folder), rows)[0]
-    assert run.column("loss") == pytest.approx(losses, abs=1e-4, rel=0)
-    assert run.column("grad_norm") == pytest.approx(norms, rel=1e-3)
+    assert run["loss"] == pytest.approx(losses, abs=1e-4, rel=0)
+    assert run["grad_norm"] == pytest.approx(norms, rel=1e-3)
     assert losses[-1] < losses[0] - 0.5
 
 

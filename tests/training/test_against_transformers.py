@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from stored import tensors
+from world import write_lines
 from zoo import make_model
 
 transformers = pytest.importorskip("transformers")
@@ -33,11 +34,11 @@ def weighted(tmp_path):
         ]}
         for i in range(60)
     ]  # fmt: skip
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_lines(tmp_path / "chats.jsonl", rows)
     return tmp_path / "chats.jsonl"
 
 
-@pytest.mark.parametrize(("name", "frozen"), CASES)
+@pytest.mark.parametrize("name, frozen", CASES)
 def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
     train, world, inputs, weighted, tmp_path, name, frozen
 ):
@@ -45,17 +46,21 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
     model = make_model(name, vocab_size=264, max_position_embeddings=128)
     model.save_pretrained(folder)
     common = [
-        f"model.init_from={folder}", "tokenizer.path=demo:bytes", f"data.path={weighted}",
-        "batch.seq_len=128", f"batch.rows={ROWS}",
+        f"model.init_from={folder} tokenizer.path=demo:bytes data.path={weighted}",
+        f"batch.seq_len=128 batch.rows={ROWS}",
     ]  # fmt: skip
     run = train(
-        "ours", *common, "model=auto", f"train.steps={STEPS}", "batch.micro_rows=2",
-        f"optim.lr={PEAK}", f"schedule.warmup_steps={WARMUP}", f"schedule.min_ratio={FLOOR}",
-        f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32",
-        f"train.freeze={frozen}", "checkpoint.export_hf=true", ranks=2, base=["launch.timeout=60s"],
-    )  # fmt: skip
+        "ours",
+        *common,
+        f"model=auto train.steps={STEPS} batch.micro_rows=2 optim.lr={PEAK}",
+        f"schedule.warmup_steps={WARMUP} schedule.min_ratio={FLOOR}",
+        f"optim.grad_clip={CLIP} optim.weight_decay={DECAY} precision=fp32",
+        f"train.freeze={frozen} checkpoint.export_hf=true",
+        ranks=2,
+        base=["launch.timeout=60s"],
+    )
     cache = f"data.cache={inputs['data.cache']}"
-    shown = ["preview", "preview.format=json", f"preview.rows={STEPS * ROWS}"]
+    shown = ["preview", f"preview.format=json preview.rows={STEPS * ROWS}"]
     lines = world.command(*shown, *common, cache)[0].out.splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["row"] for row in rows] == list(range(STEPS * ROWS))
@@ -63,9 +68,9 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
     assert any("weights" in row for row in rows)
 
     loss, norm, tokens, model = plain_training(folder, rows, frozen)
-    assert run.column("loss") == pytest.approx(loss, rel=1e-4)
-    assert run.column("grad_norm") == pytest.approx(norm, rel=1e-4)
-    assert run.column("tokens") == tokens
+    assert run["loss"] == pytest.approx(loss, rel=1e-4)
+    assert run["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert run["tokens"] == tokens
     before, after = (tensors(one) for one in (folder, run.folder / "hf"))
     assert after.keys() == before.keys()
     for name, parameter in model.named_parameters():

@@ -12,8 +12,16 @@ import pytest
 import torch
 from inject import SPIKED
 from safetensors.torch import save_file
-from stored import assert_bitwise_equal, checkpoint, newest, stored, tensors
-from world import SPIKY
+from stored import (
+    assert_bitwise_equal,
+    assert_columns,
+    assert_same_end,
+    checkpoint,
+    newest,
+    stored,
+    tensors,
+)
+from world import SPIKY, read_json
 from zoo import HF, make_folder
 
 from fsdp_trainer.config.schema import Train
@@ -129,8 +137,8 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_and_is_told_with_its_rows(
 ):
     """Formats of weights and states are in tests/optim."""
     how = [
-        "train.steps=8", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
-        "train.on_spike=ignore", "data.packing=none", "data.shuffle=false",
+        "train.steps=8 checkpoint.every=1 checkpoint.keep=9 batch.micro_rows=1",
+        "train.on_spike=ignore data.packing=none data.shuffle=false",
     ]  # fmt: skip
     bad = [inject.bad_gradient(3), inject.bad_loss(5), inject.infinite_gradient(7)]
     run = train("run", *how, layout, ranks=2, seam=inject.together(*bad))
@@ -140,15 +148,15 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_and_is_told_with_its_rows(
         assert_bitwise_equal(states[step - 2], states[step - 1])
     assert any(not torch.equal(states[2][name], states[3][name]) for name in states[2])
     assert all(tensor.isfinite().all() for tensor in states[-1].values())
-    assert run.column("step") == [*range(1, 9)]
+    assert run["step"] == [*range(1, 9)]
     missing = {
-        name: [i for i, each in enumerate(run.column(name), 1) if each is None]
+        name: [i for i, each in enumerate(run[name], 1) if each is None]
         for name in ("grad_norm", "loss")
     }
     assert missing == {"grad_norm": [3, 5, 7], "loss": [5]}
     assert "NaN" not in (run.folder / "metrics.jsonl").read_text()
     assert "not finite" in run.out
-    tokens = run.column("tokens")
+    tokens = run["tokens"]
     assert tokens == sorted(set(tokens)), "rows of bad steps are not trained again"
     events = run.event("skipped")
     assert [event["step"] for event in events] == [3, 5, 7]
@@ -160,15 +168,14 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_and_is_told_with_its_rows(
 
 def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely_it_looks(train):
     how = [
-        "train.max_skipped=3", "logging.every=10", "checkpoint.every=4", "checkpoint=async",
-        "checkpoint.keep=9", "train.steps=40",
+        "train.max_skipped=3 logging.every=10 checkpoint.every=4 checkpoint=async",
+        "checkpoint.keep=9 train.steps=40",
     ]  # fmt: skip
     run = train("run", *how, ranks=2, seam=inject.bad_gradient(2, *range(5, 99)), code=1)
     assert "4 steps in a row" in run.err, "step 2 does not count"
-    assert "Traceback" not in run.err
     assert run.events[-1]["exit_code"] == 1
     assert str(checkpoint(run, 4)) in run.err
-    assert run.column("step") == [*range(1, 9)]
+    assert run["step"] == [*range(1, 9)]
     assert run.checkpoints == ["step-00000004"]
     assert all(t.isfinite().all() for t in stored(newest(run)).values())
 
@@ -178,7 +185,7 @@ def test_a_broken_number_in_the_base_is_named_with_its_file(train, tmp_path):
     weights, name = tensors(base), "model.layers.1.mlp.up_proj.weight"
     weights[name][-1, -1] = torch.nan
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    run = partial(train, "run", "train.steps=2", f"model.init_from={base}", ranks=2, code=1)
+    run = partial(train, "run", f"train.steps=2 model.init_from={base}", ranks=2, code=1)
     for again in (run(base=HF), run(base=HF)):
         assert f"{name} in {base}/model.safetensors" in again.err
         assert "optim.lr" not in again.err
@@ -200,7 +207,7 @@ REWIND = [*SPIKY, "train.on_spike=rewind"]
 
 def test_a_warning_changes_nothing_of_training_and_names_the_rows(train, chats):
     warned, ignored = (
-        train(policy, *SPIKY, "train.steps=21", f"train.on_spike={policy}", seam=NOISE)
+        train(policy, *SPIKY, f"train.steps=21 train.on_spike={policy}", seam=NOISE)
         for policy in ("warn", "ignore")
     )
     (event,) = warned.event("spike")
@@ -210,19 +217,18 @@ def test_a_warning_changes_nothing_of_training_and_names_the_rows(train, chats):
     assert event["samples"][0].startswith(f"{chats}:")
     assert f"spike in step {SPIKED}" in warned.out
     assert ignored.event("spike") == []
-    assert warned.column("loss") == ignored.column("loss")
-    assert_bitwise_equal(stored(newest(warned)), stored(newest(ignored)))
+    assert_same_end(warned, ignored)
 
 
 def test_a_skipped_spike_leaves_every_byte_as_it_was(train):
-    how = ["train.on_spike=skip", f"train.steps={SPIKED + 1}", "checkpoint.every=1"]
-    run = train("run", *SPIKY, *how, "checkpoint.keep=3", seam=NOISE)
+    how = f"train.on_spike=skip train.steps={SPIKED + 1} checkpoint.every=1"
+    run = train("run", *SPIKY, how, "checkpoint.keep=3", seam=NOISE)
     assert [event["step"] for event in run.event("spike")] == [SPIKED]
     before, skipped, after = (stored(checkpoint(run, SPIKED + i)) for i in (-1, 0, 1))
     assert_bitwise_equal(before, skipped)
     norm = "weights/model.norm.weight"
     assert not torch.equal(skipped[norm], after[norm])
-    tokens = run.column("tokens")
+    tokens = run["tokens"]
     assert tokens[SPIKED - 1] > tokens[SPIKED - 2], "its rows are not trained again"
 
 
@@ -248,7 +254,7 @@ def test_a_rewound_run_that_is_killed_ends_bitwise_where_one_does_that_never_had
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    how = [*REWIND, "train.epochs=2", "checkpoint=async", "logging.tensorboard=true"]
+    how = [*REWIND, "train.epochs=2 checkpoint=async logging.tensorboard=true"]
     killed = inject.together(NOISE, inject.failed(step=25))
     first = train("run", *how, ranks=2, seam=killed, code=1)
     (event,) = first.event("rewind")
@@ -260,24 +266,22 @@ def test_a_rewound_run_that_is_killed_ends_bitwise_where_one_does_that_never_had
     steps = [*range(1, -(-(2 * rows - 9) // 3) + 1)]
     shown = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [scalar.step for scalar in shown.Scalars("loss")] == steps, "never two lines for a step"
-    for column in ("step", "loss", "tokens"):
-        assert run.column(column) == never.column(column)
-    assert run.column("step") == steps
-    assert_bitwise_equal(stored(newest(run)), stored(newest(never)))
-    trainer = json.loads((newest(run) / "trainer.json").read_text())
+    assert_columns(run, never, "step", "loss", "tokens")
+    assert run["step"] == steps
+    assert_same_end(run, never)
+    trainer = read_json(newest(run) / "trainer.json")
     assert trainer["skipped_row_ranges"] == [[54, 63]]
 
 
 def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(train, never):
-    how = [*REWIND, "train.epochs=2", "logging.every=24"]
+    how = [*REWIND, "train.epochs=2 logging.every=24"]
     # two steps after the spike, of which the host has not read yet
     stop = inject.signalled("forward", rank=0, nth=SPIKED + 2)
     stopped = train("run", *how, ranks=2, seam=inject.together(NOISE, stop), code=75)
     assert [event["to"] for event in stopped.event("rewind")] == [18]
     assert stopped.checkpoints[-1] == "step-00000018"
     run = train("run", *how, ranks=2, seam=NOISE)
-    assert run.column("loss") == never.column("loss")
-    assert_bitwise_equal(stored(newest(run)), stored(newest(never)))
+    assert_same_end(run, never)
 
 
 @inject.fault
@@ -289,17 +293,17 @@ def an_earlier_warm_up():
 
 
 def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_as_are_kept(train):
-    how = [*REWIND, LONG, "train.rewind_margin=3", "checkpoint.keep=2"]
+    how = [*REWIND, LONG, "train.rewind_margin=3 checkpoint.keep=2"]
     faults = inject.together(NOISE, inject.failed(step=19, nth=2), an_earlier_warm_up())
     run = train("run", *how, seam=faults, code=1)
     assert run.event("rewind")[0]["to"] == 12
     assert run.checkpoints == ["step-00000012", "step-00000018", "step-00000018.left"]
-    trainer = json.loads((checkpoint(run, 18) / "trainer.json").read_text())
+    trainer = read_json(checkpoint(run, 18) / "trainer.json")
     assert trainer["warmup_steps"] == 3, "a rewind keeps the run's own"
 
 
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):
-    how = [*SPIKY, LONG, "checkpoint.every=26", "train.spike_score=5"]
+    how = [*SPIKY, LONG, "checkpoint.every=26 train.spike_score=5"]
     run, skipped = (
         train(policy, *how, f"train.on_spike={policy}", seam=inject.always_garbage())
         for policy in ("rewind", "skip")
@@ -308,21 +312,19 @@ def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train
     assert len(run.event("spike")) > 1
     assert not run.event("rewind")
     assert "no checkpoint before step 20" in run.out
-    assert run.column("loss") == skipped.column("loss")
-    assert_bitwise_equal(stored(newest(run)), stored(newest(skipped)))
+    assert_same_end(run, skipped)
 
 
 def test_a_run_is_not_taken_back_for_ever(train):
-    how = [*REWIND, LONG, "train.max_rewinds=2", "train.rewind_margin=0", "train.spike_score=5"]
+    how = [*REWIND, LONG, "train.max_rewinds=2 train.rewind_margin=0 train.spike_score=5"]
     run = train("run", *how, seam=inject.always_garbage(), code=1)
     assert len(run.event("rewind")) == 2
     assert "2 times already" in run.err
     assert "step-00000018" in run.err
-    assert "Traceback" not in run.err
 
 
 def test_a_rewind_needs_checkpoints(train):
-    refused = train("run", "train.on_spike=rewind", "checkpoint.every=null", code=2)
+    refused = train("run", "train.on_spike=rewind checkpoint.every=null", code=2)
     assert "train.on_spike=skip" in refused.err
 
 
@@ -338,24 +340,23 @@ def test_wrong_values_are_refused(train, bad):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "how", "named"),
+    "ranks, how, named",
     [
         (3, ["sharding=ddp"], [1]),
-        pytest.param(4, ["sharding=hsdp", "sharding.replicas=2"], [1, 3], marks=pytest.mark.faults),
-        (4, ["sharding.tensor=2", "sharding.context=2"], [0, 1]),
+        pytest.param(4, ["sharding=hsdp sharding.replicas=2"], [1, 3], marks=pytest.mark.faults),
+        (4, ["sharding.tensor=2 sharding.context=2"], [0, 1]),
     ],
 )
 def test_a_replica_that_holds_another_bit_is_named_and_nothing_of_it_is_saved(
     train, ranks, how, named
 ):
-    steps = ["train.steps=6", "train.check_every=3", "checkpoint.every=2"]
+    steps = "train.steps=6 train.check_every=3 checkpoint.every=2"
     seam = inject.flipped_bit(rank=1, after_step=3)
-    run = train("run", *steps, *how, ranks=ranks, seam=seam, code=1)
+    run = train("run", steps, *how, ranks=ranks, seam=seam, code=1)
     (event,) = run.event("corruption")
     assert event["ranks"] == named
     assert event["step"] == 4
     assert "weights/model.norm.weight" in run.err
-    assert "Traceback" not in run.err
     assert run.checkpoints == ["step-00000002"], "checked before the checkpoint of step 4, too"
 
 
@@ -383,13 +384,13 @@ def wrong_once():
         yield
 
 
-CHECKED = ["train.steps=8", "train.check_every=6", "checkpoint.every=2", "batch.micro_rows=2"]
+CHECKED = "train.steps=8 train.check_every=6 checkpoint.every=2 batch.micro_rows=2"
 
 
 def test_a_rank_that_computes_differently_the_second_time_is_named_and_nothing_of_it_is_learnt(
     train,
 ):
-    run = train("run", *CHECKED, ranks=2, seam=wrong_once(), code=1)
+    run = train("run", CHECKED, ranks=2, seam=wrong_once(), code=1)
     (event,) = run.event("corruption")
     assert event["ranks"] == [1]
     assert event["step"] == 6
@@ -415,7 +416,7 @@ def never_the_same(rank):
 
 
 def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run(train):
-    run = train("run", *CHECKED, "train.check_every=2", ranks=2, seam=never_the_same(rank=1))
+    run = train("run", CHECKED, "train.check_every=2", ranks=2, seam=never_the_same(rank=1))
     (event,) = run.event("not_deterministic")
     assert event["what"] == ["gradient of the activations"]
     assert event["ranks"] == [1]
@@ -423,9 +424,8 @@ def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run
 
 
 def test_looking_changes_nothing_of_a_healthy_run(train):
-    how = ["sharding=ddp", "train.steps=3", "batch.micro_rows=1"]
-    run, plain = train("run", *how, "train.check_every=2", ranks=2), train("plain", *how, ranks=2)
-    assert run.column("loss") == plain.column("loss")
+    how = "sharding=ddp train.steps=3 batch.micro_rows=1"
+    run, plain = train("run", how, "train.check_every=2", ranks=2), train("plain", how, ranks=2)
     assert not run.event("corruption")
     assert not run.event("not_deterministic")
-    assert_bitwise_equal(stored(newest(run)), stored(newest(plain)))
+    assert_same_end(run, plain)

@@ -1,13 +1,13 @@
 """docs/architecture.md, "One training step": its files and its loop are those of a real run."""
 
 import ast
-import json
 import re
 import sys
 from pathlib import Path
 
 import inject
 import pytest
+from world import read_json, write_json
 
 import fsdp_trainer
 
@@ -61,17 +61,17 @@ def recorded(calls_file):
             yield
         finally:
             sys.setprofile(None)
-            calls_file.write_text(json.dumps(calls))
+            write_json(calls_file, calls)
 
 
 @pytest.fixture(scope="module")
 def calls(world, inputs, tmp_path_factory):
     """All calls of a run of one step with one micro-batch, in order."""
     folder = tmp_path_factory.mktemp("one-step")
-    step = ["train.steps=1", "batch.rows=1", "batch.micro_rows=1", "train.validate_first=false"]
+    step = "train.steps=1 batch.rows=1 batch.micro_rows=1 train.validate_first=false"
     data = [*(f"{key}={value}" for key, value in inputs.items()), "data.validation=0.2"]
-    world.train(folder / "run", *data, *step, seam=recorded(folder / "calls.json"))
-    return [tuple(call) for call in json.loads((folder / "calls.json").read_text())]
+    world.train(folder / "run", *data, step, seam=recorded(folder / "calls.json"))
+    return [tuple(call) for call in read_json(folder / "calls.json")]
 
 
 def test_a_step_passes_every_file_of_the_list(calls):

@@ -92,21 +92,20 @@ def torn_row():
 
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_a_row_that_one_rank_cannot_read_ends_the_run_on_all_in_its_own_step(train, ahead):
-    how = ["train.steps=9", f"data.prefetch={ahead}", "batch.micro_rows=1"]
-    run = train("run", *how, ranks=2, seam=torn_row(), code=1)
+    how = f"train.steps=9 data.prefetch={ahead} batch.micro_rows=1"
+    run = train("run", how, ranks=2, seam=torn_row(), code=1)
     assert run.err.count("rank 1 cannot read its part of rows 6 to 11") == 1
     assert "the disk is gone" in run.err
-    assert "Traceback" not in run.err
-    assert run.column("step") == [1]
+    assert run["step"] == [1]
     assert run.events[-1]["exit_code"] == 1
     assert "rank 1 cannot read" in run.events[-1]["reason"]
 
 
 def test_the_run_ends_with_the_last_row_whatever_is_made_ahead(train):
-    run = train("run", "train.epochs=1", "data.prefetch=8")
+    run = train("run", "train.epochs=1 data.prefetch=8")
     plain = train("plain", "train.epochs=1")
-    assert run.column("loss") == plain.column("loss")
-    assert run.column("tokens") == plain.column("tokens")
+    assert run["loss"] == plain["loss"]
+    assert run["tokens"] == plain["tokens"]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -157,20 +156,20 @@ def counted_objects():
 
 
 def test_many_steps_leave_nothing_behind(train):
-    how = ["train.steps=50", "train.gc_every=5", "logging.every=5"]
-    run = train("run", *how, seam=counted_objects)
+    how = "train.steps=50 train.gc_every=5 logging.every=5"
+    run = train("run", how, seam=counted_objects)
     tracked = [int(line.split()[1]) for line in run.out.splitlines() if line.startswith("tracked ")]
     assert len(tracked) >= 10, tracked
     assert tracked[-1] <= tracked[5] + 20, tracked
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    "how, reason",
     [
         (["sharding.messages=symmetric"], "gloo on a CPU has none"),
-        (["sharding.messages=registered", "launch.device=cpu"], "gloo on a CPU has none"),
-        (["sharding=ddp", "sharding.separate_reduce_scatter=true"], "ddp gathers and scatters"),
-        (["sharding.messages=symmetric", "sharding.reduce_scatter_buffers=2"], "share one buffer"),
+        (["sharding.messages=registered launch.device=cpu"], "gloo on a CPU has none"),
+        (["sharding=ddp sharding.separate_reduce_scatter=true"], "ddp gathers and scatters"),
+        (["sharding.messages=symmetric sharding.reduce_scatter_buffers=2"], "share one buffer"),
     ],
     ids=str,
 )
@@ -183,8 +182,8 @@ def test_communication_that_cannot_be_had_is_refused(train, how, reason):
 
 
 def test_communication_that_the_installed_torch_lacks_is_refused(train):
-    how = ["sharding.messages=symmetric", "sharding.reduce_scatter_buffers=3"]
-    run = train("run", *how, seam=inject.around("torch_version", torch_2_11), code=2)
+    how = "sharding.messages=symmetric sharding.reduce_scatter_buffers=3"
+    run = train("run", how, seam=inject.around("torch_version", torch_2_11), code=2)
     assert "needs torch 2.12; installed is 2.11.0" in run.err
     assert "needs torch 2.13; installed is 2.11.0" in run.err
 
@@ -233,10 +232,11 @@ class PassedBytes(TorchDispatchMode):
 MATRIX = 2**17
 """Numbers of each matrix of the feed-forward layers, and more than any activation has."""
 FEW_TOKENS = [
-    "batch.seq_len=16", "batch.rows=1", "batch.micro_rows=1", "train.steps=2", "data.loss_on=all",
-    "data.too_long=truncate", "data.max_lost=1", "precision.param_dtype=bfloat16",
-    "model.hidden_size=128", "model.intermediate_size=1024",
-]  # fmt: skip
+    "batch.seq_len=16 batch.rows=1 batch.micro_rows=1 train.steps=2",
+    "data.loss_on=all data.too_long=truncate data.max_lost=1",
+    "precision.param_dtype=bfloat16 model.hidden_size=128",
+    "model.intermediate_size=1024",
+]
 
 
 @inject.fault

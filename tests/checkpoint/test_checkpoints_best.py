@@ -119,20 +119,6 @@ def test_patience_and_its_delta_are_remembered_by_a_resume(train):
     )
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("checkpoint.best=true data.validation=null", "checkpoint.best data.validation=0.02"),
-        ("train.early_stop=2 data.validation=0.1", "train.early_stop train.validate_every=100"),
-        ("train.early_stop_delta=0.1", "train.early_stop=N"),
-        ("checkpoint.export_dtype=float16", "checkpoint.export_hf=true"),
-    ],
-)
-def test_a_key_that_would_do_nothing_is_refused(train, words, message):
-    err = train("run", *words.split(), code=2).err
-    assert all(text in err for text in message.split()), err
-
-
 # --- the export ---------------------------------------------------------------------------------
 
 

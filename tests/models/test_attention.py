@@ -387,20 +387,6 @@ def test_a_kernel_is_preferred_although_the_first_call_on_hopper_sets_another_or
     assert order[0] == SDPBackend.MATH
 
 
-@pytest.mark.parametrize(
-    "how, says",
-    [
-        (["model.attention=documents compile=enabled"], "changes shapes every step"),
-        (["model.attention_kernel=cudnn"], "a CPU has one kernel only"),
-    ],
-    ids=str,
-)
-def test_a_run_that_cannot_attend_as_asked_does_not_begin(train, how, says):
-    run = train("run", *how, code=2)
-    assert says in run.err
-    assert "model.attention" in run.err
-
-
 def test_the_start_tells_how_attention_is_computed_and_why(ledger):
     assert "attend by documents: cost by Σ length²" in ledger.run("plain").out
     masked = ledger.run(words=["model.attention=mask train.steps=1"])

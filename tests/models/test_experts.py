@@ -246,12 +246,3 @@ def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or
         assert torch.equal(tensors(run.folder / "hf")[BIAS], bias)
     assert parted["expert_load_max"] == one["expert_load_max"]
     assert_near(parted, one, loss=1e-5)
-
-
-def test_losses_of_experts_and_biases_are_refused_where_there_are_none(train):
-    said = train("run", "loss.load_balancing=0.1", code=2).err
-    assert "loss.load_balancing=0.1" in said
-    assert "has no experts" in said
-    said = train("run", *SMALL, "loss.bias_update_speed=0.1", code=2).err
-    assert "qwen3_moe's routers have no bias; deepseek_v3 has" in said
-    assert "loss.load_balancing=0.001" in said

@@ -147,20 +147,6 @@ def test_a_disk_that_makes_most_of_a_step_is_named_with_its_rate(train):
     assert slow.event("slow_states")[0]["share"] > 0.5
 
 
-REFUSED = {
-    f"{DISK} optim=muon": "optim=adamw",
-    f"{DISK} optim=lamb": "optim=adamw",
-    f"{CPU} sharding.cpu_offload=true": "sharding.cpu_offload=false",
-    f"{CPU} sharding=ddp": "sharding=fsdp",
-    "optim.offload_path=/tmp": DISK,
-}
-
-
-@pytest.mark.parametrize("typed", REFUSED)
-def test_what_cannot_be_combined_is_refused_with_what_can(train, typed):
-    assert REFUSED[typed] in train("refused", *typed.split(), code=2).err
-
-
 def list_files(place, listed):
     """Write how many files of states rank 0 has in a folder."""
     listed.write_text(str(len(list(place.glob("*/rank-0/*.states")))))

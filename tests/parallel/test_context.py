@@ -45,34 +45,3 @@ def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, win
 def test_whole_heads_are_dealt_where_they_divide_and_else_keys_travel(heads, row, softcap, method):
     split = Sharding(context=4)
     assert choose_context_method(split, heads, row, softcap).method == method
-
-
-@pytest.mark.parametrize(
-    "typed, words",
-    [
-        (
-            ["sharding.context=3 sharding.context_method=ulysses batch.seq_len=63"],
-            "must divide num_attention_heads=4.\n",
-        ),
-        (["sharding.context=3"], "Use  batch.seq_len=66  or  63"),
-        (["sharding.context=2 data.packing=none data.pad_to_multiple=8"], "all of one"),
-        (["sharding.context_method=ulysses"], "only counts with  sharding.context=2"),
-        (["sharding.context=2 sharding.context_method=star"], "gathered, ring"),
-        (
-            [
-                *["sharding.context=2 sharding.context_method=ring model.family=gemma2"],
-                "model.attn_logit_softcapping=20",
-            ],
-            "Use  sharding.context_method=gathered",
-        ),
-        (
-            [
-                *["sharding.context=2 sharding.context_method=gathered"],
-                *["model.attention=varlen precision.param_dtype=bfloat16"],
-            ],
-            "there are documents and mask",
-        ),
-    ],
-)
-def test_what_cannot_be_split_is_refused_before_anything_starts(train, typed, words):
-    assert words in train("run", *typed, ranks=1, code=2).err

@@ -104,21 +104,6 @@ def test_a_run_may_change_to_and_from_float8(train):
     assert "float8 products" not in again.out
 
 
-REFUSED = {
-    "": "capability 8.9",
-    "launch.device=cpu": "launch.device=cpu",
-    "batch.seq_len=50": "batch.seq_len=64",
-    "precision.param_dtype=float32": "precision.param_dtype=bfloat16",
-}
-
-
-@pytest.mark.parametrize("typed", REFUSED)
-def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, typed):
-    run = train("run", *FLOAT8, *typed.split(), code=2)
-    assert REFUSED[typed] in run.err
-    assert not run.metrics
-
-
 def test_a_model_too_small_to_gain_is_refused(train):
     emulated = inject.setting("float8_emulated", True)
     assert "large enough" in train("run", *FLOAT8, code=2, seam=emulated).err

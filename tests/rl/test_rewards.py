@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import sympy
-import world
 import yaml
 from json_server import JsonServer
-from world import write_lines
+from tables import rows
+from world import cli, write_lines
 
 from fsdp_trainer import extensions
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -39,13 +39,6 @@ def questions(tmp_path):
     rows = [{"question": f"{i}+{i}?", "answer": f"It is\n#### {2 * i}"} for i in range(4)]
     write_lines(path, rows)
     return path
-
-
-def command(*words, code=0):
-    """Run a command line in this process and return what it printed."""
-    done = world.command(list(words), None)
-    assert done.code == code, done.err
-    return done
 
 
 def reward_of(entry, answer, reference=None, **row):
@@ -101,25 +94,66 @@ def test_a_part_of_an_answer_is_never_its_number(text):
     assert "has no number" in make_rewards(["number"])[0].record_problem({}, attempt.reference)
 
 
-IN_A_BOX = {
-    r"12\text{ cm}^2": 12, "12 m^2": 12, "12 cm²": 12, r"8 \mathrm{m}^{3}": 8, "60 km/h": 60,
-    "$5.00": 5, r"\$1{,}000": 1000, "-£5": -5, "5 €": 5, r"50\%": 50, "5 percent": 5,
-    r"30^\circ": 30, "25 °C": 25, "10^{3}": 1000, "2^5": 32, "10^-3": 0.001, "10²": 100,
-    r"3.5\times10^{-3}": 0.0035, r"6.02 \cdot 10^{23}": 6.02e23, "3.5 x 10^3": 3500, "1e5": 1e5,
-    r"1\frac{1}{2}": 1.5, "1 1/2": 1.5, r"-1\frac12": -1.5, "1½": 1.5, r"\frac12": 0.5,
-    r"\tfrac{3}{4}": 0.75, r"\frac{\frac12}{2}": 0.25, r"\sqrt{4}": 2, r"\sqrt[3]{8}": 2,
-    "x = 5": 5, "f(2) = 5": 5, "2+3=5": 5, "5 - 3": 2, r"1\,000": 1000, "1 000": 1000,
-    r"\left(5\right)": 5, r"\boxed{5}": 5, "5 million": 5e6, r"\text{5 apples}": 5, "−7": -7,
-    "0.5 (1/2)": 0.5, "√16": 4, "300 K": 300, r"\textbf{(B)}\ 5": 5,
-    r"9\ \frac{\text{m}}{\text{s}^2}": 9,
-    r"3\,\mathrm{mol\,L^{-1}}": 3, r"5\text{ g of CO}_2": 5, r"5\,{\rm cm}": 5, "1 234.5": 1234.5,
-}  # fmt: skip
+IN_A_BOX = dict(
+    rows(r"""
+12\text{ cm}^2 → 12
+12 m^2 → 12
+12 cm² → 12
+8 \mathrm{m}^{3} → 8
+60 km/h → 60
+$5.00 → 5
+\$1{,}000 → 1000
+-£5 → -5
+5 € → 5
+50\% → 50
+5 percent → 5
+30^\circ → 30
+25 °C → 25
+10^{3} → 1000
+2^5 → 32
+10^-3 → 0.001
+10² → 100
+3.5\times10^{-3} → 0.0035
+6.02 \cdot 10^{23} → 6.02e+23
+3.5 x 10^3 → 3500
+1e5 → 100000.0
+1\frac{1}{2} → 1.5
+1 1/2 → 1.5
+-1\frac12 → -1.5
+1½ → 1.5
+\frac12 → 0.5
+\tfrac{3}{4} → 0.75
+\frac{\frac12}{2} → 0.25
+\sqrt{4} → 2
+\sqrt[3]{8} → 2
+x = 5 → 5
+f(2) = 5 → 5
+2+3=5 → 5
+5 - 3 → 2
+1\,000 → 1000
+1 000 → 1000
+\left(5\right) → 5
+\boxed{5} → 5
+5 million → 5000000.0
+\text{5 apples} → 5
+−7 → -7
+0.5 (1/2) → 0.5
+√16 → 4
+300 K → 300
+\textbf{(B)}\ 5 → 5
+9\ \frac{\text{m}}{\text{s}^2} → 9
+3\,\mathrm{mol\,L^{-1}} → 3
+5\text{ g of CO}_2 → 5
+5\,{\rm cm} → 5
+1 234.5 → 1234.5
+""")
+)
 
 
 @pytest.mark.parametrize("text", IN_A_BOX)
 def test_units_powers_and_mixed_numbers_have_the_value_that_people_read(text):
     for written in (f"so $\\boxed{{{text}}}$.", f"It is 3.\n#### {text}"):
-        assert float(find_number(written)) == pytest.approx(IN_A_BOX[text], rel=1e-12)
+        assert float(find_number(written)) == pytest.approx(float(IN_A_BOX[text]), rel=1e-12)
 
 
 @pytest.mark.parametrize("begin", ["", "5 ", "\\boxed{", "#### "])
@@ -129,15 +163,47 @@ def test_numbers_of_the_longest_answers_are_read_in_a_moment(begin, piece):
 
 
 MISREAD = {
-    # units, currencies and powers without commands: letters are variables, symbols unknown
-    "12 m^2", "12 cm²", "60 km/h", "300 K", "25 °C", "-£5", "5 €", "10²", "10^-3", "√16", "x = −7",
-    r"9\ \frac{\text{m}}{\text{s}^2}", r"5\,{\rm cm}", r"\text{5 apples}", r"5\text{ g of CO}_2",
-    r"\textbf{(B)}\ 5", r"\boxed{\text{about } -\dfrac{1}{2}}", "5 million",
-    "1e5", "1.5e3 grams", "3.5 x 10^3", r"6.02 \cdot 10^{23}",  # 5e, 1.5, 3.5x; a rounded number
-    "1 1/2", "1½", "0.5 (1/2)", r"1\,000", "1 000", "1 234.5",  # products, or the first part
-    r"50\%", "5 percent",  # 0.5 and 0.05 as well
-    "first 5\n#### 1,234,567\nbye 8", "<answer>5</answer>",  # marks that it does not know
-}  # fmt: skip
+    text.replace("⏎", "\n")
+    for [text] in rows(r"""
+# units, currencies and powers without commands: letters are variables, symbols unknown
+12 m^2
+12 cm²
+60 km/h
+300 K
+25 °C
+-£5
+5 €
+10²
+10^-3
+√16
+x = −7
+9\ \frac{\text{m}}{\text{s}^2}
+5\,{\rm cm}
+\text{5 apples}
+5\text{ g of CO}_2
+\textbf{(B)}\ 5
+\boxed{\text{about } -\dfrac{1}{2}}
+5 million
+# 5e, 1.5, 3.5x; a rounded number
+1e5
+1.5e3 grams
+3.5 x 10^3
+6.02 \cdot 10^{23}
+# products, or the first part
+1 1/2
+1½
+0.5 (1/2)
+1\,000
+1 000
+1 234.5
+# 0.5 and 0.05 as well
+50\%
+5 percent
+# marks that it does not know
+first 5⏎#### 1,234,567⏎bye 8
+<answer>5</answer>
+""")
+}
 """What math-verify reads in another way or not at all."""
 
 
@@ -147,7 +213,7 @@ def test_a_number_is_the_one_that_math_verify_reads():
     read = partial(math_verify.parse, parsing_timeout=None)
     equal = partial(math_verify.verify, timeout_seconds=None)
     texts = {text: f"so $\\boxed{{{text}}}$." for text in IN_A_BOX}
-    texts |= {text: text for text, _ in AS_WRITTEN if "\\boxed{4}" not in text}
+    texts |= {text: text for text in AS_WRITTEN if "\\boxed{4}" not in text}
     texts |= {text: text for text in NO_NUMBERS.strip().splitlines()}
     values = {text: find_number(written) for text, written in texts.items()}
     others = {
@@ -159,42 +225,45 @@ def test_a_number_is_the_one_that_math_verify_reads():
     assert others == MISREAD
 
 
-AS_WRITTEN = [
-    ("48 + 24 = 72.", 72),
-    ("2 gallons * $2.50 = $<<2*2.5=5>>5", 5),
-    ("- 5 apples", 5),
-    ("<answer>5</answer>", 5),
-    ("**5**!", 5),
-    ("5 apples and 6 pears", 6),
-    ("so \\boxed{1{,}250} in all, of 3", 1250),
-    ("\\boxed{\\frac{3}{4}}", 0.75),
-    ("\\boxed{\\text{about } -\\dfrac{1}{2}}", -0.5),
-    ("first 5\n#### 1,234,567\nbye 8", 1234567),
-    ("costs $-3.50", -3.5),
-    ("x = −7", -7),
-    ("10 - 4", 6),
-    ("2/3", 2 / 3),
-    ("1.5e3 grams", 1500),
-    ("version v1.2 has no answer", None),
-    ("H2O", None),
-    ("1/0", None),
-    ("none", None),
-    ("####", None),
-    ("\\boxed{", None),
-    ("<think>\\boxed{4}?</think>\n\nThe answer is 5.", 5),
-    ("\\boxed{4}?</think>\n#### 5", 5),
-    ("<reasoning>\\boxed{4}</reasoning>\n<answer>5</answer>", 5),
-    ("<think>so \\boxed{4}", None),
-    ("<think>#### 4</think>", None),
-    ("#### Answer\n**5**", 5),
-    ("5 ✅", 5),
-]
+AS_WRITTEN = {
+    text.replace("⏎", "\n"): yaml.safe_load(number)
+    for number, text in rows(r"""
+72 → 48 + 24 = 72.
+5 → 2 gallons * $2.50 = $<<2*2.5=5>>5
+5 → - 5 apples
+5 → <answer>5</answer>
+5 → **5**!
+6 → 5 apples and 6 pears
+1250 → so \boxed{1{,}250} in all, of 3
+0.75 → \boxed{\frac{3}{4}}
+-0.5 → \boxed{\text{about } -\dfrac{1}{2}}
+1234567 → first 5⏎#### 1,234,567⏎bye 8
+-3.5 → costs $-3.50
+-7 → x = −7
+6 → 10 - 4
+0.6666666666666666 → 2/3
+1500 → 1.5e3 grams
+null → version v1.2 has no answer
+null → H2O
+null → 1/0
+null → none
+null → ####
+null → \boxed{
+5 → <think>\boxed{4}?</think>⏎⏎The answer is 5.
+5 → \boxed{4}?</think>⏎#### 5
+5 → <reasoning>\boxed{4}</reasoning>⏎<answer>5</answer>
+null → <think>so \boxed{4}
+null → <think>#### 4</think>
+5 → #### Answer⏎**5**
+5 → 5 ✅
+""")
+}
 
 
-@pytest.mark.parametrize("text, number", AS_WRITTEN)
-def test_the_number_of_an_answer_is_read_as_people_write_it(text, number):
+@pytest.mark.parametrize("text", AS_WRITTEN)
+def test_the_number_of_an_answer_is_read_as_people_write_it(text):
     value = find_number(text)
-    assert (None if value is None else float(value)) == number
+    assert (None if value is None else float(value)) == AS_WRITTEN[text]
 
 
 MARKS = ["[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
@@ -222,38 +291,36 @@ def test_reasoning_of_sampled_answers_has_no_number(prompt, answer, reward):
     assert [*rollout.scores] == [reward]
 
 
-PATTERN = "name: regex, pattern: 'answer: (\\w+)'"
+ENTRIES = yaml.safe_load(r"""
+# what is configured, the answer, the reference, the reward
+- [{name: number, marked: true}, 'it is \boxed{8}', '#### 8', 1]
+- [{name: number, marked: true}, it is 8, '#### 8', 0]
+- [number, "0.333333333", 1/3, 1]
+- [number, "0.333", 1/3, 0]
+- [{name: number, tolerance: 0.01}, "1009", "1000", 1]
+- [{name: number, field: result}, "8", null, 1]
+- [exact, " New\n York ", New York, 1]
+- [exact, new york, New York, 0]
+- [{name: exact, ignore_case: true}, new york, New York, 1]
+- [{name: exact, ignore_spaces: false}, a  b, a b, 0]
+- [{name: regex, pattern: 'answer: (\w+)'}, 'my answer: A', null, 1]
+- [{name: regex, pattern: 'answer: (\w+)'}, my answer, null, 0]
+- [{name: regex, pattern: 'answer: (\w+)', whole: true}, 'my answer: A', null, 0]
+- [{name: regex, pattern: 'answer: (\w+)', capture: true}, 'answer: A, no, answer: B', B, 1]
+- [{name: regex, pattern: 'answer: (\w+)', capture: true}, 'answer: B, no, answer: A', B, 0]
+- [{name: length, max: 10, buffer: 4}, a a a a a, null, 0]
+- [{name: length, max: 10, buffer: 4}, a a a a a a, null, 0]
+- [{name: length, max: 10, buffer: 4}, a a a a a a a, null, -0.25]
+- [{name: length, max: 10, buffer: 4}, a a a a a a a a, null, -0.5]
+- [{name: length, max: 10, buffer: 4}, a a a a a a a a a a, null, -1]
+- [{name: length, max: 10, buffer: 4}, a a a a a a a a a a a, null, -1]
+- [{name: length, min: 2, unit: characters}, a, null, -1]
+""")
 
 
-@pytest.mark.parametrize(
-    "entry, answer, reference, reward",
-    [
-        ("{name: number, marked: true}", "it is \\boxed{8}", "#### 8", 1),
-        ("{name: number, marked: true}", "it is 8", "#### 8", 0),
-        ("number", "0.333333333", "1/3", 1),
-        ("number", "0.333", "1/3", 0),
-        ("{name: number, tolerance: 0.01}", "1009", "1000", 1),
-        ("{name: number, field: result}", "8", None, 1),
-        ("exact", " New\n York ", "New York", 1),
-        ("exact", "new york", "New York", 0),
-        ("{name: exact, ignore_case: true}", "new york", "New York", 1),
-        ("{name: exact, ignore_spaces: false}", "a  b", "a b", 0),
-        (f"{{{PATTERN}}}", "my answer: A", None, 1),
-        (f"{{{PATTERN}}}", "my answer", None, 0),
-        (f"{{{PATTERN}, whole: true}}", "my answer: A", None, 0),
-        (f"{{{PATTERN}, capture: true}}", "answer: A, no, answer: B", "B", 1),
-        (f"{{{PATTERN}, capture: true}}", "answer: B, no, answer: A", "B", 0),
-        ("{name: length, max: 10, buffer: 4}", "a " * 5, None, 0),
-        ("{name: length, max: 10, buffer: 4}", "a " * 6, None, 0),
-        ("{name: length, max: 10, buffer: 4}", "a " * 7, None, -0.25),
-        ("{name: length, max: 10, buffer: 4}", "a " * 8, None, -0.5),
-        ("{name: length, max: 10, buffer: 4}", "a " * 10, None, -1),
-        ("{name: length, max: 10, buffer: 4}", "a " * 11, None, -1),
-        ("{name: length, min: 2, unit: characters}", "a", None, -1),
-    ],
-)
+@pytest.mark.parametrize("entry, answer, reference, reward", ENTRIES)
 def test_an_answer_is_rewarded_as_the_entry_says(entry, answer, reference, reward):
-    assert reward_of(yaml.safe_load(entry), answer, reference, result=8) == reward
+    assert reward_of(entry, answer, reference, result=8) == reward
 
 
 def test_rewards_are_added_with_their_weights():
@@ -265,27 +332,29 @@ def test_rewards_are_added_with_their_weights():
     assert [reward.title for reward in rewards] == ["exact", "length"]
 
 
-WRONG = {
-    "{name: http, url: 'localhost:8000'}": "needs an address",
-    "{name: http, url: 'http://me:secret@host/'}": "has a password in it",
-    "{name: http, url: 'http://host/', token_env: NO_SUCH}": "is not set",
-    "numbr": "Did you mean  number ?",
-    "exact_match": "Did you mean  exact ?",
-    "fsdp_trainer.rl.rewards.exact.Exact": "there is no such reward",
-    "{name: length, maxx: 3}": "Did you mean  max ?",
-    "{name: length, max: x}": "must be a whole number",
-    "{name: length, max: 0}": "must be at least 1",
-    "{name: length}": "has neither max nor min",
-    "{name: length, max: 4, unit: lines}": "is not one of: tokens, words",
-    "{weight: 2}": "lacks a name",
-    "{name: regex}": "lacks a pattern",
-    "model": "lacks a source",
-    "{name: model, source: ./nowhere}": "nor a Hugging Face folder",
-    "{name: model, scorer: 1}": "is no part of the reward model",
-    "{name: regex, pattern: (a}": "is no regular expression",
-    "{name: regex, pattern: a, capture: true}": "needs a group",
-    "{name: number, label: a b}": "letters, digits",
-}
+WRONG = dict(
+    rows("""
+{name: http, url: 'localhost:8000'} → needs an address
+{name: http, url: 'http://me:secret@host/'} → has a password in it
+{name: http, url: 'http://host/', token_env: NO_SUCH} → is not set
+numbr → Did you mean  number ?
+exact_match → Did you mean  exact ?
+fsdp_trainer.rl.rewards.exact.Exact → there is no such reward
+{name: length, maxx: 3} → Did you mean  max ?
+{name: length, max: x} → must be a whole number
+{name: length, max: 0} → must be at least 1
+{name: length} → has neither max nor min
+{name: length, max: 4, unit: lines} → is not one of: tokens, words
+{weight: 2} → lacks a name
+{name: regex} → lacks a pattern
+model → lacks a source
+{name: model, source: ./nowhere} → nor a Hugging Face folder
+{name: model, scorer: 1} → is no part of the reward model
+{name: regex, pattern: (a} → is no regular expression
+{name: regex, pattern: a, capture: true} → needs a group
+{name: number, label: a b} → letters, digits
+""")
+)
 
 
 @pytest.mark.parametrize("entry", WRONG)
@@ -346,7 +415,7 @@ def test_a_column_that_a_reward_would_only_print_is_refused(entry, column, reaso
 @pytest.fixture
 def rewards(questions):
     """Return a function that runs the verb on questions with the words given."""
-    return lambda *words, **options: command(
+    return lambda *words, **options: cli(
         "rewards", f"data.path={questions} objective.rewards=[number]", *words, **options
     )
 
@@ -415,7 +484,7 @@ def test_tokens_are_counted_by_the_tokenizer_that_is_named(rewards):
 
 
 def test_what_is_scored_and_by_what_must_be_named():
-    said = command("rewards", code=2).err
+    said = cli("rewards", code=2).err
     assert "objective.rewards=[number]" in said
     assert "data.path=questions.jsonl" in said
 
@@ -423,55 +492,7 @@ def test_what_is_scored_and_by_what_must_be_named():
 ADDS = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 PATIENT = {"name": "code", "seconds": 300}  # the machine may be busy
 SMALL = {"cpu_seconds": 1, "memory_mib": 200, "workers": 4}
-RUNAWAYS = {
-    "forks": "import os\nwhile True: os.fork()",
-    "starts a process": "import subprocess; subprocess.run(['sleep', '1000'])",
-    "loops": "while True: pass",
-    "allocates": "x = []\nwhile True: x.append(bytearray(1 << 20))",
-    "prints": "while True: print('x' * 10_000)",
-    "writes": "open('file', 'w').write('x')",
-    "writes elsewhere": "open('PATH', 'a').write('x')",
-    "removes": "import os; os.unlink('PATH')",
-    "reads elsewhere": "open('PATH').read()",
-    "floods the verdict": "import os\nwhile True: [os.write(fd, b'x' * 999) for fd in range(3, 9)]",
-    "signals": "import os; os.kill(os.getppid(), 9)",
-    "signals all": "import os; os.kill(-1, 9)",
-    "signals by a socket": "import fcntl, os, socket\na, b = socket.socketpair()\n"
-    "fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())",
-    "locks": "import fcntl; fcntl.lockf(open('/usr/bin/env'), fcntl.LOCK_SH)",
-    "connects": "import socket; socket.create_connection(('127.0.0.1', 80))",
-    "ends early": "import os; os._exit(0)",
-    "crashes": "import ctypes; ctypes.string_at(0)",
-    "raises its limit": "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (9, 9))",
-    "sees secrets": "import os; assert 'HOME' in os.environ",
-}
-
-
-CHEATS = {
-    "exec": "import builtins; builtins.exec = lambda *a: None",
-    "compile": "import builtins; c = compile; builtins.compile = lambda s, *a: c('pass', *a)",
-    "built-in names": "import builtins\nbuiltins.len = builtins.int = lambda *a: 0\n"
-    "builtins.BaseException = int\nbuiltins.str = lambda *a: '2'",
-    "json": "import json; json.loads = lambda *a: 'pass'",
-    "the script": "import __main__; __main__.passed = lambda *a: 2",
-    "names in frames": "import sys\nfor frame in sys._current_frames().values():\n"
-    "  while frame:\n    for value in frame.f_locals.values():\n"
-    "      if isinstance(value, list): value[:] = ['pass'] * len(value)\n"
-    "      if isinstance(value, dict) and 'tests' in value: value['tests'] = 0\n"
-    "    frame = frame.f_back",
-    "the token": "import mmap, os, re\nfor fd in range(64):\n"
-    "  for read in (lambda: os.read(fd, 9999), lambda: os.pread(fd, 9999, 0),\n"
-    "      lambda: mmap.mmap(fd, 0, prot=mmap.PROT_READ)[:],\n"
-    "      lambda: os.read(os.open(f'/proc/self/fd/{fd}', os.O_NONBLOCK), 9999)):\n"
-    "    try: token = re.findall(rb'[0-9a-f]{32}', read())[-1]\n"
-    "    except Exception: continue\n"
-    "    for to in range(64):\n"
-    "      try: os.write(to, token + b' 2')\n"
-    "      except OSError: pass\nos._exit(0)",
-    "the verdict": "import os\nfor fd in range(64):\n  try: os.dup2(os.dup(fd), 63)\n"
-    "  except OSError: pass\n  try: os.write(fd, b'2 2')\n  except OSError: pass",
-}
-"""Answers that would pass all tests without having what the tests ask for."""
+HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_code.yaml").read_text())
 
 
 def scores_of(entry, answers, row):
@@ -511,9 +532,10 @@ def test_code_that_passes_the_rows_tests_is_rewarded_and_nothing_else():
 
 @pytest.mark.slow
 def test_tests_and_verdict_are_out_of_reach_of_an_answer():
+    cheats = HOSTILE["cheats"]
     row = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
-    scores = scores_of(PATIENT | {"workers": 4}, list(CHEATS.values()), row)
-    assert dict(zip(CHEATS, scores, strict=True)) == dict.fromkeys(CHEATS, 0)
+    scores = scores_of(PATIENT | {"workers": 4}, list(cheats.values()), row)
+    assert dict(zip(cheats, scores, strict=True)) == dict.fromkeys(cheats, 0)
 
 
 @pytest.mark.slow
@@ -522,10 +544,10 @@ def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypat
     (tmp_path / "tmp").mkdir()
     other = tmp_path / "other.txt"
     other.write_text("data")
-    before = children()
-    answers = [code.replace("PATH", str(other)) for code in RUNAWAYS.values()]
+    before, runaways = children(), HOSTILE["runaways"]
+    answers = [code.replace("PATH", str(other)) for code in runaways.values()]
     scores = scores_of(PATIENT | SMALL, answers, {"tests": "pass"})
-    assert dict(zip(RUNAWAYS, scores, strict=True)) == dict.fromkeys(RUNAWAYS, 0)
+    assert dict(zip(runaways, scores, strict=True)) == dict.fromkeys(runaways, 0)
     sleeps = "import time; time.sleep(1000)"
     assert scores_of(PATIENT | {"seconds": 0.5}, [sleeps], {"tests": "pass"}) == [0]
     thread = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"

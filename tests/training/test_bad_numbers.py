@@ -323,19 +323,6 @@ def test_a_run_is_not_taken_back_for_ever(train):
     assert "step-00000018" in run.err
 
 
-def test_a_rewind_needs_checkpoints(train):
-    refused = train("run", "train.on_spike=rewind checkpoint.every=null", code=2)
-    assert "train.on_spike=skip" in refused.err
-
-
-@pytest.mark.parametrize(
-    "bad",
-    ["train.on_spike=stop", "train.spike_score=0", "train.spike_window=2", "train.check_every=0"],
-)
-def test_wrong_values_are_refused(train, bad):
-    assert bad.split("=")[0] in train("run", "train.steps=2", bad, code=2).err
-
-
 # --- silently wrong -----------------------------------------------------------------------------
 
 

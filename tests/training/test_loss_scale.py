@@ -55,9 +55,3 @@ def test_an_overflow_skips_the_step_everywhere_and_a_resume_goes_on_with_its_sca
     run = train("run", *TOO_LARGE, "train.steps=7 sharding.pipeline=2", ranks=2)
     assert run["loss_scale"] == scales
     assert_near(run, whole, loss=5e-3)
-
-
-def test_what_a_loss_scale_does_not_reach_is_refused(train):
-    refused = train("a", FLOAT16, "loss.load_balancing=0.01 train.steps=1", code=2)
-    assert "is not scaled with the loss in float16" in " ".join(refused.err.split())
-    assert "precision=fp16" in train("b", "precision.loss_scale=8 train.steps=1", code=2).err

@@ -101,12 +101,12 @@ def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_b
 def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
     how = [*HOW, "checkpoint.best=true"]
     first = train("run", *how, "train.steps=4")
-    how += ["data.validation=0.3 checkpoint.allow_changes=[data]"]
-    moved = train("run", *how, "train.steps=6")
+    how += ["data.validation=0.3"]
+    moved = train("run", *how, "train.steps=6 checkpoint.allow_changes=[data]")
     progress = read_json(newest(moved) / "trainer.json")
     assert progress["best_step"] == 6, "its losses are those of other samples"
     resume = f"checkpoint.resume={checkpoint(first, 6)}"
-    branch = train("branch", *how[:-1], "train.steps=8", resume)
+    branch = train("branch", *how, "train.steps=8", resume)
     assert branch.checkpoints == ["best", "step-00000008"]
 
 

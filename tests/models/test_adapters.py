@@ -1,7 +1,6 @@
 """Training with adapters: what peft and autograd train, however it is sharded and computed."""
 
 import contextlib
-import json
 from functools import partial
 from typing import NamedTuple
 
@@ -10,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import of_all_stages
+from shown import documents, shown
+from tables import rows
 from world import Run
 from zoo import HF, make_folder
 
@@ -86,15 +87,13 @@ def train_adapters(train, tmp_path):
 
 
 @pytest.fixture
-def shown(world, inputs):
+def rows_of(world, inputs):
     """The rows of a training."""
 
     def preview(folder):
         data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
         batch = f"batch.seq_len=64 batch.rows={ROWS} tokenizer.path=demo:bytes"
-        count = f"preview.format=json preview.rows={STEPS * ROWS}"
-        how = [f"model.init_from={folder}", *data, batch, count]
-        return [json.loads(line) for line in world.command("preview", *how)[0].out.splitlines()]
+        return shown(world, STEPS * ROWS, f"model.init_from={folder}", *data, batch)
 
     return preview
 
@@ -122,11 +121,11 @@ WITH_PEFT = {
 
 
 @pytest.mark.parametrize("case", WITH_PEFT)
-def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path, case):
+def test_losses_and_gradients_are_those_of_peft(train_adapters, rows_of, tmp_path, case):
     family, ranks, how, options = WITH_PEFT[case]
     folder = make_folder(tmp_path / "hf", family)
     ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks)
-    losses, gradients = train_with_peft(folder, shown(folder), ours.start, **options)
+    losses, gradients = train_with_peft(folder, rows_of(folder), ours.start, **options)
     assert ours.run["loss"] == pytest.approx(losses, abs=1e-6, rel=0)
     assert losses[-1] < losses[0] - 0.05, "it must learn, else this shows little"
     assert_close(ours.gradients, gradients)
@@ -179,7 +178,7 @@ def plain_training(logits, trained, rows):
         batch = rows[step * ROWS : (step + 1) * ROWS]
         count = sum(label != -100 for row in batch for label in row["labels"])
         loss = 0.0
-        for tokens, labels in documents(batch):
+        for tokens, labels, _ in documents(batch):
             scores = logits(tokens[None])[0]
             nll = F.cross_entropy(scores, labels, reduction="sum", ignore_index=-100) / count
             nll.backward()
@@ -190,16 +189,6 @@ def plain_training(logits, trained, rows):
         optimizer.step()
         optimizer.zero_grad()
     return losses, first
-
-
-def documents(rows):
-    """Yield tokens and labels of each document."""
-    for row in rows:
-        begin = 0
-        for length in row["documents"]:
-            part = slice(begin, begin + length)
-            yield torch.tensor(row["tokens"][part]), torch.tensor(row["labels"][part])
-            begin += length
 
 
 def train_merged(folder, rows, start, names, scale):
@@ -238,47 +227,33 @@ def merged(name, given, base, scale, fused):
     return magnitude[:, None] * total / total.detach().norm(dim=1, keepdim=True)
 
 
-MERGED = {
-    "parts of a fused matrix, two ranks without a row": (
-        "phi3",
-        4,
-        ["adapter=dora adapter.rank=2"],
-    ),
-    "a tied head and norms in full": (
-        "llama tied",
-        2,
-        ["adapter=lora adapter.also=[head,norms]"],
-    ),
-    "modules in full by patterns": (
-        "qwen2 window",
-        2,
-        [
-            "adapter=lora adapter.also=[embedding,'model.layers.1.*norm',lm_head]",
-            "adapter.targets=[q_proj,'model.layers.0.mlp.*']",
-        ],
-    ),
-    "compiled": ("llama", 1, ["adapter=dora activation_checkpoint=budget"]),
-    "some frozen": (
-        "gemma3 long",
-        2,
-        ["adapter=lora train.freeze=['model.layers.1.*','*.0.*.lora_B.*']"],
-    ),
-}
+MERGED = rows("""
+# parts of a fused matrix, two ranks without a row
+phi3 → 4 → adapter=dora adapter.rank=2
+# a tied head and norms in full
+llama tied → 2 → adapter=lora adapter.also=[head,norms]
+# modules in full by patterns
+qwen2 window → 2 → adapter=lora adapter.also=[embedding,'model.layers.1.*norm',lm_head]
+  adapter.targets=[q_proj,'model.layers.0.mlp.*']
+llama → 1 → adapter=dora activation_checkpoint=budget compile=enabled
+# some frozen
+gemma3 long → 2 → adapter=lora train.freeze=['model.layers.1.*','*.0.*.lora_B.*']
+""")
 
 
-@pytest.mark.parametrize("case", MERGED)
+@pytest.mark.parametrize("family, ranks, how", MERGED)
 def test_losses_and_gradients_are_those_through_merged_weights(
-    train_adapters, shown, tmp_path, compiled, case
+    train_adapters, rows_of, tmp_path, compiled, family, ranks, how
 ):
-    family, ranks, how = MERGED[case]
-    seam = contextlib.nullcontext
-    if case == "compiled":
-        how, seam = [*how, *compiled], inject.no_kernels()
+    more, seam = [], contextlib.nullcontext
+    if "compile=" in how:
+        more, seam = compiled[1:], inject.no_kernels()
     folder = make_folder(tmp_path / "hf", family)
     rank = 2 if "adapter.rank=2" in how else 4
-    ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks, seam=seam)
+    more = [*more, f"model.init_from={folder}"]
+    ours = train_adapters("ours", how, *more, ranks=int(ranks), seam=seam)
     trained = list(ours.gradients)
-    losses, gradients = train_merged(folder, shown(folder), ours.start, trained, 6 / rank)
+    losses, gradients = train_merged(folder, rows_of(folder), ours.start, trained, 6 / rank)
     assert ours.run["loss"] == pytest.approx(losses, abs=2e-6, rel=0)
     assert_close(ours.gradients, gradients)
     assert "compiled again" not in ours.run.out

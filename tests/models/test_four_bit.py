@@ -13,6 +13,7 @@ import torch
 from memory_of_a_step import LiveBytes
 from safetensors.torch import load_file, save_file
 from stored import assert_same_end, newest
+from tables import rows
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from world import read_json, write_json
@@ -139,44 +140,30 @@ def decoded_folder(folder, into, dtype, also):
     return into
 
 
-@pytest.mark.parametrize(
-    "ranks, family, dtype, how",
-    [
-        (3, "qwen2", "bf16", ["adapter=dora adapter.also=[norms]"]),
-        (
-            2,
-            "phi3",
-            "fp32",
-            [
-                "adapter.also=[o_proj] adapter.targets=[mlp.gate_up_proj]",
-                "sharding.cpu_offload=true",
-            ],
-        ),
-        (
-            2,
-            "qwen3_moe",
-            "bf16",
-            [
-                "activation_checkpoint=full sharding.expert=2 adapter.targets=[all,experts]",
-            ],
-        ),
-        (1, "gpt_oss", "fp32", ["adapter.targets=[q_proj,experts]"]),
-        (1, "llama", "bf16", ["activation_checkpoint=full", "compile"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+DECODED = rows("""
+3 → qwen2 → bf16 → adapter=dora adapter.also=[norms]
+2 → phi3 → fp32 → adapter=lora adapter.also=[o_proj] adapter.targets=[mlp.gate_up_proj]
+  sharding.cpu_offload=true
+2 → qwen3_moe → bf16 → adapter=lora adapter.targets=[all,experts]
+  activation_checkpoint=full sharding.expert=2
+1 → gpt_oss → fp32 → adapter=lora adapter.targets=[q_proj,experts]
+1 → llama → bf16 → adapter=lora activation_checkpoint=full compile=enabled
+""")
+
+
+@pytest.mark.parametrize("ranks, family, dtype, how", DECODED)
 def test_training_is_bitwise_that_on_the_decoded_weights(
     train, compiled, tmp_path, ranks, family, dtype, how
 ):
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    sizes, options = WIDE, {"ranks": ranks, "base": folder_in(dtype)}
-    if "compile" in how:
-        how, sizes = [*compiled, *how[:-1]], WIDE | {"num_hidden_layers": 1}
+    sizes, options = WIDE, {"ranks": int(ranks), "base": folder_in(dtype)}
+    common = [*COMMON, how]
+    if "compile=" in how:
+        common, sizes = [*common, *compiled[1:]], WIDE | {"num_hidden_layers": 1}
         options["seam"] = inject.no_kernels()
     folder = make_folder(tmp_path / "hf", family, torch_dtype, **sizes)
     also = "o_proj" if "adapter.also=[o_proj]" in how else ""
     decoded = decoded_folder(folder, tmp_path / "decoded", torch_dtype, also)
-    common = [*COMMON, *how] if "adapter=dora" in how else [*COMMON, "adapter=lora", *how]
     run = train("run", *common, f"adapter.base=nf4 model.init_from={folder}", **options)
     expected = train("expected", *common, f"model.init_from={decoded}", **options)
     assert_same_end(run, expected)

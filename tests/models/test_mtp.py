@@ -21,7 +21,7 @@ from other_models import RUN, SGD, make_other
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpLayer
-from world import cli, read_json, write_json, write_lines
+from world import cli, read_json, split, write_json, write_lines
 from zoo import make_model
 
 import fsdp_trainer
@@ -238,7 +238,7 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(train, tmp_pa
         again = train("half", *words, "train.steps=2", *how, base=[])
         resumed = load_file(again.folder / "hf" / "model.safetensors")
         assert all(torch.equal(resumed[name], exported[name]) for name in exported)
-        plain = [word for word in words if not word.startswith(("objective.", "model."))]
+        plain = [word for word in split(words) if not word.startswith(("objective.", "model."))]
         source = f"model.init_from={run.folder}"
         next_run = train("next", *plain, source, "train.steps=1", base=[])
         assert "it stays as it is" in next_run.out

@@ -243,7 +243,7 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(train, with_code, monkeypat
     assert "model.trust_remote_code=true" in refused.err
     trusted = train("trusted", *own, "model.trust_remote_code=true", ranks=2, base=[])
     assert "with Python code of" in trusted.out
-    plain = train("plain", *own[1:], f"model.init_from={make_folder(with_code, 'llama')}", base=[])
+    plain = train("plain", *SETTINGS, f"model.init_from={make_folder(with_code, 'llama')}", base=[])
     assert_near(trusted, plain, "loss", abs=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(trusted.folder / "hf", trust_remote_code=True)
     assert type(exported).__name__ == "OwnForCausalLM"

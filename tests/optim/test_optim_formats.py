@@ -21,7 +21,8 @@ from fsdp_trainer.optim.stochastic_rounding import (
     round_to_bfloat16,
 )
 
-EIGHT_BIT = ["model.hidden_size=64 model.intermediate_size=128 optim=adamw_8bit"]
+WIDE = "model.hidden_size=64 model.intermediate_size=128"
+EIGHT_BIT = f"{WIDE} optim=adamw_8bit"
 PURE = "precision.master_dtype=bfloat16"
 
 
@@ -162,7 +163,7 @@ def test_eight_bit_moments_are_torchaos():
 
 
 def test_a_run_goes_on_bitwise_and_is_saved_alike_in_the_background(train):
-    common = [*EIGHT_BIT, PURE, "schedule=constant batch.rows=3"]
+    common = [EIGHT_BIT, PURE, "schedule=constant batch.rows=3"]
     train("run", *common, "train.steps=1", ranks=2)
     again = train("run", *common, "train.steps=2", ranks=2)
     whole = train("whole", *common, "train.steps=2 checkpoint=async", ranks=2)
@@ -179,13 +180,12 @@ def test_implementations_agree_and_may_change_on_the_way(train):
 
 
 def test_the_format_of_moments_may_change_between_floating_point_ones_when_allowed(train):
-    sizes = EIGHT_BIT[:2]
-    train("run", *sizes, "train.steps=2")
-    other = [*sizes, "train.steps=3 optim=adamw_bf16"]
-    assert "optim.state_dtype" in train("run", *other, code=2).err
+    train("run", WIDE, "train.steps=2")
+    other = f"{WIDE} train.steps=3 optim=adamw_bf16"
+    assert "optim.state_dtype" in train("run", other, code=2).err
     allow = "checkpoint.allow_changes=[optim.state_dtype]"
-    assert len(train("run", *other, allow).metrics) == 3
-    refused = train("run", *EIGHT_BIT, "train.steps=4", allow, code=2)
+    assert len(train("run", other, allow).metrics) == 3
+    refused = train("run", EIGHT_BIT, "train.steps=4", allow, code=2)
     assert "8-bit moments cannot" in refused.err
     assert "model.init_from=" in refused.err
 

@@ -1,13 +1,13 @@
 """The same data gives the same losses and gradient norms, however the work is split into ranks,
 micro-batches and rows, and nearly the same in fewer bits."""
 
-import json
 import math
 
 import inject
 import pytest
 import torch
 import torch.nn.functional as F
+from shown import shown
 from stored import assert_near, newest, stored
 from world import write_chats, write_lines
 
@@ -138,14 +138,10 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
     assert [event["loss"] for event in once.event("evaluation")] == [losses[0], losses[2]]
     assert once.metrics[-1]["validation_loss"] == losses[2]
 
-    shown = world.command(
-        "preview",
-        f"preview.format=json preview.rows=13 data.path={held_out}",
-        "tokenizer.path=demo:bytes batch.seq_len=64 data.packing=none",
-        f"data.shuffle=false data.cache={inputs['data.cache']}",
-    )[0].out
+    words = f"data.path={held_out} tokenizer.path=demo:bytes batch.seq_len=64 data.packing=none"
+    rows = shown(world, 13, words, f"data.shuffle=false data.cache={inputs['data.cache']}")
     model, total, count, nats, text = fsdp_trainer.load_model(often.folder), 0.0, 0, 0.0, []
-    for row in map(json.loads, shown.splitlines()):
+    for row in rows:
         labels = torch.tensor(row["labels"])
         logits = model.logits(torch.tensor([row["tokens"]]))[0]
         each = F.cross_entropy(logits, labels, reduction="none")

@@ -1,7 +1,6 @@
 """Groups that train by themselves and average what they have changed: a plain program that does
 the same in one process, in float64, ends with the same weights."""
 
-import json
 from itertools import accumulate
 
 import inject
@@ -9,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from replica_groups import GroupPools, lighthouse
+from shown import documents, shown
 from stored import assert_byte_equal, newest, stored
-from world import SMALL
+from world import SMALL, split
 from zoo import make_model
 
 from fsdp_trainer.config.composing.compose import compose
@@ -66,9 +66,10 @@ def words(inputs, folder):
 @pytest.fixture(scope="module")
 def rows(world, words):
     """The rows that training reads, in order."""
-    own = [word for word in words if word.startswith(("data", "model", "tokenizer", "batch"))]
-    shown = world.command("preview", *own, "preview.format=json preview.rows=54")[0].out
-    return [json.loads(line) for line in shown.splitlines()]
+    own = [
+        word for word in split(words) if word.startswith(("data", "model", "tokenizer", "batch"))
+    ]
+    return shown(world, 54, *own)
 
 
 def textbook(folder, rows, steps, groups, every, fragments=1, delay=0, mixing=0.0, lost=()):
@@ -127,15 +128,10 @@ def cut(names, sizes, count):
 def inner_step(model, batch):
     """Make one step of SGD on the mean loss of some packed rows."""
     targets = sum(label != -100 for row in batch for label in row["labels"])
-    for row in batch:
-        start = 0
-        for length in row["documents"]:
-            part = slice(start, start + length)
-            logits = model(torch.tensor([row["tokens"][part]])).logits[0]
-            labels = torch.tensor(row["labels"][part])
-            loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / targets
-            loss.backward()
-            start += length
+    for document, labels, _ in documents(batch):
+        logits = model(document[None]).logits[0]
+        loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / targets
+        loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     with torch.no_grad():
         for parameter in model.parameters():

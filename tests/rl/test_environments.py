@@ -1,15 +1,16 @@
 """Environments: what their tools answer, which are refused, and how long they may take."""
 
 import asyncio
-import json
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import rows
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
@@ -42,22 +43,22 @@ def say(environment, name, **arguments):
     return turns[0]["content"]
 
 
-@pytest.mark.parametrize(
-    "expression, value",
-    [
-        ("(3 + 4) * 12", "84"),
-        ("7 / 2", "3.5"),
-        ("2^10 - -1", "1025"),
-        ("8 / 4", "2"),
-        ("10 // 3 % 2", "1"),
-        ("1 / 0", "error: division by zero"),
-        ("9 ** 9 ** 9", "error: the power is too large"),
-        ("__import__('os')", "error: only numbers, + - * / // % ** and parentheses are known"),
-        ("(-8) ** 0.5", "error: the power is no real number"),
-        ("1 +", "error: invalid syntax (<unknown>, line 1)"),
-        ("1" * 300, "error: an expression has at most 200 characters"),
-    ],
-)
+EXPRESSIONS = rows("""
+(3 + 4) * 12 → 84
+7 / 2 → 3.5
+2^10 - -1 → 1025
+8 / 4 → 2
+10 // 3 % 2 → 1
+1 / 0 → error: division by zero
+9 ** 9 ** 9 → error: the power is too large
+__import__('os') → error: only numbers, + - * / // % ** and parentheses are known
+(-8) ** 0.5 → error: the power is no real number
+1 + → error: invalid syntax (<unknown>, line 1)
+""")
+TOO_LONG = "1" * 300, "error: an expression has at most 200 characters"
+
+
+@pytest.mark.parametrize("expression, value", [*EXPRESSIONS, TOO_LONG])
 def test_the_calculator_computes_arithmetic_and_nothing_else(expression, value):
     assert say(Calculator(), "calculator", expression=expression) == value
 
@@ -136,20 +137,20 @@ def test_an_environment_of_ones_own_is_a_class_in_a_file(tmp_path):
     assert str(file) in spec.about
 
 
-WRONG = {
-    "calculater": "Did you mean  calculator",
-    "search": "folder is required",
-    "own.py:Good": "own.py is no file",
-    "{name: calculator, level: 3}": "is no option of calculator",
-    "{name: python, seconds: soon}": "seconds",
-    "{level: 3}": "lacks a name",
-}
+WRONG = rows("""
+calculater → Did you mean  calculator
+search → folder is required
+own.py:Good → own.py is no file
+{name: calculator, level: 3} → is no option of calculator
+{name: python, seconds: soon} → seconds
+{level: 3} → lacks a name
+""")
 
 
-@pytest.mark.parametrize("entry", WRONG)
-def test_a_wrong_environment_is_refused_before_any_code_runs(entry):
+@pytest.mark.parametrize("entry, part", WRONG)
+def test_a_wrong_environment_is_refused_before_any_code_runs(entry, part):
     [problem] = environment_problems(yaml.safe_load(entry))
-    assert WRONG[entry] in problem
+    assert part in problem
 
 
 @pytest.mark.parametrize(
@@ -210,104 +211,27 @@ def test_no_more_calls_are_made_at_once_than_allowed():
 # --- tool calls in answers ------------------------------------------------------------------------
 
 TOOLS = [*Calculator.tools]
-V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n```json\n%s\n```"
-V31 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>calculator<｜tool▁sep｜>%s"
-END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 ARGUMENTS = '{"expression": "1+1"}'
-CALL = '{"name": "calculator", "arguments": %s}'
-RIGHT = {
-    "hermes": [
-        f"<tool_call>\n{CALL % ARGUMENTS}\n</tool_call>",
-        "<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1\n</parameter>\n</function>\n</tool_call>",
-        "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>1+1</arg_value>\n</tool_call>",
-    ],
-    "kimi": [
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0"
-        f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>"
-    ],
-    "pythonic": ["<|tool_call_start|>[calculator(expression='1+1')]<|tool_call_end|>"],
-    "llama3": [
-        '{"name": "calculator", "parameters": {"expression": "1+1"}}',
-        '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1+1"}}',
-        '{"parameters": {"expression": "1+1"}, "name": "calculator"}',
-    ],
-    "mistral": [
-        f"[TOOL_CALLS] [{CALL % ARGUMENTS}]",
-        f"[TOOL_CALLS]calculator[ARGS]{ARGUMENTS}",
-        f"[TOOL_CALLS] {CALL % ARGUMENTS}",
-        f"[TOOL_CALLS]calculator[CALL_ID]abc[ARGS]{ARGUMENTS}",
-    ],
-    "deepseek": [V3 % ARGUMENTS + END, V31 % ARGUMENTS + END],
-    "gpt_oss": [
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
-        f" to=functions.calculator <|constrain|>json<|message|>{ARGUMENTS}",
-        "<|start|>assistant to=functions.calculator<|channel|>commentary json"
-        f"<|message|>{ARGUMENTS}",
-    ],
-}
-
-
+CASES = yaml.safe_load(Path(__file__).with_name("tool_calls.yaml").read_text())
+RIGHT, BROKEN = CASES["right"], CASES["broken"]
 MARKS = re.compile(r"<[^<>\n]+>|\[[A-Z_]+\]|[^<\[]+")
 WHOLE = [text for texts in RIGHT.values() for text in texts]
 PARTS = sorted({part for text in WHOLE for part in MARKS.findall(text)})
 """The marks of all formats, and the texts between them."""
 
 
-TWO = {
-    "hermes": RIGHT["hermes"][0] * 2,
-    "kimi": RIGHT["kimi"][0].replace("<|tool_calls_section_end|>", "")
-    + RIGHT["kimi"][0].removeprefix("<|tool_calls_section_begin|>"),
-    "pythonic": "<|tool_call_start|>[{0}, {0}]<|tool_call_end|>".format(
-        "calculator(expression='1+1')"
-    ),
-    "llama3": "; ".join([RIGHT["llama3"][0]] * 2),
-    "mistral": f"[TOOL_CALLS] [{CALL % ARGUMENTS}, {CALL % ARGUMENTS}]",
-    "deepseek": (V31 % ARGUMENTS) + "<｜tool▁call▁end｜>"
-    + (V31 % ARGUMENTS).partition("begin｜>")[2] + END,
-    "gpt_oss": "<|end|>".join([RIGHT["gpt_oss"][1]] * 2),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("form", RIGHT)
 def test_calls_of_each_format_are_read_in_order(form):
-    for text in [*RIGHT[form], TWO[form]]:
+    two = CASES["two"][form]
+    for text in [*RIGHT[form], two]:
         parsed = parse_answer(text, FORMATS[form], TOOLS)
         assert parsed.problem is None, text
         for number, call in enumerate(parsed.calls):
             assert call["id"] == f"call{number:05d}"
             assert call["function"] == {"name": "calculator", "arguments": {"expression": "1+1"}}
-        assert len(parsed.calls) == 1 + (text == TWO[form]), text
+        assert len(parsed.calls) == 1 + (text == two), text
     parsed = parse_answer(" It is 2.", FORMATS[form], TOOLS)
     assert (parsed.content, parsed.calls, parsed.problem) == ("It is 2.", [], None)
-
-
-ANALYSIS = f"<|channel|>analysis to=functions.calculator<|message|>{ARGUMENTS}<|end|>"
-BROKEN = {
-    "hermes": [
-        f"<tool_call>{CALL % ARGUMENTS}",
-        '<tool_call>{"name": "calculator"</tool_call>',
-        "<tool_call>[1]</tool_call>",
-        f"{CALL % ARGUMENTS}</tool_call>",
-        f"<tool_call>{CALL % ARGUMENTS}</tool_call><tool_call>{CALL % '3'}</tool_call>",
-    ],
-    "kimi": [RIGHT["kimi"][0].replace("<|tool_call_end|>", ""), "<|tool_call_begin|>x"],
-    "pythonic": [
-        "<|tool_call_start|>[calculator(f())]<|tool_call_end|>",
-        "<|tool_call_start|>[calculator()",
-        "<|tool_call_start|>[calculator(expression=b'1')]<|tool_call_end|>",
-        "<|tool_call_start|>[calculator(**{'expression': '1'})]<|tool_call_end|>",
-        "<|tool_call_start|>[calculator(expression=1e999)]<|tool_call_end|>",
-    ],
-    "llama3": ['{"name": "calculator", "parameters": {"expression": ', "<|python_tag|>1+1"],
-    "mistral": ["[TOOL_CALLS] [{", "[TOOL_CALLS]calculator", "[TOOL_CALLS]calculator[ARGS]{1}"],
-    "deepseek": [V3 % ARGUMENTS, V31 % "{1}" + END, "<｜tool▁call▁begin｜>calculator"],
-    "gpt_oss": [
-        "<|channel|>commentary to=functions.calculator <|message|>1+",
-        "<|channel|>analysis<|message|>hm<|end|><|channel|>commentary to=functions.calculator {}",
-        ANALYSIS,
-        "to=functions.calculator",
-    ],
-}
 
 
 @pytest.mark.parametrize("form", BROKEN)
@@ -344,57 +268,19 @@ def test_calls_in_python_may_have_the_words_of_json():
     assert values_of(text, "pythonic") == [[True, {"a": None}, "true"]]
 
 
-def calling(*values):
-    return "".join(
-        f'<tool_call>{{"name": "calculator", "arguments": {{"expression": {json.dumps(value)}}}}}'
-        "</tool_call>"
-        for value in values
-    )
-
-
-REASONED = [
-    ("hermes", f"<think>Perhaps {calling('1')}?</think>\n\n{calling('2')}", "", ["2"]),
-    ("hermes", f"Perhaps {calling('1')}?</think>\n\n{calling('2')}", "", ["2"]),
-    ("hermes", f"<think>{calling('1')}</think> <think>Or {calling('2')}</think> 4.", "", []),
-    ("hermes", f"<think>Perhaps {calling('1')}", "", []),
-    ("hermes", f"Perhaps {calling('1')}", "<|im_start|>assistant\n<think>\n", []),
-    ("hermes", "<think>A <tool_call> is not needed.</think>\n\nThe answer is 4.", "", []),
-    ("hermes", "A <tool_call> is not needed.</think>The answer is 4.", "", []),
-    ("hermes", calling("</think>", "<think>", "</tool_call><tool_call>"), "",
-     ["</think>", "<think>", "</tool_call><tool_call>"]),
-    ("hermes", f"<think>a</think>{calling('</think>')}", "", ["</think>"]),
-    ("mistral", f"[THINK]{RIGHT['mistral'][1]}[/THINK]{RIGHT['mistral'][0]}", "", ["1+1"]),
-    ("llama3", f"<think>{RIGHT['llama3'][0]}</think>Done.", "", []),
-    ("gpt_oss", f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>4", "", []),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("form, text, prompt, values", REASONED)
-def test_only_calls_outside_of_the_reasoning_are_made(form, text, prompt, values):
-    assert values_of(text, form, prompt=prompt) == values
-
-
-TYPED = {
-    "s": ({"type": "string"}, ["12345", "true", "null", "1e5", "NaN", "[1]", "", "  a  ", "a\nb"]),
-    "i": ({"type": "integer"}, ["12", "-3", "3.0", "1.5", "NaN", "abc"]),
-    "n": ({"type": "number"}, ["1.5", "3", "1e5", "NaN", "Infinity"]),
-    "b": ({"type": "boolean"}, ["true", "False", "1", "maybe"]),
-    "a": ({"type": "array"}, ["[1, 2]", '{"a": 1}', "[NaN]", "(1,)"]),
-    "o": ({"type": "object"}, ['{"a": [1]}', "[1]"]),
-    "z": ({"type": ["string", "null"]}, ["null", "None", "12"]),
-    "y": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["null", "7"]),
-    "u": ({}, ["12", "null"]),
-}  # fmt: skip
+@pytest.mark.parametrize("case", CASES["reasoned"])
+def test_only_calls_outside_of_the_reasoning_are_made(case):
+    assert values_of(case["text"], case["form"], prompt=case["prompt"]) == case["values"]
 
 
 def xml_of(value, name="x"):
     return f"<function=probe>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n"
 
 
-@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.parametrize("name", CASES["typed"])
 def test_arguments_in_xml_have_the_types_of_transformers(name):
     chat_parsing = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
-    schema, texts = TYPED[name]
+    schema, texts = CASES["typed"][name]
     properties = {"type": "object", "properties": {"x": schema}}
     tools = [{"type": "function", "function": {"name": "probe", "parameters": properties}}]
     block = f"<tool_call>\n{''.join(map(xml_of, texts))}</tool_call>"
@@ -424,37 +310,14 @@ def test_types_that_a_schema_names_elsewhere_are_found():
     assert values == [1, "1", 1, 1, "1"]
 
 
-CODE = 'print("</parameter>")\n</parameter>\n</function> <parameter=x> <tool_call>'
+@pytest.mark.parametrize("case", CASES["in one block"])
+def test_calls_in_one_block_and_marks_in_their_arguments_are_kept(case):
+    assert values_of(case["text"]) == case["values"]
 
 
-@pytest.mark.parametrize(
-    "text, values",
-    [
-        (calling("1", "2").replace("</tool_call><tool_call>", "\n"), "12"),
-        (f"<tool_call>[{CALL % ARGUMENTS}, {CALL % ARGUMENTS}]</tool_call>", ["1+1"] * 2),
-        (RIGHT["hermes"][1].replace("1+1", CODE), [CODE]),
-        (f"So: {calling('1')} and {calling('2')}", "12"),
-        ('<tool_call>{"name": "calculator", "arguments": null}</tool_call>', [None]),
-        (f"<tool_call>{CALL % json.dumps(ARGUMENTS)}</tool_call>", ["1+1"]),
-    ],
-)
-def test_calls_in_one_block_and_marks_in_their_arguments_are_kept(text, values):
-    assert values_of(text) == [*values]
-
-
-@pytest.mark.parametrize(
-    "text, tools",
-    [
-        ('{"name": "Ada", "age": 36}', TOOLS),
-        ('{"name": "Ada", "parameters": "tall"}', TOOLS),
-        ('{"people": [{"name": "Ada", "parameters": {}}], "n": 1}', TOOLS),
-        ('[{"name": "calculator"}]', TOOLS),
-        ('{"name": "Ada", "parameters": "tall"} is hers.', TOOLS),
-        (RIGHT["llama3"][0], None),
-    ],
-)
-def test_an_answer_in_json_is_no_call(text, tools):
-    parsed = parse_answer(text, FORMATS["llama3"], tools)
+@pytest.mark.parametrize("text", CASES["json"])
+def test_an_answer_in_json_is_no_call(text):
+    parsed = parse_answer(text, FORMATS["llama3"], TOOLS)
     assert (parsed.content, parsed.calls, parsed.problem) == (text, [], None)
 
 
@@ -498,19 +361,13 @@ def test_what_an_analysis_says_of_a_tool_is_no_call():
 
 
 LONG = 60_000
-REPEATED = [
-    "</think>", "<think>", "</parameter>", "<arg_key>", "<|tool_call_begin|>",
-    "so on. ", "\n", "<", "<|channel|>", "<|channel|>a", "<|channel|>a<|message|>", "[TOOL_CALLS]",
-    "<tool_call>", "<function=a>", "<parameter=a>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
-    '{"name" ',
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", RIGHT)
 def test_the_longest_answers_are_read_in_a_moment(form):
     """Time that grows with the square of the length would be minutes for each of them."""
     for begin in ("", "<tool_call><function=a>", "<｜tool▁calls▁begin｜>", "[TOOL_CALLS] {"):
-        for piece in REPEATED:
+        for piece in CASES["repeated"]:
             parse_answer(begin + piece * (LONG // len(piece)), FORMATS[form], TOOLS)
 
 

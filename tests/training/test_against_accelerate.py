@@ -1,11 +1,11 @@
 """The trainer beside accelerate's FSDP2 and transformers' own loss: the same padded rows on two
 ranks, in float32."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
+from shown import shown
 from torch.distributed.tensor import DTensor
 from zoo import make_folder
 
@@ -28,9 +28,7 @@ def test_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
         "checkpoint.every=null", ranks=2, base=["launch.timeout=60s"],
     )  # fmt: skip
     data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
-    shown = ["preview", f"preview.format=json preview.rows={STEPS * ROWS}"]
-    lines = world.command(*shown, *common, *data)[0].out.splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = shown(world, STEPS * ROWS, *common, *data)
     assert len({len(row["tokens"]) for row in rows}) > 1
     assert all(len(row["documents"]) == 1 for row in rows)
     losses, norms = world.call(2, train_with_accelerate, str(folder), rows)[0]

@@ -1,13 +1,13 @@
 """The trainer against plain transformers: one process, one document at a time, nothing packed,
 torch's AdamW."""
 
-import json
 import math
 from fnmatch import fnmatch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from shown import documents, shown
 from stored import tensors
 from world import write_lines
 from zoo import make_model
@@ -60,9 +60,7 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
         base=["launch.timeout=60s"],
     )
     cache = f"data.cache={inputs['data.cache']}"
-    shown = ["preview", f"preview.format=json preview.rows={STEPS * ROWS}"]
-    lines = world.command(*shown, *common, cache)[0].out.splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = shown(world, STEPS * ROWS, *common, cache)
     assert [row["row"] for row in rows] == list(range(STEPS * ROWS))
     assert max(len(row["documents"]) for row in rows) > 1
     assert any("weights" in row for row in rows)
@@ -103,20 +101,14 @@ def plain_training(folder, rows, frozen):
     losses, norms, tokens = [], [], []
     for step in range(1, STEPS + 1):
         batch = rows[(step - 1) * ROWS : step * ROWS]
-        weight = sum(sum(weights_of(row)) for row in batch)
+        weight = sum(weights.sum() for _, _, weights in documents(batch))
         loss = 0.0
-        for row in batch:
-            start = 0
-            for length in row["documents"]:
-                part = slice(start, start + length)
-                logits = model(torch.tensor([row["tokens"][part]])).logits[0]
-                nll = F.cross_entropy(
-                    logits, torch.tensor(row["labels"][part]), reduction="none", ignore_index=-100
-                )
-                share = (nll * torch.tensor(weights_of(row)[part])).sum() / weight
-                share.backward()
-                loss += share.item()
-                start += length
+        for document, labels, weights in documents(batch):
+            logits = model(document[None]).logits[0]
+            nll = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+            share = (nll * weights).sum() / weight
+            share.backward()
+            loss += share.item()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         losses.append(loss)
         tokens.append((tokens or [0])[-1] + sum(len(row["tokens"]) for row in batch))
@@ -126,7 +118,3 @@ def plain_training(folder, rows, frozen):
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, tokens, model
-
-
-def weights_of(row):
-    return row.get("weights") or [float(label != -100) for label in row["labels"]]

@@ -8,11 +8,13 @@ from pathlib import Path
 import inject
 import pytest
 import torch
+import yaml
 from foreign import export, why_refused
 from memory_of_a_step import LiveBytes
 from safetensors.torch import save_file
 from stored import assert_byte_equal, tensors
-from world import command, read_json, verify, write_json
+from tables import rows
+from world import command, edit_json, read_json, verify
 from zoo import HF, make_folder
 
 from fsdp_trainer.apps.verify import with_variables
@@ -119,44 +121,33 @@ def merged(world, input_words, tmp_path_factory):
 # --- out ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family, options, ranks, how",
-    [
-        (
-            "llama biases",
-            UNTIED,
-            1,
-            "=dora .scaling=rslora .rank_pattern={down_proj:6,q_proj:2} .also=[head]"
-            " .alpha_pattern={down_proj:3} .targets=[q_proj,'*.1.mlp.*']",
-        ),
-        ("llama", TIED, 1, "=lora .also=[head,norms]"),
-        (
-            "phi3",
-            {},
-            2,
-            "=dora .targets=[q_proj,v_proj,up_proj,o_proj] .rank_pattern={v_proj:2}"
-            " .alpha_pattern={v_proj:5}",
-        ),
-        ("phi3", {}, 1, "=lora .targets=[q_proj,o_proj] .also=[v_proj]"),
-        (
-            "mixtral",
-            {},
-            1,
-            "=lora .scaling=rslora .targets=[q_proj,gate_up_proj,w2]"
-            " .rank_pattern={w3:2,down_proj:3} .alpha_pattern={experts:3}",
-        ),
-        ("gpt_oss", {}, 2, "=lora .targets=[all,experts] .rank_pattern={gate_up_proj:3}"),
-        ("olmoe", {}, 1, "=lora .targets=[all,experts] .also=[norms]"),
-        ("olmoe", {}, 1, "=lora .also=['*.0.mlp.experts']"),
-    ],
-)
+OURS = rows("""
+llama biases → false → 1 → adapter=dora adapter.scaling=rslora adapter.also=[head]
+  adapter.rank_pattern={down_proj:6,q_proj:2} adapter.alpha_pattern={down_proj:3}
+  adapter.targets=[q_proj,'*.1.mlp.*']
+llama → true → 1 → adapter=lora adapter.also=[head,norms]
+phi3 → null → 2 → adapter=dora adapter.targets=[q_proj,v_proj,up_proj,o_proj]
+  adapter.rank_pattern={v_proj:2} adapter.alpha_pattern={v_proj:5}
+phi3 → null → 1 → adapter=lora adapter.targets=[q_proj,o_proj] adapter.also=[v_proj]
+mixtral → null → 1 → adapter=lora adapter.scaling=rslora
+  adapter.targets=[q_proj,gate_up_proj,w2] adapter.rank_pattern={w3:2,down_proj:3}
+  adapter.alpha_pattern={experts:3}
+gpt_oss → null → 2 → adapter=lora adapter.targets=[all,experts]
+  adapter.rank_pattern={gate_up_proj:3}
+olmoe → null → 1 → adapter=lora adapter.targets=[all,experts] adapter.also=[norms]
+olmoe → null → 1 → adapter=lora adapter.also=['*.0.mlp.experts']
+""")
+"""Families, whether embeddings are tied (null: as usual), ranks, and words."""
+
+
+@pytest.mark.parametrize("family, tied, ranks, how", OURS)
 def test_peft_loads_our_adapter_gives_our_logits_and_it_comes_back_as_it_was(
-    adapt, tmp_path, family, options, ranks, how
+    adapt, tmp_path, family, tied, ranks, how
 ):
+    options = {} if tied == "null" else {"tie_word_embeddings": tied == "true"}
     base = make_folder(tmp_path / "base", family, **options)
-    words = [f"adapter{word}" for word in how.split()]
-    words += [f"checkpoint.merge=true model.init_from={base}"]
-    run = adapt("run", *words, ranks=ranks)
+    words = how, "checkpoint.merge=true", f"model.init_from={base}"
+    run = adapt("run", *words, ranks=int(ranks))
     adapter, hf = run.folder / "adapter", run.folder / "hf"
     theirs = peft_model(base, adapter)
     expected = logits(theirs)
@@ -197,40 +188,25 @@ def test_only_a_merged_run_leaves_a_whole_model(adapt, base, tmp_path):
 # --- in -------------------------------------------------------------------------------------------
 
 
-EXPERTS = {
-    "target_modules": ["q_proj"],
-    "target_parameters": ["experts.gate_up_proj", "layers.1.mlp.experts.down_proj"],
-}
+THEIRS = yaml.safe_load(r"""
+- [llama biases, {}, {use_rslora: true, exclude_modules: [down_proj]}]
+- [llama, {}, {target_modules: [q_proj, down_proj], alpha_pattern: {down_proj: 3},
+    rank_pattern: {q_proj: 2, '^model.layers.1.mlp.down_proj': 6}}]
+- [llama, {}, {target_modules: '.*\.layers\.1\..*\.(q|v)_proj'}]
+- [qwen2, {}, {target_modules: [q_proj, v_proj], layers_to_transform: [1]}]
+- [llama, {tie_word_embeddings: false}, {modules_to_save: [lm_head, embed_tokens, input_layernorm]}]
+- [llama, {tie_word_embeddings: true}, {modules_to_save: [lm_head, embed_tokens],
+    ensure_weight_tying: true}]
+- [phi3, {}, {use_dora: true}]
+- [mixtral, {}, {target_modules: [q_proj], rank_pattern: {gate_up_proj: 2},
+    target_parameters: [experts.gate_up_proj, layers.1.mlp.experts.down_proj]}]
+- [gpt_oss, {}, {target_modules: [q_proj],
+    target_parameters: [experts.gate_up_proj, layers.1.mlp.experts.down_proj]}]
+""")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family, base_options, options",
-    [
-        ("llama biases", {}, {"use_rslora": True, "exclude_modules": ["down_proj"]}),
-        (
-            "llama",
-            {},
-            {
-                "target_modules": ["q_proj", "down_proj"],
-                "rank_pattern": {"q_proj": 2, "^model.layers.1.mlp.down_proj": 6},
-                "alpha_pattern": {"down_proj": 3},
-            },
-        ),
-        ("llama", {}, {"target_modules": r".*\.layers\.1\..*\.(q|v)_proj"}),
-        ("qwen2", {}, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}),
-        ("llama", UNTIED, {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
-        (
-            "llama",
-            TIED,
-            {"modules_to_save": ["lm_head", "embed_tokens"], "ensure_weight_tying": True},
-        ),
-        ("phi3", {}, {"use_dora": True}),
-        ("mixtral", {}, EXPERTS | {"rank_pattern": {"gate_up_proj": 2}}),
-        ("gpt_oss", {}, EXPERTS),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("family, base_options, options", THEIRS, ids=str)
 def test_a_peft_folder_gives_the_logits_that_peft_computes(tmp_path, family, base_options, options):
     base = make_folder(tmp_path / "base", family, **base_options)
     theirs = make_adapter(base, tmp_path / "adapter", **options)
@@ -291,8 +267,26 @@ def test_a_model_begins_from_merged_weights(train, merged, tmp_path):
 # --- refused --------------------------------------------------------------------------------------
 
 
+NOT_COMPUTED = yaml.safe_load("""
+- {task_type: SEQ_2_SEQ_LM}
+- {bias: lora_only}
+- {lora_bias: true}
+- {fan_in_fan_out: true}
+- {use_qalora: true}
+- {use_bdlora: {nblocks: 2}}
+- {trainable_token_indices: [1, 2]}
+- {target_parameters: [experts.down_proj]}
+- {layer_replication: [[0, 2], [0, 2]]}
+- {alora_invocation_tokens: [1, 2]}
+- {init_lora_weights: olora}
+- {init_lora_weights: corda}
+- {init_lora_weights: loftq}
+- {init_lora_weights: lora_ga}
+""")
+
+
 def edit_config(folder, **changes):
-    write_json(folder / "adapter_config.json", adapter_config(folder) | changes)
+    edit_json(folder / "adapter_config.json", **changes)
 
 
 @pytest.mark.slow
@@ -300,19 +294,7 @@ def test_each_setting_of_pefts_that_is_not_computed_is_refused(base, tmp_path):
     adapter = tmp_path / "adapter"
     make_adapter(base, adapter, target_modules=["q_proj"])
     as_written = adapter_config(adapter)
-    for setting in (
-        {"task_type": "SEQ_2_SEQ_LM"},
-        {"bias": "lora_only"},
-        {"lora_bias": True},
-        {"fan_in_fan_out": True},
-        {"use_qalora": True},
-        {"use_bdlora": {"nblocks": 2}},
-        {"trainable_token_indices": [1, 2]},
-        {"target_parameters": ["experts.down_proj"]},
-        {"layer_replication": [[0, 2], [0, 2]]},
-        {"alora_invocation_tokens": [1, 2]},
-        *({"init_lora_weights": start} for start in ("olora", "corda", "loftq", "lora_ga")),
-    ):
+    for setting in NOT_COMPUTED:
         edit_config(adapter, **as_written | setting)
         assert next(iter(setting)) in why_refused(adapter)
     edit_config(adapter, **as_written | {"peft_type": "IA3", "bias": "all"})

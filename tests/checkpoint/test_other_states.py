@@ -15,6 +15,7 @@ from folders import REPO
 from foreign import Evil
 from safetensors.torch import load_file
 from stored import assert_byte_equal, checkpoint, newest, tensors
+from tables import rows
 from world import read_json, write_lines
 
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
@@ -202,25 +203,25 @@ def test_states_that_do_not_fit_are_refused_with_the_reason(go_on, tmp_path, cha
     assert not (run.folder / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    "states, overrides, reason",
-    [
-        ("FOLDER", ["train.steps=3"], "To train as many more:  train.steps=6"),
-        ("FOLDER", ["optim.state_dtype=8bit"], "Use  optim.state_dtype=float32"),
-        ("FOLDER", ["adapter=lora"], "Use  adapter=none"),
-        ("FOLDER", ["optim=lion"], "only counts with  optim=adamw"),
-        ("FOLDER", ["model.init_from=null model=tiny"], "Add  model.init_from="),
-        ("OWN", [], "Use  checkpoint.resume=OWN"),
-        (WRITTEN / "tokenizer", [], "has no optimizer states"),
-        (WRITTEN / "nowhere", [], "there is no such file or folder"),
-        (WRITTEN / "rows.json", [], "is no file of torch.save"),
-    ],
-)
+REFUSED = rows("""
+FOLDER → train.steps=3 → To train as many more:  train.steps=6
+FOLDER → optim.state_dtype=8bit → Use  optim.state_dtype=float32
+FOLDER → adapter=lora → Use  adapter=none
+FOLDER → optim=lion → only counts with  optim=adamw
+FOLDER → model.init_from=null model=tiny → Add  model.init_from=
+OWN → run.seed=0 → Use  checkpoint.resume=OWN
+HERE/tokenizer → run.seed=0 → has no optimizer states
+HERE/nowhere → run.seed=0 → there is no such file or folder
+HERE/rows.json → run.seed=0 → is no file of torch.save
+""")
+
+
+@pytest.mark.parametrize("states, overrides, reason", REFUSED)
 def test_what_cannot_go_on_is_refused_with_what_to_type(go_on, ledger, states, overrides, reason):
     folder, own = WRITTEN / "torchtitan-0.3", str(ledger.run("plain").folder)
-    places = {"FOLDER": folder, "OWN": own}
-    run = go_on(folder, places.get(states, states), *overrides, code=2)
-    assert reason.replace("OWN", own) in run.err
+    for name, place in (("FOLDER", folder), ("OWN", own), ("HERE", WRITTEN)):
+        states, reason = (text.replace(name, str(place)) for text in (states, reason))
+    assert reason in go_on(folder, states, overrides, code=2).err
 
 
 def test_options_that_could_run_code_are_left_out(tmp_path, capsys):

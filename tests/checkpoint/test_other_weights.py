@@ -12,8 +12,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign import AS_LLAMA_CPP, Evil, export, make_other, of, require_equal, why_refused
+import yaml
+from foreign import (
+    AS_LLAMA_CPP,
+    Evil,
+    export,
+    make_other,
+    of,
+    require_equal,
+    why_refused,
+)
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, stored, tensors
+from tables import rows
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -525,72 +536,64 @@ def test_constants_of_old_folders_are_left_out_for_other_tools_and_named(tmp_pat
         require_equal(folder, out)
 
 
-FEWER_KEYS = {**AS_LLAMA_CPP["olmoe"], "num_key_value_heads": 2}
-NOT_NORMED = {**AS_LLAMA_CPP["qwen3_moe"], "norm_topk_prob": False}
-SOME_DENSE = {**AS_LLAMA_CPP["qwen2_moe"], "decoder_sparse_step": 2}
-NARROW = {"intermediate_size": 72}
+CHANGED = {
+    "olmoe": {"num_key_value_heads": 2},
+    "qwen3_moe": {"norm_topk_prob": False},
+    "qwen2_moe": {"decoder_sparse_step": 2},
+    "llama": {"intermediate_size": 72},
+}
+WITHOUT_FORM = rows("""
+gemma2 → form=gguf → query_pre_attn_scalar=24
+olmoe → form=gguf → num_key_value_heads=2
+qwen3_moe → form=gguf → norm_topk_prob=false
+qwen2_moe → form=gguf → dense feed-forwards in some blocks
+deepseek_v3 → form=gguf → There are: llama mistral mixtral qwen2
+llama → form=gguf dtype=q4_k → q8_0
+llama yarn → form=meta → has no place in Meta's params.json
+gemma2 → form=torchtitan → model_type=gemma2
+llama → form=meta dtype=q8_0 → only counts with  form=gguf
+llama → form=meta merge_into=trained → only counts with  form=merged
+llama → form=compressed → needs  quantization=fp8|int8|int4
+llama → quantization=fp8 → only counts with  form=compressed
+gpt_oss → form=compressed quantization=fp8 → has all experts in one tensor
+llama → form=compressed quantization=int4 → no multiple of 32: use int8
+""")
 
 
-@pytest.mark.parametrize(
-    "family, options, words, reason",
-    [
-        ("gemma2", {}, "form=gguf", "query_pre_attn_scalar=24"),
-        ("olmoe", FEWER_KEYS, "form=gguf", "num_key_value_heads=2"),
-        ("qwen3_moe", NOT_NORMED, "form=gguf", "norm_topk_prob=false"),
-        ("qwen2_moe", SOME_DENSE, "form=gguf", "dense feed-forwards in some blocks"),
-        ("deepseek_v3", {}, "form=gguf", "There are: llama mistral mixtral qwen2"),
-        ("llama", {}, "form=gguf dtype=q4_k", "q8_0"),
-        ("llama yarn", {}, "form=meta", "has no place in Meta's params.json"),
-        ("gemma2", {}, "form=torchtitan", "model_type=gemma2"),
-        ("llama", {}, "form=meta dtype=q8_0", "only counts with  form=gguf"),
-        ("llama", {}, "form=meta merge_into=trained", "only counts with  form=merged"),
-        ("llama", {}, "form=compressed", "needs  quantization=fp8|int8|int4"),
-        ("llama", {}, "quantization=fp8", "only counts with  form=compressed"),
-        ("gpt_oss", {}, "form=compressed quantization=fp8", "has all experts in one tensor"),
-        ("llama", NARROW, "form=compressed quantization=int4", "no multiple of 32: use int8"),
-    ],
-)
+@pytest.mark.parametrize("family, words, reason", WITHOUT_FORM)
 def test_what_has_no_form_in_another_tool_is_refused_and_nothing_is_left(
-    tmp_path, capsys, family, options, words, reason
+    tmp_path, capsys, family, words, reason
 ):
-    folder = make_folder(tmp_path / "hf", family, **options)
+    options = AS_LLAMA_CPP.get(family, {}) if family != "gemma2" else {}
+    folder = make_folder(tmp_path / "hf", family, **options | CHANGED.get(family, {}))
     export(folder, tmp_path / "out.gguf", *words.split(), code=2)
     assert reason in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-LLAMA_3_1 = {
-    "n_kv_heads": 8, "vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0,
-    "use_scaled_rope": True,
-}  # fmt: skip
+PUBLISHED = yaml.safe_load("""
+Llama-2-7b:
+  params: {dim: 4096, multiple_of: 256, n_heads: 32, n_layers: 32, norm_eps: 1.0e-5, vocab_size: -1}
+  config: {intermediate_size: 11008, vocab_size: 32000, num_key_value_heads: 32,
+    max_position_embeddings: 4096, tie_word_embeddings: false}
+Llama-3.1-70B:
+  params: {dim: 8192, n_layers: 80, n_heads: 64, multiple_of: 4096, ffn_dim_multiplier: 1.3,
+    n_kv_heads: 8, vocab_size: 128256, norm_eps: 1.0e-5, rope_theta: 500000.0,
+    use_scaled_rope: true}
+  config: {intermediate_size: 28672, factor: 8.0, max_position_embeddings: 131072,
+    tie_word_embeddings: false}
+Llama-3.2-1B:
+  params: {dim: 2048, n_layers: 16, n_heads: 32, multiple_of: 256, ffn_dim_multiplier: 1.5,
+    n_kv_heads: 8, vocab_size: 128256, norm_eps: 1.0e-5, rope_theta: 500000.0,
+    use_scaled_rope: true}
+  config: {intermediate_size: 8192, factor: 32.0, tie_word_embeddings: true,
+    num_key_value_heads: 8}
+""")
 
 
-@pytest.mark.parametrize(
-    "params, published",
-    [
-        (
-            {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5,
-             "vocab_size": -1},
-            {"intermediate_size": 11008, "vocab_size": 32000, "num_key_value_heads": 32,
-             "max_position_embeddings": 4096, "tie_word_embeddings": False},
-        ),
-        (
-            {"dim": 8192, "n_layers": 80, "n_heads": 64, "multiple_of": 4096,
-             "ffn_dim_multiplier": 1.3, **LLAMA_3_1},
-            {"intermediate_size": 28672, "factor": 8.0, "max_position_embeddings": 131072,
-             "tie_word_embeddings": False},
-        ),
-        (
-            {"dim": 2048, "n_layers": 16, "n_heads": 32, "multiple_of": 256,
-             "ffn_dim_multiplier": 1.5, **LLAMA_3_1},
-            {"intermediate_size": 8192, "factor": 32.0, "tie_word_embeddings": True,
-             "num_key_value_heads": 8},
-        ),
-    ],
-    ids=["Llama-2-7b", "Llama-3.1-70B", "Llama-3.2-1B"],
-)  # fmt: skip
-def test_params_of_metas_models_are_the_published_configurations(tmp_path, params, published):
-    write_json(tmp_path / "params.json", params)
-    config = described_by_meta(tmp_path)
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_params_of_metas_models_are_the_published_configurations(tmp_path, model):
+    write_json(tmp_path / "params.json", PUBLISHED[model]["params"])
+    config, published = described_by_meta(tmp_path), PUBLISHED[model]["config"]
     config |= config.get("rope_scaling", {})
     assert {name: config[name] for name in published} == published

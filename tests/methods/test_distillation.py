@@ -10,6 +10,7 @@ from unittest import mock
 import inject
 import pytest
 import torch
+import yaml
 from layouts import ROW, packed_row
 from layouts import VOCABULARY as ROW_VOCABULARY
 from named_runs import RUNS
@@ -34,9 +35,11 @@ from fsdp_trainer.training.batches import Assembler, StepPlan
 TEACHER_WIDTH = 24
 
 
-def teacher_head(vocabulary=VOCABULARY, **options):
+def teacher_head(vocabulary=0, **options):
     torch.manual_seed(1)
-    head = Head(ModelConfig(vocab_size=vocabulary, hidden_size=TEACHER_WIDTH, **options))
+    head = Head(
+        ModelConfig(vocab_size=VOCABULARY + vocabulary, hidden_size=TEACHER_WIDTH, **options)
+    )
     head.weight = torch.nn.Parameter(torch.randn(head.weight.shape))
     return head, torch.randn(TOKENS, TEACHER_WIDTH)
 
@@ -85,30 +88,29 @@ def relative(ours, exact):
     return ((ours.double() - exact).norm() / exact.norm()).item()
 
 
-SOFT, SOFTER = {"final_logit_softcapping": 8.0}, {"final_logit_softcapping": 5.0}
-FEWER, MORE = {"vocabulary": VOCABULARY - 100}, {"vocabulary": VOCABULARY + 100}
+CASES = yaml.safe_load("""
+# direction, share, temperature, length of the list or null, what student and teacher have
+- [forward, 0.5, 1.0, null, {}, {}]
+- [forward, 0.3, 2.0, null, {vocab_multiple: 1000}, {final_logit_softcapping: 8.0}]
+- [forward, 1.0, 0.5, null, {final_logit_softcapping: 5.0}, {vocabulary: -100}]
+- [reverse, 1.0, 1.0, null, {final_logit_softcapping: 5.0}, {}]
+- [reverse, 0.5, 3.0, null, {}, {vocabulary: 100}]
+- [forward, 0.7, 1.0, 1, {}, {}]
+- [forward, 0.7, 2.0, 20, {vocab_multiple: 1000}, {final_logit_softcapping: 8.0}]
+- [forward, 0.7, 0.5, 7, {final_logit_softcapping: 5.0}, {vocabulary: -100}]
+- [reverse, 0.7, 2.0, 20, {}, {vocabulary: 100}]
+- [forward, 0.7, 2.0, 0, {}, {}]
+- [reverse, 0.7, 2.0, 0, {}, {}]
+""")
+"""A list of 0 has all tokens; vocabulary: how many tokens more a teacher has."""
 
 
-@pytest.mark.parametrize(
-    "kl, share, heat, count, student, other",
-    [
-        ("forward", 0.5, 1.0, None, {}, {}),
-        ("forward", 0.3, 2.0, None, {"vocab_multiple": 1000}, SOFT),
-        ("forward", 1.0, 0.5, None, SOFTER, FEWER),
-        ("reverse", 1.0, 1.0, None, SOFTER, {}),
-        ("reverse", 0.5, 3.0, None, {}, MORE),
-        ("forward", 0.7, 1.0, 1, {}, {}),
-        ("forward", 0.7, 2.0, 20, {"vocab_multiple": 1000}, SOFT),
-        ("forward", 0.7, 0.5, 7, SOFTER, FEWER),
-        ("reverse", 0.7, 2.0, 20, {}, MORE),
-        ("forward", 0.7, 2.0, VOCABULARY, {}, {}),
-        ("reverse", 0.7, 2.0, VOCABULARY, {}, {}),
-    ],
-)
+@pytest.mark.parametrize("kl, share, heat, count, student, other", CASES)
 def test_loss_and_gradients_are_those_of_whole_logits(kl, share, heat, count, student, other):
     """The teacher is whole, or a list of its likeliest tokens as if all others were one."""
     head, hidden, targets, weights = make(**student)
     teacher, teacher_hidden = teacher_head(**other)
+    count = VOCABULARY if count == 0 else count
     known = min(head.vocab_size, teacher.vocab_size)
     targets %= known
     whole = TeacherLogits(teacher_hidden, teacher, known, heat, kl)

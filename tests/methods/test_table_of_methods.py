@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import pytest
+import yaml
 
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.config.schema import Adapter, TrainConfig
@@ -27,21 +28,21 @@ def test_a_method_with_metrics_has_a_name_and_a_main_metric_for_reports():
         assert spec.main_metric in {"", *TITLES}
 
 
-@pytest.mark.parametrize(
-    "settings, adapter, expected",
-    [
-        ({"name": "dpo"}, "none", ("reference", "start", "stored")),
-        ({"name": "dpo"}, "lora", ("reference", "start", "base")),
-        ({"name": "kto", "reference": "runs/a"}, "lora", ("reference", "runs/a", "stored")),
-        ({"name": "grpo", "kl": 0.1}, "none", ("reference", "start", "loaded")),
-        ({"name": "distil", "teacher": "t"}, "lora", ("teacher", "t", "loaded")),
-        ({"name": "distil", "teacher": "t", "top_k": 4}, "none", ("teacher", "t", "stored")),
-        ({"name": "grpo"}, "none", None),
-        ({"name": "dpo", "reference": "none"}, "none", None),
-        ({"name": "orpo"}, "none", None),
-    ],
-)
+SECOND = yaml.safe_load("""
+- [{name: dpo}, none, [reference, start, stored]]
+- [{name: dpo}, lora, [reference, start, base]]
+- [{name: kto, reference: runs/a}, lora, [reference, runs/a, stored]]
+- [{name: grpo, kl: 0.1}, none, [reference, start, loaded]]
+- [{name: distil, teacher: t}, lora, [teacher, t, loaded]]
+- [{name: distil, teacher: t, top_k: 4}, none, [teacher, t, stored]]
+- [{name: grpo}, none, null]
+- [{name: dpo, reference: none}, none, null]
+- [{name: orpo}, none, null]
+""")
+
+
+@pytest.mark.parametrize("settings, adapter, expected", SECOND)
 def test_a_run_has_the_second_model_that_its_method_needs(settings, adapter, expected):
     cfg = TrainConfig(objective=ObjectiveChoice(**settings), adapter=Adapter(name=adapter))
     second = cfg.second_model
-    assert expected == (second and (second.role, second.source, second.mode))
+    assert expected == (second and [second.role, second.source, second.mode])

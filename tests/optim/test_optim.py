@@ -6,6 +6,7 @@ import inject
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from optimizer_steps import small_decoder
 from stored import assert_same_end, newest, stored
 
@@ -18,28 +19,26 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.run.build import fuses_update
 from fsdp_trainer.training.gradients import clip_divisor, clip_gradients
 
+SCHEDULES = yaml.safe_load("""
+- [{name: constant, warmup_steps: 4}, {1: 0.25, 4: 1, 5: 1, 100: 1}]
+- [{name: linear, warmup_steps: 0}, {1: 1, 51: 0.5, 100: 0.01}]
+- [{name: linear, warmup_steps: 20, min_ratio: 0.1}, {10: 0.5, 20: 1, 21: 1, 61: 0.55}]
+- [{name: cosine, warmup_steps: 0}, {1: 1, 51: 0.5}]
+- [{name: cosine, warmup_steps: 20, min_ratio: 0.2}, {1: 0.05, 20: 1, 21: 1, 61: 0.6}]
+- [{name: wsd, warmup_steps: 0, decay_share: 0.2}, {1: 1, 81: 1, 91: 0.5, 100: 0.05}]
+- [{name: wsd, warmup_steps: 0, min_ratio: 0.5, decay_share: 0}, {100: 1}]
+- [{name: cosine, warmup_steps: 200}, {100: 0.5}]
+- [{name: constant, warmup: 0.031}, {1: 0.25, 4: 1}]
+- [{name: linear, warmup_steps: 20, from_zero: true}, {1: 0, 11: 0.5, 20: 0.95, 21: 1, 61: 0.5}]
+""")
+"""Settings, and shares of the peak by step, of 100 steps."""
 
-@pytest.mark.parametrize(
-    "schedule, values",
-    [
-        (Schedule("constant", 4), {1: 0.25, 4: 1, 5: 1, 100: 1}),
-        (Schedule("linear", 0), {1: 1, 51: 0.5, 100: 0.01}),
-        (Schedule("linear", 20, min_ratio=0.1), {10: 0.5, 20: 1, 21: 1, 61: 0.55}),
-        (Schedule("cosine", 0), {1: 1, 51: 0.5}),
-        (Schedule("cosine", 20, min_ratio=0.2), {1: 0.05, 20: 1, 21: 1, 61: 0.6}),
-        (Schedule("wsd", 0, decay_share=0.2), {1: 1, 81: 1, 91: 0.5, 100: 0.05}),
-        (Schedule("wsd", 0, min_ratio=0.5, decay_share=0), {100: 1}),
-        (Schedule("cosine", 200), {100: 0.5}),
-        (Schedule("constant", warmup=0.031), {1: 0.25, 4: 1}),
-        (Schedule("linear", 20, from_zero=True), {1: 0, 11: 0.5, 20: 0.95, 21: 1, 61: 0.5}),
-    ],
-    ids=lambda value: f"{value.name}" if isinstance(value, Schedule) else "",
-)
-def test_the_learning_rate_at_the_corners(schedule, values):
+
+@pytest.mark.parametrize("settings, values", SCHEDULES)
+def test_the_learning_rate_at_the_corners(settings, values):
     for step, share in values.items():
-        assert learning_rate(schedule, 2.0, step, 100) == pytest.approx(2.0 * share, abs=1e-12), (
-            step
-        )
+        rate = learning_rate(Schedule(**settings), 2.0, step, 100)
+        assert rate == pytest.approx(2.0 * share, abs=1e-12), step
 
 
 def test_the_learning_rate_follows_the_batch_by_the_rule():

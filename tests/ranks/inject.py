@@ -29,168 +29,164 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from tables import rows
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.errors import RunFailed
 
-POINTS = {
-    # states on a disk
-    "state_part": "fsdp_trainer.optim.offload.offloaded_optimizer:DiskOptimizer._update_in_memory",
-    "state_file": "fsdp_trainer.optim.offload.state_files:reserve",
-    "state_piece": "fsdp_trainer.optim.offload.state_files:move_piece",
-    "state_open": "fsdp_trainer.optim.offload.state_files:os.open",
-    # data
-    "row_read": "fsdp_trainer.data.order.mixture:Mixture.read_rows",
-    "batch_read": "fsdp_trainer.training.batches:Assembler.assemble",
-    "stream_read": "fsdp_trainer.data.stream.row_stream:read_unit",
-    "stream_step": "fsdp_trainer.training.streamed_source:StreamFeed.next_step",
-    "stream_waits": "fsdp_trainer.training.streamed_source:StreamFeed._report_waiting",
-    "file_read": "fsdp_trainer.data.store.tokenize_tasks:read_unit",
-    "file_hash": "fsdp_trainer.data.store.fingerprint:content_hash",
-    "tokenize_texts": "fsdp_trainer.data.tokens.samples:SampleBuilder.tokenize",
-    "tokenize_part": "fsdp_trainer.data.store.tokenize_tasks:tokenize",
-    "worker_task": "fsdp_trainer.data.store.tokenize_workers:_send_next",
-    "list_tasks": "fsdp_trainer.data.store.component_store:ComponentStores._tasks",
-    "prepare": "fsdp_trainer.data.store.component_store:ComponentStores._make",
-    "remote_open": "fsdp_trainer.data.files.remote_files:url_to_fs",
-    "pack_rows": "fsdp_trainer.data.order.row_order:RowOrder._pack",
-    "plan_epoch": "fsdp_trainer.data.order.row_order:RowOrder._plan",
-    # a step
-    "build": "fsdp_trainer.run.run:build",
-    "fill": "fsdp_trainer.run.build:fill",
-    "fuses_update": "fsdp_trainer.run.build:fuses_update",
-    "train_step": "fsdp_trainer.training.step_runner:StepRunner.train_step",
-    "fit": "fsdp_trainer.training.trainer:Trainer.fit",
-    "learning_rate": "fsdp_trainer.training.trainer:learning_rate",
-    "objective": "fsdp_trainer.training.objective:CrossEntropy.__call__",
-    "rewarded_objective": "fsdp_trainer.methods.policy_gradient:PolicyGradient.__call__",
-    "reported_loss": "fsdp_trainer.training.step:negative_log_likelihood",
-    "compute_again": "fsdp_trainer.training.step:ForwardBackward.compute_separately",
-    "compare_copies": "fsdp_trainer.training.corruption:Corruption.check_copies",
-    "varlen_kernel": "fsdp_trainer.models.attention:_varlen",
-    "mixing_kinds": "fsdp_trainer.models.hf.probe:mixing_kinds",
-    "image_states": "fsdp_trainer.models.hf.image_tower:first_rows",
-    "rotary_embedding": "fsdp_trainer.models.decoder:rotate",
-    # checkpoints and exports
-    "checkpoint_write": "fsdp_trainer.checkpoint.store:write_file",
-    "checkpoint_complete": "fsdp_trainer.checkpoint.store:CheckpointStore._complete",
-    "checkpoint_wait": "fsdp_trainer.checkpoint.store:CheckpointStore.wait",
-    "mirror_put": "fsspec.implementations.local:LocalFileSystem.put_file",
-    "mirror_read": "fsdp_trainer.checkpoint.bucket:Bucket._blocks",
-    "tensor_read": "fsdp_trainer.checkpoint.formats.tensor_files:read",
-    "frozen_digest": "fsdp_trainer.checkpoint.frozen_weights:_digest",
-    "checksum": "fsdp_trainer.checkpoint.atomic_files:checksum",
-    "commit": "fsdp_trainer.checkpoint.atomic_files:commit",
-    "export_write": "fsdp_trainer.checkpoint.formats.safetensors_file:write",
-    "export_threads": "fsdp_trainer.checkpoint.exports.hf_folder:in_threads",
-    # records and trackers
-    "records_write": "fsdp_trainer.observe.records:Records.write",
-    "event": "fsdp_trainer.observe.records:Records.event",
-    "say": "fsdp_trainer.observe.console:Console.say",
-    "open_tracker": "fsdp_trainer.observe.tracker_threads:open_tracker",
-    # ranks, nodes and machines
-    "destroy_groups": "torch.distributed:destroy_process_group",
-    "wait_for_node": "fsdp_trainer.launch.world:World.rank0_then_nodes_then_all",
-    "join_world": "fsdp_trainer.launch.world:rendezvous",
-    "node_joins": "fsdp_trainer.launch.nodes:Meeting.accept",
-    "node": "fsdp_trainer.launch.start:Node",
-    "start_rank": "fsdp_trainer.launch.start:start_process",
-    "run_claim": "fsdp_trainer.run.run_lock:RunLock.read",
-    "cuda_runtime": "torch.cuda:cudart",
-    "device_memory": "fsdp_trainer.parallel.memory_check:device_bytes",
-    "host_memory": "fsdp_trainer.parallel.memory_check:host_bytes",
-    "free_memory": "fsdp_trainer.parallel.parallelize:free_bytes",
-    "device_files": "fsdp_trainer.config.devices:glob",
-    "device_speed": "fsdp_trainer.apps.doctor.speed:products",
-    "link_speed": "fsdp_trainer.apps.doctor.speed:there_and_back",
-    "disk_speed": "fsdp_trainer.apps.doctor.speed:disk",
-    "float8_gains": "fsdp_trainer.parallel.convert:worth_float8",
-    "versions": "fsdp_trainer.launch.facts:versions",
-    "torch_version": "fsdp_trainer.config.rules.rules_computing:version",
-    "job_fits": "fsdp_trainer.apps.sweep.sweep:does_not_fit",
-    "check_job": "fsdp_trainer.apps.sweep.sweep:Jobs._check",
-    "make_plan": "fsdp_trainer.planning.plan.plan:make_plan",
-    "sweep_extra": "fsdp_trainer.config.composing.sweep_overrides:find_spec",
-    # the watchdog
-    "rank_slots": "fsdp_trainer.base.slots:read_slots",
-    "starved_for": "fsdp_trainer.launch.watchdog:Watchdog.starved_for",
-    "ask_for_stacks": "fsdp_trainer.launch.watchdog:Watchdog.ask_for_stacks",
-    "reads_disk": "fsdp_trainer.launch.watchdog:reads_disk",
-    "suspended": "fsdp_trainer.launch.watchdog:suspended",
-}
+POINTS = dict(
+    rows("""
+# states on a disk
+state_part → fsdp_trainer.optim.offload.offloaded_optimizer:DiskOptimizer._update_in_memory
+state_file → fsdp_trainer.optim.offload.state_files:reserve
+state_piece → fsdp_trainer.optim.offload.state_files:move_piece
+state_open → fsdp_trainer.optim.offload.state_files:os.open
+# data
+row_read → fsdp_trainer.data.order.mixture:Mixture.read_rows
+batch_read → fsdp_trainer.training.batches:Assembler.assemble
+stream_read → fsdp_trainer.data.stream.row_stream:read_unit
+stream_step → fsdp_trainer.training.streamed_source:StreamFeed.next_step
+stream_waits → fsdp_trainer.training.streamed_source:StreamFeed._report_waiting
+file_read → fsdp_trainer.data.store.tokenize_tasks:read_unit
+file_hash → fsdp_trainer.data.store.fingerprint:content_hash
+tokenize_texts → fsdp_trainer.data.tokens.samples:SampleBuilder.tokenize
+tokenize_part → fsdp_trainer.data.store.tokenize_tasks:tokenize
+worker_task → fsdp_trainer.data.store.tokenize_workers:_send_next
+list_tasks → fsdp_trainer.data.store.component_store:ComponentStores._tasks
+prepare → fsdp_trainer.data.store.component_store:ComponentStores._make
+remote_open → fsdp_trainer.data.files.remote_files:url_to_fs
+pack_rows → fsdp_trainer.data.order.row_order:RowOrder._pack
+plan_epoch → fsdp_trainer.data.order.row_order:RowOrder._plan
+# a step
+build → fsdp_trainer.run.run:build
+fill → fsdp_trainer.run.build:fill
+fuses_update → fsdp_trainer.run.build:fuses_update
+train_step → fsdp_trainer.training.step_runner:StepRunner.train_step
+fit → fsdp_trainer.training.trainer:Trainer.fit
+learning_rate → fsdp_trainer.training.trainer:learning_rate
+objective → fsdp_trainer.training.objective:CrossEntropy.__call__
+rewarded_objective → fsdp_trainer.methods.policy_gradient:PolicyGradient.__call__
+reported_loss → fsdp_trainer.training.step:negative_log_likelihood
+compute_again → fsdp_trainer.training.step:ForwardBackward.compute_separately
+compare_copies → fsdp_trainer.training.corruption:Corruption.check_copies
+varlen_kernel → fsdp_trainer.models.attention:_varlen
+mixing_kinds → fsdp_trainer.models.hf.probe:mixing_kinds
+image_states → fsdp_trainer.models.hf.image_tower:first_rows
+rotary_embedding → fsdp_trainer.models.decoder:rotate
+# checkpoints and exports
+checkpoint_write → fsdp_trainer.checkpoint.store:write_file
+checkpoint_complete → fsdp_trainer.checkpoint.store:CheckpointStore._complete
+checkpoint_wait → fsdp_trainer.checkpoint.store:CheckpointStore.wait
+mirror_put → fsspec.implementations.local:LocalFileSystem.put_file
+mirror_read → fsdp_trainer.checkpoint.bucket:Bucket._blocks
+tensor_read → fsdp_trainer.checkpoint.formats.tensor_files:read
+frozen_digest → fsdp_trainer.checkpoint.frozen_weights:_digest
+checksum → fsdp_trainer.checkpoint.atomic_files:checksum
+commit → fsdp_trainer.checkpoint.atomic_files:commit
+export_write → fsdp_trainer.checkpoint.formats.safetensors_file:write
+export_threads → fsdp_trainer.checkpoint.exports.hf_folder:in_threads
+# records and trackers
+records_write → fsdp_trainer.observe.records:Records.write
+event → fsdp_trainer.observe.records:Records.event
+say → fsdp_trainer.observe.console:Console.say
+open_tracker → fsdp_trainer.observe.tracker_threads:open_tracker
+# ranks, nodes and machines
+destroy_groups → torch.distributed:destroy_process_group
+wait_for_node → fsdp_trainer.launch.world:World.rank0_then_nodes_then_all
+join_world → fsdp_trainer.launch.world:rendezvous
+node_joins → fsdp_trainer.launch.nodes:Meeting.accept
+node → fsdp_trainer.launch.start:Node
+start_rank → fsdp_trainer.launch.start:start_process
+run_claim → fsdp_trainer.run.run_lock:RunLock.read
+cuda_runtime → torch.cuda:cudart
+device_memory → fsdp_trainer.parallel.memory_check:device_bytes
+host_memory → fsdp_trainer.parallel.memory_check:host_bytes
+free_memory → fsdp_trainer.parallel.parallelize:free_bytes
+device_files → fsdp_trainer.config.devices:glob
+device_speed → fsdp_trainer.apps.doctor.speed:products
+link_speed → fsdp_trainer.apps.doctor.speed:there_and_back
+disk_speed → fsdp_trainer.apps.doctor.speed:disk
+float8_gains → fsdp_trainer.parallel.convert:worth_float8
+versions → fsdp_trainer.launch.facts:versions
+torch_version → fsdp_trainer.config.rules.rules_computing:version
+job_fits → fsdp_trainer.apps.sweep.sweep:does_not_fit
+check_job → fsdp_trainer.apps.sweep.sweep:Jobs._check
+make_plan → fsdp_trainer.planning.plan.plan:make_plan
+sweep_extra → fsdp_trainer.config.composing.sweep_overrides:find_spec
+# the watchdog
+rank_slots → fsdp_trainer.base.slots:read_slots
+starved_for → fsdp_trainer.launch.watchdog:Watchdog.starved_for
+ask_for_stacks → fsdp_trainer.launch.watchdog:Watchdog.ask_for_stacks
+reads_disk → fsdp_trainer.launch.watchdog:reads_disk
+suspended → fsdp_trainer.launch.watchdog:suspended
+""")
+)
 """Functions and methods that can be replaced, by a name for what they do."""
 
 SETTINGS = {
-    "state_file_bytes": ["fsdp_trainer.optim.offload.parts:FILE_BYTES"],
-    "state_part_bytes": ["fsdp_trainer.optim.offload.parts:PART_BYTES"],
-    "state_sliced_bytes": ["fsdp_trainer.optim.offload.parts:SLICED_BYTES"],
-    "state_quantum": ["fsdp_trainer.optim.offload.parts:QUANTUM"],
-    "save_pauses": ["fsdp_trainer.training.after_step.saving:pauses"],
-    "signal_echo_seconds": [
-        "fsdp_trainer.training.stopping.signals:ECHO_SECONDS",
-        "fsdp_trainer.launch.start:ECHO_SECONDS",
-    ],
-    "shared_folder_lag_seconds": ["fsdp_trainer.run.run_lock:LAG_SECONDS"],
-    "beat_seconds": ["fsdp_trainer.training.setup.run_inputs:BEAT_SECONDS"],
-    "stream_round_seconds": ["fsdp_trainer.training.streamed_source:ROUND_SECONDS"],
-    "stream_rounds_told": ["fsdp_trainer.training.streamed_source:ROUNDS_PER_MESSAGE"],
-    "mixture_version": ["fsdp_trainer.data.order.mixture:VERSION"],
-    "order_mapped_from": [
-        "fsdp_trainer.data.order.row_order:MAPPED_FROM",
-        "fsdp_trainer.data.store.token_store:MAPPED_FROM",
-    ],
-    "remembered_steps": ["fsdp_trainer.rl.rounds.rollout_source:REMEMBERED_STEPS"],
-    "attention_length_multiple": ["fsdp_trainer.models.document_calls:LENGTH_MULTIPLE"],
-    "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
-    "template_seconds": ["fsdp_trainer.data.templates.chat_template:SECONDS"],
-    "tokenizer_overlap": ["fsdp_trainer.data.tokens.tokenizer:OVERLAP"],
-    "tokenizer_long_text": ["fsdp_trainer.data.tokens.tokenizer:LONG"],
-    "words_kept_characters": ["fsdp_trainer.data.tokens.word_cache:CHARACTERS"],
-    "tokenize_chunk": ["fsdp_trainer.data.store.tokenize_tasks:CHUNK"],
-    "largest_document": ["fsdp_trainer.data.token_files.token_file:LARGEST_DOCUMENT"],
-    "shard_tokens": ["fsdp_trainer.data.token_files.write_token_files:SHARD_TOKENS"],
-    "smallest_part": ["fsdp_trainer.data.store.component_store:SMALLEST"],
-    "fewest_parts": ["fsdp_trainer.data.store.component_store:FEWEST"],
-    "worth_processes": ["fsdp_trainer.data.store.component_store:WORTH_PROCESSES"],
-    "tokens_version": ["fsdp_trainer.data.store.fingerprint:TOKENS_VERSION"],
-    "settled_seconds": ["fsdp_trainer.data.store.fingerprint:SETTLED_SECONDS"],
-    "json_chunk": ["fsdp_trainer.data.files.json_values:CHUNK"],
-    "longest_row": [
-        "fsdp_trainer.data.files.json_values:LONGEST",
-        "fsdp_trainer.data.files.csv_rows:LONGEST",
-        "fsdp_trainer.data.files.tables:LONGEST",
-        "fsdp_trainer.data.files.file_splits:LONGEST",
-    ],
-    "most_values": [
-        "fsdp_trainer.data.files.json_values:MOST_VALUES",
-        "fsdp_trainer.data.files.csv_rows:MOST_VALUES",
-        "fsdp_trainer.data.files.file_splits:MOST_VALUES",
-    ],
-    "unpacked_freely": [
-        "fsdp_trainer.base.unpacked:UNPACKED_FREELY",
-        "fsdp_trainer.data.files.table_sizes:UNPACKED_FREELY",
-    ],
-    "checkpoint_window_bytes": ["fsdp_trainer.checkpoint.shards:WINDOW_BYTES"],
-    "tensor_piece_bytes": ["fsdp_trainer.checkpoint.formats.tensor_files:PIECE_BYTES"],
-    "records_kept_bytes": ["fsdp_trainer.observe.records:KEPT_BYTES"],
-    "slow_disk_seconds": ["fsdp_trainer.observe.records:SLOW_SECONDS"],
-    "tracker_close_seconds": ["fsdp_trainer.observe.tracker_threads:CLOSE_SECONDS"],
-    "tracker_waiting": ["fsdp_trainer.observe.tracker_threads:WAITING"],
-    "report_read_bytes": ["fsdp_trainer.apps.report.read:READ_BYTES"],
-    "report_rows": ["fsdp_trainer.apps.report.read:ROWS"],
-    "logit_factors": ["fsdp_trainer.models.hf.probe:FACTORS"],
-    "compile_backend": ["fsdp_trainer.parallel.compile:BACKEND"],
-    "float8_emulated": ["fsdp_trainer.parallel.convert:EMULATED"],
-    "collective_sizes": ["fsdp_trainer.apps.doctor.speed:SIZES"],
-    "measure_seconds": ["fsdp_trainer.apps.doctor.speed:WINDOW_SECONDS"],
-    "launch_grace_seconds": ["fsdp_trainer.launch.start:GRACE_SECONDS"],
-    "node_answer_seconds": ["fsdp_trainer.launch.nodes:ANSWER_SECONDS"],
-    "node_name_seconds": ["fsdp_trainer.launch.nodes:NAME_SECONDS"],
-    "slurm_look_seconds": ["fsdp_trainer.apps.sweep.slurm:LOOK_SECONDS"],
-    "slurm_requeue_seconds": ["fsdp_trainer.apps.sweep.slurm:REQUEUE_SECONDS"],
-    "sweep_look_seconds": ["fsdp_trainer.apps.sweep.sweep:LOOK_SECONDS"],
-    "sweep_read_seconds": ["fsdp_trainer.apps.sweep.sweep:READ_SECONDS"],
-    "sweep_tell_seconds": ["fsdp_trainer.apps.sweep.jobs:TELL_EVERY_SECONDS"],
+    name: places.split()
+    for name, places in rows("""
+state_file_bytes → fsdp_trainer.optim.offload.parts:FILE_BYTES
+state_part_bytes → fsdp_trainer.optim.offload.parts:PART_BYTES
+state_sliced_bytes → fsdp_trainer.optim.offload.parts:SLICED_BYTES
+state_quantum → fsdp_trainer.optim.offload.parts:QUANTUM
+save_pauses → fsdp_trainer.training.after_step.saving:pauses
+signal_echo_seconds → fsdp_trainer.training.stopping.signals:ECHO_SECONDS
+  fsdp_trainer.launch.start:ECHO_SECONDS
+shared_folder_lag_seconds → fsdp_trainer.run.run_lock:LAG_SECONDS
+beat_seconds → fsdp_trainer.training.setup.run_inputs:BEAT_SECONDS
+stream_round_seconds → fsdp_trainer.training.streamed_source:ROUND_SECONDS
+stream_rounds_told → fsdp_trainer.training.streamed_source:ROUNDS_PER_MESSAGE
+mixture_version → fsdp_trainer.data.order.mixture:VERSION
+order_mapped_from → fsdp_trainer.data.order.row_order:MAPPED_FROM
+  fsdp_trainer.data.store.token_store:MAPPED_FROM
+remembered_steps → fsdp_trainer.rl.rounds.rollout_source:REMEMBERED_STEPS
+attention_length_multiple → fsdp_trainer.models.document_calls:LENGTH_MULTIPLE
+optimizer_chunk → fsdp_trainer.optim.compact:CHUNKS
+template_seconds → fsdp_trainer.data.templates.chat_template:SECONDS
+tokenizer_overlap → fsdp_trainer.data.tokens.tokenizer:OVERLAP
+tokenizer_long_text → fsdp_trainer.data.tokens.tokenizer:LONG
+words_kept_characters → fsdp_trainer.data.tokens.word_cache:CHARACTERS
+tokenize_chunk → fsdp_trainer.data.store.tokenize_tasks:CHUNK
+largest_document → fsdp_trainer.data.token_files.token_file:LARGEST_DOCUMENT
+shard_tokens → fsdp_trainer.data.token_files.write_token_files:SHARD_TOKENS
+smallest_part → fsdp_trainer.data.store.component_store:SMALLEST
+fewest_parts → fsdp_trainer.data.store.component_store:FEWEST
+worth_processes → fsdp_trainer.data.store.component_store:WORTH_PROCESSES
+tokens_version → fsdp_trainer.data.store.fingerprint:TOKENS_VERSION
+settled_seconds → fsdp_trainer.data.store.fingerprint:SETTLED_SECONDS
+json_chunk → fsdp_trainer.data.files.json_values:CHUNK
+longest_row → fsdp_trainer.data.files.json_values:LONGEST
+  fsdp_trainer.data.files.csv_rows:LONGEST
+  fsdp_trainer.data.files.tables:LONGEST
+  fsdp_trainer.data.files.file_splits:LONGEST
+most_values → fsdp_trainer.data.files.json_values:MOST_VALUES
+  fsdp_trainer.data.files.csv_rows:MOST_VALUES
+  fsdp_trainer.data.files.file_splits:MOST_VALUES
+unpacked_freely → fsdp_trainer.base.unpacked:UNPACKED_FREELY
+  fsdp_trainer.data.files.table_sizes:UNPACKED_FREELY
+checkpoint_window_bytes → fsdp_trainer.checkpoint.shards:WINDOW_BYTES
+tensor_piece_bytes → fsdp_trainer.checkpoint.formats.tensor_files:PIECE_BYTES
+records_kept_bytes → fsdp_trainer.observe.records:KEPT_BYTES
+slow_disk_seconds → fsdp_trainer.observe.records:SLOW_SECONDS
+tracker_close_seconds → fsdp_trainer.observe.tracker_threads:CLOSE_SECONDS
+tracker_waiting → fsdp_trainer.observe.tracker_threads:WAITING
+report_read_bytes → fsdp_trainer.apps.report.read:READ_BYTES
+report_rows → fsdp_trainer.apps.report.read:ROWS
+logit_factors → fsdp_trainer.models.hf.probe:FACTORS
+compile_backend → fsdp_trainer.parallel.compile:BACKEND
+float8_emulated → fsdp_trainer.parallel.convert:EMULATED
+collective_sizes → fsdp_trainer.apps.doctor.speed:SIZES
+measure_seconds → fsdp_trainer.apps.doctor.speed:WINDOW_SECONDS
+launch_grace_seconds → fsdp_trainer.launch.start:GRACE_SECONDS
+node_answer_seconds → fsdp_trainer.launch.nodes:ANSWER_SECONDS
+node_name_seconds → fsdp_trainer.launch.nodes:NAME_SECONDS
+slurm_look_seconds → fsdp_trainer.apps.sweep.slurm:LOOK_SECONDS
+slurm_requeue_seconds → fsdp_trainer.apps.sweep.slurm:REQUEUE_SECONDS
+sweep_look_seconds → fsdp_trainer.apps.sweep.sweep:LOOK_SECONDS
+sweep_read_seconds → fsdp_trainer.apps.sweep.sweep:READ_SECONDS
+sweep_tell_seconds → fsdp_trainer.apps.sweep.jobs:TELL_EVERY_SECONDS
+""")
 }
 """Constants by a name for what they limit, each with every module that has a copy."""
 

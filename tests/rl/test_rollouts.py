@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from named_runs import GRPO
 from recipe import planned
 from small_decoder import small_decoder
@@ -209,22 +210,22 @@ def by_token(answers):
     return mask, old, gain
 
 
-OPTIONS = [
-    {"weighting": "dapo", "kl": 0.1, "temperature": 1.5},
-    {"weighting": "dapo", "updates": 2, "clip_high": 0.3},
-    {"weighting": "grpo", "updates": 2, "importance_cap": 50.0},
-    {"weighting": "grpo", "kl": 0.04, "updates": 2, "clip_high": 0.3},
-    {"weighting": "dr_grpo", "kl": 0.1, "updates": 2, "clip_high": 0.28},
-    {"weighting": "dr_grpo"},
-    {"weighting": "dapo", "surrogate": "cispo", "updates": 2, "clip_high": 0.1},
-    {"weighting": "dapo", "surrogate": "cispo"},
-    {"weighting": "dapo", "importance_cap": 2.0, "server": "http://localhost"},
-    {"weighting": "grpo", "importance_cap": 1.2, "ahead": 1, "kl": 0.04},
-]
-GSPO = [
-    {"weighting": "grpo", "surrogate": "gspo", "updates": 2, "clip_high": 0.3},
-    {"weighting": "grpo", "surrogate": "gspo"},
-]
+OPTIONS = yaml.safe_load("""
+- {weighting: dapo, kl: 0.1, temperature: 1.5}
+- {weighting: dapo, updates: 2, clip_high: 0.3}
+- {weighting: grpo, updates: 2, importance_cap: 50.0}
+- {weighting: grpo, kl: 0.04, updates: 2, clip_high: 0.3}
+- {weighting: dr_grpo, kl: 0.1, updates: 2, clip_high: 0.28}
+- {weighting: dr_grpo}
+- {weighting: dapo, surrogate: cispo, updates: 2, clip_high: 0.1}
+- {weighting: dapo, surrogate: cispo}
+- {weighting: dapo, importance_cap: 2.0, server: "http://localhost"}
+- {weighting: grpo, importance_cap: 1.2, ahead: 1, kl: 0.04}
+""")
+GSPO = yaml.safe_load("""
+- {weighting: grpo, surrogate: gspo, updates: 2, clip_high: 0.3}
+- {weighting: grpo, surrogate: gspo}
+""")
 """Its ratio is one of an answer, so all tokens of an answer have the same advantage."""
 
 

@@ -3,8 +3,9 @@
     make fuzz SEED=2 N=50       # the first 50 combinations of another seed
     make covering               # writes covering_array.json again, after a new value of a dimension
 
-A combination has a value of each dimension in `TASK` and in `LAYOUT`. Its run has all of them, the
-reference those of TASK only: one rank, one micro-batch a step, nothing recomputed or offloaded.
+A combination has a value of each dimension of dimensions.yaml, in `TASK` and in `LAYOUT`. Its run
+has all of them, the reference those of TASK only: one rank, one micro-batch a step, nothing
+recomputed or offloaded.
 Metrics of every step and exported weights must be equal within the tolerance of the optimizer.
 
 A value may be written in several ways, which take turns, those of few ranks more often.
@@ -24,11 +25,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import inject
 import torch
+import yaml
 from image_models import make_image_folder, write_pictures
 from pairs import write_labelled, write_pairs
 from stored import tensors
@@ -52,201 +55,22 @@ BASE = [
     *SMALL, "batch.micro_rows=8", "schedule=constant", "tokenizer.path=demo:bytes",
     "checkpoint.export_hf=true", "launch.device=cpu",
 ]  # fmt: skip
-PAIRS = "data.path=DATA/pairs.jsonl batch.seq_len=128"
-GRPO = (
-    "objective=grpo"
-    " objective.rewards=[{name:regex,pattern:'[a-z]'},{name:length,max:4,unit:tokens}]"
-    " data.path=demo:sums objective.max_new_tokens=6 objective.samples=4"
-)
-VISION = "model=auto model.init_from=DATA/vision"
-EXPERTS = "model.num_experts=4 model.num_experts_per_tok=2 model.moe_intermediate_size=12"
-TASK: dict[str, list[Value]] = {
-    "method": [
-        (
-            "objective=sft data.path=DATA/chats.jsonl",
-            "objective=sft data.path=DATA/weighted.jsonl",
-            "objective=sft data.path=[{path:DATA/chats.jsonl,weight:0.7}"
-            ",{path:DATA/weighted.jsonl,weight:0.3}]",
-        ),
-        ("data=pretrain data.path=DATA/texts.jsonl",),
-        (
-            f"objective=dpo {PAIRS} objective.label_smoothing=0.1",
-            f"objective=simpo {PAIRS} objective.gamma=0.5 objective.sft_weight=0.3",
-            f"objective=ipo {PAIRS}",
-            f"objective=orpo {PAIRS}",
-        ),
-        ("objective=kto data.path=DATA/labelled.jsonl batch.seq_len=128",),
-        (f"objective=reward {PAIRS} objective.center_weight=0.01",),
-        (
-            "objective=distil data.path=DATA/chats.jsonl objective.teacher=DATA/teacher",
-            "objective=distil data.path=DATA/chats.jsonl objective.teacher=DATA/teacher"
-            " objective.top_k=5 objective.divergence=reverse",
-        ),
-        (
-            f"{GRPO} objective.updates=2 objective.weighting=dr_grpo",
-            f"{GRPO} objective.kl=0.1 objective.weighting=grpo objective.temperature=1.5",
-            GRPO,
-        ),
-        (
-            "objective=sft data.path=DATA/images.jsonl data.format=messages batch.seq_len=128"
-            f" {VISION}/llava",
-            "objective=sft data.path=DATA/images.jsonl data.format=messages batch.seq_len=128"
-            f" {VISION}/qwen3_vl",
-        ),
-    ],
-    "family": [
-        ("model.family=llama", "model.family=olmo2 model.num_key_value_heads=4"),
-        ("model.family=qwen3 model.head_dim=16", "model.family=qwen2"),
-        (
-            "model.family=mistral model.sliding_window=12",
-            "model.family=phi3 model.sliding_window=12",
-        ),
-        (
-            f"model.family=qwen3_moe {EXPERTS} model.mlp_only_layers=[1]",
-            f"model.family=qwen2_moe {EXPERTS} model.shared_expert_intermediate_size=20",
-            "model.family=mixtral model.num_experts=4 model.sliding_window=16",
-            "model.family=olmoe model.num_experts=4 model.num_key_value_heads=4",
-        ),
-        (
-            f"model.family=deepseek_v3 {EXPERTS} model.head_dim=null model.num_key_value_heads=4"
-            " model.q_lora_rank=12 model.kv_lora_rank=10 model.qk_nope_head_dim=4"
-            " model.qk_rope_head_dim=4 model.v_head_dim=6 model.n_group=2 model.topk_group=1",
-        ),
-        ("model.family=gpt_oss model.num_experts=4 model.sliding_window=12",),
-        (
-            "model.family=gemma2 model.sliding_window=12 model.final_logit_softcapping=5"
-            " model.attn_logit_softcapping=3",
-            "model.family=gemma3_text model.sliding_window=12",
-        ),
-    ],
-    "optim": [
-        # with the default eps, Adam would amplify gradients that are only rounding
-        ("optim=adamw optim.eps=1e-3", "optim=adamw optim.eps=1e-3 optim.implementation=foreach"),
-        ("optim=adamw_8bit optim.eps=1e-3", "optim=adamw_bf16 optim.eps=1e-3"),
-        (
-            "optim=muon optim.ns_dtype=float32 optim.eps=1e-3",
-            "optim=normuon optim.ns_dtype=float32 optim.eps=1e-3",
-        ),
-        ("optim=lion optim.lr=1e-3", "optim=sgd optim.lr=0.1"),
-        ("optim=lamb optim.eps=1e-3", "optim=lars optim.lr=3"),
-    ],
-    "adapter": [
-        ("",),
-        (
-            "adapter=lora adapter.rank=4",
-            "adapter=lora adapter.rank=2 adapter.targets=[all,experts]",
-            "adapter=lora adapter.rank=4 adapter.also=[head,norms]",
-        ),
-        ("adapter=dora adapter.rank=4",),
-        (
-            "adapter=qlora adapter.rank=2 model.hidden_size=128 model.intermediate_size=128"
-            " model.head_dim=32",
-        ),
-    ],
-    "precision": [("",), ("precision.param_dtype=bfloat16",)],
-    "blocks": [("",), ("model.num_hidden_layers=4", "model.num_hidden_layers=3")],
-    "embedding": [
-        (
-            "model.tie_word_embeddings=true",
-            "model.tie_word_embeddings=true model.vocab_multiple=48",
-        ),
-        (
-            "model.tie_word_embeddings=false",
-            "model.tie_word_embeddings=false model.attention_bias=true",
-        ),
-    ],
-    "loss": [
-        ("",),
-        ("loss.z_loss=1e-3", "loss.label_smoothing=0.1"),
-        ("loss.load_balancing=0.1 loss.router_z_loss=1e-2", "loss.bias_update_speed=0.01"),
-    ],
-    "rows": [
-        ("batch.rows=4", "batch.rows=5", "batch.rows=6"),
-        ("batch.rows=4 data.packing=none", "batch.rows=5 data.packing=none data.pad_to_multiple=8"),
-    ],
-    "stream": [("",), ("data.streaming=true",)],
-    "clip": [
-        ("",),
-        ("optim.grad_clip=0.1", "optim.grad_clip=null", "optim.grad_clip_value=0.01"),
-    ],
-    "freeze": [("",), ("train.freeze=[*embed_tokens*]", "train.freeze=[*.layers.0.*_proj.weight]")],
-    "validation": [("",), ("data.validation=0.2 train.validate_every=2",)],
-}
-"""Words of the reference and of the run, by dimension; the first value is the simplest."""
-LAYOUT: dict[str, list[Value]] = {
-    "ranks": [
-        (f"{RANKS}2", f"{RANKS}3"),
-        (
-            f"{RANKS}2 sharding=ddp",
-            f"{RANKS}2 sharding=hsdp sharding.replicas=2",
-            f"{RANKS}4 sharding=hsdp sharding.replicas=2",
-        ),
-        (
-            f"{RANKS}2 sharding.tensor=2",
-            f"{RANKS}4 sharding=ddp sharding.tensor=2",
-        ),
-        (
-            f"{RANKS}2 sharding.context=2",
-            f"{RANKS}2 sharding.context=2 sharding.context_method=ring",
-            f"{RANKS}2 sharding.context=2 sharding.context_method=gathered",
-            f"{RANKS}4 sharding.tensor=2 sharding.context=2",
-        ),
-        (
-            f"{RANKS}2 sharding.pipeline=2",
-            f"{RANKS}2 sharding.pipeline=2 sharding.pipeline_schedule=gpipe",
-            f"{RANKS}2 sharding.pipeline=2 sharding.pipeline_schedule=interleaved",
-            f"{RANKS}4 sharding.pipeline=2 sharding.pipeline_schedule=zbv sharding.tensor=2",
-            f"{RANKS}4 sharding.pipeline=2 sharding.context=2 sharding=ddp",
-        ),
-        (
-            f"{RANKS}2 sharding.expert=2",
-            f"{RANKS}2 sharding.expert=2 sharding.tensor=2",
-            f"{RANKS}4 sharding.expert=4 sharding.context=2",
-            f"{RANKS}4 sharding.expert=2 sharding.pipeline=2",
-            f"{RANKS}4 sharding.expert=2 sharding=hsdp sharding.replicas=2",
-        ),
-    ],
-    "micro": [("batch.micro_rows=1", "batch.micro_rows=3"), ("batch.micro_rows=2",)],
-    "recompute": [
-        ("",),
-        (
-            "activation_checkpoint=full",
-            "activation_checkpoint=full activation_checkpoint.every=2",
-            "activation_checkpoint.offload=true",
-        ),
-        (
-            "activation_checkpoint=selective",
-            "activation_checkpoint=selective activation_checkpoint.save=[attention]",
-        ),
-    ],
-    "gather": [
-        ("",),
-        (
-            "sharding.reshard_after_forward=true",
-            "sharding.blocks_per_unit=2",
-            "sharding.prefetch=2",
-            "sharding.prefetch=0 sharding.blocks_per_unit=2",
-            "sharding.reshard_after_forward=2",
-            "sharding.separate_reduce_scatter=true sharding.reduce_scatter_buffers=2",
-        ),
-        ("optim.offload=cpu", "sharding.cpu_offload=true", "optim.offload=disk"),
-        ("sharding.quantize=both", "sharding.quantize=gradients sharding.error_feedback=true"),
-    ],
-    "accumulate": [("",), ("sharding.accumulate=unsharded",)],
-    "attention": [("",), ("model.attention=mask", "model.attention=documents")],
-    "check": [("",), ("train.check_every=1", "data.prefetch=2")],
-    "resume": [
-        ("",),
-        (
-            f"{THEN} {RANKS}2 sharding=ddp",
-            f"{THEN} {RANKS}2 sharding.tensor=2",
-            f"{THEN} {RANKS}1",
-            f"{THEN} {RANKS}2 sharding.pipeline=2 batch.micro_rows=1",
-        ),
-    ],
-    "start": [("",), ("model=auto model.init_from=HERE/start/hf",)],
-}
-"""Words of the run only, by dimension."""
+WRITTEN = yaml.safe_load(Path(__file__).with_name("dimensions.yaml").read_text())
+
+
+def dimensions(part: str) -> dict[str, list[Value]]:
+    """Return the values of each dimension of a part of the file."""
+    return {
+        name: [
+            tuple(Template(way).substitute(WRITTEN["names"]) for way in value) for value in values
+        ]
+        for name, values in WRITTEN[part].items()
+    }
+
+
+TASK, LAYOUT = dimensions("task"), dimensions("layout")
+"""Words of the reference and of the run; and those of the run only. The first value of a dimension
+is the simplest."""
 WITH_A_FOLDER = ("model=auto", "model.init_from", "model.attention=", "model.vocab_multiple")
 """Beginnings of the words about the model that a run has which starts from a folder."""
 DIMENSIONS = TASK | LAYOUT

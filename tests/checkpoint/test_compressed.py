@@ -5,6 +5,7 @@ import torch
 from foreign import export, of
 from safetensors.torch import save_file
 from stored import tensors
+from tables import rows
 from world import read_json
 from zoo import make_folder
 
@@ -26,14 +27,14 @@ BITS = {"fp8": 8, "int8": 8, "int4": 4}
 
 @pytest.mark.parametrize(
     "family, kind",
-    [
-        ("llama", "fp8"),
-        ("llama", "int8"),
-        ("qwen3", "int4"),
-        ("mixtral", "fp8"),
-        ("qwen2_moe", "int4"),
-        ("qwen3_moe", "fp8"),
-    ],
+    rows("""
+llama → fp8
+llama → int8
+qwen3 → int4
+mixtral → fp8
+qwen2_moe → int4
+qwen3_moe → fp8
+"""),
 )
 def test_each_number_is_within_half_a_step_and_the_model_is_nearly_the_same(tmp_path, family, kind):
     folder = make_folder(tmp_path / "hf", family, shard="100KB", **SIZES)

@@ -107,8 +107,12 @@ def test_writes_that_fail_for_two_steps_cost_one_checkpoint_and_no_line(train, l
     assert "metrics.jsonl cannot be written" in run.out
     assert "metrics.jsonl is written again; nothing is missing" in run.out
     assert [e["event"] for e in run.events] == [
-        "start", "checkpoint", "checkpoint_failed", "checkpoint", "end"
-    ]  # fmt: skip
+        "start",
+        "checkpoint",
+        "checkpoint_failed",
+        "checkpoint",
+        "end",
+    ]
 
 
 def remount(folder, how):

@@ -12,6 +12,7 @@ from image_models import make_image_folder
 from other_models import make_other_folder
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, newest, tensors
+from tables import rows
 from world import command, read_json, verify, write_json
 from zoo import HF, ZOO, make_folder, store_in_mxfp4
 
@@ -403,7 +404,11 @@ def test_broken_files_and_unexpected_tensors_are_listed_together(imported, tmp_p
 
 @pytest.mark.parametrize(
     "broken, named",
-    [("index", "safetensors"), ("nothing", "safetensors"), ("bin", "pytorch_model.bin")],
+    rows("""
+index → safetensors
+nothing → safetensors
+bin → pytorch_model.bin
+"""),
 )
 def test_folders_without_readable_weights_are_refused(tmp_path, broken, named):
     folder = make_folder(tmp_path / "in", shard="20KB")

@@ -9,6 +9,7 @@ from pathlib import Path
 import inject
 import pytest
 from stored import assert_undisturbed, checkpoint
+from tables import rows
 from world import RankFailed, cli, flip_bit, wait_for_step
 
 from fsdp_trainer.checkpoint.atomic_files import describe, manifest_text
@@ -139,12 +140,12 @@ def test_a_stop_waits_for_the_upload(mirrored):
 
 @pytest.mark.parametrize(
     "mirror, reason",
-    [
-        ("nosuch://bucket", "nosuch:// is not known"),
-        ("s3://bucket/runs", r"pip install 'fsdp_trainer[remote]'"),
-        ("https://host/runs", "is for reading: name a bucket"),
-        ("/dev/null/runs", "NotADirectoryError"),
-    ],
+    rows("""
+nosuch://bucket → nosuch:// is not known
+s3://bucket/runs → pip install 'fsdp_trainer[remote]'
+https://host/runs → is for reading: name a bucket
+/dev/null/runs → NotADirectoryError
+"""),
 )
 def test_a_mirror_that_cannot_be_used_is_one_message_before_any_step(train, mirror, reason):
     run = train("run", f"checkpoint.mirror={mirror}", code=2)

@@ -262,15 +262,15 @@ def calling(module, name, *texts):
 
 @pytest.mark.parametrize(
     "module, name",
-    [
-        ("torch.distributed.checkpoint.filesystem", "os.system"),
-        ("torch.distributed.checkpoint.format_utils", "torch_save_to_dcp"),
-        ("torch.distributed.checkpoint.metadata", "os"),
-        ("torch", "serialization.os.system"),
-        ("torch", "load"),
-        ("builtins", "eval"),
-        ("os", "system"),
-    ],
+    rows("""
+torch.distributed.checkpoint.filesystem → os.system
+torch.distributed.checkpoint.format_utils → torch_save_to_dcp
+torch.distributed.checkpoint.metadata → os
+torch → serialization.os.system
+torch → load
+builtins → eval
+os → system
+"""),
 )
 def test_nothing_that_a_description_names_is_imported_or_run(tmp_path, module, name):
     _, other = make_other(tmp_path)

@@ -12,6 +12,7 @@ from pairs import write_pairs
 from peft import PeftModel
 from safetensors.torch import load_file
 from stored import assert_near
+from tables import rows
 from transformers import AutoModelForCausalLM
 from world import cli, read_json, write_json, write_lines
 from zoo import make_folder
@@ -183,14 +184,14 @@ def test_a_plan_counts_the_model_of_transformers(folders, tmp_path):
 
 @pytest.mark.parametrize(
     "own, words",
-    [
-        ("sharding.tensor=2", "sharding.tensor=1"),
-        ("sharding.context=2", "sharding.context=1"),
-        ("sharding.pipeline=2", "sharding.pipeline=1"),
-        ("sharding.expert=2", "sharding.expert=1"),
-        ("model.hidden_size=96", "drop it"),
-        ("model.implementation=native", "is not computed here"),
-    ],
+    rows("""
+sharding.tensor=2 → sharding.tensor=1
+sharding.context=2 → sharding.context=1
+sharding.pipeline=2 → sharding.pipeline=1
+sharding.expert=2 → sharding.expert=1
+model.hidden_size=96 → drop it
+model.implementation=native → is not computed here
+"""),
 )
 def test_what_is_not_possible_is_refused_with_what_to_type(folders, own, words):
     data = "data.path=demo:backwards train.steps=1"

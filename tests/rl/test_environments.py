@@ -154,7 +154,12 @@ def test_a_wrong_environment_is_refused_before_any_code_runs(entry, part):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("None", "has no None"), ("Bare", "no step"), ("Good", "cannot be imported")]
+    "name, text",
+    rows("""
+None → has no None
+Bare → no step
+Good → cannot be imported
+"""),
 )
 def test_a_file_without_an_environment_says_what_it_lacks(tmp_path, name, text):
     file = tmp_path / "own.py"

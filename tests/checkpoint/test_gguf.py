@@ -335,8 +335,20 @@ def llama(*more, **changes):
     return [*(fact(name, *value) for name, value in (facts | changes).items()), *more]
 
 
-HEADS = "llama.attention.head_count"
+def listed(kind, count):
+    """Return a file with a list of so many values of a kind, none of which is there."""
+    return gguf_bytes([fact("a", LIST, struct.pack("<IQ", kind, count))])
+
+
+def held(*tensors, more=(), **changes):
+    """Return a file of a model with these tensors, by default a matrix."""
+    return gguf_bytes(llama(*more, **changes), tensors or [matrix()])
+
+
+HEADS, ARCHITECTURE = "llama.attention.head_count", "general.architecture"
 EXPERTS = [fact(f"llama.expert_{name}count", U32, u32(2)) for name in ("", "used_")]
+ALIGNMENT = fact("general.alignment", U32, u32(0))
+BASE = fact("llama.rope.freq_base", TEXT, as_text("x"))
 ENDS, NO_MODEL = "ends before", "describes no model"
 BROKEN = {
     "empty": (b"", "its first bytes are others"),
@@ -344,39 +356,31 @@ BROKEN = {
     "another order": (gguf_bytes([], version=3 << 24), "little-endian"),
     "facts": (gguf_bytes([], counts=(0, 2**60)), "is no GGUF file"),
     "tensors": (gguf_bytes([], counts=(2**60, 0)), "is no GGUF file"),
-    "list": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", U32, 2**60))]), ENDS),
-    "bytes": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", 0, 2**28))]), ENDS),
-    "texts": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", TEXT, 2**60))]), ENDS),
+    "list": (listed(U32, 2**60), ENDS),
+    "bytes": (listed(0, 2**28), ENDS),
+    "texts": (listed(TEXT, 2**60), ENDS),
     "text": (gguf_bytes([fact("a", TEXT, struct.pack("<Q", 2**63))]), ENDS),
     "lists": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", LIST, 1) * 3000)]), "unknown kind 9"),
     "kind": (gguf_bytes([fact("a", 77, b"")]), "unknown kind 77"),
-    "twice": (gguf_bytes([*llama(), *llama()]), "twice"),
-    "not UTF-8": (gguf_bytes(llama(**{"general.architecture": (TEXT, as_text(b"\xff"))})), "utf-8"),
-    "architecture": (
-        gguf_bytes(
-            llama(**{"general.architecture": (LIST, struct.pack("<IQ", U32, 0))}), [matrix()]
-        ),
-        "holds None",
-    ),
-    "alignment": (gguf_bytes(llama(fact("general.alignment", U32, u32(0)))), "general.alignment=0"),
-    "no heads": (gguf_bytes(llama(**{HEADS: (U32, u32(0))}), [matrix()]), NO_MODEL),
-    "heads": (gguf_bytes(llama(**{HEADS: (TEXT, as_text("4"))}), [matrix()]), "is no number"),
-    "base": (
-        gguf_bytes(llama(fact("llama.rope.freq_base", TEXT, as_text("x"))), [matrix()]),
-        "llama.rope.freq_base is no number",
-    ),
-    "vector": (gguf_bytes(llama(), [matrix(shape=(64,))]), "token_embd.weight is no matrix"),
+    "twice": (held(more=llama()), "twice"),
+    "not UTF-8": (held(**{ARCHITECTURE: (TEXT, as_text(b"\xff"))}), "utf-8"),
+    "architecture": (held(**{ARCHITECTURE: (LIST, struct.pack("<IQ", U32, 0))}), "holds None"),
+    "alignment": (held(more=[ALIGNMENT]), "general.alignment=0"),
+    "no heads": (held(**{HEADS: (U32, u32(0))}), NO_MODEL),
+    "heads": (held(**{HEADS: (TEXT, as_text("4"))}), "is no number"),
+    "base": (held(more=[BASE]), "llama.rope.freq_base is no number"),
+    "vector": (held(matrix(shape=(64,))), "token_embd.weight is no matrix"),
     "experts": (
-        gguf_bytes(llama(*EXPERTS), [matrix(), matrix("blk.0.ffn_gate_exps.weight", (64,))]),
+        held(matrix(), matrix("blk.0.ffn_gate_exps.weight", (64,)), more=EXPERTS),
         "blk.0.ffn_gate_exps.weight is no matrix",
     ),
-    "factors": (gguf_bytes(llama(), [matrix(), matrix("rope_freqs.weight", (8,))]), "in F32"),
-    "no factors": (gguf_bytes(llama(), [matrix(), matrix("rope_freqs.weight", (0,), 0)]), "of F32"),
-    "shape": (gguf_bytes(llama(), [matrix(shape=(2**40, 2**40))]), ENDS),
-    "dimensions": (gguf_bytes(llama(), [matrix(shape=(1,) * 9)]), "has 9 dimensions"),
-    "place": (gguf_bytes(llama(), [matrix(place=2**60)]), ENDS),
-    "numbers": (gguf_bytes(llama(), [matrix(kind=99)]), "99 is not a valid"),
-    "blocks": (gguf_bytes(llama(), [matrix(shape=(20, 256), kind=2)]), "in blocks of 32"),
+    "factors": (held(matrix(), matrix("rope_freqs.weight", (8,))), "in F32"),
+    "no factors": (held(matrix(), matrix("rope_freqs.weight", (0,), 0)), "of F32"),
+    "shape": (held(matrix(shape=(2**40, 2**40))), ENDS),
+    "dimensions": (held(matrix(shape=(1,) * 9)), "has 9 dimensions"),
+    "place": (held(matrix(place=2**60)), ENDS),
+    "numbers": (held(matrix(kind=99)), "99 is not a valid"),
+    "blocks": (held(matrix(shape=(20, 256), kind=2)), "in blocks of 32"),
 }
 
 

@@ -5,7 +5,7 @@ pip install llama-models fairscale   # Meta's own code
 pip install llama-cpp-python         # llama.cpp
 """
 
-import importlib.util
+import runpy
 
 import pytest
 import torch
@@ -31,10 +31,8 @@ LLAMA_3_1 = {
 
 def model_of_torchtitan():
     """Return torchtitan's own model, of the sizes of the fixtures."""
-    spec = importlib.util.spec_from_file_location("titan_write", WRITTEN / "write.py")
-    write = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(write)
-    model, _ = write.MODELS[write.release()]()
+    own = runpy.run_path(str(REPO / "tools/fixtures/titan_checkpoints.py"))
+    model, _ = own["MODELS"][own["release"]()]()
     return model
 
 

@@ -225,14 +225,6 @@ def start(model, one_rank=False):
     initialize_magnitudes(model)
 
 
-def imported(folder, sharding):
-    """Return the whole weights that ranks of a layout read from a folder."""
-    cfg = configuration({"sharding": sharding}, batch=batch_of(8))
-    model, _ = built(ModelConfig.from_hf(folder), cfg)
-    import_weights(model, folder)
-    return whole(dict(model.named_parameters()))
-
-
 def layout_of(cfg):
     """Return the layout of the ranks of the process group."""
     return Layout(cfg.sharding, dist.get_world_size(), cfg.batch)

@@ -248,14 +248,6 @@ def test_codes_do_not_depend_on_the_number_of_ranks_and_a_base_may_not_change(tr
     assert "in model.layers.1.mlp.down_proj.weight." in run.err
 
 
-def test_random_weights_of_4_bits_are_drawn_again(train):
-    how = [*QLORA, "precision.param_dtype=bfloat16"]
-    expected = train("whole", *how, ranks=2)
-    train("run", *how, "train.steps=2", ranks=2)
-    run = train("run", *how, ranks=2)
-    assert_same_end(run, expected)
-
-
 def test_a_checkpoint_can_be_the_base(train, ledger):
     first = ledger.run("plain on two")
     how = [*QLORA, f"model.init_from={first.folder}"]

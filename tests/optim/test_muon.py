@@ -45,16 +45,6 @@ def test_steps_are_those_of_torchs_muon_and_adamw(scale, theirs):
         assert torch.equal(parameter, named[name]), name
 
 
-def test_embedding_and_head_are_never_muons():
-    model = small()
-    optimizer = build_optimizer(model, Optim("muon"))
-    steps([optimizer], [model], 1)
-    for name, parameter in model.named_parameters():
-        state = set(optimizer.state[parameter])
-        assert ("momentum_buffer" in state) == is_matrix(name, parameter), name
-        assert state == set(optimizer.empty_state(parameter)), name
-
-
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (9, 9)])
 def test_newton_schulz_ends_near_the_polar_factor(shape):
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))

@@ -3,8 +3,7 @@ has written is exported and imported to the last bit."""
 
 import pytest
 import torch
-from layouts import imported
-from stored import assert_columns, assert_near, checkpoint, newest, stored, tensors
+from stored import assert_columns, assert_near, newest, stored
 from world import read_lines
 
 HOW = [
@@ -51,27 +50,3 @@ def test_a_run_of_many_layouts_is_one_run(train, parts):
     assert weights.keys() == others.keys()
     for name in weights:
         torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "step, sharding", [(1, {"tensor": 2}), (2, {"pipeline": 2}), (3, {"expert": 2})]
-)
-def test_what_a_layout_has_written_is_exported_and_imported_to_the_last_bit(
-    world, parts, tmp_path, step, sharding
-):
-    source, out = checkpoint(parts, step), tmp_path / "hf"
-    world.command("export", f"source={source} out={out}")
-    exported, written = tensors(out), stored(source)
-    assert exported["model.embed_tokens.weight"].shape[0] == 301
-    experts = [name for name in exported if ".mlp.experts.1.up_proj" in name]
-    assert len(experts) == 4
-    for name, tensor in exported.items():
-        if ".experts." not in name:
-            assert torch.equal(tensor, written[f"weights/{name}"][: len(tensor)]), name
-    for name in experts:
-        stacked = written[f"weights/{name.replace('.1.up_proj.weight', '.up_proj')}"]
-        assert torch.equal(exported[name], stacked[1])
-    for rank in world.call(2, imported, out, sharding):
-        for name, tensor in rank.items():
-            expected = exported[name] if name in exported else written[f"weights/{name}"]
-            assert torch.equal(tensor[: len(expected)], expected), name

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from shown import shown
 from stored import assert_near, newest, stored
-from world import write_chats, write_lines
+from world import write_chats
 
 import fsdp_trainer
 
@@ -25,13 +25,6 @@ def alone(ledger):
     assert loss[-1] < loss[0] - 0.5
     assert max(norm) > 0.5
     return loss, norm
-
-
-def test_any_number_of_ranks_also_with_some_that_have_empty_rows_only(alone, ledger):
-    run = ledger.run(words=[CONSTANT, "train.steps=4"], ranks=4)
-    assert run["step"] == [1, 2, 3, 4]
-    assert run["loss"] == pytest.approx(alone[0][:4], rel=1e-5)
-    assert run["grad_norm"] == pytest.approx(alone[1][:4], rel=1e-4)
 
 
 def test_bf16_is_near_fp32(alone, ledger):
@@ -84,26 +77,6 @@ def test_packed_as_unpacked(train, tmp_path):
     assert packed["supervised_tokens"] == alone["supervised_tokens"]
     assert packed["tokens"] == alone["tokens"], "padding is not counted"
     assert long["loss"][0] == pytest.approx(alone["loss"][0], rel=1e-5)
-
-
-def test_weights_of_messages_count_in_numerator_and_divisor(train, tmp_path):
-    """So the loss stays as it was if all weights are halved."""
-    losses = []
-    for ranks, largest in ((1, 1), (2, 0.5)):
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": "q" * (i % 5)},
-                    {"role": "assistant", "content": f"{i}", "weight": largest * (1 + i % 4) / 4},
-                ]
-            }
-            for i in range(40)
-        ]
-        file = tmp_path / f"{ranks}.jsonl"
-        write_lines(file, rows)
-        how = f"data.path={file} data.shuffle=false train.steps=4 batch.micro_rows=3"
-        losses.append(train(f"{ranks}", how, ranks=ranks)["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_weights_at_the_start_do_not_depend_on_ranks(ledger):

@@ -408,11 +408,3 @@ def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run
     assert event["what"] == ["gradient of the activations"]
     assert event["ranks"] == [1]
     assert len(run.metrics) == 8
-
-
-def test_looking_changes_nothing_of_a_healthy_run(train):
-    how = "sharding=ddp train.steps=3 batch.micro_rows=1"
-    run, plain = train("run", how, "train.check_every=2", ranks=2), train("plain", how, ranks=2)
-    assert not run.event("corruption")
-    assert not run.event("not_deterministic")
-    assert_same_end(run, plain)

@@ -101,13 +101,6 @@ def test_a_row_that_one_rank_cannot_read_ends_the_run_on_all_in_its_own_step(tra
     assert "rank 1 cannot read" in run.events[-1]["reason"]
 
 
-def test_the_run_ends_with_the_last_row_whatever_is_made_ahead(train):
-    run = train("run", "train.epochs=1 data.prefetch=8")
-    plain = train("plain", "train.epochs=1")
-    assert run["loss"] == plain["loss"]
-    assert run["tokens"] == plain["tokens"]
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_garbage_is_collected_when_due_and_pythons_state_is_put_back(enabled):
     was = gc.isenabled()

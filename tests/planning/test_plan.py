@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import inject
 import pytest
+from plans import plan, plan_json
 from recipe import planned
+from world import cli, write_json
 
 from benchmarks.plan_published import compare, published_runs, summary
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.devices import DEVICES, device, named_by_driver, peak_flops
 from fsdp_trainer.config.layout import Layout
@@ -95,7 +96,7 @@ EXPERTS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "suggested"), [(LARGE_ROWS, "optim=muon"), (EXPERTS, "sharding.expert=")]
+    "words, suggested", [(LARGE_ROWS, "optim=muon"), (EXPERTS, "sharding.expert=")]
 )
 def test_a_pretraining_that_does_not_fit_is_told_of_muon_and_of_dividing_its_experts(
     words, suggested
@@ -108,12 +109,9 @@ def test_a_pretraining_that_does_not_fit_is_told_of_muon_and_of_dividing_its_exp
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
+def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do():
     words = ["model=llama3_8b", "plan.gpu=h100", "plan.world_size=1", "batch.rows=8"]
-    assert (
-        main(["plan", "plan.rehearse=false", *words, "plan.memory_gib=1", "plan.format=json"]) == 3
-    )
-    report = json.loads(capsys.readouterr().out)
+    report = plan_json(*words, "plan.memory_gib=1", code=3)
     assert report["suggestions"] == []
     smallest = report["least_memory"]
     assert smallest["peak_gib"] < report["peak_gib"]
@@ -122,17 +120,10 @@ def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
 
 
 @pytest.mark.slow
-def test_an_efficiency_that_nobody_reaches_is_told(capsys):
-    words = [
-        "plan",
-        "plan.rehearse=false",
-        "model=smollm2_135m",
-        "plan.gpu=h100",
-        "plan.world_size=1",
-    ]
+def test_an_efficiency_that_nobody_reaches_is_told():
+    words = ["model=smollm2_135m", "plan.gpu=h100", "plan.world_size=1"]
     for efficiency, is_told in ((0.99, True), (0.5, False)):
-        assert main([*words, f"plan.efficiency={efficiency}"]) == 0
-        out = " ".join(capsys.readouterr().out.split())
+        out = " ".join(plan(*words, f"plan.efficiency={efficiency}").out.split())
         assert ("published trainings reach 0.2 to 0.65" in out) == is_told
 
 
@@ -150,56 +141,33 @@ def test_the_world_is_what_launch_would_start(enter):
 
 
 @pytest.mark.slow
-def test_what_fits_is_told_what_makes_it_faster(capsys):
+def test_what_fits_is_told_what_makes_it_faster():
     words = ["model=smollm2_135m", "plan.gpu=h100", "plan.world_size=8"]
-    assert (
-        main(
-            [
-                "plan",
-                "plan.rehearse=false",
-                *words,
-                "activation_checkpoint=full",
-                "plan.format=json",
-            ]
-        )
-        == 0
-    )
-    suggestions = {s["override"]: s for s in json.loads(capsys.readouterr().out)["suggestions"]}
+    suggestions = {
+        s["override"]: s for s in plan_json(*words, "activation_checkpoint=full")["suggestions"]
+    }
     assert {"activation_checkpoint=none", "compile=enabled"} <= {*suggestions}
     assert all(s["cost"] < 0 for s in suggestions.values())
     peak = suggestions["activation_checkpoint=none"]["peak_gib"]
     assert planned(*words).memory.peak.total / GIB == pytest.approx(peak, abs=1e-3)
     alone = ["model=llama3_8b", "model.num_hidden_layers=8", "batch.rows=64", "batch.micro_rows=1"]
-    assert (
-        main(
-            [
-                "plan",
-                "plan.rehearse=false",
-                *alone,
-                *words[1:2],
-                "plan.world_size=1",
-                "plan.format=json",
-            ]
-        )
-        == 0
-    )
-    lines = [s["override"] for s in json.loads(capsys.readouterr().out)["suggestions"]]
+    lines = [
+        s["override"] for s in plan_json(*alone, *words[1:2], "plan.world_size=1")["suggestions"]
+    ]
     assert "batch.micro_rows=16" in lines
     assert sum("micro_rows" in line for line in lines) == 1
 
 
 @pytest.mark.slow
-def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
-    small = ["plan", "plan.rehearse=false", "model=smollm2_135m", "plan.format=json"]
-    assert main([*small, "plan.memory_gib=0.1", "plan.world_size=1"]) == 3
-    report = json.loads(capsys.readouterr().out)
+def test_json_is_one_object_and_the_exit_code_says_whether_it_fits():
+    small = ["model=smollm2_135m", "plan.format=json"]
+    report = json.loads(plan(*small, "plan.memory_gib=0.1", "plan.world_size=1", code=3).out)
     assert report["fits"] is False
     assert report["step_seconds"] is report["tokens_per_second"] is None
     assert sum(report["by_category"].values()) == pytest.approx(report["peak_gib"], abs=0.01)
     assert report["peak_gib"] > report["memory_gib"]
     fitting = ["plan.memory_gib=3", "plan.gpu=h100", "plan.world_size=[8,1]", "train.steps=1000"]
-    assert main([*small, *fitting]) == 0
-    several = json.loads(capsys.readouterr().out)
+    several = json.loads(plan(*small, *fitting).out)
     assert {one["world_size"]: one["fits"] for one in several["worlds"]} == {1: False, 8: True}
     assert several["fits"]
     assert several["world_size"] == several["smallest"] == 8
@@ -212,11 +180,10 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
 
 
 @pytest.mark.slow
-def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
+def test_several_gpus_are_compared_in_one_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["plan", "plan.rehearse=false", *DOES_NOT_FIT[:3], "plan.world_size=[8,16]"]
-    assert main([*words, "plan.gpu=[h100,l40s]"]) == 0
-    out = capsys.readouterr().out
+    words = [*DOES_NOT_FIT[:3], "plan.world_size=[8,16]"]
+    out = plan(*words, "plan.gpu=[h100,l40s]").out
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
     assert re.search(r"8 × H100 +[\d.]+ of 79.1 +maybe +[\d.]+k", out)
@@ -225,18 +192,11 @@ def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
-    words = [
-        "plan",
-        "plan.rehearse=false",
-        "model=smollm2_135m",
-        "plan.world_size=[1,8]",
-        "plan.format=json",
-    ]
+def test_a_list_of_gpus_is_a_list_of_plans_in_json():
+    words = ["model=smollm2_135m", "plan.world_size=[1,8]", "plan.format=json"]
 
     def answer(gpus, code=0):
-        assert main([*words, f"plan.gpu={gpus}"]) == code
-        said = capsys.readouterr()
+        said = plan(*words, f"plan.gpu={gpus}", code=code)
         return said.err if code else json.loads(said.out)
 
     compared = answer("[h100,l40s]")
@@ -251,11 +211,10 @@ def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
 
 
 @pytest.mark.slow
-def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
+def test_a_plan_for_people_fits_a_narrow_terminal(monkeypatch):
     def printed(columns, code, *words):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["plan", "plan.rehearse=false", *words]) == code
-        return capsys.readouterr().out
+        return plan(*words, code=code).out
 
     out = printed(80, 3, *DOES_NOT_FIT)
     assert max(map(len, out.splitlines())) <= 80
@@ -289,22 +248,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_a_mistake_is_told_with_what_to_type(typed, capsys):
-    assert main(["plan", "plan.rehearse=false", *typed.split()]) == 2
-    assert MISTAKES[typed] in capsys.readouterr().err
+def test_a_mistake_is_told_with_what_to_type(typed):
+    assert MISTAKES[typed] in plan(*typed.split(), code=2).err
 
 
 @pytest.mark.slow
-def test_without_a_gpu_one_must_be_named(capsys, enter, monkeypatch):
+def test_without_a_gpu_one_must_be_named(enter, monkeypatch):
     enter(inject.around("device_files", lambda *_: []))
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "torch", None)  # takes longer to import than to be told so
         without.delitem(sys.modules, "fsdp_trainer.planning.plan.plan_inputs")
-        assert main(["plan", "plan.rehearse=false", "model=tiny"]) == 2
-    assert "h100 " in capsys.readouterr().err
+        assert "h100 " in plan("model=tiny", code=2).err
     ranks = ["model.vocab_size=100", "launch.device=cpu", "launch.nproc_per_node=2"]
-    assert main(["plan", "plan.rehearse=false", "model=tiny", *ranks]) == 0
-    assert "2 ranks on this machine" in capsys.readouterr().out
+    assert "2 ranks on this machine" in plan("model=tiny", *ranks).out
 
 
 def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_so(tmp_path):
@@ -314,9 +270,7 @@ def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_s
     assert len(assumed) == 2
     folder = tmp_path / "hf"
     folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps(replace(config, num_hidden_layers=3).to_hf("bfloat16"))
-    )
+    write_json(folder / "config.json", replace(config, num_hidden_layers=3).to_hf("bfloat16"))
     read, assumed = architecture(compose("plan", [f"model.init_from={folder}"], inputs=False))
     assert (read.num_hidden_layers, read.vocab_size, assumed) == (3, 151_936, [])
 
@@ -414,11 +368,10 @@ def test_every_device_of_the_table_has_times():
 
 
 @pytest.mark.slow
-def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops(capsys):
+def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops():
     words = ["model=smollm2_135m", "plan.memory_gib=48", "plan.world_size=1"]
     assert planned(*words).step_seconds is None
-    assert main(["plan", "plan.rehearse=false", *words, "plan.tflops=150", "plan.format=json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = plan_json(*words, "plan.tflops=150")
     assert plan["step_seconds"][0] > 0
     assert any("its memory bandwidth is assumed to be 500 GB/s" in line for line in plan["assumed"])
     slower = planned("plan.tflops=75", *words, "plan.gpu=h100").slow.compute
@@ -426,13 +379,14 @@ def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops(capsys):
 
 
 @pytest.mark.slow
-def test_empty_rows_and_memory_of_the_host_are_told(capsys):
+def test_empty_rows_and_memory_of_the_host_are_told():
     words = [
         "plan", "model=llama3_70b", "plan.gpu=a100_40gb", "sharding.cpu_offload=true",
         "activation_checkpoint=full", "batch.rows=32",
     ]  # fmt: skip
-    assert main([*words, "plan.world_size=[8,1024]", "plan.format=json"]) == 0
-    one, several = json.loads(capsys.readouterr().out)["worlds"]
+    one, several = json.loads(cli(*words, "plan.world_size=[8,1024]", "plan.format=json").out)[
+        "worlds"
+    ]
     assert (one["empty_rows_share"], several["empty_rows_share"]) == (0, pytest.approx(0.9688))
     assert one["host_gib_per_node"] == pytest.approx(8 * one["host_gib"], abs=0.01)
     assert one["host_gib_per_node"] > 1024
@@ -441,8 +395,7 @@ def test_empty_rows_and_memory_of_the_host_are_told(capsys):
     assert one["tokens_per_second_per_gpu"] == pytest.approx(one["tokens_per_second"] / 8)
     assert [*one["moments"]] == ["forward", "head and loss", "backward", "update"]
     assert one["moment"] in one["moments"]
-    assert main([*words, "plan.world_size=[8,1024]"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(cli(*words, "plan.world_size=[8,1024]").out.split())
     assert "empty" in out
     assert "97%" in out
     assert "1,051 GiB a node, pinned: more than 1,024 GiB" in out
@@ -482,7 +435,7 @@ def test_devices_are_known_by_the_drivers_names():
 
 
 @pytest.mark.slow
-def test_a_plan_counts_what_a_reference_computes(capsys):
+def test_a_plan_counts_what_a_reference_computes():
     ours = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=1"]
     plain, base = (planned(*ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))
     assert base.compute == plain.compute
@@ -490,8 +443,7 @@ def test_a_plan_counts_what_a_reference_computes(capsys):
     assert base.compute / 4 < base.forwards < base.compute / 2
     stored = planned(*ours, "objective=dpo").slow
     assert stored.forwards == 0 < stored.reading
-    assert main(["plan", "plan.rehearse=false", *ours, "objective=dpo"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(plan(*ours, "objective=dpo").out.split())
     assert "reads all rows of an epoch once, before step 1" in said
 
 
@@ -531,22 +483,15 @@ def test_owners_of_other_nodes_are_sent_to_over_the_network():
 
 
 @pytest.mark.slow
-def test_the_plan_tells_the_load_of_the_busiest_rank(capsys):
+def test_the_plan_tells_the_load_of_the_busiest_rank():
     words = (
         "model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096",
         "plan.world_size=8", "activation_checkpoint=full", "sharding.expert=8",
     )  # fmt: skip
-    assert (
-        main(["plan", "plan.rehearse=false", *words, "batch.micro_rows=4", "plan.format=json"]) == 0
-    )
-    report = json.loads(capsys.readouterr().out)
+    report = plan_json(*words, "batch.micro_rows=4")
     assert report["uneven"]["expert_load"] == 1.5
     assert report["uneven"]["peak_gib"] > report["peak_gib"]
     assert report["uneven"]["step_seconds"][0] > 1.1 * report["step_seconds"][0]
-    assert (
-        main(["plan", "plan.rehearse=false", *words, "batch.micro_rows=8", "plan.expert_load=3"])
-        == 0
-    )
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(plan(*words, "batch.micro_rows=8", "plan.expert_load=3").out.split())
     assert "3 × the even rows at one rank's experts" in out
     assert "it does not fit then" in out

@@ -1,29 +1,21 @@
 """The figures of `plan` for groups of ranks that share a run."""
 
-import json
-
 import pytest
+from plans import plan_json
 
-from fsdp_trainer.cli import main
-
-WORDS = [
-    "plan", "plan.rehearse=false", "model=llama3_8b", "plan.gpu=h100", "plan.world_size=8",
-    "plan.format=json", "batch.rows=64", "checkpoint.every=100", "activation_checkpoint=full",
-]  # fmt: skip
+WORDS = (
+    "model=llama3_8b plan.gpu=h100 plan.world_size=8 batch.rows=64 checkpoint.every=100"
+    " activation_checkpoint=full"
+)
 PARAMETERS = 8_030_261_248
 
 
-@pytest.fixture
-def planned(capsys):
-    def plan(*words):
-        main([*WORDS, *words])
-        return json.loads(capsys.readouterr().out)
-
-    return plan
+def planned(*words):
+    return plan_json(WORDS, *words)
 
 
 @pytest.mark.slow
-def test_groups_divide_the_rows_and_sum_their_gradients_in_each_step(planned):
+def test_groups_divide_the_rows_and_sum_their_gradients_in_each_step():
     alone, one = planned(), planned("replicas.method=sync", "launch.groups=4", "batch.rows=256")
     assert one["groups"]["groups"] == 4
     assert one["micro_batches"] == alone["micro_batches"]
@@ -41,7 +33,7 @@ def test_groups_divide_the_rows_and_sum_their_gradients_in_each_step(planned):
 
 
 @pytest.mark.slow
-def test_outer_steps_are_exchanged_seldom_and_keep_two_more_copies(planned):
+def test_outer_steps_are_exchanged_seldom_and_keep_two_more_copies():
     seldom = ["replicas.method=diloco", "replicas.every=50", "launch.groups=2"]
     alone, one = planned("batch.rows=32"), planned(*seldom, "plan.groups_gbps=10")
     assert one["groups"]["every"] == 50
@@ -60,5 +52,5 @@ def test_outer_steps_are_exchanged_seldom_and_keep_two_more_copies(planned):
     assert small / one["groups"]["bytes_per_exchange"] == pytest.approx(0.254, rel=0.01)
 
 
-def test_a_run_without_groups_has_none(planned):
+def test_a_run_without_groups_has_none():
     assert planned()["groups"] is None

@@ -4,9 +4,9 @@ import pytest
 import torch
 from image_models import CONFIGS
 from memory_of_a_step import steps_with_images
+from plans import plan
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.devices import DEVICES
 from fsdp_trainer.config.schema import Model
 from fsdp_trainer.config.verbs import PlanConfig
@@ -82,7 +82,7 @@ def test_a_step_with_images_holds_at_least_and_sends_what_is_planned(world, tmp_
 
 
 @pytest.mark.slow
-def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path, capsys):
+def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path):
     config = architecture(tmp_path, "qwen3_vl")
 
     def plan_of(share, **keys):
@@ -98,8 +98,9 @@ def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path, caps
     recomputed = plan_of(0.8, **{"activation_checkpoint.mode": "full"})
     assert frozen.seconds < large.seconds < recomputed.seconds
     assert max(frozen.peak_bytes, recomputed.peak_bytes) < large.peak_bytes
-    base = ["plan", "plan.rehearse=false", "plan.gpu=h100", "plan.world_size=8", "data.path=none"]
-    assert main([*base, f"model.init_from={tmp_path / 'qwen3_vl'}"]) == 0
-    assert "50% of the tokens of a row are of images" in capsys.readouterr().out
-    assert main([*base, "model=llama3_8b", "plan.image_share=0.1"]) == 2
-    assert "reads only text" in capsys.readouterr().err
+    base = ["plan.gpu=h100", "plan.world_size=8", "data.path=none"]
+    assert (
+        "50% of the tokens of a row are of images"
+        in plan(*base, f"model.init_from={tmp_path / 'qwen3_vl'}").out
+    )
+    assert "reads only text" in plan(*base, "model=llama3_8b plan.image_share=0.1", code=2).err

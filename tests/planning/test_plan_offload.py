@@ -1,12 +1,11 @@
 """`plan` counts as much in each place of states as a real run has there, within 1%."""
 
-import json
 from functools import partial
 
 import inject
 import pytest
 from recipe import planned
-from world import SMALL
+from world import SMALL, read_json, write_json
 
 from fsdp_trainer.checkpoint.shards import ALIGNED
 from fsdp_trainer.optim.offload.parts import SLICED_BYTES
@@ -21,14 +20,14 @@ def measure(written, trainer):
     copies = sum(copy.nbytes for copy in optimizer._copies._copies.values())
     weights = sum(p.to_local().nbytes for p in model.parameters())
     sizes = {"files": files, "copies": copies, "weights": weights}
-    written.write_text(json.dumps(sizes | {"tensors": len(optimizer.places())}))
+    write_json(written, sizes | {"tensors": len(optimizer.places())})
 
 
 def test_files_copies_and_gradients_are_as_large_as_planned(train, tmp_path):
     words = [*WIDE, "precision.param_dtype=bfloat16", "optim.offload=disk"]
     written = tmp_path / "written"
     train("run", *words, ranks=2, seam=inject.with_trainer(partial(measure, written)))
-    real = json.loads(written.read_text())
+    real = read_json(written)
     base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
     own = ["tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2"]
     memory = planned(*base, *own, *words).memory

@@ -1,15 +1,15 @@
 """A plan of objective=grpo counts the reward models, which every rank has as a whole."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from memory_of_a_step import LiveBytes
+from plans import plan, plan_json
 from recipe import planned
 from texts import make_tokenizer
+from world import write_json
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
@@ -30,7 +30,7 @@ REWARDER = replace(
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(REWARDER.to_hf("float32")))
+    write_json(tmp_path / "config.json", REWARDER.to_hf("float32"))
     return tmp_path
 
 
@@ -65,7 +65,7 @@ def initialized(dtype):
 
 
 @pytest.mark.slow
-def test_a_plan_counts_a_reward_model_on_every_rank(folder, capsys):
+def test_a_plan_counts_a_reward_model_on_every_rank(folder):
     words = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=8", "objective=grpo"]
     with_model = f"objective.rewards=[exact,{{name: model, source: {folder}}}]"
     plain = planned(*words, "objective.rewards=[exact]")
@@ -84,20 +84,18 @@ def test_a_plan_counts_a_reward_model_on_every_rank(folder, capsys):
     on_ranks = planned(*words, with_model, "launch.rollout_ranks=2").memory.peak
     assert on_ranks.bytes["parameters"] == plain.memory.peak.bytes["parameters"]
 
-    assert main(["plan", "plan.rehearse=false", *words, with_model, "plan.format=json"]) == 0
-    [as_json] = json.loads(capsys.readouterr().out)["rollouts"]["reward_models"]
+    [as_json] = plan_json(*words, with_model)["rollouts"]["reward_models"]
     assert as_json["reward"] == "model"
     assert as_json["weights_gib"] == pytest.approx(weights / 2**30, abs=1e-3)
     elsewhere = "objective.rewards=[{name: model, source: someone/reward}]"
-    assert main(["plan", "plan.rehearse=false", *words, elsewhere]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(plan(*words, elsewhere).out.split())
     assert "someone/reward is not on this disk: its memory and time are not counted" in said
 
 
 @pytest.mark.slow
 def test_a_large_row_of_answers_can_be_the_peak(folder):
     config = replace(REWARDER, intermediate_size=60_000)
-    (folder / "config.json").write_text(json.dumps(config.to_hf("float32")))
+    write_json(folder / "config.json", config.to_hf("float32"))
     rewards = f"objective.rewards=[{{name: model, source: {folder}, label: rm}}]"
     words = ["model=tiny", "plan.gpu=h100", "plan.world_size=1", "objective=grpo", rewards]
     peak = planned(*words, "batch.seq_len=512", "batch.rows=64").memory.peak

@@ -5,22 +5,23 @@ import re
 from dataclasses import replace
 
 import pytest
+from plans import plan, plan_json
 from recipe import planned
 
 from fsdp_trainer.apps.plan.search import Search
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.planning.plan.changes import Candidate
 from fsdp_trainer.planning.plan.plan import GIB
 from fsdp_trainer.planning.plan.plan_inputs import architecture, target
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = ("model=llama3_8b", "batch.seq_len=4096", "batch.rows=64", "plan.world_size=16")
 SEARCH = ("plan.search=true", "plan.format=json")
 
 
-def searched(capsys, *words, code=0):
-    assert main(["plan", "plan.rehearse=false", *words, *SEARCH]) == code
-    return json.loads(capsys.readouterr().out)
+def searched(*words, code=0):
+    return json.loads(plan(*words, *SEARCH, code=code).out)
 
 
 MIXTURE = (
@@ -31,10 +32,9 @@ MIXTURE = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_typing_a_layout_plans_the_same_figures(capsys):
+def test_typing_a_layout_plans_the_same_figures():
     """Ranks without rows are given parts of rows, of matrices or of experts."""
-    layouts = searched(capsys, *MIXTURE)["layouts"]
+    layouts = searched(*MIXTURE)["layouts"]
     rates = [layout["tokens_per_second"] for layout in layouts]
     assert rates == sorted(rates, reverse=True)
     words = [" ".join(layout["overrides"]) for layout in layouts]
@@ -43,28 +43,20 @@ def test_typing_a_layout_plans_the_same_figures(capsys):
         layout = next(
             one for one in layouts if f"sharding.{dimension}=" in " ".join(one["overrides"])
         )
-        assert (
-            main(
-                ["plan", "plan.rehearse=false", *MIXTURE, *layout["overrides"], "plan.format=json"]
-            )
-            == 0
-        )
-        typed = json.loads(capsys.readouterr().out)
+        typed = plan_json(*MIXTURE, *layout["overrides"])
         figures = {name: value for name, value in layout.items() if name != "overrides"}
         assert {name: typed[name] for name in figures} == figures
 
 
-@pytest.mark.slow
-def test_what_a_run_would_refuse_is_not_listed(capsys):
+def test_what_a_run_would_refuse_is_not_listed():
     words = ["model=tiny", "plan.gpu=h100", "plan.world_size=2", "batch.rows=1"]
-    layouts = searched(capsys, *words, "adapter=qlora")["layouts"]
+    layouts = searched(*words, "adapter=qlora")["layouts"]
     typed = " ".join(word for layout in layouts for word in layout["overrides"])
     assert "sharding.context=2" in typed
     assert "sharding.tensor" not in typed  # blocks of 4-bit numbers would be cut
 
 
-@pytest.mark.slow
-def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
+def test_the_fastest_layouts_are_printed_with_what_to_type(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     whole = Search.__init__
 
@@ -74,9 +66,8 @@ def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
         search.layouts[0] = one._replace(plan=replace(one.plan, rehearsed=True))
 
     monkeypatch.setattr(Search, "__init__", first_rehearsed)
-    words = ["plan", "plan.rehearse=false", *CLUSTER, "plan.gpu=h100", "plan.search=true"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    words = [*CLUSTER, "plan.gpu=h100", "plan.search=true"]
+    out = plan(*words).out
     assert "rehearsed: the first 1; the others need" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
@@ -84,18 +75,15 @@ def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
     assert "activation_checkpoint=" in out
 
 
-@pytest.mark.slow
-def test_where_nothing_fits_the_nearest_is_named(capsys):
+def test_where_nothing_fits_the_nearest_is_named():
     words = ["model=llama3_70b", "plan.gpu=l4", "plan.world_size=2"]
-    assert main(["plan", "plan.rehearse=false", *words, "plan.search=true"]) == 3
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(plan(*words, "plan.search=true", code=3).out.split())
     suggestion = re.search(r"The nearest needs at least ([\d.]+) GiB with ((?:\S+=\S+ ?)+)", out)
     nearest = planned(*words, *suggestion[2].split())
     assert not nearest.fits
     assert nearest.memory.peak.total / GIB == pytest.approx(float(suggestion[1]), abs=0.05)
 
 
-@pytest.mark.slow
 def test_70b_on_512_gpus_takes_few_tries():
     words = ["+recipe=llama70b_sft", "plan.gpu=h100", "plan.world_size=512", "batch.rows=4096"]
     cfg = compose("plan", words, inputs=False)
@@ -111,32 +99,29 @@ def test_70b_on_512_gpus_takes_few_tries():
 
 
 @pytest.mark.parametrize(
-    ("word", "instead"),
+    "word, instead",
     [("plan.world_size=[8,16]", "plan.world_size=16"), ("plan.gpu=[l4,h100]", "plan.gpu=h100")],
 )
-def test_a_search_is_for_one_cluster(capsys, word, instead):
+def test_a_search_is_for_one_cluster(word, instead):
     base = [one for one in ("plan.gpu=h100", "plan.world_size=8") if one[:8] != word[:8]]
-    assert main(["plan", "plan.rehearse=false", "model=tiny", *base, word, *SEARCH]) == 2
-    assert instead in capsys.readouterr().err
+    assert instead in plan("model=tiny", *base, word, *SEARCH, code=2).err
 
 
-@pytest.mark.slow
-def test_a_second_copy_inside_each_of_several_nodes_is_tried(capsys):
+def test_a_second_copy_inside_each_of_several_nodes_is_tried():
     words = [*CLUSTER, "plan.gpu=h100", "plan.network_gbps=50"]
-    layouts = searched(capsys, *words)["layouts"]
+    layouts = searched(*words)["layouts"]
     assert any("sharding.reshard_after_forward=8" in one["overrides"] for one in layouts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    "words, wanted",
     [
         (["model=llama3_8b", "plan.world_size=2"], "optim.offload=cpu"),
         (["model=llama3_70b", "plan.world_size=8"], "optim.offload=disk"),
     ],
 )
-def test_states_elsewhere_are_proposed_where_the_host_has_room_else_a_disk(capsys, words, wanted):
+def test_states_elsewhere_are_proposed_where_the_host_has_room_else_a_disk(words, wanted):
     own = ["plan.gpu=a100_40gb", "batch.seq_len=2048", "activation_checkpoint=full"]
-    main(["plan", "plan.rehearse=false", *words, *own, "plan.format=json"])
-    proposed = [one["override"] for one in json.loads(capsys.readouterr().out)["suggestions"]]
+    code = 0 if wanted == "optim.offload=cpu" else 3
+    proposed = [one["override"] for one in plan_json(*words, *own, code=code)["suggestions"]]
     assert any(wanted in override.split() for override in proposed), proposed

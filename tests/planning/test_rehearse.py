@@ -7,9 +7,8 @@ import pytest
 import torch.distributed as dist
 from named_runs import EXPERTS, FULL
 from recorded_step import rehearsal_of, run_of
-from world import SMALL
+from world import SMALL, cli, command, write_lines
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config import layout
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.parallel.dims import Dims
@@ -17,21 +16,21 @@ from fsdp_trainer.planning.plan.changes import Candidate
 from fsdp_trainer.planning.rehearse import rehearsal as rehearsal_module
 from fsdp_trainer.planning.rehearse.short_rehearsal import short_rehearsal
 
+pytestmark = pytest.mark.slow
+
 WORDS = [*SMALL, "data=pretrain", "tokenizer.path=demo:bytes", "batch.micro_rows=2"]
 FREED = "sharding.reshard_after_forward=true"
 GPUS = [*WORDS, "plan.gpu=h100", "plan.format=json"]
 
 
-def answer(capsys, *words, code=0):
+def answer(*words, code=0):
     """Return the object that `rehearse` prints for a small model on GPUs."""
-    assert main(["rehearse", *GPUS, *words]) == code
-    return json.loads(capsys.readouterr().out)
+    return json.loads(cli("rehearse", *GPUS, *words, code=code).out)
 
 
-@pytest.mark.slow
-def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan(capsys):
+def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan():
     untied = "model.tie_word_embeddings=false"
-    reply = answer(capsys, "plan.world_size=4", "batch.rows=8", untied, FREED)
+    reply = answer("plan.world_size=4 batch.rows=8", untied, FREED)
     assert reply["fits"]
     assert reply["finishes"]
     assert 0.8 * reply["peak_gib"] < reply["plan_peak_gib"] <= reply["peak_gib"]
@@ -45,43 +44,36 @@ def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan(ca
     assert sum(one["bytes"] * one["count"] for one in gathers) > reply["bytes_sent"]["shard"] / 2
 
 
-@pytest.mark.slow
-def test_a_run_that_does_not_fit_ends_with_3(capsys):
+def test_a_run_that_does_not_fit_ends_with_3():
     words = ["plan.gpu=h100", "plan.world_size=2", "plan.memory_gib=0.5"]
-    assert main(["rehearse", *WORDS, *words]) == 3
-    out = capsys.readouterr().out
+    out = cli("rehearse", *WORDS, *words, code=3).out
     assert "all_gather" in out
     assert "finishes and does not fit" in out
 
 
-@pytest.mark.slow
-def test_what_is_left_out_is_said_and_taken_from_the_plan(capsys):
-    plain = answer(capsys, "plan.world_size=2")
-    other = answer(capsys, "plan.world_size=2", "sharding.messages=symmetric")
+def test_what_is_left_out_is_said_and_taken_from_the_plan():
+    plain = answer("plan.world_size=2")
+    other = answer("plan.world_size=2 sharding.messages=symmetric")
     assert plain["left_out"] == []
     assert other["left_out"] == ["sharding.messages: messages are ordinary tensors"]
     assert other["tensors_gib"] == plain["tensors_gib"]
 
 
-@pytest.mark.slow
-def test_compiled_blocks_keep_what_the_partitioner_keeps_and_send_what_others_do(capsys):
+def test_compiled_blocks_keep_what_the_partitioner_keeps_and_send_what_others_do():
     words = ["plan.world_size=4", "batch.rows=8", "batch.seq_len=2048", "sharding.tensor=2"]
     wide = ["model.hidden_size=512", "precision.param_dtype=bfloat16"]
-    eager, compiled = (
-        answer(capsys, *words, *wide, f"compile={each}") for each in ("disabled", "enabled")
-    )
+    eager, compiled = (answer(*words, *wide, f"compile={each}") for each in ("disabled", "enabled"))
     assert compiled["left_out"] == []
     assert compiled["bytes_sent"] == pytest.approx(eager["bytes_sent"], rel=0.001)
     assert compiled["tensors_gib"] < 0.9 * eager["tensors_gib"]
 
 
-@pytest.mark.slow
-def test_a_step_that_fails_is_told_with_its_place(capsys):
+def test_a_step_that_fails_is_told_with_its_place():
     def fail(_head, *_):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x3 and 4x2)")
 
     with patch.object(Head, "chunks", fail):
-        reply = answer(capsys, "plan.world_size=2", code=3)
+        reply = answer("plan.world_size=2", code=3)
     assert not reply["finishes"]
     assert not reply["fits"]
     assert reply["peak_gib"] is None
@@ -89,8 +81,7 @@ def test_a_step_that_fails_is_told_with_its_place(capsys):
     assert "models/head.py" in reply["kinds"][0]["problem"]
 
 
-@pytest.mark.slow
-def test_ranks_that_call_other_collectives_than_their_group_are_named(capsys):
+def test_ranks_that_call_other_collectives_than_their_group_are_named():
     summed = Dims.sum_over_all
 
     def only_on_some(dims, tensor):
@@ -98,7 +89,7 @@ def test_ranks_that_call_other_collectives_than_their_group_are_named(capsys):
             summed(dims, tensor)
 
     with patch.object(Dims, "sum_over_all", only_on_some):
-        reply = answer(capsys, "plan.world_size=3", "batch.rows=6", code=3)
+        reply = answer("plan.world_size=3 batch.rows=6", code=3)
     assert not reply["finishes"]
     (mismatch,) = reply["mismatches"]
     assert "ranks 0 and 2" in mismatch
@@ -106,7 +97,6 @@ def test_ranks_that_call_other_collectives_than_their_group_are_named(capsys):
     assert "rank 2 nothing more" in mismatch
 
 
-@pytest.mark.slow
 def test_stages_between_the_first_and_the_last_are_run_once_and_counted():
     words = [*WORDS, "sharding.pipeline=4", "model.num_hidden_layers=4", "batch.rows=16"]
     kinds = rehearsal_of(words, 8).rehearsal.kinds
@@ -123,7 +113,6 @@ def all_of_them(run):
     return run.layout.micro_batches, 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["batch.rows=16"], ["sharding.pipeline=2", "batch.rows=12"]])
 def test_micro_batches_that_are_not_run_change_nothing(words):
     few = rehearsal_of([*WORDS, *words], 2).rehearsal
@@ -147,7 +136,6 @@ DEEP = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
 def test_few_blocks_show_what_all_of_them_hold_and_send(name):
     ranks, words = DEEP[name]
@@ -163,7 +151,6 @@ def test_few_blocks_show_what_all_of_them_hold_and_send(name):
         assert one.step.staged == other.step.staged
 
 
-@pytest.mark.slow
 def test_whether_a_model_stays_gathered_is_decided_for_all_of_its_blocks():
     words = [*WORDS, "model.num_hidden_layers=20"]
     run = run_of(words, 2)
@@ -196,13 +183,12 @@ LARGE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", LARGE)
-def test_runs_of_real_width_finish_and_need_no_less_than_planned(run, capsys):
+def test_runs_of_real_width_finish_and_need_no_less_than_planned(run):
     recipe, world = LARGE[run]
     words = [f"+recipe={recipe.split()[0]}", *recipe.split()[1:], f"plan.world_size={world}"]
-    main(["rehearse", *words, "plan.gpu=h100", "plan.format=json"])
-    reply = json.loads(capsys.readouterr().out)
+    words = ["rehearse", *words, "plan.gpu=h100", "plan.format=json"]
+    reply = json.loads(command(words, None).out)
     assert reply["finishes"], [kind["problem"] for kind in reply["kinds"]] + reply["mismatches"]
     left_out = {line.partition(":")[0] for line in reply["left_out"]}
     assert left_out <= {"data.path", "objective.rewards"}
@@ -213,41 +199,35 @@ def test_runs_of_real_width_finish_and_need_no_less_than_planned(run, capsys):
         assert reply["bytes_sent"][name] == pytest.approx(passes * planned, rel=0.05), name
 
 
-@pytest.mark.slow
-def test_rows_are_those_of_the_data_if_it_is_here(capsys, tmp_path):
+def test_rows_are_those_of_the_data_if_it_is_here(tmp_path):
     short, gone = tmp_path / "short.jsonl", tmp_path / "gone.jsonl"
-    short.write_text("".join(json.dumps({"text": "a" * 9}) + "\n" for _ in range(40)))
+    write_lines(short, ({"text": "a" * 9} for _ in range(40)))
     words = ["plan.world_size=2", "data.packing=none", "data.pad_to_multiple=16"]
     tokens = {}
     for name in (short, gone):
-        reply = answer(capsys, *words, "batch.seq_len=512", "batch.rows=4", f"data.path={name}")
+        reply = answer(*words, f"batch.seq_len=512 batch.rows=4 data.path={name}")
         tokens[name] = reply["kinds"][0]["by_category"]["activations"]
     assert tokens[short] < tokens[gone] / 8, "16 tokens in place of 512"
     assert reply["left_out"] == [f"data.path={gone}: it is not on this disk, and rows are full"]
 
 
-@pytest.mark.slow
-def test_a_search_rehearses_its_fastest_three_and_leaves_out_what_does_not_fit(capsys, tmp_path):
+def test_a_search_rehearses_its_fastest_three_and_leaves_out_what_does_not_fit(tmp_path):
     words = ["plan.world_size=2", "plan.search=true", "batch.rows=8", f"run.root={tmp_path}"]
-    assert main(["plan", *GPUS, *words]) == 0
-    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    layouts = json.loads(cli("plan", *GPUS, *words).out)["layouts"]
     assert [layout["rehearsed"] for layout in layouts] == [True] * 3 + [False] * len(layouts[3:])
-    assert main(["plan", *GPUS, *words, "plan.rehearse=false"]) == 0
-    bounds = json.loads(capsys.readouterr().out)["layouts"]
+    bounds = json.loads(cli("plan", *GPUS, *words, "plan.rehearse=false").out)["layouts"]
     assert layouts[3:] == bounds[3:]
     pairs = zip(layouts[:3], bounds[:3], strict=True)
     assert all(more["peak_gib"] >= less["peak_gib"] for more, less in pairs)
 
 
-@pytest.mark.slow
-def test_a_plan_is_that_of_a_short_rehearsal_and_stored(capsys, tmp_path):
+def test_a_plan_is_that_of_a_short_rehearsal_and_stored(tmp_path):
     stages = ["sharding.pipeline=2", "model.num_hidden_layers=4", "batch.rows=16"]
     words = ["plan.world_size=2", *stages, f"run.root={tmp_path}"]
-    whole = answer(capsys, *words)
+    whole = answer(*words)
 
     def plan():
-        assert main(["plan", *GPUS, *words]) == 0
-        return json.loads(capsys.readouterr().out)
+        return json.loads(cli("plan", *GPUS, *words).out)
 
     with patch.object(Head, "chunks", side_effect=RuntimeError("no such shape")):
         failed = plan()
@@ -266,10 +246,9 @@ def test_a_plan_is_that_of_a_short_rehearsal_and_stored(capsys, tmp_path):
     assert plan() == reply
 
 
-@pytest.mark.slow
-def test_ranks_with_padding_are_a_kind_of_their_own_with_a_picture_on_the_page(tmp_path, capsys):
+def test_ranks_with_padding_are_a_kind_of_their_own_with_a_picture_on_the_page(tmp_path):
     page = tmp_path / "page.html"
-    reply = answer(capsys, "plan.world_size=3", "batch.rows=6", f"rehearse.html={page}")
+    reply = answer(f"plan.world_size=3 batch.rows=6 rehearse.html={page}")
     kinds = [(kind["rank"], kind["ranks"]) for kind in reply["kinds"]]
     assert kinds == [(0, 2), (2, 1)], "11 of 32 rows, 11, and 10"
     text = page.read_text()
@@ -278,11 +257,9 @@ def test_ranks_with_padding_are_a_kind_of_their_own_with_a_picture_on_the_page(t
     assert "reduce_scatter" in text
 
 
-@pytest.mark.slow
-def test_a_plan_refuses_groups_that_cannot_share_the_model(capsys):
+def test_a_plan_refuses_groups_that_cannot_share_the_model():
     words = ["plan.gpu=h100", "plan.world_size=3", "sharding.tensor=3"]
-    assert main(["plan", *WORDS, *words]) == 2
-    assert "sharding.tensor=3  must divide" in capsys.readouterr().err
+    assert "sharding.tensor=3  must divide" in cli("plan", *WORDS, *words, code=2).err
 
 
 REFUSED = {
@@ -294,18 +271,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_what_cannot_be_rehearsed_is_refused(typed, capsys):
+def test_what_cannot_be_rehearsed_is_refused(typed):
     start = ["tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2"]
-    assert main(["rehearse", *SMALL, *start, *typed.split()]) == 2
-    assert REFUSED[typed] in capsys.readouterr().err
+    assert REFUSED[typed] in cli("rehearse", *SMALL, *start, *typed.split(), code=2).err
 
 
-@pytest.mark.slow
-def test_groups_of_ranks_hold_their_outer_weights_and_send_nothing_to_each_other(capsys):
+def test_groups_of_ranks_hold_their_outer_weights_and_send_nothing_to_each_other():
     size = ["model.hidden_size=512", "model.intermediate_size=2048", "model.num_hidden_layers=4"]
     words = [*size, "plan.world_size=4", "batch.rows=8"]
-    plain = answer(capsys, *words)
-    reply = answer(capsys, *words, "replicas.method=diloco", "launch.groups=2")
+    plain = answer(*words)
+    reply = answer(*words, "replicas.method=diloco launch.groups=2")
     assert reply["bytes_sent"] == plain["bytes_sent"]
     assert reply["tensors_gib"] > plain["tensors_gib"] * 1.1
     assert any(line.startswith("launch.groups") for line in reply["left_out"])

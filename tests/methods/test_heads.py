@@ -16,16 +16,17 @@ from peft import (
 )
 from sklearn.metrics import roc_auc_score
 from starlette.testclient import TestClient
+from stored import assert_near
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
+from world import cli, read_json, read_lines
 
 from fsdp_trainer.apps.chat.app import make_app
 from fsdp_trainer.apps.chat.readings import ServedReader
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.errors import UserError
@@ -57,7 +58,7 @@ def run_of(ledger, kind, *more, ranks=1):
 
 
 def rows_of(ledger, kind):
-    return [*map(json.loads, (ledger.data / f"{kind}.jsonl").read_text().splitlines())]
+    return read_lines(ledger.data / f"{kind}.jsonl")
 
 
 def loss_of_transformers(model, tokenizer, rows):
@@ -89,7 +90,7 @@ def test_classes_have_transformers_loss_and_gradients(ledger, kind):
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     assert model.config.problem_type.startswith(KINDS[kind])
     loss = loss_of_transformers(model, AutoTokenizer.from_pretrained(folder), rows_of(ledger, kind))
-    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
     loss.backward()
     run = run_of(ledger, kind, f"model.init_from={folder}")
     expected = {name: p.grad for name, p in model.named_parameters()}
@@ -109,7 +110,7 @@ MEAN = f"{BOTH} objective.symmetric=true"
 
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    "kind, words",
     [
         ("classes", ""),
         ("queries", MEAN),
@@ -123,7 +124,7 @@ def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, shared)
     start = run_of(ledger, kind, *words.split(), "optim.lr=1e-9")
     one = run_of(ledger, kind, *words.split())
     other = run_of(ledger, kind, *words.split(), *share.split(), ranks=ranks)
-    assert one.column("objective") == pytest.approx(other.column("objective"), rel=1e-6)
+    assert_near(one, other, objective=1e-6)
     shown = [{k: v for k, v in run.metrics[0].items() if "f1" in k} for run in (one, other)]
     assert shown[0] == pytest.approx(shown[1])
     assert_equal(gradients(start, other), gradients(start, one))
@@ -169,7 +170,7 @@ def spans(tags):
     return entities
 
 
-@pytest.mark.parametrize(("kind", "read"), [("tags", words_of), ("steps", steps_of)])
+@pytest.mark.parametrize("kind, read", [("tags", words_of), ("steps", steps_of)])
 def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
     start = run_of(ledger, kind, "optim.lr=1e-9")
     folder = start.folder / "hf"
@@ -189,11 +190,11 @@ def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
             a + b for a, b in zip(entities, map(len, (one & other, one, other)), strict=True)
         ]
     loss = total / len(hits)
-    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
-    assert start.column("accuracy") == pytest.approx([sum(hits) / len(hits)])
+    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
+    assert start["accuracy"] == pytest.approx([sum(hits) / len(hits)])
     if kind == "tags":
         f1 = 2 * entities[0] / (entities[1] + entities[2])
-        assert start.column("entity_f1") == pytest.approx([f1])
+        assert start["entity_f1"] == pytest.approx([f1])
     loss.backward()
     run = run_of(ledger, kind, f"model.init_from={folder}")
     assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
@@ -217,7 +218,7 @@ def test_encoders_classify_by_their_own_heads(ledger, kind):
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loss = loss_of_transformers(model, tokenizer, rows_of(ledger, "classes"))
-    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
     loss.backward()
     shared = ["batch.micro_rows=2", f"model.init_from={folder}", words[1]]
     run = run_of(ledger, "classes", *shared, ranks=2)
@@ -241,22 +242,22 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
         wanted = torch.tensor(row["scores"]).float()
         losses.append(textbook_ranking("listwise", ranker(**pairs).logits[:, 0], wanted))
     expected = torch.stack(losses).mean().item()
-    assert runs["lists"].column("objective") == pytest.approx([expected], rel=1e-5)
+    assert runs["lists"]["objective"] == pytest.approx([expected], rel=1e-5)
     texts = reader.encode_ranked(row["query"], row["documents"])
     pairs = [tokenizer(row["query"], one, return_tensors="pt") for one in row["documents"]]
     scores = [ranker(**pair).logits[0, 0].sigmoid().item() for pair in pairs]
     assert reader.relevance(texts).tolist() == pytest.approx(scores, rel=1e-6)
     tagger = AutoModelForTokenClassification.from_pretrained(folders["tags"]).eval()
     loss = loss_of_tags(tagger, tokenizer, rows_of(ledger, "tags"), tagger.config.label2id)
-    assert runs["tags"].column("objective") == pytest.approx([loss], rel=1e-5)
+    assert runs["tags"]["objective"] == pytest.approx([loss], rel=1e-5)
     model = AutoModel.from_pretrained(folders["queries"]).eval()
     rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
     texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows))
     loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
-    assert runs["queries"].column("objective") == pytest.approx([loss], rel=1e-5)
+    assert runs["queries"]["objective"] == pytest.approx([loss], rel=1e-5)
     other = run_of(ledger, "queries", *words, "batch.micro_rows=4", "batch.seq_len=300", ranks=2)
-    assert other.column("objective") == pytest.approx([loss], rel=1e-5)
+    assert other["objective"] == pytest.approx([loss], rel=1e-5)
 
 
 def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
@@ -271,7 +272,7 @@ def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
         str(run.folder / "adapter"), num_labels=len(names)
     )
     loss = loss_of_tags(tagger, tokenizer, rows, names)
-    assert again.column("objective") == pytest.approx([loss], rel=1e-5)
+    assert again["objective"] == pytest.approx([loss], rel=1e-5)
     for folder, reason in (
         ("", "a model of words' labels"),
         ("adapter", "an adapter of TOKEN_CLS"),
@@ -287,9 +288,9 @@ def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
     model.config.problem_type = "single_label_classification"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loss = loss_of_transformers(model, tokenizer, rows_of(ledger, "classes")).item()
-    assert again.column("objective") == pytest.approx([loss], rel=1e-5)
+    assert again["objective"] == pytest.approx([loss], rel=1e-5)
     more = ["adapter=lora", f"adapter.init_from={run.folder}", "optim.lr=0"]
-    assert run_of(ledger, "classes", *words, *more).column("objective") == again.column("objective")
+    assert run_of(ledger, "classes", *words, *more)["objective"] == again["objective"]
 
 
 def loss_of_tags(model, tokenizer, rows, label2id):
@@ -344,8 +345,8 @@ def test_queries_are_compared_with_all_documents_of_the_step(ledger, words):
         turned.append(-logits.log_softmax(0)[query, own].mean())
     loss = torch.stack(losses).mean()
     loss = (loss + torch.stack(turned).mean()) / 2 if words else loss
-    assert start.column("loss") == pytest.approx([loss.item()], rel=1e-6)
-    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    assert start["loss"] == pytest.approx([loss.item()], rel=1e-6)
+    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
     loss.backward()
     own = words.replace(BOTH, "")  # the folder says so itself
     run = run_of(ledger, "queries", *own.split(), f"model.init_from={folder}")
@@ -411,7 +412,7 @@ def test_embeddings_by_transformers_class_go_on_from_a_run_and_its_export(ledger
     loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
     for source in (first.folder, first.folder / "hf"):
         run = run_of(ledger, "queries", f"model.init_from={source}", "optim.lr=0")
-        assert run.column("objective") == pytest.approx([loss], rel=1e-5)
+        assert run["objective"] == pytest.approx([loss], rel=1e-5)
     run_of(ledger, "classes", f"model.init_from={first.folder}")
 
 
@@ -445,7 +446,7 @@ def test_labels_that_the_head_does_not_have_are_refused(ledger, train, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("ranking", "reason"),
+    "ranking, reason",
     [("pointwise", "needs scores from 0 to 1"), ("listwise", "each query has one")],
 )
 def test_scores_that_a_ranking_learns_nothing_from_are_refused(ledger, train, ranking, reason):
@@ -461,7 +462,7 @@ def test_labels_of_a_csv_file_are_what_they_are_elsewhere(ledger, tmp_path):
     table.write_text("\n".join(["text,label", *rows]))
     run = run_of(ledger, "numbers")
     same = ledger.run(words=[*PLAIN, *STEP, f"data.path={table}"])
-    assert same.column("objective") == run.column("objective")
+    assert same["objective"] == run["objective"]
 
 
 def test_losses_are_those_of_sentence_transformers():
@@ -525,7 +526,7 @@ def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
         scores = torch.stack([model(pair["input_ids"]).logits[0, 0] for pair in pairs])
         losses.append(textbook_ranking(ranking, scores, torch.tensor(row["scores"]).float()))
     loss = torch.stack(losses).mean()
-    assert start.column("objective") == pytest.approx([loss.item()], rel=1e-6)
+    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
     loss.backward()
     run = run_of(ledger, "lists", f"objective.ranking={ranking}", f"model.init_from={folder}")
     assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
@@ -547,11 +548,11 @@ def test_peft_and_sentence_transformers_read_what_embeds_texts(ledger):
         run_of(ledger, "queries", prompts, f"{key}={run.folder / name}", "optim.lr=0")
         for key, name in [("adapter.init_from", "adapter"), ("model.init_from", "hf")]
     ]
-    first, other = (each.column("loss") for each in again)
-    assert first == pytest.approx(other, rel=1e-5) != run.column("loss")
-    settings = json.loads((run.folder / "hf/config_sentence_transformers.json").read_text())
+    first, other = (each["loss"] for each in again)
+    assert first == pytest.approx(other, rel=1e-5) != run["loss"]
+    settings = read_json(run.folder / "hf/config_sentence_transformers.json")
     assert settings["prompts"] == {"query": "q: ", "document": ""}
-    files = json.loads((run.folder / "hf/modules.json").read_text())
+    files = read_json(run.folder / "hf/modules.json")
     assert [file["path"] for file in files] == ["", "1_Pooling", "2_Normalize"]
     assert not (run.folder / "hf/chat_template.jinja").exists()
 
@@ -616,7 +617,7 @@ def test_the_server_gives_the_numbers_of_transformers(ledger, tmp_path):
             assert each["label"] == model.config.id2label[logits.argmax().item()]
 
 
-def test_requests_that_a_model_of_numbers_cannot_answer_get_a_message(ledger, capsys):
+def test_requests_that_a_model_of_numbers_cannot_answer_get_a_message(ledger):
     folder = run_of(ledger, "queries", *MEAN.split(), "optim.lr=1e-9").folder
     client = served(folder)
     context = 10**6
@@ -639,8 +640,10 @@ def test_requests_that_a_model_of_numbers_cannot_answer_get_a_message(ledger, ca
     ranker = served(run_of(ledger, "lists", "objective.ranking=pairwise").folder)
     body = {"query": "x" * 20_000, "documents": ["y"] * 2048, "truncate_prompt_tokens": 5}
     assert "too long for so many" in ranker.post("/v1/rerank", json=body).text
-    assert main(["generate", str(folder), "prompt=x"]) == 2
-    assert f"chat {folder}  , which answers /v1/embeddings" in capsys.readouterr().err
+    assert (
+        f"chat {folder}  , which answers /v1/embeddings"
+        in cli("generate", str(folder), "prompt=x", code=2).err
+    )
 
 
 def evaluated(world, *words, ranks=1, code=0):
@@ -665,7 +668,7 @@ def test_evaluate_has_the_metrics_of_a_run_and_finds_hard_negatives(ledger, worl
             continue
         said = evaluated(world, *words, *mined, ranks=2).err
         assert "queries.jsonl: 16 queries, " in said
-        hard = [*map(json.loads, (tmp_path / "queries.jsonl").read_text().splitlines())]
+        hard = read_lines(tmp_path / "queries.jsonl")
         assert [row["positive"] for row in hard] == [
             row["positive"] for row in rows_of(ledger, kind)
         ]
@@ -741,7 +744,7 @@ def evaluate(model, task, *, cache, show_progress_bar):
 """
 
 
-def test_mteb_gets_a_runs_vectors_and_local_data(ledger, tmp_path, monkeypatch, capsys):
+def test_mteb_gets_a_runs_vectors_and_local_data(ledger, tmp_path, monkeypatch):
     """The package itself is not installed here: a stand-in makes its calls."""
     (tmp_path / "mteb/models/model_meta").mkdir(parents=True)
     (tmp_path / "mteb/__init__.py").write_text(MTEB)
@@ -759,10 +762,10 @@ def test_mteb_gets_a_runs_vectors_and_local_data(ledger, tmp_path, monkeypatch, 
     one, other = (
         reader.vectors(reader.encode([row[kind] for row in rows])) for kind in ("query", "positive")
     )
-    assert main([*words, "tasks=[mteb:Toy]", f"mteb_data={tmp_path}"]) == 0
-    metrics = json.loads(capsys.readouterr().out)["mteb:Toy"]
+    metrics = json.loads(cli(*words, "tasks=[mteb:Toy]", f"mteb_data={tmp_path}").out)["mteb:Toy"]
     assert metrics["pairs"] == pytest.approx((one * other).sum(1).mean().item(), abs=1e-6)
-    assert main([*words, "tasks=[mteb:Toy]", f"mteb_data={run.folder}"]) == 2
-    assert "hf download mteb/toy --repo-type dataset" in capsys.readouterr().err
-    assert main([*words, "tasks=[mteb:Gone]"]) == 2
-    assert "did you mean Toy?" in capsys.readouterr().err
+    assert (
+        "hf download mteb/toy --repo-type dataset"
+        in cli(*words, "tasks=[mteb:Toy]", f"mteb_data={run.folder}", code=2).err
+    )
+    assert "did you mean Toy?" in cli(*words, "tasks=[mteb:Gone]", code=2).err

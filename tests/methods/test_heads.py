@@ -83,18 +83,31 @@ def assert_equal(gradients, expected):
         assert error.max() / scale < 1e-5, name
 
 
+def theirs(folder, auto=AutoModelForSequenceClassification):
+    """Return transformers' model and tokenizer of a folder."""
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def assert_learns(ledger, kind, start, model, loss, *words, prefix="", ranks=1):
+    """Check the loss of a run's start, and each gradient of a step from there.
+
+    prefix: what our names have before those of transformers.
+    """
+    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
+    loss.backward()
+    run = run_of(ledger, kind, *words, f"model.init_from={start.folder / 'hf'}", ranks=ranks)
+    expected = {f"{prefix}{name}": p.grad for name, p in model.named_parameters()}
+    assert_equal(gradients(start, run), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_classes_have_transformers_loss_and_gradients(ledger, kind):
     start = run_of(ledger, kind, "optim.lr=1e-9")
-    folder = start.folder / "hf"
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    model, tokenizer = theirs(start.folder / "hf")
     assert model.config.problem_type.startswith(KINDS[kind])
-    loss = loss_of_transformers(model, AutoTokenizer.from_pretrained(folder), rows_of(ledger, kind))
-    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
-    loss.backward()
-    run = run_of(ledger, kind, f"model.init_from={folder}")
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    assert_equal(gradients(start, run), expected)
+    loss = loss_of_transformers(model, tokenizer, rows_of(ledger, kind))
+    assert_learns(ledger, kind, start, model, loss)
 
 
 SHARED = {
@@ -173,9 +186,8 @@ def spans(tags):
 @pytest.mark.parametrize("kind, read", [("tags", words_of), ("steps", steps_of)])
 def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
     start = run_of(ledger, kind, "optim.lr=1e-9")
-    folder = start.folder / "hf"
-    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
-    tokenizer, rows = AutoTokenizer.from_pretrained(folder), rows_of(ledger, kind)
+    model, tokenizer = theirs(start.folder / "hf", AutoModelForTokenClassification)
+    rows = rows_of(ledger, kind)
     total, hits, entities = 0, [], [0, 0, 0]
     for row in rows:
         tokens, labels = map(torch.tensor, read(row, tokenizer, model.config.label2id))
@@ -190,14 +202,11 @@ def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
             a + b for a, b in zip(entities, map(len, (one & other, one, other)), strict=True)
         ]
     loss = total / len(hits)
-    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
     assert start["accuracy"] == pytest.approx([sum(hits) / len(hits)])
     if kind == "tags":
         f1 = 2 * entities[0] / (entities[1] + entities[2])
         assert start["entity_f1"] == pytest.approx([f1])
-    loss.backward()
-    run = run_of(ledger, kind, f"model.init_from={folder}")
-    assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
+    assert_learns(ledger, kind, start, model, loss)
 
 
 def encoder_words(ledger, kind):
@@ -214,15 +223,10 @@ def test_encoders_classify_by_their_own_heads(ledger, kind):
     """A step over texts of different lengths, each computed alone and padded there."""
     words = encoder_words(ledger, kind)
     start = run_of(ledger, "classes", *words, "optim.lr=1e-9", "batch.micro_rows=8")
-    folder = start.folder / "hf"
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = theirs(start.folder / "hf")
     loss = loss_of_transformers(model, tokenizer, rows_of(ledger, "classes"))
-    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
-    loss.backward()
-    shared = ["batch.micro_rows=2", f"model.init_from={folder}", words[1]]
-    run = run_of(ledger, "classes", *shared, ranks=2)
-    assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
+    shared = "batch.micro_rows=2", words[1]
+    assert_learns(ledger, "classes", start, model, loss, *shared, ranks=2)
 
 
 def test_encoders_read_pairs_tag_and_embed(ledger):
@@ -232,8 +236,7 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     runs = {kind: run_of(ledger, kind, *words, first) for kind in ("lists", "tags", "queries")}
     folders = {kind: run.folder / "hf" for kind, run in runs.items()}
     reader, row = TextReader.load(runs["lists"].folder), rows_of(ledger, "lists")[1]
-    tokenizer = AutoTokenizer.from_pretrained(folders["lists"])
-    ranker = AutoModelForSequenceClassification.from_pretrained(folders["lists"]).eval()
+    ranker, tokenizer = theirs(folders["lists"])
     losses = []
     for row in rows_of(ledger, "lists"):
         texts = [[row["query"]] * len(row["documents"]), row["documents"]]
@@ -247,10 +250,10 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     pairs = [tokenizer(row["query"], one, return_tensors="pt") for one in row["documents"]]
     scores = [ranker(**pair).logits[0, 0].sigmoid().item() for pair in pairs]
     assert reader.relevance(texts).tolist() == pytest.approx(scores, rel=1e-6)
-    tagger = AutoModelForTokenClassification.from_pretrained(folders["tags"]).eval()
+    tagger, _ = theirs(folders["tags"], AutoModelForTokenClassification)
     loss = loss_of_tags(tagger, tokenizer, rows_of(ledger, "tags"), tagger.config.label2id)
     assert runs["tags"]["objective"] == pytest.approx([loss], rel=1e-5)
-    model = AutoModel.from_pretrained(folders["queries"]).eval()
+    model, _ = theirs(folders["queries"], AutoModel)
     rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
     texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows))
@@ -330,9 +333,7 @@ def embedded(model, tokenizer, rows, pooling):
 def test_queries_are_compared_with_all_documents_of_the_step(ledger, words):
     """The textbook's loss, over a step of several micro-batches, by transformers' model."""
     start = run_of(ledger, "queries", *words.split(), "optim.lr=1e-9")
-    folder = start.folder / "hf"
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = theirs(start.folder / "hf", AutoModel)
     pooling = "mean" if words else "last"
     vectors, groups, kinds = embedded(model, tokenizer, rows_of(ledger, "queries"), pooling)
     logits = vectors[kinds == 0] @ vectors[kinds > 0].T / 0.05
@@ -345,13 +346,9 @@ def test_queries_are_compared_with_all_documents_of_the_step(ledger, words):
         turned.append(-logits.log_softmax(0)[query, own].mean())
     loss = torch.stack(losses).mean()
     loss = (loss + torch.stack(turned).mean()) / 2 if words else loss
-    assert start["loss"] == pytest.approx([loss.item()], rel=1e-6)
-    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
-    loss.backward()
+    assert start["loss"] == start["objective"]
     own = words.replace(BOTH, "")  # the folder says so itself
-    run = run_of(ledger, "queries", *own.split(), f"model.init_from={folder}")
-    named = {f"model.{name}": p.grad for name, p in model.named_parameters()}
-    assert_equal(gradients(start, run), named)
+    assert_learns(ledger, "queries", start, model, loss, *own.split(), prefix="model.")
 
 
 def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger, tmp_path):
@@ -405,8 +402,8 @@ def test_embeddings_by_transformers_class_go_on_from_a_run_and_its_export(ledger
         if not is_done():
             make_other_folder(folder, "gpt2")
     first = run_of(ledger, "queries", f"model.init_from={folder}", "optim.lr=1e-3")
-    model = AutoModel.from_pretrained(first.folder / "hf", dtype=torch.float32).eval()
-    tokenizer, rows = AutoTokenizer.from_pretrained(first.folder / "hf"), rows_of(ledger, "queries")
+    model, tokenizer = theirs(first.folder / "hf", AutoModel)
+    rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "last")
     texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows))
     loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
@@ -479,8 +476,8 @@ def test_losses_are_those_of_sentence_transformers():
         "cosent": (losses.CoSENTLoss(model), 2, scores[:, 0]),
         "margin_mse": (losses.MarginMSELoss(model), 3, margins[:, 0]),
     }
-    for comparison, (theirs, count, labels) in cases.items():
-        expected = theirs.compute_loss_from_embeddings(normal[:count], labels)
+    for comparison, (their_loss, count, labels) in cases.items():
+        expected = their_loss.compute_loss_from_embeddings(normal[:count], labels)
         if comparison == "infonce":
             cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3)
             parts = [[*each.split(3)] for each in normal]
@@ -517,19 +514,14 @@ def textbook_ranking(ranking, scores, wanted):
 def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
     """Transformers' model, which a CrossEncoder wraps, has the same loss on pairs of texts."""
     start = run_of(ledger, "lists", f"objective.ranking={ranking}", "optim.lr=1e-9")
-    folder = start.folder / "hf"
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = theirs(start.folder / "hf")
     losses = []
     for row in rows_of(ledger, "lists"):
         pairs = [tokenizer(row["query"], text, return_tensors="pt") for text in row["documents"]]
         scores = torch.stack([model(pair["input_ids"]).logits[0, 0] for pair in pairs])
         losses.append(textbook_ranking(ranking, scores, torch.tensor(row["scores"]).float()))
     loss = torch.stack(losses).mean()
-    assert start["objective"] == pytest.approx([loss.item()], rel=1e-6)
-    loss.backward()
-    run = run_of(ledger, "lists", f"objective.ranking={ranking}", f"model.init_from={folder}")
-    assert_equal(gradients(start, run), {name: p.grad for name, p in model.named_parameters()})
+    assert_learns(ledger, "lists", start, model, loss, f"objective.ranking={ranking}")
 
 
 def test_peft_and_sentence_transformers_read_what_embeds_texts(ledger):
@@ -568,8 +560,7 @@ def served(folder):
 def test_the_server_gives_the_numbers_of_transformers(ledger, tmp_path):
     openai = pytest.importorskip("openai")
     run = run_of(ledger, "queries", *MEAN.split(), "optim.lr=1e-9")
-    model = AutoModel.from_pretrained(run.folder / "hf", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(run.folder / "hf")
+    model, tokenizer = theirs(run.folder / "hf", AutoModel)
     rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
     queries = [row["query"] for row in rows]
@@ -592,7 +583,7 @@ def test_the_server_gives_the_numbers_of_transformers(ledger, tmp_path):
     assert torch.allclose(reader.vectors(reader.encode(queries)), vectors[kinds == 0], atol=1e-6)
 
     folder = run_of(ledger, "lists", "objective.ranking=pairwise").folder / "hf"
-    ranker = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    ranker, _ = theirs(folder)
     row = rows_of(ledger, "lists")[1]
     body = {"query": row["query"], "documents": row["documents"], "return_documents": False}
     results = served(folder).post("/v1/rerank", json=body).json()["results"]
@@ -607,7 +598,7 @@ def test_the_server_gives_the_numbers_of_transformers(ledger, tmp_path):
 
     for kind in KINDS:
         folder = run_of(ledger, kind, "optim.lr=1e-9").folder / "hf"
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        model, _ = theirs(folder)
         texts = [row["text"] for row in rows_of(ledger, kind)[:5]]
         data = served(folder).post("/v1/classify", json={"input": texts}).json()["data"]
         for text, each in zip(texts, data, strict=True):

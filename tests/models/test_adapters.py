@@ -7,9 +7,8 @@ from typing import NamedTuple
 import inject
 import pytest
 import torch
-import torch.nn.functional as F
 from layouts import of_all_stages
-from shown import documents, shown
+from plain import plain_training, shown
 from tables import rows
 from world import Run
 from zoo import HF, make_folder
@@ -154,7 +153,7 @@ def train_with_peft(folder, rows, start, **options):
             if "magnitude" in name:
                 torch.testing.assert_close(parameter, start[name])
             parameter.copy_(start[name])
-    return plain_training(lambda tokens: model(tokens).logits, trained, rows)
+    return losses_and_gradients(lambda tokens: model(tokens).logits, trained, rows)
 
 
 def our_name(name):
@@ -167,27 +166,8 @@ def our_name(name):
     )
 
 
-def plain_training(logits, trained, rows):
-    """AdamW on the mean of all supervised tokens, one document at a time."""
-    decayed = [p for p in trained.values() if p.ndim >= 2]
-    others = [p for p in trained.values() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    losses, first = [], {}
-    for step in range(STEPS):
-        batch = rows[step * ROWS : (step + 1) * ROWS]
-        count = sum(label != -100 for row in batch for label in row["labels"])
-        loss = 0.0
-        for tokens, labels, _ in documents(batch):
-            scores = logits(tokens[None])[0]
-            nll = F.cross_entropy(scores, labels, reduction="sum", ignore_index=-100) / count
-            nll.backward()
-            loss += nll.item()
-        losses.append(loss)
-        first = first or {name: p.grad.clone() for name, p in trained.items()}
-        torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+def losses_and_gradients(logits, trained, rows):
+    losses, _, first = plain_training(logits, trained, rows, [LR] * STEPS, CLIP, DECAY)
     return losses, first
 
 
@@ -207,7 +187,7 @@ def train_merged(folder, rows, start, names, scale):
         weights = {name: merged(name, given, base, scale, fused) for name in base}
         return torch.func.functional_call(model, weights, (tokens,)).logits
 
-    return plain_training(logits, {name: given[name] for name in names}, rows)
+    return losses_and_gradients(logits, {name: given[name] for name in names}, rows)
 
 
 def merged(name, given, base, scale, fused):

@@ -18,10 +18,11 @@ from gradients import (
     zero_if_none,
 )
 from other_models import RUN, SGD, make_other
+from plain import write_documents
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpLayer
-from world import cli, read_json, split, write_json, write_lines
+from world import cli, read_json, split, write_json
 from zoo import make_model
 
 import fsdp_trainer
@@ -156,23 +157,11 @@ def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path
     assert all(wanted[name].any() for name in head if "bias" not in name and "experts" not in name)
 
 
-LENGTHS_OF_TEXTS = (30, 34, 20, 44, 40, 24, 11, 53)
-"""Tokens of the documents, of which pairs fill rows of 64."""
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Return a file of tokens, and the tokens with which of them are supervised."""
-    generator = torch.Generator().manual_seed(3)
-    held = [torch.randint(0, 256, (n,), generator=generator) for n in LENGTHS_OF_TEXTS]
-    masks = [torch.arange(n) % 3 > 0 for n in LENGTHS_OF_TEXTS]
     file = tmp_path_factory.mktemp("tokens") / "tokens.jsonl"
-    rows = [
-        {"input_ids": text.tolist(), "labels": torch.where(mask, text, -100).tolist()}
-        for text, mask in zip(held, masks, strict=True)
-    ]
-    write_lines(file, rows)
-    return file, list(zip(held, masks, strict=True))
+    return file, write_documents(file)
 
 
 def steps_of(theirs, texts, count, lr):

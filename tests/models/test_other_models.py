@@ -19,11 +19,11 @@ from other_models import (
     make_other,
     make_other_folder,
 )
+from plain import LENGTHS, write_documents
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
-from world import write_lines
 from zoo import ZOO, make_model
 
 import fsdp_trainer
@@ -31,8 +31,6 @@ from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.hf.hf_config import absurd_count
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
-LENGTHS = (30, 34, 20, 44, 40, 24, 11, 53)
-"""Tokens of the documents, of which pairs fill rows of 64."""
 STEPS = 3
 PAGE = Path(__file__).parents[2] / "docs" / "any-model.md"
 FAMILIES_OF_ZOO = [family for family in FAMILIES if family in ZOO]
@@ -42,16 +40,8 @@ SETTINGS = ["batch.seq_len=64 train.steps=2 data.format=tokens", *RUN]
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """Return a file of tokens, and the documents in it as samples, see loss_of."""
-    generator = torch.Generator().manual_seed(3)
-    texts = [torch.randint(0, 256, (n,), generator=generator) for n in LENGTHS]
-    masks = [torch.arange(n) % 3 > 0 for n in LENGTHS]
     file = tmp_path_factory.mktemp("tokens") / "tokens.jsonl"
-    lines = [
-        {"input_ids": text.tolist(), "labels": torch.where(mask, text, -100).tolist()}
-        for text, mask in zip(texts, masks, strict=True)
-    ]
-    write_lines(file, lines)
-    return file, [({"input_ids": t[None]}, mask) for t, mask in zip(texts, masks, strict=True)]
+    return file, [({"input_ids": t[None]}, mask) for t, mask in write_documents(file)]
 
 
 def load(folder):

@@ -7,7 +7,7 @@ import inject
 import pytest
 import torch
 import torch.nn.functional as F
-from shown import shown
+from plain import shown
 from stored import assert_near, newest, stored
 from world import write_chats
 

@@ -7,8 +7,8 @@ import inject
 import pytest
 import torch
 import torch.nn.functional as F
+from plain import documents, shown
 from replica_groups import GroupPools, lighthouse
-from shown import documents, shown
 from stored import assert_byte_equal, newest, stored
 from world import SMALL, split
 from zoo import make_model

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from shown import shown
+from plain import shown
 from torch.distributed.tensor import DTensor
 from zoo import make_folder
 

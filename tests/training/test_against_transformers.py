@@ -6,8 +6,7 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
-import torch.nn.functional as F
-from shown import documents, shown
+from plain import plain_training, shown
 from stored import tensors
 from world import write_lines
 from zoo import make_model
@@ -65,10 +64,11 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
     assert max(len(row["documents"]) for row in rows) > 1
     assert any("weights" in row for row in rows)
 
-    loss, norm, tokens, model = plain_training(folder, rows, frozen)
+    loss, norm, model = train_plainly(folder, rows, frozen)
     assert run["loss"] == pytest.approx(loss, rel=1e-4)
     assert run["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert run["tokens"] == tokens
+    tokens = [len(row["tokens"]) for row in rows]
+    assert run["tokens"] == [sum(tokens[: ROWS * i]) for i in range(1, STEPS + 1)]
     before, after = (tensors(one) for one in (folder, run.folder / "hf"))
     assert after.keys() == before.keys()
     for name, parameter in model.named_parameters():
@@ -79,8 +79,8 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
             assert torch.equal(after[name], before[name]), name
 
 
-def plain_training(folder, rows, frozen):
-    """Losses, gradient norms, tokens so far, and the model. frozen: patterns of names."""
+def train_plainly(folder, rows, frozen):
+    """Losses, gradient norms, and the model. frozen: patterns of names."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).train()
@@ -88,33 +88,10 @@ def plain_training(folder, rows, frozen):
     for name, parameter in shared.items():
         if any(fnmatch(name, pattern) for pattern in frozen):
             parameter.requires_grad_(False)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    is_decayed = [p.ndim >= 2 and not name.endswith("bias") for name, p in named]
-    decayed = [p for (_, p), decays in zip(named, is_decayed, strict=True) if decays]
-    others = [p for (_, p), decays in zip(named, is_decayed, strict=True) if not decays]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}],
-        lr=1,
-        betas=(0.9, 0.95),
-        eps=1e-8,
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    shapes = [(1 + math.cos(math.pi * i / (STEPS - WARMUP))) / 2 for i in range(STEPS - WARMUP)]
+    rates = [(i + 1) / WARMUP for i in range(WARMUP)] + [FLOOR + (1 - FLOOR) * s for s in shapes]
+    losses, norms, _ = plain_training(
+        lambda tokens: model(tokens).logits, trained, rows, [PEAK * r for r in rates], CLIP, DECAY
     )
-    losses, norms, tokens = [], [], []
-    for step in range(1, STEPS + 1):
-        batch = rows[(step - 1) * ROWS : step * ROWS]
-        weight = sum(weights.sum() for _, _, weights in documents(batch))
-        loss = 0.0
-        for document, labels, weights in documents(batch):
-            logits = model(document[None]).logits[0]
-            nll = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
-            share = (nll * weights).sum() / weight
-            share.backward()
-            loss += share.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        losses.append(loss)
-        tokens.append((tokens or [0])[-1] + sum(len(row["tokens"]) for row in batch))
-        shape = (1 + math.cos(math.pi * (step - 1 - WARMUP) / (STEPS - WARMUP))) / 2
-        for group in optimizer.param_groups:
-            group["lr"] = PEAK * (step / WARMUP if step <= WARMUP else FLOOR + (1 - FLOOR) * shape)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, tokens, model
+    return losses, norms, model

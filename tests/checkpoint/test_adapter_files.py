@@ -11,8 +11,7 @@ import torch
 import yaml
 from foreign import export, why_refused
 from memory_of_a_step import LiveBytes
-from safetensors.torch import save_file
-from stored import assert_byte_equal, tensors
+from stored import assert_byte_equal, save_tensors, tensors
 from tables import rows
 from world import command, edit_json, read_json, verify
 from zoo import HF, make_folder
@@ -369,7 +368,7 @@ def test_a_wrong_base_and_a_second_merge_are_refused(adapt, merged, tmp_path, ca
     run, other = merged / "run", tmp_path / "other"
     shutil.copytree(merged / "base", other)
     changed = {name: tensor + 0.1 for name, tensor in tensors(other).items()}
-    save_file(changed, other / "model.safetensors", {"format": "pt"})
+    save_tensors(other, changed)
     for source, model, reason in (
         (run, other, "not the adapter's base model"),
         (run / "adapter", other, "not the adapter's base model"),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from foreign import export, of
-from safetensors.torch import save_file
-from stored import tensors
+from stored import save_tensors, tensors
 from tables import rows
 from world import read_json
 from zoo import make_folder
@@ -96,7 +95,7 @@ def test_blocks_that_no_module_reads_keep_their_numbers(tmp_path):
     folder = make_folder(tmp_path / "hf", "deepseek_v3", num_hidden_layers=2, **SIZES)
     name = "model.layers.2.eh_proj.weight"
     stored = tensors(folder) | {name: torch.randn(64, 128)}
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    save_tensors(folder, stored)
     out = export(folder, tmp_path / "out", "form=compressed quantization=int8")
     assert torch.equal(tensors(out)[name], stored[name])
     description = read_json(out / "config.json")["quantization_config"]

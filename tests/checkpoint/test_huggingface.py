@@ -11,9 +11,9 @@ from foreign import export, of, why_refused
 from image_models import make_image_folder
 from other_models import make_other_folder
 from safetensors.torch import load_file, save_file
-from stored import assert_byte_equal, newest, tensors
+from stored import assert_byte_equal, newest, save_tensors, tensors
 from tables import rows
-from world import command, read_json, verify, write_json
+from world import command, edit_json, read_json, verify, write_json
 from zoo import HF, ZOO, make_folder, store_in_mxfp4
 
 from fsdp_trainer import load_model
@@ -50,13 +50,8 @@ def imported(train):
     return run
 
 
-def save_weights(folder, state):
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-
-
 def edit_config(folder, **changes):
-    config = read_json(folder / "config.json") | changes
-    write_json(folder / "config.json", config)
+    edit_json(folder / "config.json", **changes)
 
 
 def config_of(folder):
@@ -104,7 +99,7 @@ def test_matrices_in_float8_are_decoded_and_blocks_for_further_tokens_passed_ove
     more = {"quantization_config": FLOAT8, "num_nextn_predict_layers": 1}
     loaded = []
     for held, changes in ((plain, {}), (stored, more)):
-        save_weights(folder, held)
+        save_tensors(folder, held)
         edit_config(folder, **changes)
         with inject.setting("tensor_piece_bytes", 5000):
             loaded.append(load_model(folder))
@@ -136,7 +131,7 @@ def with_unread(folder, kind):
         f"{prefix}number": torch.tensor(7),
         f"{prefix}rotary_emb.inv_freq": torch.randn(3),
     }
-    save_weights(folder, tensors(folder) | more)
+    save_tensors(folder, tensors(folder) | more)
     edit_config(folder, **{count: 1})
     return folder
 
@@ -151,7 +146,7 @@ def test_tensors_that_no_module_reads_are_exported_byte_for_byte_or_named(
     if kind in ZOO:  # float8 is decoded in these blocks, too
         name = f"{prefix}fc.weight"
         codes, scales, decoded = in_blocks(torch.randn(3, 5).bfloat16())
-        save_weights(folder, expected | {name: codes, f"{name}_scale_inv": scales})
+        save_tensors(folder, expected | {name: codes, f"{name}_scale_inv": scales})
         edit_config(folder, quantization_config=FLOAT8)
         expected[name] = decoded
     words = "train.steps=0 checkpoint.export_hf=true"
@@ -188,7 +183,7 @@ def test_blocks_after_the_last_one_are_passed_over_if_config_json_counts_them(tm
 def test_tensors_for_another_vocabulary_are_left_out(train, tmp_path):
     folder = with_unread(tmp_path / "in", "deepseek_v3")
     rows = {"model.layers.2.embed_tokens.weight": torch.zeros(264, 3)}
-    save_weights(folder, tensors(folder) | rows)
+    save_tensors(folder, tensors(folder) | rows)
     added = ",".join(f"new{i}" for i in range(9))
     words = f"tokenizer.add_tokens=[{added}] train.steps=0 checkpoint.export_hf=true"
     run = train("run", f"model.init_from={folder}", words, base=HF)
@@ -303,7 +298,7 @@ def test_each_tensor_keeps_its_own_number_format_however_small_the_pieces(import
         name: tensor.float() + 1e-5 if "norm" in name else tensor
         for name, tensor in tensors(folder).items()
     }
-    save_weights(folder, {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()})
+    save_tensors(folder, {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()})
     run = imported(folder, ranks=2, seam=SMALL_PIECES).folder
     with SMALL_PIECES:
         assert_byte_equal(state, tensors(export(run, tmp_path / "out")))
@@ -331,7 +326,7 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(imported, tmp_path):
         "model.norm.weight": torch.zeros(31),
         "model.layers.0.input_layernorm.weight": torch.zeros(32, dtype=torch.int64),
     }
-    save_weights(folder, state | wrong)
+    save_tensors(folder, state | wrong)
     refused = imported(folder, ranks=2, code=2)
     texts = [
         "model.layers.0.mlp.up_proj.weight",
@@ -437,14 +432,14 @@ def test_what_wrappers_put_before_all_names_is_no_part_of_them(tmp_path, wrapper
 def test_names_that_end_like_a_wrapper_keep_that_and_compiled_parts_lose_theirs(tmp_path):
     names = ["model.vision_module.w", "model._orig_mod.layers.w", "model.module.w"]
     stored = {f"_orig_mod.{name}": torch.ones(1) for name in names}
-    save_file(stored, tmp_path / "model.safetensors")
+    save_tensors(tmp_path, stored)
     read, _ = read_headers(tmp_path)
     assert list(read) == ["model.layers.w", "model.module.w", "model.vision_module.w"]
 
 
 def test_one_file_counts_before_an_index_that_does_not_name_it_as_in_transformers(tmp_path):
     folder = make_folder(tmp_path / "in")
-    weights = load_file(folder / "model.safetensors")
+    weights = tensors(folder)
     negated = {name: -tensor for name, tensor in weights.items()}
     save_file(negated, folder / "other.safetensors", {"format": "pt"})
     index = {"weight_map": dict.fromkeys(weights, "other.safetensors")}
@@ -499,7 +494,7 @@ def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
     folder = make_folder(tmp_path / "in", tie_word_embeddings=True)
     state = tensors(folder)
     other = {"lm_head.weight": torch.randn_like(state["model.embed_tokens.weight"])}
-    save_weights(folder, state | other)
+    save_tensors(folder, state | other)
     refused = imported(folder, ranks=2, code=2)
     assert "lm_head.weight" in refused.err
     assert "tie_word_embeddings" in refused.err

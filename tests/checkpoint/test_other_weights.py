@@ -88,7 +88,7 @@ def newer_name(name):
 )
 def test_files_of_torch_are_read_piece_by_piece(tmp_path, family, within):
     folder, other = make_other(tmp_path, family, dtype=torch.bfloat16)
-    state = load_file(folder / "model.safetensors")
+    state = tensors(folder)
     state = {f"module.{name}": tensor for name, tensor in state.items()} if within else state
     torch.save({within: state, "step": 3} if within else state, other / "pytorch_model.bin")
     require_equal(folder, other)

@@ -5,7 +5,7 @@ import zipfile
 import pytest
 import torch
 from foreign import make_other, require_equal, why_refused
-from safetensors.torch import load_file
+from stored import tensors
 
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_whole
 
@@ -21,7 +21,7 @@ def saved(tmp_path):
 
     def save(whole=dict, embedding=None):
         folder, other = make_other(tmp_path)
-        weights = load_file(folder / "model.safetensors")
+        weights = tensors(folder)
         if embedding:
             weights[EMBEDDING] = embedding(weights[EMBEDDING])
         torch.save(whole(weights), other / "pytorch_model.bin")

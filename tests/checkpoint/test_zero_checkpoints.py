@@ -11,7 +11,7 @@ import torch
 from folders import REPO
 from foreign import Evil, make_other, require_equal_on_ranks, why_refused
 from safetensors.torch import load_file
-from stored import assert_byte_equal
+from stored import assert_byte_equal, tensors
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.other_states import read_states
@@ -103,7 +103,7 @@ def written(tmp_path):
 
     def write(part=None, moment=None, about=(), state=()):
         folder, other = make_other(tmp_path)
-        weights = load_file(folder / "model.safetensors")
+        weights = tensors(folder)
         flat = torch.cat([weight.flatten() for weight in weights.values()])
         states = {"step": torch.tensor(3.0), "exp_avg": flat, "exp_avg_sq": flat}
         if moment:

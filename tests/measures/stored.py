@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from named_runs import RUNS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 
@@ -89,6 +89,11 @@ def tensors(folder):
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+
+
+def save_tensors(folder, state):
+    """Write the tensors of a Hugging Face folder, in one file."""
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
 def assert_byte_equal(a, b):

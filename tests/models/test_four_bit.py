@@ -12,7 +12,7 @@ import pytest
 import torch
 from memory_of_a_step import LiveBytes
 from safetensors.torch import load_file, save_file
-from stored import assert_same_end, newest
+from stored import assert_same_end, newest, tensors
 from tables import rows
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -171,7 +171,7 @@ def test_training_is_bitwise_that_on_the_decoded_weights(
     name = "model.layers.0.self_attn.q_proj.weight"
     if family == "phi3":
         name = name.replace("q_proj", "qkv_proj")
-    before, after = (load_file(f / "model.safetensors")[name] for f in (folder, decoded))
+    before, after = (tensors(f)[name] for f in (folder, decoded))
     assert (before - after).norm() > 0.05 * before.norm(), "4 bits must differ"
 
 
@@ -205,7 +205,7 @@ def test_a_rank_holds_and_gathers_codes_in_place_of_numbers(train, tmp_path):
     for base in ("fp32", "nf4"):
         seam = partial(recorded, tmp_path / base)
         train(f"on_{base}", *how, f"adapter.base={base}", ranks=2, base=HF, seam=seam)
-    weights = load_file(folder / "model.safetensors")
+    weights = tensors(folder)
     shapes = [weights[name].shape for name in weights if name.endswith("_proj.weight")]
     numbers = 4 * sum(rows * columns for rows, columns in shapes)
     codes = sum(rows * encoded_columns(columns) for rows, columns in shapes)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stored import assert_same_end, newest, stored
+from stored import assert_same_end, newest, stored, tensors
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.layout import Layout
@@ -87,7 +87,7 @@ def test_a_frozen_weight_is_no_part_of_a_checkpoint_and_is_exported_as_it_was(tr
     how = [*begin_from(base), SOME, "train.steps=2 checkpoint.export_hf=true"]
     run = train("run", *how, ranks=2, base=BF16)
     before, after = stored(newest(base)), stored(newest(run))
-    exported = load_file(run.folder / "hf" / "model.safetensors")
+    exported = tensors(run.folder / "hf")
     frozen = [name for name in exported if f"weights/{name}" not in after]
     assert {name.split(".")[1] for name in frozen} == {"embed_tokens", "layers"}
     assert not [name for name in after if any(frozen_name in name for frozen_name in frozen)]
@@ -104,7 +104,7 @@ def test_random_weights_that_are_frozen_are_drawn_again(train):
     run = train("run", *common, "train.steps=4", ranks=2)
     assert_same_end(run, expected)
     loaded = load_model(run.folder).state_dict()
-    exported = load_file(expected.folder / "hf" / "model.safetensors")
+    exported = tensors(expected.folder / "hf")
     for name, tensor in exported.items():
         assert torch.equal(loaded[name][: len(tensor)].to(tensor.dtype), tensor), name
 

@@ -12,8 +12,8 @@ from image_models import CONFIGS, make_image_folder, write_pictures
 from other_models import ADAMW, RUN, SGD, adamw_steps, log_probabilities, loss_of
 from peft import PeftModel
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from stored import checkpoint, stored
+from safetensors.torch import load_file
+from stored import assert_byte_equal, checkpoint, save_tensors, stored, tensors
 from transformers import AutoModelForImageTextToText
 from world import cli, verify, write_lines
 
@@ -146,7 +146,7 @@ def overrides(folder, file, samples, *more):
 
 
 def exported(run):
-    return load_file(run.folder / "hf" / "model.safetensors")
+    return tensors(run.folder / "hf")
 
 
 @pytest.mark.parametrize("kind, ranks", [*zip(CONFIGS, (1, 2, 2, 1, 3), strict=True)])
@@ -209,7 +209,7 @@ def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one_and_is_verif
     assert run.event("resume")[0]["step"] == 2
     assert run["loss"] == whole["loss"]
     weights, hf = exported(run), run.folder / "hf"
-    assert all(torch.equal(value, weights[name]) for name, value in exported(whole).items())
+    assert_byte_equal(exported(whole), weights)
 
     said = verify(f"source={run.folder} hf={hf} data={data[0]}")
     assert said.count("equal") == 2
@@ -218,7 +218,7 @@ def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one_and_is_verif
         expected = loss_of(load(hf), samples_of(hf, *data)).item()
     assert float(re.search(r"loss ([\d.]+) on", said)[1]) == pytest.approx(expected, abs=1e-4)
     doubled = {n: 2 * w for n, w in weights.items() if "vis" in n and w.ndim == 2}
-    save_file(weights | doubled, hf / "model.safetensors")
+    save_tensors(hf, weights | doubled)
     assert "logits with an image DIFFER" in verify(f"source={run.folder} hf={hf}", code=3)
 
 

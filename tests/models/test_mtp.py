@@ -19,7 +19,7 @@ from gradients import (
 )
 from other_models import RUN, SGD, make_other
 from plain import write_documents
-from safetensors.torch import load_file, save_file
+from stored import assert_byte_equal, save_tensors, tensors
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpLayer
 from world import cli, read_json, split, write_json
@@ -111,8 +111,8 @@ def folder_with_head(folder, kind):
         start = f"model.layers.{len(theirs.main.get_decoder().layers)}."
         head[f"{start}embed_tokens.weight"] = main["model.embed_tokens.weight"].clone()
         head[f"{start}shared_head.head.weight"] = main["lm_head.weight"].clone()
-    held = load_file(folder / "model.safetensors")
-    save_file(held | {n: t.contiguous() for n, t in head.items()}, folder / "model.safetensors")
+    held = tensors(folder)
+    save_tensors(folder, held | {n: t.contiguous() for n, t in head.items()})
     config = read_json(folder / "config.json")
     config[COUNT.get(kind, "num_nextn_predict_layers")] = 1
     write_json(folder / "config.json", config)
@@ -198,7 +198,7 @@ WAYS = {
 @pytest.mark.parametrize("kind", WAYS)
 def test_steps_and_the_exported_head_are_transformers_on_any_ranks(train, tmp_path, texts, kind):
     folder, theirs, head = folder_with_head(tmp_path / "in", kind)
-    before = set(load_file(folder / "model.safetensors"))
+    before = set(tensors(folder))
     file, held = texts
     loss, further = steps_of(theirs, held, 2, 0.1)
     ranks, how = WAYS[kind]
@@ -210,7 +210,7 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(train, tmp_pa
     assert run["loss"] == pytest.approx(loss.tolist(), abs=1e-5)
     assert run["mtp_loss"] == pytest.approx(further.tolist(), abs=1e-5)
     assert run["objective"] == pytest.approx((loss + WEIGHT * further).tolist(), abs=1e-5)
-    exported = load_file(run.folder / "hf" / "model.safetensors")
+    exported = tensors(run.folder / "hf")
     main, own = theirs.tensors(lambda each: each.detach())
     assert exported.keys() == before
     for name, value in (main | own).items():
@@ -225,13 +225,13 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(train, tmp_pa
     if ranks == 1:  # a stop in between changes no bit; the next run keeps the head
         train("half", *words, "train.steps=1", *how, base=[])
         again = train("half", *words, "train.steps=2", *how, base=[])
-        resumed = load_file(again.folder / "hf" / "model.safetensors")
-        assert all(torch.equal(resumed[name], exported[name]) for name in exported)
+        resumed = tensors(again.folder / "hf")
+        assert_byte_equal(resumed, exported)
         plain = [word for word in split(words) if not word.startswith(("objective.", "model."))]
         source = f"model.init_from={run.folder}"
         next_run = train("next", *plain, source, "train.steps=1", base=[])
         assert "it stays as it is" in next_run.out
-        after = load_file(next_run.folder / "hf" / "model.safetensors")
+        after = tensors(next_run.folder / "hf")
         assert all(torch.equal(after[name], exported[name]) for name in own)
         assert not torch.equal(after["lm_head.weight"], exported["lm_head.weight"])
 
@@ -261,9 +261,9 @@ def test_what_cannot_be_is_refused_by_name(word):
 
 def test_folders_whose_head_cannot_be_trained_are_refused(tmp_path):
     folder, _, head = folder_with_head(tmp_path, "deepseek_v3")
-    stored = load_file(folder / "model.safetensors")
+    stored = tensors(folder)
     (copy,) = (name for name in head if name.endswith("shared_head.head.weight"))
-    save_file(stored | {copy: stored[copy] + 1}, folder / "model.safetensors")
+    save_tensors(folder, stored | {copy: stored[copy] + 1})
     with pytest.raises(
         UserError, match=r"differs from lm_head.weight, and an MTP head that shares"
     ):

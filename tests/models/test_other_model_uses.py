@@ -10,8 +10,7 @@ import torch
 from other_models import COMMON, RUN, make_other_folder
 from pairs import write_pairs
 from peft import PeftModel
-from safetensors.torch import load_file
-from stored import assert_near
+from stored import assert_near, tensors
 from tables import rows
 from transformers import AutoModelForCausalLM
 from world import cli, read_json, write_json, write_lines
@@ -47,7 +46,7 @@ def run(train, folders):
 
 def weights(run):
     """Return the exported weights of a run."""
-    return load_file(run.folder / "hf" / "model.safetensors")
+    return tensors(run.folder / "hf")
 
 
 def load(folder):
@@ -115,7 +114,7 @@ def test_experts_are_kept_evenly_loaded_on_any_ranks(run):
 
 def test_muon_moves_all_weights_and_the_export_is_that_of_the_checkpoint(run, folders):
     trained = run("optim", "granitemoe", "optim=muon")
-    before, after = load_file(folders("granitemoe") / "model.safetensors"), weights(trained)
+    before, after = tensors(folders("granitemoe")), weights(trained)
     assert not [name for name, value in before.items() if torch.equal(value, after[name])]
     assert (
         "logits equal" in cli("verify", f"source={trained.folder} hf={trained.folder / 'hf'}").out
@@ -272,7 +271,7 @@ def test_a_preview_has_one_document_in_a_row_where_they_would_mix(folders):
 
 def test_rows_for_new_tokens_begin_as_the_mean_of_the_others(run, folders):
     grown = run("grown", "phi", "model.vocab_size=300 train.steps=1 optim.lr=1e-12")
-    before, after = load_file(folders("phi") / "model.safetensors"), weights(grown)
+    before, after = tensors(folders("phi")), weights(grown)
     for name in ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"):
         assert len(after[name]) == 300
         assert torch.allclose(after[name][:264], before[name], atol=1e-6), name
@@ -304,4 +303,4 @@ def test_a_language_model_inside_a_model_for_images_is_trained(train, tmp_path):
     folder = make_other_folder(tmp_path / "fuyu", "fuyu", text_config=text, vocab_size=264)
     run = train("fuyu", f"model.init_from={folder}", *SETTINGS, ranks=2, base=[])
     assert len(run.metrics) == 2
-    assert weights(run).keys() == load_file(folder / "model.safetensors").keys()
+    assert weights(run).keys() == tensors(folder).keys()

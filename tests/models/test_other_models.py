@@ -21,7 +21,7 @@ from other_models import (
 )
 from plain import LENGTHS, write_documents
 from safetensors import safe_open
-from safetensors.torch import load_file
+from stored import tensors
 from transformers import AutoModelForCausalLM
 from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
 from zoo import ZOO, make_model
@@ -87,12 +87,12 @@ def test_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_own(
     model = load(folder)
     losses = adamw_steps(model, lambda model: loss_of(model, samples), STEPS)
     model.save_pretrained(tmp_path / "theirs")
-    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    expected = tensors(tmp_path / "theirs")
     ranks, how, said = RUNS[kind]
     own = [*overrides(folder, file), f"train.steps={STEPS}", *ADAMW, *how]
     run = train("run", *own, ranks=ranks, base=[])
     assert run["loss"] == pytest.approx(losses, abs=1e-5)
-    actual = load_file(run.folder / "hf" / "model.safetensors")
+    actual = tensors(run.folder / "hf")
     assert parts_of(run.folder / "hf") == parts_of(folder)
     for name, value in expected.items():
         assert (actual[name] - value).abs().max() < 1e-4, name

@@ -5,7 +5,7 @@ import pytest
 import torch
 from named_runs import LAYOUTS, RUNS, NamedRun
 from recorded_step import calls, passed
-from stored import assert_near, newest, stored
+from stored import assert_columns, assert_near, newest, stored
 
 INEXACT = {"in eight bits": 2e-2, "in eight bits, with feedback": 2e-2}
 """Relative tolerance of losses and norms for layouts whose messages are rounded."""
@@ -23,15 +23,12 @@ def reference_of(layout):
 def test_a_layout_trains_as_one_rank(ledger, layout):
     run, alone = ledger.run(layout), ledger.execute(reference_of(layout))
     near = INEXACT.get(layout, 1e-3 if layout in ROUNDED else 1e-5)
-    assert run["step"] == alone["step"]
-    assert run["tokens"] == alone["tokens"]
+    assert_columns(run, alone, "step", "tokens")
     assert_near(run, alone, loss=near, grad_norm=10 * near)
     if near > 1e-5:
         return
     weights, expected = stored(newest(run)), stored(newest(alone))
-    assert weights.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

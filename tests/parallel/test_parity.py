@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plain import shown
-from stored import assert_near, newest, stored
+from stored import assert_byte_equal, assert_near, newest, stored
 from world import write_chats
 
 import fsdp_trainer
@@ -88,7 +88,7 @@ def test_weights_at_the_start_do_not_depend_on_ranks(ledger):
             (["train.steps=0 run.seed=1"], 1),
         )
     )
-    assert all(torch.equal(first[name], on_three[name]) for name in first)
+    assert_byte_equal(first, on_three)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(first[name], other_seed[name])
     sums = {tensor.float().sum().item() for name, tensor in first.items() if "proj" in name}

@@ -6,6 +6,9 @@ other one shows.
 """
 
 from dataclasses import dataclass
+from string import Template
+
+from tables import rows
 
 ROW = 256
 FULL_ROWS = [
@@ -23,45 +26,45 @@ FREED = "sharding.reshard_after_forward=true"
 FULL, SELECTIVE = "activation_checkpoint=full", "activation_checkpoint=selective"
 STAGES = "sharding.pipeline=2 model.num_hidden_layers=4"
 DISTIL = "objective=distil objective.teacher=RUN(teacher)"
-LAYOUTS: dict[str, tuple[int, str]] = {
-    "one rank": (1, ""),
-    "fsdp": (2, ""),
-    "fsdp of three, with padding": (3, ""),
-    "recomputed": (2, f"{FULL} {FREED}"),
-    "recomputed selectively": (2, SELECTIVE),
-    "recomputed in every second block": (2, f"{FULL} activation_checkpoint.every=2"),
-    "ddp": (2, "sharding=ddp"),
-    "hsdp": (4, f"sharding=hsdp sharding.replicas=2 {FREED}"),
-    "two micro-batches": (2, "batch.rows=8"),
-    "summed unsharded": (2, "batch.rows=8 sharding.accumulate=unsharded"),
-    "gathered again": (2, FREED),
-    "with a second copy": (4, "sharding.reshard_after_forward=2"),
-    "in eight bits": (2, "sharding.quantize=both"),
-    "in eight bits, with feedback": (
-        2,
-        "sharding.quantize=both sharding.error_feedback=true batch.rows=8",
-    ),
-    "two blocks in a unit": (2, "sharding.blocks_per_unit=2"),
-    "prefetched": (2, f"sharding.prefetch=2 model.num_hidden_layers=4 {FREED}"),
-    "bfloat16": (2, f"precision.param_dtype=bfloat16 {FREED}"),
-    "pure bfloat16": (2, "precision.param_dtype=bfloat16 precision.master_dtype=bfloat16"),
-    "tied": (2, "model.tie_word_embeddings=true"),
-    "adapters": (2, f"adapter=lora {FREED}"),
-    "frozen": (2, "train.freeze=['model.embed_tokens.*','model.layers.0.*']"),
-    "eight bits": (2, "optim=adamw_8bit"),
-    "lion": (2, "optim=lion"),
-    "muon": (2, "optim=muon"),
-    "tensor, recomputed": (2, f"sharding.tensor=2 {FULL} {FREED}"),
-    "tensor and shards": (4, "sharding.tensor=2"),
-    "context": (2, f"sharding.context=2 {FREED}"),
-    "context, gathered": (2, "sharding.context=2 sharding.context_method=gathered"),
-    "pipeline": (2, STAGES),
-    "pipeline and shards": (4, STAGES),
-    "interleaved": (2, f"{STAGES} sharding.pipeline_schedule=interleaved"),
-    "zbv": (2, f"{STAGES} sharding.pipeline_schedule=zbv"),
-    "experts": (2, EXPERTS),
-    "experts on ranks, with shards": (4, f"{EXPERTS} sharding.expert=2 {FREED}"),
-    "with a teacher": (2, DISTIL),
+WRITTEN = rows("""
+one rank → 1 →
+fsdp → 2 →
+fsdp of three, with padding → 3 →
+recomputed → 2 → $FULL $FREED
+recomputed selectively → 2 → $SELECTIVE
+recomputed in every second block → 2 → $FULL activation_checkpoint.every=2
+ddp → 2 → sharding=ddp
+hsdp → 4 → sharding=hsdp sharding.replicas=2 $FREED
+two micro-batches → 2 → batch.rows=8
+summed unsharded → 2 → batch.rows=8 sharding.accumulate=unsharded
+gathered again → 2 → $FREED
+with a second copy → 4 → sharding.reshard_after_forward=2
+in eight bits → 2 → sharding.quantize=both
+in eight bits, with feedback → 2 → sharding.quantize=both sharding.error_feedback=true batch.rows=8
+two blocks in a unit → 2 → sharding.blocks_per_unit=2
+prefetched → 2 → sharding.prefetch=2 model.num_hidden_layers=4 $FREED
+bfloat16 → 2 → precision.param_dtype=bfloat16 $FREED
+pure bfloat16 → 2 → precision.param_dtype=bfloat16 precision.master_dtype=bfloat16
+tied → 2 → model.tie_word_embeddings=true
+adapters → 2 → adapter=lora $FREED
+frozen → 2 → train.freeze=['model.embed_tokens.*','model.layers.0.*']
+eight bits → 2 → optim=adamw_8bit
+lion → 2 → optim=lion
+muon → 2 → optim=muon
+tensor, recomputed → 2 → sharding.tensor=2 $FULL $FREED
+tensor and shards → 4 → sharding.tensor=2
+context → 2 → sharding.context=2 $FREED
+context, gathered → 2 → sharding.context=2 sharding.context_method=gathered
+pipeline → 2 → $STAGES
+pipeline and shards → 4 → $STAGES
+interleaved → 2 → $STAGES sharding.pipeline_schedule=interleaved
+zbv → 2 → $STAGES sharding.pipeline_schedule=zbv
+experts → 2 → $EXPERTS
+experts on ranks, with shards → 4 → $EXPERTS sharding.expert=2 $FREED
+with a teacher → 2 → $DISTIL
+""")
+LAYOUTS = {
+    name: (int(ranks), Template(words).substitute(globals())) for name, ranks, words in WRITTEN
 }
 """Numbers of ranks and overrides, which say only how the work is shared, but for the task's."""
 

@@ -140,14 +140,11 @@ def inner_step(model, batch):
 
 
 def assert_weights(run, outer, own, tolerance):
-    state = stored(newest(run))
-    for name, expected in outer.items():
-        torch.testing.assert_close(
-            state[f"outer/{name}"].double(), expected.detach(), rtol=0, atol=tolerance, msg=name
-        )
-        torch.testing.assert_close(
-            state[f"weights/{name}"].double(), own[name], rtol=0, atol=tolerance, msg=name
-        )
+    state = {name: tensor.double() for name, tensor in stored(newest(run)).items()}
+    for kind, expected in (("outer", outer), ("weights", own)):
+        ours = {name: state[f"{kind}/{name}"] for name in expected}
+        theirs = {name: tensor.detach() for name, tensor in expected.items()}
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
 def test_outer_steps_of_parts_are_those_of_a_plain_program(train, folder, rows):

@@ -48,9 +48,7 @@ def assert_same_run(run, undisturbed):
     assert [e["step"] for e in run.event("evaluation")] == [step for step, _ in evaluated]
     assert run.checkpoints == undisturbed.checkpoints
     ours, theirs = stored(newest(run)), stored(newest(undisturbed))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, tmp_path):

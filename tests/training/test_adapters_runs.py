@@ -5,8 +5,7 @@ import shutil
 import inject
 import pytest
 import torch
-from safetensors.torch import save_file
-from stored import assert_same_end, newest, stored, tensors
+from stored import assert_same_end, newest, save_tensors, stored, tensors
 from world import SPIKY, read_json
 from zoo import HF, make_folder
 
@@ -119,7 +118,7 @@ def test_another_base_is_refused(adapt, folder, tmp_path):
     adapt("run", *LORA, "train.steps=1")
     another = make_folder(tmp_path / "another")
     other_weights = {name: 1.5 * tensor for name, tensor in tensors(folder).items()}
-    save_file(other_weights, another / "model.safetensors", {"format": "pt"})
+    save_tensors(another, other_weights)
     err = adapt("run", *LORA, f"model.init_from={another} train.steps=2", code=2).err
     assert "the frozen weights have changed" in err
     assert str(another) in err

@@ -11,13 +11,13 @@ import inject
 import pytest
 import torch
 from inject import SPIKED
-from safetensors.torch import save_file
 from stored import (
     assert_bitwise_equal,
     assert_columns,
     assert_same_end,
     checkpoint,
     newest,
+    save_tensors,
     stored,
     tensors,
 )
@@ -184,7 +184,7 @@ def test_a_broken_number_in_the_base_is_named_with_its_file(train, tmp_path):
     base = make_folder(tmp_path / "base")
     weights, name = tensors(base), "model.layers.1.mlp.up_proj.weight"
     weights[name][-1, -1] = torch.nan
-    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    save_tensors(base, weights)
     run = partial(train, "run", f"train.steps=2 model.init_from={base}", ranks=2, code=1)
     for again in (run(base=HF), run(base=HF)):
         assert f"{name} in {base}/model.safetensors" in again.err

@@ -73,11 +73,11 @@ def best_fails_late(step, run):
 
 
 def test_a_checkpoint_does_not_name_a_best_one_that_was_lost_while_it_was_waited_for(train):
-    words = [
-        "data.validation=0.1 train.validate_every=2 checkpoint.best=true",
-        "checkpoint.every=1 train.steps=4",
-    ]  # fmt: skip
-    run = train("run", ASYNC, *words, seam=inject.when_writing(best_fails_late))
+    words = (
+        "data.validation=0.1 train.validate_every=2 checkpoint.best=true checkpoint.every=1"
+        " train.steps=4"
+    )
+    run = train("run", ASYNC, words, seam=inject.when_writing(best_fails_late))
     assert [e["step"] for e in run.event("checkpoint_failed")] == [2]
     assert [e["step"] for e in run.event("checkpoint")] == [1, 3, 4]
     assert read_json(checkpoint(run, 3) / "trainer.json")["best_step"] is None

@@ -16,7 +16,7 @@ from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.paths import MANIFEST, committed_checkpoints, step_of
 from fsdp_trainer.config.schema import Checkpoint
 
-HOW = ["schedule=constant data.validation=0.1 train.validate_every=2", "checkpoint.keep=1"]
+HOW = "schedule=constant data.validation=0.1 train.validate_every=2 checkpoint.keep=1"
 BEST = 6
 
 
@@ -59,7 +59,7 @@ def test_only_deleting_that_belongs_to_the_newest_checkpoint_is_finished(monkeyp
 
 
 def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_better(train):
-    how = [*HOW, "checkpoint=async checkpoint.best=true train.early_stop=3"]
+    how = [HOW, "checkpoint=async checkpoint.best=true train.early_stop=3"]
     how += ["checkpoint.export_hf=true"]
     train("run", *how, "train.steps=8", ranks=2, seam=TURNS_BAD)
     run = train("run", *how, "train.steps=200", ranks=2, seam=TURNS_BAD)  # which remembers it
@@ -93,13 +93,13 @@ def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_b
     assert again.checkpoints == staying, "nor what the last save had still to delete"
     assert "train.early_stop=null" in again.out
     assert again.metrics[-1]["step"] == last
-    more = train("run", *HOW, "train.steps=14 checkpoint.every=1", ranks=2)
+    more = train("run", HOW, "train.steps=14 checkpoint.every=1", ranks=2)
     assert more["step"] == list(range(1, 15))
     assert more.checkpoints == ["step-00000014"], "no longer asked to keep the best"
 
 
 def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
-    how = [*HOW, "checkpoint.best=true"]
+    how = [HOW, "checkpoint.best=true"]
     first = train("run", *how, "train.steps=4")
     how += ["data.validation=0.3"]
     moved = train("run", *how, "train.steps=6 checkpoint.allow_changes=[data]")
@@ -111,7 +111,7 @@ def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
 
 
 def test_patience_and_its_delta_are_remembered_by_a_resume(train):
-    how = [*HOW, "train.early_stop=3 train.early_stop_delta=100"]
+    how = [HOW, "train.early_stop=3 train.early_stop_delta=100"]
     train("run", *how, "train.steps=4")
     run = train("run", *how, "train.steps=100 checkpoint.every=50")
     assert run.metrics[-1]["step"] == 8, (

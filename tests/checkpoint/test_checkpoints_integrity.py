@@ -317,9 +317,9 @@ def write_step_2_wrong(real, path, windows):
 
 
 def test_the_only_other_checkpoint_goes_when_the_new_one_was_read_back(train):
-    how = ["schedule=constant checkpoint.every=1 checkpoint.keep=1", "checkpoint.patience=1s"]
+    how = "schedule=constant checkpoint.every=1 checkpoint.keep=1 checkpoint.patience=1s"
     lies = inject.around("checkpoint_write", write_step_2_wrong, rank=1)
-    run = train("run", *how, "train.steps=2", ranks=2, seam=lies, code=1)
+    run = train("run", how, "train.steps=2", ranks=2, seam=lies, code=1)
     assert "just written is damaged" in run.err
     assert "__1_0.distcp" in run.err
     assert run.checkpoints == ["step-00000001"]

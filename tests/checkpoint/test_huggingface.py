@@ -256,8 +256,12 @@ def test_what_was_trained_computes_the_same_everywhere(train, tmp_path):
     assert "another model" in verify(f"source={run.folder} hf={other}", code=3)
 
 
-CHOSEN = ("data.path=DATA/chats.jsonl", "data.template=plain", "train.steps=0",
-          "checkpoint.export_hf=true")  # fmt: skip
+CHOSEN = (
+    "data.path=DATA/chats.jsonl",
+    "data.template=plain",
+    "train.steps=0",
+    "checkpoint.export_hf=true",
+)
 
 
 @pytest.mark.parametrize("template", [None, "plain"])

@@ -119,13 +119,13 @@ def test_the_newest_whole_one_of_both_places_is_taken(mirrored, tmp_path):
 
 def test_the_best_one_stays_and_those_after_a_step_that_a_run_goes_back_to_do_not(mirrored):
     train, listed = mirrored
-    how = ["data.validation=0.1 train.validate_every=3 checkpoint.best=true", "optim.lr=0.5"]
-    run = train("run", *how, "train.steps=9")
+    how = "data.validation=0.1 train.validate_every=3 checkpoint.best=true optim.lr=0.5"
+    run = train("run", how, "train.steps=9")
     assert listed() == run.checkpoints[1:] == [NEWEST, "step-00000009"], "the best and the newest"
-    run = train("other/run", *how, "train.steps=10")
+    run = train("other/run", how, "train.steps=10")
     assert run.checkpoints[1:] == listed() == [NEWEST, "step-00000010"]
     back = f"checkpoint.resume={checkpoint(run, 6)}"
-    run = train("other/run", *how, back, "train.steps=7")
+    run = train("other/run", how, back, "train.steps=7")
     assert listed() == run.checkpoints[1:] == ["step-00000007"], "that has a lower loss"
 
 

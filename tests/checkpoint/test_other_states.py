@@ -77,11 +77,11 @@ def test_a_resumed_run_needs_the_states_no_more_and_ends_as_an_uninterrupted_one
     shutil.copytree(WRITTEN / "torchtitan-0.3", folder)
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text(json.dumps({"input_ids": ROWS[0][::-1]}) + "\n")
-    how = [
-        "schedule.name=cosine schedule.min_ratio=0.1 checkpoint.every=1",
-        f"checkpoint.keep=9 data.validation={held_out} train.validate_every=2",
-    ]
-    run = go_on(folder, folder, *how)
+    how = (
+        "schedule.name=cosine schedule.min_ratio=0.1 checkpoint.every=1 checkpoint.keep=9"
+        f" data.validation={held_out} train.validate_every=2"
+    )
+    run = go_on(folder, folder, how)
     assert [event["step"] for event in run.event("evaluation")] == [3, 4, 6]
     halfway = 0.1 + 0.9 * (1 + math.cos(math.pi * 3 / STEPS)) / 2
     assert run["lr"][0] == pytest.approx(1e-2 * halfway)
@@ -90,7 +90,7 @@ def test_a_resumed_run_needs_the_states_no_more_and_ends_as_an_uninterrupted_one
         shutil.rmtree(checkpoint(run, step))
     for file in folder.glob("*.distcp"):
         file.unlink()
-    again = go_on(folder, folder, *how)
+    again = go_on(folder, folder, how)
     assert "resumes after step 4" in again.out
     assert again["step"] == [4, 5, 6]
     assert_byte_equal(tensors(newest(run)), uninterrupted)

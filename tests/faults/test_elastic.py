@@ -9,7 +9,7 @@ import pytest
 from hosts import INJECT, Hosts, seconds_until
 from namespaces import why_not
 from stored import assert_columns, assert_near
-from world import SMALL, Run
+from world import SMALL, Run, split
 
 CONSTANT = "schedule=constant schedule.warmup_steps=0 optim.lr=3e-4"
 
@@ -54,7 +54,7 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
 
     def start(*which: int) -> None:
         for i in which:
-            hosts.start(i, words, env, tmp_path)
+            hosts.start(i, split(words), env, tmp_path)
 
     def plug_in_again() -> None:
         hosts.kill(1)  # its torchrun has given up, or is about to

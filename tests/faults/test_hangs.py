@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from folders import REPO
 from stored import newest
-from world import SMALL, Run
+from world import SMALL, Run, split
 
 from fsdp_trainer.checkpoint.digest import weights_digest
 
@@ -63,7 +63,7 @@ def hang(folder: Path, fault: str, *more: str) -> Hang:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "FAULTS_FOLDER": str(notes)}
     place = f"data.cache={folder.parent}/data run.root={folder.parent}"
     process = subprocess.Popen(
-        [*TORCHRUN, *HOW, place, f"run.name={folder.name}", *more],
+        [*TORCHRUN, *split([*HOW, place, f"run.name={folder.name}", *more])],
         env=env | ({"FAULTS": fault} if fault else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -11,16 +11,16 @@ import namespaces
 import pytest
 import torch
 from stored import newest, stored
-from world import SMALL, Run, end, ranks_below, wait_until
+from world import SMALL, Run, end, ranks_below, split, wait_until
 
 pytestmark = pytest.mark.faults
 
 STEPS, LONGEST, PORT = 320, 10.0, 29510
-HOW = [
-    "model.hidden_size=128 model.intermediate_size=256 batch.seq_len=128",
-    "batch.rows=24 batch.micro_rows=2 optim=sgd optim.momentum=0.9",
-    f"optim.lr=0.005 schedule=constant train.steps={STEPS} launch.watchdog=true",
-]
+HOW = (
+    "model.hidden_size=128 model.intermediate_size=256 batch.seq_len=128 batch.rows=24"
+    " batch.micro_rows=2 optim=sgd optim.momentum=0.9 optim.lr=0.005 schedule=constant"
+    f" train.steps={STEPS} launch.watchdog=true"
+)
 
 
 def wait_for_more(lines, count, act, *args):
@@ -37,7 +37,8 @@ class Group:
         """Start it. host: words that run a command on a simulated host."""
         own = f"replicas.id={number} replicas.lighthouse=10.77.0.1:{PORT}"
         place = f"run.root={folder.parent} run.name={folder.name}"
-        self.command = [*host, sys.executable, "-m", "fsdp_trainer", "train", *words, place, own]
+        words = split([*words, place, own])
+        self.command = [*host, sys.executable, "-m", "fsdp_trainer", "train", *words]
         self.log = (folder.parent / f"group-{number}.log").open("w")
         self.start()
 
@@ -80,7 +81,7 @@ def test_others_go_on_when_a_group_is_killed_stopped_or_cut_off(
     words = [
         *SMALL,
         *input_words,
-        *HOW,
+        HOW,
         f"replicas.method={method} launch.nproc_per_node={ranks}",
     ]
     words += ["replicas.every=4"] if method == "diloco" else []
@@ -108,7 +109,7 @@ def test_others_go_on_when_a_group_is_killed_stopped_or_cut_off(
     assert max(after - before for before, after in pairwise(run["time"])) < LONGEST
     if method == "sync":
         alone = world.train(
-            tmp_path / "alone", *SMALL, *input_words, *HOW, "launch.watchdog=false", base=[]
+            tmp_path / "alone", *SMALL, *input_words, HOW, "launch.watchdog=false", base=[]
         )
         ours, theirs = stored(newest(run)), stored(newest(alone))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

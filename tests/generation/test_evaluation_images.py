@@ -110,11 +110,11 @@ def test_choices_about_images_are_those_of_transformers_also_during_a_training(
     content = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "what?"}]
     answer = {"role": "assistant", "content": "a thing"}
     write_json(chats, {"messages": [{"role": "user", "content": content}, answer]})
-    own = [
-        f"model.init_from={model} data.path={chats} batch.seq_len=128 batch.rows=2",
-        "train.steps=1 optim.lr=0 precision=fp32 launch.device=cpu",
-    ]  # fmt: skip
-    run = train("run", *own, f"evaluation.tasks=[{task}]", base=[])
+    own = (
+        f"model.init_from={model} data.path={chats} batch.seq_len=128 batch.rows=2"
+        " train.steps=1 optim.lr=0 precision=fp32 launch.device=cpu"
+    )
+    run = train("run", own, f"evaluation.tasks=[{task}]", base=[])
     assert run.metrics[-1]["tasks"]["choice/acc"] == pytest.approx(0.8)
 
 

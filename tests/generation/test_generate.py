@@ -456,10 +456,10 @@ def test_a_system_turn_reaches_a_template_that_knows_none(run):
     assert lines == ["be brief\n\nhi"]
 
 
-ASKED = [
-    "train.steps=4 train.validate_every=2 train.sample_prompts=[aaa,'b c']",
-    "train.sample_tokens=9 checkpoint.every=2 checkpoint.keep=9",
-]  # fmt: skip
+ASKED = (
+    "train.steps=4 train.validate_every=2 train.sample_prompts=[aaa,'b c']"
+    " train.sample_tokens=9 checkpoint.every=2 checkpoint.keep=9"
+)
 COMPILED = "compile=enabled model.num_hidden_layers=1"
 RAW = (
     "model.tie_word_embeddings=false train.sample_raw=true activation_checkpoint=selective"
@@ -483,7 +483,7 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
     if how == COMPILED:
         more, options["seam"] = compiled[1:], inject.no_kernels()
     plain = train("plain", "train.steps=4", how, *more, **options)
-    run = train("run", *ASKED, how, *more, **options)
+    run = train("run", ASKED, how, *more, **options)
     assert_columns(run, plain, "loss", "grad_norm")
     samples = read_lines(run.folder / "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in samples] == [
@@ -502,10 +502,10 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
 
 
 def test_a_resume_cuts_the_samples_of_steps_that_it_does_again(train):
-    run = train("run", *ASKED)
+    run = train("run", ASKED)
     before = read_lines(run.folder / "samples.jsonl")
     shutil.rmtree(checkpoint(run, 4))
-    again = train("run", *ASKED)
+    again = train("run", ASKED)
     assert again.event("resume")[0]["step"] == 2
     after = read_lines(run.folder / "samples.jsonl")
     assert [line["step"] for line in after] == [2, 2, 4, 4]

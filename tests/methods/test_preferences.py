@@ -139,8 +139,8 @@ COMPUTED = "the reference reads"
 @pytest.fixture
 def keys(tmp_path):
     """Words of runs with data and a cache of their own."""
-    own = [f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}", f"data.cache={tmp_path / 'cache'}"]
-    return [*PAIRS, *own, "checkpoint.keep=9"]
+    own = f"data.path={write_pairs(tmp_path / 'pairs.jsonl')} data.cache={tmp_path / 'cache'}"
+    return [*PAIRS, own, "checkpoint.keep=9"]
 
 
 def numbers(folder):

@@ -114,11 +114,11 @@ def test_answers_get_the_reward_of_transformers_score_on_any_ranks(exported, tra
     rows = [{"question": f"{i}+1?", "answer": f"{i + 1}", "tools": [TOOL]} for i in range(9)]
     write_lines(file, rows)
     reward = f"{{name: model, source: {source}, weight: 2, label: rm}}"
-    grpo = [
-        f"objective=grpo objective.rewards=[{reward}] objective.max_new_tokens=6",
-        f"objective.samples=2 batch.rows=2 batch.seq_len=128 data.path={file}",
-    ]  # fmt: skip
-    run = train("rewarded", *grpo, "train.steps=2", ranks=2)
+    grpo = (
+        f"objective=grpo objective.rewards=[{reward}] objective.max_new_tokens=6"
+        f" objective.samples=2 batch.rows=2 batch.seq_len=128 data.path={file}"
+    )
+    run = train("rewarded", grpo, "train.steps=2", ranks=2)
     lines = read_lines(run.folder / "samples.jsonl")
     assert len(lines) >= 2
     for line in lines:
@@ -136,7 +136,7 @@ def test_answers_get_the_reward_of_transformers_score_on_any_ranks(exported, tra
     config = read_json(short / "config.json")
     write_json(short / "config.json", config | {"max_position_embeddings": 16})
     shorter = f"objective.rewards=[{reward.replace(str(source), str(short))}]"
-    failed = train("fails", *grpo, shorter, "train.steps=1", code=1)
+    failed = train("fails", grpo, shorter, "train.steps=1", code=1)
     assert "reads at most 16 tokens" in failed.out
     assert "is longer than a reward model or classifier reads: 16" in failed.err
 

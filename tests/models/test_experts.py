@@ -222,16 +222,16 @@ def test_biases_of_routers_move_against_the_load_and_stay_in_a_skipped_step():
     assert router.weight.dtype == torch.bfloat16
 
 
-MOVING = [
-    "model.family=deepseek_v3 model.num_hidden_layers=2 model.num_experts=4",
-    "model.num_key_value_heads=4 model.head_dim=48 loss.bias_update_speed=0.01",
-    "schedule=constant batch.rows=4 optim.lr=1e-2 checkpoint.every=2",
-]
+MOVING = (
+    "model.family=deepseek_v3 model.num_hidden_layers=2 model.num_experts=4"
+    " model.num_key_value_heads=4 model.head_dim=48 loss.bias_update_speed=0.01"
+    " schedule=constant batch.rows=4 optim.lr=1e-2 checkpoint.every=2"
+)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or_a_restart(train):
-    how = [*MOVING, "checkpoint.export_hf=true"]
+    how = [MOVING, "checkpoint.export_hf=true"]
     one = train("one", *how, "train.steps=4 batch.micro_rows=4")
     stages = "batch.micro_rows=1 sharding.pipeline=2"
     train("parted", *how, "train.steps=2", stages, ranks=2)

@@ -80,10 +80,10 @@ def test_rows_are_not_taken_away(train, folder):
 
 
 def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
-    how = [f"model.init_from={make_folder(tmp_path / 'small', vocab_size=200)}", "train.steps=1"]
+    how = f"model.init_from={make_folder(tmp_path / 'small', vocab_size=200)} train.steps=1"
     grown = "model.vocab_size=260"
-    assert grown in train("run", *how, base=HF, code=2).err
-    assert train("grown", *how, grown, base=HF)["step"] == [1]
+    assert grown in train("run", how, base=HF, code=2).err
+    assert train("grown", how, grown, base=HF)["step"] == [1]
 
 
 def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train, folder, tmp_path):

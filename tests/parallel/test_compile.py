@@ -29,7 +29,7 @@ def no_code():
         yield
 
 
-WINDOWS = ["model.family=gemma2 model.sliding_window=16", "model.attn_logit_softcapping=30"]
+WINDOWS = "model.family=gemma2 model.sliding_window=16 model.attn_logit_softcapping=30"
 
 
 def test_all_blocks_share_a_graph_that_is_never_compiled_again(train, compiled, tmp_path):
@@ -37,7 +37,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again(train, compiled, 
     # micro-batches of other packings in each step, of them one with an empty row, and validation
     # twice
     how = [
-        *WINDOWS, f"batch.rows=5 batch.micro_rows=2 data.validation={held_out}",
+        WINDOWS, f"batch.rows=5 batch.micro_rows=2 data.validation={held_out}",
         "train.validate_every=3 train.validate_first=false train.steps=6",
     ]  # fmt: skip
     run = train("run", *compiled, *how, seam=inject.no_kernels())

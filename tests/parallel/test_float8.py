@@ -16,11 +16,11 @@ from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.parallel import convert
 
 pytest.importorskip("torchao")
-WIDE = [
-    "model.hidden_size=64 model.intermediate_size=128 model.head_dim=16",
-    "precision.param_dtype=bfloat16 schedule=constant",
-]
-FLOAT8 = [*WIDE, "precision.float8=tensorwise"]
+WIDE = (
+    "model.hidden_size=64 model.intermediate_size=128 model.head_dim=16"
+    " precision.param_dtype=bfloat16 schedule=constant"
+)
+FLOAT8 = [WIDE, "precision.float8=tensorwise"]
 
 
 def every_linear(_real, module, *_recipe_and_shares):
@@ -36,8 +36,8 @@ EMULATED = inject.together(
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_loss_is_near_that_of_bfloat16(train, ledger, recipe):
     steps = "train.steps=6"
-    exact = ledger.run(words=["data.path=DATA/chats.jsonl", *WIDE, steps])
-    run = train("run", *WIDE, f"precision.float8={recipe}", steps, seam=EMULATED)
+    exact = ledger.run(words=["data.path=DATA/chats.jsonl", WIDE, steps])
+    run = train("run", WIDE, f"precision.float8={recipe}", steps, seam=EMULATED)
     assert_near(run, exact, loss=0.03)
     assert run["loss"] != exact["loss"]
     assert f"float8 products ({recipe}) in 14 linear layers" in run.out
@@ -96,10 +96,10 @@ def test_exports_and_imports_know_nothing_of_float8(train):
 
 
 def test_a_run_may_change_to_and_from_float8(train):
-    train("run", *WIDE, "train.steps=2")
+    train("run", WIDE, "train.steps=2")
     changed = train("run", *FLOAT8, "train.steps=3", seam=EMULATED)
     assert "precision.float8 was null, is tensorwise" in changed.out
-    again = train("run", *WIDE, "train.steps=4")
+    again = train("run", WIDE, "train.steps=4")
     assert len(again.metrics) == 4
     assert "float8 products" not in again.out
 

@@ -6,13 +6,13 @@ import torch
 from stored import assert_columns, assert_near, newest, stored
 from world import read_lines
 
-HOW = [
-    "model.family=qwen3_moe model.num_experts=4 model.num_hidden_layers=4",
-    "model.vocab_size=301 schedule=constant checkpoint.keep=9",
-    "checkpoint.every=1 batch.rows=4 batch.micro_rows=1 optim.eps=1e-3",
-    "data.validation=0.1 train.validate_every=2 train.check_every=2",
-    "train.sample_prompts=[a,bb] train.sample_tokens=3",
-]
+HOW = (
+    "model.family=qwen3_moe model.num_experts=4 model.num_hidden_layers=4"
+    " model.vocab_size=301 schedule=constant checkpoint.keep=9 checkpoint.every=1"
+    " batch.rows=4 batch.micro_rows=1 optim.eps=1e-3 data.validation=0.1"
+    " train.validate_every=2 train.check_every=2 train.sample_prompts=[a,bb]"
+    " train.sample_tokens=3"
+)
 LAYOUTS = {
     1: (2, ["sharding.tensor=2"]),
     2: (2, ["sharding.pipeline=2 sharding.pipeline_schedule=zbv"]),
@@ -28,13 +28,13 @@ def parts(world, inputs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts") / "run"
     own = [f"{key}={value}" for key, value in inputs.items()]
     for steps, (ranks, overrides) in LAYOUTS.items():
-        words = [*own, *HOW, f"train.steps={steps}", *overrides]
+        words = [*own, HOW, f"train.steps={steps}", *overrides]
         run = world.train(folder, *words, ranks=ranks)
     return run
 
 
 def test_a_run_of_many_layouts_is_one_run(train, parts):
-    whole = train("whole", *HOW, "train.steps=4", ranks=2)
+    whole = train("whole", HOW, "train.steps=4", ranks=2)
     assert_columns(parts, whole, "step", "tokens", "supervised_tokens")
     assert_near(parts, whole, loss=1e-5, grad_norm=1e-4)
     for step in (2, 4):

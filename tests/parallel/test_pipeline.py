@@ -48,14 +48,14 @@ def test_torchs_schedules_wait_and_hold_as_long_as_is_said(name, ranks, count):
 
 
 def test_a_step_with_fewer_micro_batches_is_filled_up(train, tmp_path):
-    how = [
-        f"data.path={write_chats(tmp_path / 'few.jsonl', 14)} data.packing=none",
-        "batch.rows=8 batch.micro_rows=1 optim.eps=1e-3 schedule=constant",
-        "train.epochs=1 train.steps=null model.num_hidden_layers=4",
-    ]  # fmt: skip
-    expected = train("whole", *how)
+    how = (
+        f"data.path={write_chats(tmp_path / 'few.jsonl', 14)} data.packing=none batch.rows=8"
+        " batch.micro_rows=1 optim.eps=1e-3 schedule=constant train.epochs=1"
+        " train.steps=null model.num_hidden_layers=4"
+    )
+    expected = train("whole", how)
     assert expected["step"][-1] == 2  # of 14 rows, the last six
     stages = "sharding.pipeline=2 sharding.pipeline_schedule=interleaved"
-    run = train("stages", *how, stages, ranks=2)
+    run = train("stages", how, stages, ranks=2)
     assert run["tokens"] == expected["tokens"]
     assert_near(run, expected, loss=1e-5, grad_norm=1e-4)

@@ -19,13 +19,13 @@ from fsdp_trainer.errors import UserError
 transformers = pytest.importorskip("transformers")
 
 ROWS, LR, CLIP, OUTER_LR, MOMENTUM = 6, 0.05, 0.5, 0.7, 0.9
-HOW = [
-    "schedule=constant optim=sgd optim.momentum=0 optim.weight_decay=0",
-    f"optim.lr={LR} optim.grad_clip={CLIP} precision=fp32 batch.rows={ROWS}",
-    "batch.micro_rows=3 batch.seq_len=128 tokenizer.path=demo:bytes",
-    "launch.watchdog=false model=auto checkpoint.every=null",
-    f"replicas.outer_lr={OUTER_LR} replicas.outer_momentum={MOMENTUM}",
-]
+HOW = (
+    f"schedule=constant optim=sgd optim.momentum=0 optim.weight_decay=0 optim.lr={LR}"
+    f" optim.grad_clip={CLIP} precision=fp32 batch.rows={ROWS} batch.micro_rows=3"
+    " batch.seq_len=128 tokenizer.path=demo:bytes launch.watchdog=false model=auto"
+    f" checkpoint.every=null replicas.outer_lr={OUTER_LR}"
+    f" replicas.outer_momentum={MOMENTUM}"
+)
 WHOLE = {"every": 3}
 STREAMED = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.3}
 
@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def words(inputs, folder):
     data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
-    return [*HOW, *data, f"model.init_from={folder}"]
+    return [HOW, *data, f"model.init_from={folder}"]
 
 
 @pytest.fixture(scope="module")

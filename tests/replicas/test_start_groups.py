@@ -7,7 +7,7 @@ from pathlib import Path
 import inject
 import pytest
 from forked import Forked
-from world import SMALL, Run, alive, wait_until
+from world import SMALL, Run, alive, split, wait_until
 
 pytestmark = pytest.mark.slow
 SECRET = "only the groups know"
@@ -18,7 +18,7 @@ def start(input_words, tmp_path):
     """Return a function that starts a command of two groups, and waits for its processes."""
     words = [*SMALL, *input_words, "replicas.min=2"]
     words += [f"run.root={tmp_path} run.name=run replicas.method=sync launch.groups=2"]
-    command = [sys.executable, "-m", "fsdp_trainer", "train", *words, "train.steps=5"]
+    command = [sys.executable, "-m", "fsdp_trainer", "train", *split(words), "train.steps=5"]
 
     def run(**options):
         env = {"FSDP_TRAINER_REPLICAS_TOKEN": SECRET}

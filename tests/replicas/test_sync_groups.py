@@ -16,10 +16,10 @@ from world import Run as WorldRun
 from fsdp_trainer.config.schema import Run
 from fsdp_trainer.run.run_lock import RunLock
 
-HOW = [
-    "train.steps=6 schedule=constant batch.micro_rows=2 data.validation=0.2",
-    "train.validate_every=3 checkpoint.every=3",
-]  # fmt: skip
+HOW = (
+    "train.steps=6 schedule=constant batch.micro_rows=2 data.validation=0.2"
+    " train.validate_every=3 checkpoint.every=3"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def groups(world):
 
 @pytest.fixture(scope="module")
 def words(input_words):
-    return [*input_words, *HOW]
+    return [*input_words, HOW]
 
 
 @pytest.fixture(scope="module")

@@ -44,13 +44,13 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
     folder = tmp_path / "model"
     model = make_model(name, vocab_size=264, max_position_embeddings=128)
     model.save_pretrained(folder)
-    common = [
-        f"model.init_from={folder} tokenizer.path=demo:bytes data.path={weighted}",
-        f"batch.seq_len=128 batch.rows={ROWS}",
-    ]  # fmt: skip
+    common = (
+        f"model.init_from={folder} tokenizer.path=demo:bytes data.path={weighted}"
+        f" batch.seq_len=128 batch.rows={ROWS}"
+    )
     run = train(
         "ours",
-        *common,
+        common,
         f"model=auto train.steps={STEPS} batch.micro_rows=2 optim.lr={PEAK}",
         f"schedule.warmup_steps={WARMUP} schedule.min_ratio={FLOOR}",
         f"optim.grad_clip={CLIP} optim.weight_decay={DECAY} precision=fp32",
@@ -59,7 +59,7 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
         base=["launch.timeout=60s"],
     )
     cache = f"data.cache={inputs['data.cache']}"
-    rows = shown(world, STEPS * ROWS, *common, cache)
+    rows = shown(world, STEPS * ROWS, common, cache)
     assert [row["row"] for row in rows] == list(range(STEPS * ROWS))
     assert max(len(row["documents"]) for row in rows) > 1
     assert any("weights" in row for row in rows)

@@ -136,12 +136,12 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_and_is_told_with_its_rows(
     train, chats, layout
 ):
     """Formats of weights and states are in tests/optim."""
-    how = [
-        "train.steps=8 checkpoint.every=1 checkpoint.keep=9 batch.micro_rows=1",
-        "train.on_spike=ignore data.packing=none data.shuffle=false",
-    ]  # fmt: skip
+    how = (
+        "train.steps=8 checkpoint.every=1 checkpoint.keep=9 batch.micro_rows=1"
+        " train.on_spike=ignore data.packing=none data.shuffle=false"
+    )
     bad = [inject.bad_gradient(3), inject.bad_loss(5), inject.infinite_gradient(7)]
-    run = train("run", *how, layout, ranks=2, seam=inject.together(*bad))
+    run = train("run", how, layout, ranks=2, seam=inject.together(*bad))
     assert "skipped 3 of 8 steps, which changed no weight" in run.out
     states = [stored(checkpoint(run, step)) for step in range(1, 9)]
     for step in (3, 5, 7):
@@ -167,11 +167,11 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_and_is_told_with_its_rows(
 
 
 def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely_it_looks(train):
-    how = [
-        "train.max_skipped=3 logging.every=10 checkpoint.every=4 checkpoint=async",
-        "checkpoint.keep=9 train.steps=40",
-    ]  # fmt: skip
-    run = train("run", *how, ranks=2, seam=inject.bad_gradient(2, *range(5, 99)), code=1)
+    how = (
+        "train.max_skipped=3 logging.every=10 checkpoint.every=4 checkpoint=async"
+        " checkpoint.keep=9 train.steps=40"
+    )
+    run = train("run", how, ranks=2, seam=inject.bad_gradient(2, *range(5, 99)), code=1)
     assert "4 steps in a row" in run.err, "step 2 does not count"
     assert run.events[-1]["exit_code"] == 1
     assert str(checkpoint(run, 4)) in run.err

@@ -211,12 +211,11 @@ class PassedBytes(TorchDispatchMode):
 
 MATRIX = 2**17
 """Numbers of each matrix of the feed-forward layers, and more than any activation has."""
-FEW_TOKENS = [
-    "batch.seq_len=16 batch.rows=1 batch.micro_rows=1 train.steps=2",
-    "data.loss_on=all data.too_long=truncate data.max_lost=1",
-    "precision.param_dtype=bfloat16 model.hidden_size=128",
-    "model.intermediate_size=1024",
-]
+FEW_TOKENS = (
+    "batch.seq_len=16 batch.rows=1 batch.micro_rows=1 train.steps=2 data.loss_on=all"
+    " data.too_long=truncate data.max_lost=1 precision.param_dtype=bfloat16"
+    " model.hidden_size=128 model.intermediate_size=1024"
+)
 
 
 @inject.fault
@@ -241,6 +240,6 @@ def counted(file):
 def test_a_step_of_whole_weights_passes_over_them_no_more_than_it_must(
     world, input_words, tmp_path, word, limit
 ):
-    words, ranks = [*input_words, *FEW_TOKENS, word], 1 + (word == "sharding=ddp")
+    words, ranks = [*input_words, FEW_TOKENS, word], 1 + (word == "sharding=ddp")
     world.train(tmp_path / "run", *words, ranks=ranks, seam=counted(tmp_path / "bytes"))
     assert float((tmp_path / "bytes").read_text()) <= limit

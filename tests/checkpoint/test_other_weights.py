@@ -11,17 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign import AS_LLAMA_CPP, Evil, export, make_other, of, require_equal, why_refused
 import yaml
-from foreign import (
-    AS_LLAMA_CPP,
-    Evil,
-    export,
-    make_other,
-    of,
-    require_equal,
-    why_refused,
-)
+from foreign import AS_LLAMA_CPP, Evil, export, make_other, of, require_equal, why_refused
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, stored, tensors
 from tables import rows

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from world import pack
 
 from fsdp_trainer.base.distributed import gather, local_part, local_slice
-from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import (

@@ -13,6 +13,8 @@ from fsdp_trainer.base.safe_text import safe
 WIDEST = 34  # characters; a longer `what` is printed on its own line
 
 
+WHAT_GOES_TOGETHER = "docs/reference/support.md shows what goes together"
+"""The end of the reason why two settings are refused that no rule of arithmetic forbids."""
 LONGEST = 4_000  # characters of a quoted text
 
 

@@ -30,8 +30,9 @@ from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import Optim, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY, ExportConfig
 from fsdp_trainer.data.records.record_formats import FORMATS
-from fsdp_trainer.data.templates.chat_template import BUILT_IN
+from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, NAMED
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
+from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.hf.further_blocks import HEADS
 from fsdp_trainer.observe.metric_groups import GENERAL, TITLES
@@ -152,6 +153,7 @@ class Matrix:
         report = Report({}, [], set())
         check_rules(cfg, report)
         texts = [f"`{one.what}`: {one.reason}" for one in report.problems]
+        texts = [text.replace(f": {WHAT_GOES_TOGETHER}", "") for text in texts]  # on that page
         return [" ".join(text.replace(f"={cfg.objective.name} ", "=… ").split()) for text in texts]
 
     def table(self, down: Dimension, across: Dimension) -> str:

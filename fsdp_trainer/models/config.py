@@ -806,7 +806,7 @@ class RankConfig:
 
 
 def direction_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield why a model cannot attend in both directions, in this version."""
+    """Yield why a model cannot attend in both directions."""
     windows = {window for window in config.windows if window}
     if windows and not config.is_causal:
         reason = f"its blocks have windows of {min(windows):,} tokens, which are causal here.\nUse"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.base.torch_private import accumulate_gradients
 from fsdp_trainer.config.pipeline_schedules import Stages, divide_blocks
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import WHAT_GOES_TOGETHER, Problem, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
@@ -226,7 +226,7 @@ def require_no_auxiliary(model: Decoder, ranks: int) -> None:
     """Raise UserError if modules declare `auxiliary_names`, which stages do not pass on."""
     if model.auxiliary_names:
         values = ", ".join(model.auxiliary_names)
-        reason = f"blocks that return {values} are not divided in this version.\n"
+        reason = f"blocks that return {values} are not cut into stages: {WHAT_GOES_TOGETHER}.\n"
         key = f"sharding.pipeline={ranks}"
         problem = Problem(key, f"{reason}Use  sharding.pipeline=1")
         raise UserError("this model cannot be cut into stages", [problem])

@@ -202,7 +202,7 @@ WITHOUT_TAGGERS = ("gemma3_text", "olmo2", "olmoe")
 
 
 def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
-    """Return why transformers' class cannot have a method's head in this version; "" if it can."""
+    """Return why transformers' class cannot have a method's head; "" if it can."""
     name = str((config.source.get("architectures") or [""])[0])
     if method.reads == TAGGED and config.family in WITHOUT_TAGGERS:
         return f"transformers has no class for labels of tokens by {config.family}, to read it"
@@ -211,9 +211,9 @@ def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
     if config.encoder:
         return ""
     if not name.endswith(DECODERS) and not config.pooling:
-        return f"{name} neither writes nor fills gaps, and gets no head in this version"
+        return f"{name} neither writes nor fills gaps, and gets no head (docs/heads.md)"
     if method.reads == TAGGED:
-        return f"transformers' class computes {config.family}, and labels no tokens in this version"
+        return f"transformers' class computes {config.family}, and labels no tokens (docs/heads.md)"
     return ""
 
 

@@ -538,7 +538,7 @@ gemma2 → form=gguf → query_pre_attn_scalar=24
 olmoe → form=gguf → num_key_value_heads=2
 qwen3_moe → form=gguf → norm_topk_prob=false
 qwen2_moe → form=gguf → dense feed-forwards in some blocks
-deepseek_v3 → form=gguf → There are: llama mistral mixtral qwen2
+deepseek_v3 → form=gguf → only llama mistral mixtral qwen2
 llama → form=gguf dtype=q4_k → q8_0
 llama yarn → form=meta → has no place in Meta's params.json
 gemma2 → form=torchtitan → model_type=gemma2

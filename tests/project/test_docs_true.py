@@ -158,6 +158,11 @@ def test_a_setting_in_a_sentence_is_accepted():
     assert not wrong, sorted(wrong)
 
 
+def test_no_message_leaves_a_user_with_a_version_alone():
+    """A refusal says what to type instead, or has WHAT_GOES_TOGETHER."""
+    assert re.findall(r".*(?:in this version|supported yet|implemented yet).*", program()) == []
+
+
 SPEED = r"(?:tokens|pairs|steps|answers) a second|(?:tokens|pairs|steps)/s|TFLOP/s|GB/s"
 FIGURE = re.compile(
     rf"(?<![\w.#§=])\d[\d,]*(?:\.\d+ (?:[GMT]i?B|s|ms|minutes|hours|{SPEED})\b"

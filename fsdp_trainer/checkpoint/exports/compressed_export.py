@@ -106,7 +106,7 @@ def scheme_of(preset: str, folder: Path, files: list[Path], config: ModelConfig)
             shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
         read = [name for name in shapes if not is_further(name, config)]
         if any(STACKED_EXPERTS.search(name) for name in read):
-            reason = "has all experts in one tensor, which is not quantised in this version"
+            reason = "has all experts in one tensor, which is not quantised.\nUse  form=merged"
             raise UserError("it cannot be exported", [Problem(str(folder), reason)])
         columns |= {s[1] for name, s in shapes.items() if is_quantised(name, s, config)}
     scheme = preset_name_to_scheme(preset, ["Linear"])

@@ -89,7 +89,7 @@ def require_names(config: ModelConfig, form: str) -> None:
     """Raise UserError for a model that the form has no names for."""
     known = MODELS[form]
     if config.by_transformers or config.family not in known:
-        reason = f"has no form={form} in this version. There are: {' '.join(known)}"
+        reason = f"has no form={form}: only {' '.join(known)} have.\nUse  form=merged"
         raise UserError("it cannot be exported", [Problem(f"model_type={config.family}", reason)])
 
 

@@ -13,6 +13,7 @@ from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.layout import number_of_ranks
 from fsdp_trainer.config.pipeline_schedules import SCHEDULES
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
+from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.extensions import registered_by_user
 from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
 
@@ -117,7 +118,7 @@ def stages(cfg: TrainConfig, report: Report) -> Violations:
     torch = version("torch")
     if not is_older(torch, NO_PIPELINE):
         older = f"pip install 'torch<{NO_PIPELINE[0]}.{NO_PIPELINE[1]}'"
-        yield "sharding.pipeline", f"does not run with torch {torch} yet:  {older}"
+        yield "sharding.pipeline", f"does not run with torch {torch}:  {older}"
     if is_older(torch, PIPELINE):
         needed = f"needs torch {PIPELINE[0]}.{PIPELINE[1]}; installed is {torch}"
         yield "sharding.pipeline", f"{needed}.\nUse  sharding.pipeline=1"
@@ -126,7 +127,7 @@ def stages(cfg: TrainConfig, report: Report) -> Violations:
             "data.pad_to_multiple",
             "stages pass on rows of one length.\nUse  data.packing=best_fit  or leave it out",
         )
-    together = f"together with sharding.pipeline={sharding.pipeline} is not in this version"
+    together = f"does not work with sharding.pipeline={sharding.pipeline}: {WHAT_GOES_TOGETHER}"
     if cfg.precision.float8 is not None:
         yield "precision.float8", f"{together}.\nUse  precision=bf16  or  sharding.pipeline=1"
     for key, is_set in {

@@ -9,6 +9,7 @@ from fsdp_trainer.config.check import Report, Violations, value_of
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.paths import find_checkpoint, has_weights
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.extensions import objective_names
 from fsdp_trainer.rl.environments.known_environments import environment_problems
 from fsdp_trainer.rl.rewards.table import entry_problems
@@ -195,5 +196,5 @@ def divergence(cfg: TrainConfig, report: Report) -> Violations:
         reason = "only counts with a weight of the divergence from it.\nUse  objective.kl=0.01"
         yield "objective.reference", reason
     if second and second.mode == "loaded" and cfg.sharding.expert > 1:
-        reason = "the experts of a reference are not divided in this version.\n"
+        reason = f"the experts of a reference are not divided: {WHAT_GOES_TOGETHER}.\n"
         yield "sharding.expert", reason + "Use  sharding.expert=1  or  objective.kl=0"

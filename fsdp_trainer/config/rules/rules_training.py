@@ -12,6 +12,7 @@ from fsdp_trainer.config.durations import parse_duration, parse_steps
 from fsdp_trainer.config.host_list import read_hosts
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
+from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.extensions import IMPORTS, why_no_part
 
 # beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
@@ -144,7 +145,7 @@ def offloading(cfg: TrainConfig, report: Report) -> Violations:
             sharding.cpu_offload and offload == "cpu",
         ),
         "sharding.pipeline=1": (
-            f"together with sharding.pipeline={sharding.pipeline} is not in this version",
+            f"does not work with sharding.pipeline={sharding.pipeline}: {WHAT_GOES_TOGETHER}",
             sharding.pipeline > 1,
         ),
         "replicas.method=none": (

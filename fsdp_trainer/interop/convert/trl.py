@@ -502,7 +502,7 @@ PAIRS: dict[str, Rule] = {
     "simpo_gamma": margin,
     "max_length": pair_length,
     "cpo_alpha": fixed("in  objective.sft_weight"),
-    "alpha": lacking("AlphaPO is not in this version"),
+    "alpha": lacking("AlphaPO is not trained here; docs/reference/methods.md lists what is"),
     "generate_during_eval": lambda value, file: (
         nothing("off") if is_off(value) else sets(train__sample_prompts=["Hello"])
     ),
@@ -586,7 +586,7 @@ AMBIGUOUS: dict[str, Rule] = {
     ),
     **REFERENCE,
 }
-ELSEWHERE = "belongs to a trainer that is not in this version"
+ELSEWHERE = "belongs to a method that is not trained here; docs/reference/methods.md lists all"
 OF_METHOD: dict[str, dict[str, Rule]] = {
     **{
         name: dict.fromkeys({*ROLLOUTS, *SIGNS[name]}, lacking(ELSEWHERE))

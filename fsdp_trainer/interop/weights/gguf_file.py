@@ -28,6 +28,7 @@ from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
+BY_LLAMA_CPP = "Use  form=merged , whose folder llama.cpp's convert_hf_to_gguf.py reads"
 NUMBERS = {
     "f32": (Type.F32, gguf.LlamaFileType.ALL_F32),
     "f16": (Type.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -107,16 +108,16 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
 
 
 def require_known(config: ModelConfig, folder: Path) -> None:
-    """Raise UserError for a model that this version does not write."""
+    """Raise UserError for a model that is not written."""
     if config.family not in MODELS or config.by_transformers:
-        reason = f"is not written as GGUF in this version. There are: {' '.join(MODELS)}"
+        reason = f"is not written as GGUF: only {' '.join(MODELS)} are.\n{BY_LLAMA_CPP}"
         raise UserError("there is no GGUF of it", [Problem(f"model_type={config.family}", reason)])
     for difference in MODELS[config.family].differences(config):
         reason = "is not what llama.cpp assumes of these models: it would compute something else"
         raise UserError("there is no GGUF of it", [Problem(f"{folder}: {difference}", reason)])
     kind = (config.rope_scaling or {}).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn", "llama3"):
-        reason = "is a scaling of positions that is not written as GGUF in this version"
+        reason = f"is a scaling of positions that is not written as GGUF.\n{BY_LLAMA_CPP}"
         raise UserError("there is no GGUF of it", [Problem(f"{folder}: rope_type={kind}", reason)])
 
 

@@ -77,7 +77,6 @@ class PackedAttention:
         return self._in_both_directions
 
     def with_window(self, window: int | None) -> Self:
-        """Return a layout of the same documents with this window, ready for `attend`."""
         windowed = copy(self)
         windowed.window = window
         return windowed
@@ -143,7 +142,6 @@ class OneDocument(PackedAttention):
         return sdpa(q, k, v, mask.tril().triu(1 - self.window), scoring)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
-        """Return the length of the document at each position: [batch, length] int64."""
         return torch.full_like(positions, self.length)
 
 
@@ -157,7 +155,6 @@ class DocumentAttention(PackedAttention):
         self.plan = plan_calls(self.lengths, self.row, self.window, self.device, self.causal)
 
     def with_window(self, window: int | None) -> Self:
-        """Return a layout of the same documents with this window and its own kernel calls."""
         if window == self.window:
             return self
         windowed = super().with_window(window)
@@ -260,7 +257,6 @@ class FlexAttention(PackedAttention):
         self.flex, self.compiled_flex, self.make_blocks, self.sums = _flex(self.device.type)
 
     def with_window(self, window: int | None) -> Self:
-        """Return a layout of the same documents with this window and its block mask."""
         windowed = super().with_window(window)
         (rows, row) = self.documents.shape
         visible = _flex_mask(self.documents, window, self.causal)
@@ -341,8 +337,6 @@ def _flex(device_type: str) -> tuple[Any, ...]:
 
 
 def _flex_mask(documents: Tensor, window: int | None, causal: bool) -> Callable[..., Tensor]:
-    """Return FlexAttention's `mask_mod`: True if a query may attend to a key."""
-
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = documents[row, query] == documents[row, key]
         same = same & (key <= query) if causal else same
@@ -352,8 +346,6 @@ def _flex_mask(documents: Tensor, window: int | None, causal: bool) -> Callable[
 
 
 def _flex_softcap(cap: float) -> Callable[..., Tensor]:
-    """Return FlexAttention's `score_mod` for a soft cap on scores."""
-
     def limited(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 

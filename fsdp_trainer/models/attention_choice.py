@@ -173,7 +173,6 @@ def choose(layout: str, kernel: str, context: AttentionContext) -> AttentionChoi
 
 
 def attention_problems(layout: str, kernel: str, context: AttentionContext) -> list[Problem]:
-    """Return the problems of a layout and kernel, as far as the context is known."""
     problems = []
     if reason := _first_broken(LAYOUT_RULES.get(layout, ()), context, layout, kernel):
         problems.append(Problem(f"model.attention={layout}", reason))
@@ -186,7 +185,6 @@ def attention_problems(layout: str, kernel: str, context: AttentionContext) -> l
 def _first_broken(
     rules: tuple[Rule, ...], context: AttentionContext, layout: str, kernel: str = "auto"
 ) -> str | None:
-    """Return the message of the first broken rule; None if no rule is broken."""
     made_for = " or ".join(f"{major}.{minor}" for major, minor in MADE_FOR.get(kernel, ()))
     for is_broken, message in rules:
         if is_broken(context, layout, kernel):
@@ -195,7 +193,6 @@ def _first_broken(
 
 
 def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
-    """Return the best layout for this context, and the reason."""
     fallback = "mask" if context.compiled else "documents"
     if context.device != "cuda":
         reasons = {"mask": "compiled blocks need fixed shapes", "documents": "cost by Σ length²"}
@@ -213,7 +210,6 @@ def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
 
 
 def _first_kernel(layout: str, context: AttentionContext) -> str | None:
-    """Return the fastest kernel for this context; None if there is only one."""
     if context.device != "cuda" or layout == "flex" or context.softcap or context.sinks:
         return None
     if layout == "mask":

@@ -42,7 +42,6 @@ def merging_kernel() -> str | None:
 
 
 def describe_device(device: torch.device) -> AttentionContext:
-    """Return a context with the fields that depend on the machine."""
     if device.type != "cuda":
         return AttentionContext(device=device.type)
     installed = frozenset(filter(_is_installed, MODULES))
@@ -100,7 +99,6 @@ def _try(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Run forward and backward of a small case with this kernel only. Raises UserError."""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     q, k, v = (
         torch.zeros(1, 128, n, config.head_dim, dtype=dtype, device=device, requires_grad=True)

@@ -55,7 +55,6 @@ def auxiliary_values(
 
 
 def new_balance(config: ModelConfig, loss: Loss, device: torch.device) -> "Balance | None":
-    """Return the initial Balance of a run; None for a model without experts."""
     if EXPERTS not in config.feed_forwards:
         return None
     balance = Balance(config, loss.load_balancing, loss.router_z_loss, loss.bias_update_speed)
@@ -88,12 +87,10 @@ class Balance:
 
     @property
     def loss_names(self) -> list[str]:
-        """Names of the losses that are minimised."""
         weights = {LOAD_BALANCING: self.load_balancing, ROUTER_Z: self.z_loss}
         return [name for name, weight in weights.items() if weight]
 
     def zeros(self) -> dict[str, Tensor]:
-        """Return the auxiliary values of all blocks for zero tokens."""
         losses = {name: self.load.new_zeros(()) for name in self.loss_names}
         return {LOAD: torch.zeros_like(self.load, dtype=torch.int64)} | losses
 

@@ -214,7 +214,6 @@ class WeightNames:
     base: str = ""
 
     def with_base(self, has_head: bool) -> "WeightNames":
-        """Return the names in transformers' class with a head, or without one."""
         begin = self.base if has_head else ""
         embedding, blocks = (
             begin + name.removeprefix(self.base) for name in (self.embedding, self.blocks)
@@ -257,7 +256,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
-    """FULL or SLIDING for each block; empty: the family's pattern applies."""
+    """FULL or SLIDING for each block; empty: the family's pattern."""
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int | None = None
@@ -330,12 +329,10 @@ class ModelConfig:
 
     @property
     def reads_images(self) -> bool:
-        """True if the model has a tower for images."""
         return self.by_transformers and has_tower(self.source)
 
     @property
     def family_spec(self) -> Family:
-        """Properties common to all models of the family."""
         return OTHER if self.by_transformers else FAMILIES[self.family]
 
     @property
@@ -355,7 +352,7 @@ class ModelConfig:
 
     @property
     def decisive(self) -> Json:
-        """What decides the function that the model computes, for comparison, by name."""
+        """The fields and keys that determine the computed function, by name, for comparison."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.compare}
         values = {name: _as_json(v) for name, v in values.items() if name not in NOT_COMPUTED}
         if not self.by_transformers:
@@ -365,12 +362,10 @@ class ModelConfig:
 
     @property
     def scores(self) -> int:
-        """Number of scores that the head gives a text; 0 for a language model."""
         return len(self.labels)
 
     @property
     def tags(self) -> bool:
-        """True for a model that labels tokens."""
         return self.problem == OF_TOKENS
 
     @property
@@ -406,7 +401,6 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
-        """Name of the model class in transformers."""
         name = self.family_spec.architecture
         if self.by_transformers:
             name = str((self.source.get("architectures") or [""])[0])
@@ -443,7 +437,6 @@ class ModelConfig:
         return replace(self, vocab_multiple=math.lcm(self.vocab_multiple, ranks))
 
     def on_tensor_rank(self, ranks: int) -> "RankConfig":
-        """Return the part that each of `ranks` ranks of a tensor group computes."""
         if ranks == 1:
             return RankConfig(self)
         part = replace(
@@ -469,12 +462,10 @@ class ModelConfig:
 
     @property
     def is_latent(self) -> bool:
-        """True if keys and values are projected from a latent vector of each token."""
         return self.family_spec.mixer == LATENT
 
     @property
     def value_dim(self) -> int:
-        """Number of channels of a head's values."""
         return self.v_head_dim if self.is_latent else self.head_dim
 
     @property
@@ -484,13 +475,11 @@ class ModelConfig:
 
     @property
     def projection_sizes(self) -> dict[str, int]:
-        """Output features of the attention projections."""
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         return {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": self.hidden_size}
 
     def has_bias(self, projection: str) -> bool:
-        """Return True if this attention projection has a bias."""
         return self.attention_bias or projection in self.family_spec.biased
 
     @property
@@ -513,14 +502,12 @@ class ModelConfig:
         return [kind if self._has_experts(i) else DENSE for i in range(self.num_hidden_layers)]
 
     def _has_experts(self, block: int) -> bool:
-        """Return True if a block has experts, for a family with experts."""
         if block < self.first_k_dense_replace:
             return False
         return block not in self.mlp_only_layers and (block + 1) % self.decoder_sparse_step == 0
 
     @property
     def expert_size(self) -> int:
-        """Width of an expert."""
         return self.moe_intermediate_size or self.intermediate_size
 
     @property
@@ -530,7 +517,6 @@ class ModelConfig:
 
     @property
     def shared_size(self) -> int:
-        """Width of the shared expert, which every token passes through; 0: none."""
         if not self.family_spec.shared_expert:
             return 0
         return self.shared_expert_intermediate_size + self.n_shared_experts * self.expert_size
@@ -572,7 +558,6 @@ class ModelConfig:
         return mixers + fed + embeddings + hidden + self._mtp_parameters(active)
 
     def _mtp_parameters(self, active: bool) -> int:
-        """Return the number of weights of the MTP heads: a block, a projection, three norms."""
         hidden = self.hidden_size
         if not self.mtp_heads:
             return 0
@@ -581,7 +566,6 @@ class ModelConfig:
         return self.mtp_heads * (block + 2 * hidden * hidden + 3 * hidden)
 
     def _mixer_parameters(self) -> int:
-        """Return the number of attention weights in one block, including its norms."""
         if self.is_latent:
             return self._latent_parameters()
         sizes = self.projection_sizes
@@ -594,7 +578,6 @@ class ModelConfig:
         return matrices + biases + norms[self.family_spec.qk_norm] + sinks
 
     def _latent_parameters(self) -> int:
-        """Return the number of weights of latent attention in one block, including its norms."""
         hidden = self.hidden_size
         heads = self.num_attention_heads
         rank = self.kv_lora_rank
@@ -608,11 +591,9 @@ class ModelConfig:
         return numbers + self.attention_bias * (of_queries + narrowed + hidden)
 
     def _norm_parameters(self) -> int:
-        """Return the number of weights of a block's norms."""
         return (4 if self.family_spec.norms == "around" else 2) * self.hidden_size
 
     def _feed_forward_parameters(self, kind: str, active: bool) -> int:
-        """Return the number of weights of one block's feed-forward."""
         hidden = self.hidden_size
         inner = self.intermediate_size
         if kind == EXPERTS:
@@ -624,7 +605,6 @@ class ModelConfig:
         return 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
 
     def _expert_parameters(self) -> int:
-        """Return the number of weights of one expert."""
         hidden, inner = self.hidden_size, self.expert_size
         biases = self.family_spec.clamped_experts * (2 * inner + hidden)
         return 3 * hidden * inner + biases
@@ -712,11 +692,9 @@ class ModelConfig:
         return exported
 
     def _export_heads(self) -> Json:
-        """Return the key of config.json for MTP heads that a checkpoint holds."""
         return {TRAINED_MTP: self.mtp_heads} if self.mtp_heads else {}
 
     def _export_labels(self) -> Json:
-        """Return the keys of config.json that describe the scores of a classifier."""
         if not self.labels:
             return {}
         numbered: Json = {str(i): label for i, label in enumerate(self.labels)}
@@ -725,7 +703,6 @@ class ModelConfig:
         return {"id2label": numbered, "label2id": label2id, **named}
 
     def _export_direction(self) -> Json:
-        """Return the keys of config.json for the direction of attention, if it needs them."""
         said = dict(zip(DIRECTIONS, (self.is_causal, not self.is_causal), strict=True))
         names = [name for name in DIRECTIONS if name in self.source]
         if not self.is_causal:
@@ -747,7 +724,6 @@ class ModelConfig:
         return not is_default or self._exported_name(option) in self.source
 
     def _export_windows(self) -> Json:
-        """Return the keys of config.json that describe the blocks' windows."""
         kind = self.family_spec.windows
         window = self.sliding_window
         # transformers writes null for an unused window; the keys of a source with a window and
@@ -796,17 +772,14 @@ class RankConfig:
 
     @property
     def query_heads(self) -> int:
-        """Number of query heads of the rank."""
         return self.shape.num_attention_heads
 
     @property
     def has_softcap(self) -> bool:
-        """True if attention scores have a soft limit."""
         return self.shape.attn_logit_softcapping is not None
 
 
 def direction_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield why a model cannot attend in both directions."""
     windows = {window for window in config.windows if window}
     if windows and not config.is_causal:
         reason = f"its blocks have windows of {min(windows):,} tokens, which are causal here.\nUse"
@@ -853,12 +826,10 @@ def reads_images(folder: str | Path, implementation: str) -> bool:
 
 
 def has_tower(raw: Json) -> bool:
-    """Return True if a configuration has a tower for images."""
     return isinstance(raw.get("vision_config"), dict)
 
 
 def _text_part(raw: Json) -> Json:
-    """Return the language model's configuration, which image models keep in `text_config`."""
     text = raw.get("text_config")
     if raw.get("model_type") != "gemma3" or not isinstance(text, dict):
         return raw
@@ -902,7 +873,6 @@ def _read_values(raw: Json, spec: Family) -> Json:
 
 
 def _read_windows(raw: Json, spec: Family) -> Json:
-    """Return the sliding window and the type of each block."""
     if spec.windows == "none" or (spec.windows == "last" and not raw.get("use_sliding_window")):
         return {}
     window = (spec.hf_defaults | raw).get("sliding_window")
@@ -910,7 +880,6 @@ def _read_windows(raw: Json, spec: Family) -> Json:
 
 
 def _layer_types(raw: Json, windows: str) -> list[str]:
-    """Return the type of each block; empty: the family's pattern applies."""
     if windows == "all":
         return []
     if raw.get("layer_types"):
@@ -924,7 +893,6 @@ def _layer_types(raw: Json, windows: str) -> list[str]:
 
 
 def _read_rope(raw: Json, spec: Family) -> Json:
-    """Return the RoPE settings of all blocks."""
     rope = _rope_section(raw, spec)
     defaults = spec.defaults
     values: Json = {"rope_theta": float(rope.get("rope_theta") or defaults.get("rope_theta", 1e4))}
@@ -970,12 +938,10 @@ def one_rope_type(rope: Json) -> Json:
 
 
 def _without_nulls(values: Json) -> Json:
-    """Return the values that are not null."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _local_rope(raw: Json) -> Json:
-    """Return the RoPE settings of the blocks with a window, from transformers 5's key."""
     return (raw.get("rope_parameters") or {}).get(SLIDING) or {}
 
 
@@ -985,7 +951,6 @@ def _as_json(value: Any) -> Any:
 
 
 def is_classifier(raw: Json) -> bool:
-    """Return True for a model that returns scores in place of logits."""
     names = raw.get("architectures")
     return isinstance(names, list) and str(next(iter(names), "")).endswith((CLASSIFIER, TAGGER))
 
@@ -1031,7 +996,6 @@ def stored_labels(raw: Json) -> tuple[tuple[str, ...], str]:
 
 
 def _unsupported(raw: Json) -> list[Problem]:
-    """Return a problem for everything that the decoder does not support."""
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [Problem(f"model_type={family}", why_unknown(raw))]
@@ -1078,7 +1042,6 @@ def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
 
 
 def _random_problems(raw: Json) -> Iterator[Problem]:
-    """Yield a problem for each strength of something random that is none."""
     for name in RANDOM:
         value = raw.get(name, 0)
         is_strength = value is None or (type(value) in (int, float) and 0 <= value < 1)
@@ -1087,7 +1050,6 @@ def _random_problems(raw: Json) -> Iterator[Problem]:
 
 
 def _object_problems(raw: Json, spec: Family) -> Iterator[Problem]:
-    """Yield a problem for each value that should be an object and is none."""
     for name in ("rope_scaling", "rope_parameters", "id2label"):
         if not isinstance(raw.get(name), dict | None):
             yield Problem(f"{name}={raw[name]}", "is not an object")
@@ -1159,7 +1121,6 @@ def _local_rope_problems(raw: Json) -> Iterator[Problem]:
 
 
 def _layer_type_problems(raw: Json, spec: Family) -> Iterator[Problem]:
-    """Yield a problem for types of blocks that are not computed."""
     types = raw.get("layer_types") or []
     layers = raw["num_hidden_layers"]
     if not {FULL, SLIDING}.issuperset(types) or len(types) not in (0, layers):
@@ -1197,7 +1158,6 @@ def _is_in_blocks(quantization: Any) -> bool:
 
 
 def rope_problems(rope: Json, where: str) -> list[Problem]:
-    """Return the problems of a RoPE scaling. where: its name in the messages."""
     kind = one_rope_type(rope)["rope_type"]
     where = f"{where}: rope_type={kind}"
     if not isinstance(kind, str) or kind not in ROPE_TYPES:

@@ -228,7 +228,6 @@ class Block(nn.Module):
         return x + self._norm(after_mlp, fed), auxiliary | more
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
-        """Apply the norm of this name; None: return x unchanged."""
         return x if name is None else getattr(self, name)(x)
 
 
@@ -300,12 +299,10 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> Any:
-        """The module that embeds tokens; None in a pipeline stage without it."""
         return self.model.embed_tokens
 
     @property
     def final_norm(self) -> Any:
-        """The module between the last block and the head; None in a stage without it."""
         return self.model.norm
 
     def ends(self) -> list[nn.Module]:
@@ -340,7 +337,6 @@ class Decoder(nn.Module):
         return self.cut_from[0] if self.cut_from else self
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Return the blocks of this model or stage by name: "0", "1", ..."""
         return {n: b for n, b in self.model.layers.items() if not isinstance(b, MtpBlock)}
 
     def describe_as(self, config: ModelConfig) -> None:
@@ -348,11 +344,9 @@ class Decoder(nn.Module):
         self.config = config
 
     def train_mtp(self, weight: float) -> None:
-        """Add the loss of MTP heads to the objective of training. weight: its factor."""
         self.mtp_weight = weight
 
     def mtp_heads(self) -> list[nn.Module]:
-        """Return the heads for further tokens that are part of the model."""
         return [block for block in self.model.layers.values() if isinstance(block, MtpBlock)]
 
     @property
@@ -448,7 +442,6 @@ class Decoder(nn.Module):
         return self.all_tokens(x), auxiliary
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the residual stream before the first block."""
         return self.scaled_embedding(self.embedding(tokens))
 
     def scaled_embedding(self, x: Tensor) -> Tensor:
@@ -526,7 +519,6 @@ class Decoder(nn.Module):
         return self.logits_of(hidden.flatten(0, 1).index_select(0, index))
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Return the logits for states after the last block, [..., vocabulary]."""
         return self.lm_head(self.normed(states))
 
     def inference_hidden(self, *args: Any) -> Tensor:
@@ -536,7 +528,6 @@ class Decoder(nn.Module):
 
 
 def combine_auxiliary(blocks: list[Auxiliary]) -> Auxiliary:
-    """Return the combined auxiliary values of the blocks: scalars summed, others stacked."""
     names = dict.fromkeys(name for values in blocks for name in values)
     stacks = {name: [values[name] for values in blocks if name in values] for name in names}
     return {
@@ -546,7 +537,6 @@ def combine_auxiliary(blocks: list[Auxiliary]) -> Auxiliary:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that checkpoints and exports hold, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

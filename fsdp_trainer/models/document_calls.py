@@ -94,7 +94,6 @@ def plan_calls(
 
 
 def _documents(lengths: Lengths, row: int) -> list[tuple[int, int]]:
-    """Return the start of each document in the flattened micro-batch, and its length."""
     return [
         (start, size)
         for i, sizes in enumerate(lengths)

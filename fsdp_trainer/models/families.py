@@ -44,9 +44,7 @@ class Family:
     biased: tuple[str, ...] = ()
     """Attention projections that always have a bias; attention_bias=true adds one to all."""
     scaled_embedding: bool = False
-    """True: embeddings are multiplied by √hidden_size."""
     rope_in_float32: bool = False
-    """True: queries and keys are rotated in float32."""
     windows: Literal["none", "all", "last", "pattern"] = "none"
     """Blocks that attend to the last sliding_window tokens only: `last` is those from
     max_window_layers on, `pattern` all except every window_pattern-th."""

@@ -29,5 +29,4 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for x, shaped as x: [batch, length, hidden]."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

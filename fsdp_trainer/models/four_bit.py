@@ -198,11 +198,9 @@ class Linear4(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out_features] for x: [..., in_features]."""
         return DecodedProduct.apply(x, self.weight, self.bias)
 
     def decoded(self, rows: Tensor) -> Tensor:
-        """Return decoded rows: [rows, in_features]. rows: encoded, as in `weight`."""
         return decode(rows, self.in_features, self.dtype)
 
 

@@ -33,7 +33,6 @@ class DecodedGroups(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the rows. The matrices are frozen."""
         (gradient,) = gradients
         stack, ends = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:

@@ -35,19 +35,16 @@ def grouped_bias(rows: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("fsdp_trainer::grouped_linear", mutates_args=())
 def grouped_forward(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Compute `grouped_linear` for any number format and width."""
     return _product(rows, weights.transpose(1, 2), ends)
 
 
 @torch.library.custom_op("fsdp_trainer::grouped_gradient_of_rows", mutates_args=())
 def grouped_backward(grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the rows: [rows, in]. grad: [rows, out], gradient of the product."""
     return _product(grad.contiguous(), weights, ends)
 
 
 @torch.library.custom_op("fsdp_trainer::grouped_gradient_of_weights", mutates_args=())
 def grouped_outer(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the weights: [groups, out, in]."""
     grad = grad.contiguous()
     if _has_kernel(rows, grad.shape[1], rows.shape[1]):
         return F.grouped_mm(grad.T, rows, offs=ends)
@@ -72,7 +69,6 @@ def _has_kernel(rows: Tensor, *widths: int) -> bool:
 
 
 def _groups(rows: Tensor, ends: Tensor) -> list[tuple[int, int, Tensor]]:
-    """Return the start, the end and the rows of each group."""
     lasts = ends.tolist()
     firsts = [0, *lasts[:-1]]
     return [(first, last, rows[first:last]) for first, last in zip(firsts, lasts, strict=True)]

@@ -132,11 +132,9 @@ class Head(nn.Module):
         return value, Scores(*scores)
 
     def joint_logsumexp(self, own: Tensor) -> Tensor:
-        """Return the logsumexp over all columns, [rows]. own: over this process's columns."""
         return own
 
     def joint_sum(self, own: Tensor) -> Tensor:
-        """Return the sum over all columns, [rows]. own: over this process's columns."""
         return own
 
     def joint_columns(self, own: Tensor) -> Tensor:
@@ -160,15 +158,12 @@ class Head(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all logits, [..., vocabulary]."""
         return self.capped(self.product(hidden))
 
     def product(self, hidden: Tensor) -> Tensor:
-        """Return all logits before the soft cap, [..., vocabulary]."""
         return F.linear(hidden, self.weight[: self.vocab_size])
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Return logits with the soft cap, if there is one."""
         return logits if self.softcap is None else cap_logits(logits, self.softcap)
 
     def score_logits(
@@ -212,7 +207,6 @@ class Head(nn.Module):
         with_mean: bool = False,
         soft: SoftTargets | None = None,
     ) -> Scores:
-        """Return the scores without a gradient."""
         vocabulary = self.rows()[: self.columns]
         parts = []
         for tokens, product, logits in self.chunks(hidden, vocabulary, soft):
@@ -315,7 +309,6 @@ class ScoreHead(Head):
         return numbers if targets is None else scored(numbers.float(), objective)
 
     def numbers(self, hidden: Tensor) -> Tensor:
-        """Return the scores of states, [..., labels]."""
         return F.linear(hidden, self.weight, self.bias)
 
 
@@ -327,7 +320,6 @@ class StatesHead(ScoreHead):
         del self.weight
 
     def numbers(self, hidden: Tensor) -> Tensor:
-        """Return the states."""
         return hidden
 
 
@@ -416,7 +408,6 @@ def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
-    """Return logits soft-capped to ±softcap (Gemma 2, §2)."""
     return torch.tanh(logits / softcap) * softcap
 
 
@@ -596,7 +587,6 @@ def add_at(values: Tensor, columns: Tensor, numbers: Tensor) -> None:
 
 
 def _concatenate(parts: list[Scores]) -> Scores:
-    """Concatenate the scores of all chunks."""
     columns = [None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)]
     return Scores._make(columns)
 

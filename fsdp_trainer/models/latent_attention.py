@@ -74,7 +74,6 @@ class LatentAttention(nn.Module):
         return self.o_proj(mixed.flatten(-2))
 
     def queries(self, x: Tensor) -> Tensor:
-        """Return the queries before rotation: [batch, length, heads, head_dim]."""
         if self.narrows_queries:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:

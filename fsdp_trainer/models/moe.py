@@ -48,7 +48,6 @@ class Router(nn.Module):
         self.normalizes = config.normalizes_experts
 
     def matrix(self) -> Tensor:
-        """Return the router's matrix: [experts, hidden]."""
         return self.weight
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -56,11 +55,9 @@ class Router(nn.Module):
         return logits.softmax(-1, dtype=torch.float32)
 
     def offsets(self) -> Tensor | None:
-        """Return the bias of the router's logits: [experts]."""
         return self.bias
 
     def forward(self, x: Tensor) -> Routing:
-        """Choose the experts of each token. x: [tokens, hidden]."""
         logits = F.linear(x, self.matrix(), self.offsets())
         weights, experts = self.probabilities(logits).topk(self.chosen, dim=-1)
         if self.normalizes:
@@ -92,7 +89,6 @@ class SigmoidRouter(Router):
         return scores / scores.sum(-1, keepdim=True)
 
     def forward(self, x: Tensor) -> Routing:
-        """Choose the experts of each token, in float32. x: [tokens, hidden]."""
         logits = F.linear(x.float(), self.matrix().float())
         scores = logits.sigmoid()
         experts = self.choose(scores.detach() + self.e_score_correction_bias)
@@ -172,7 +168,6 @@ class Experts(nn.Module):
         return (count, columns, rows) if self.is_transposed else (count, rows, columns)
 
     def add_parameters(self, config: ModelConfig) -> None:
-        """Register the parameters of all experts."""
         count = config.num_experts
         width = config.hidden_size
         inner = config.expert_size
@@ -182,7 +177,6 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def local(self, parameter: Tensor) -> Tensor:
-        """Return this process's part of a parameter; parallel.experts overrides it."""
         return parameter
 
     def matrix(self, name: str) -> Tensor:
@@ -271,11 +265,9 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
 
     def matrix(self) -> Tensor:
-        """Return the gate's matrix: [1, hidden]."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return each token's gate value: [tokens, 1]. x: [tokens, hidden]."""
         return F.linear(x, self.matrix()).sigmoid()
 
 
@@ -353,7 +345,6 @@ class Rearranged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of `rows`."""
         (back,) = ctx.saved_tensors
         grad = grad.index_select(0, back)
         if ctx.copies > 1:

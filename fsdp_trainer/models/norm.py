@@ -21,7 +21,6 @@ class RMSNorm(nn.Module):
         self.in_float32 = config.family_spec.norm_in_float32
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x normalised, shaped as x: [..., size]."""
         return self.normalize(x, self.weight)
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -33,5 +32,4 @@ class RMSNorm(nn.Module):
         return weight * scaled.to(x.dtype)
 
     def mean_square(self, x: Tensor) -> Tensor:
-        """Return the mean square over the last dimension: [..., 1]."""
         return x.pow(2).mean(-1, keepdim=True)

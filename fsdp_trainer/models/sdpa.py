@@ -77,7 +77,6 @@ def sdpa(
 
 
 def runs_on_gpu(tensor: Tensor) -> bool:
-    """Return True if the kernels of a GPU compute with a tensor."""
     return tensor.is_cuda
 
 
@@ -101,7 +100,6 @@ class SinkAttention(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        """Return the attention, shaped as q."""
         out, total = attention_and_logsumexp(q, k, v, as_bias(mask, q), causal, scale)
         columns = sinks.unsqueeze(-1) if sinks.ndim == 1 else sinks
         out, total = with_sinks(out, total, columns)
@@ -112,7 +110,6 @@ class SinkAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Return the gradients of q, k, v and the sinks."""
         q, k, v, columns, mask, out, total = ctx.saved_tensors
         causal, scale, shape = ctx.options
         bias = as_bias(mask, q)
@@ -169,7 +166,6 @@ class SoftcappedAttention(torch.autograd.Function):
         scale: float | None,
         cap: float,
     ) -> Tensor:
-        """Return the attention, shaped as q."""
         ctx.save_for_backward(q, k, v, mask)
         ctx.options = causal, scale or q.shape[-1] ** -0.5, cap
         results = []
@@ -230,6 +226,5 @@ def _by_kv_head(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _ungroup(x: Tensor, rows: slice) -> Tensor:
-    """Undo `_by_kv_head`: return [batch, heads, queries, head_dim]."""
     queries = rows.stop - rows.start
     return x.unflatten(2, (-1, queries)).flatten(1, 2)

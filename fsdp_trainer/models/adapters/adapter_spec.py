@@ -34,12 +34,10 @@ class AdapterSpec:
     also: tuple[str, ...] = ()
 
     def scale(self, layer: str) -> float:
-        """Return the factor of B·A for a layer."""
         rank, alpha = self.layers[layer]
         return alpha / scale_divisor(rank, self.scaling == "rslora")
 
     def alpha_for(self, scale: float, rank: int) -> float:
-        """Return the alpha with which an adapter of this rank has this scale."""
         return scale * scale_divisor(rank, self.scaling == "rslora")
 
     @classmethod
@@ -60,7 +58,6 @@ def scale_divisor(rank: int, is_rslora: bool) -> float:
 
 
 def matrix_name(layer: str) -> str:
-    """Return the name of the weight parameter of an adapted layer."""
     return layer if is_stacked(layer) else f"{layer}.weight"
 
 

@@ -130,12 +130,10 @@ OF_IMAGES = ("vision", "projector")
 
 
 def adaptable_layers(model: Decoder) -> list[str]:
-    """Return the names of the blocks' linear layers, then of their experts' stacked matrices."""
     return [*block_linears(model), *expert_matrices(model)]
 
 
 def block_linears(model: Decoder) -> dict[str, nn.Linear]:
-    """Return the linear layers of the blocks, by name."""
     prefix = model.config.names.blocks
     of_heads = {module for head in model.mtp_heads() for module in head.modules()}
     modules = [(n, m) for n, m in model.named_modules() if m not in of_heads]
@@ -143,7 +141,6 @@ def block_linears(model: Decoder) -> dict[str, nn.Linear]:
 
 
 def tower_linears(model: Decoder) -> list[str]:
-    """Return the names of the linear layers of a model's tower for images and its projector."""
     return [
         name
         for name, module in model.named_modules()
@@ -267,18 +264,15 @@ def fully_trained(
 
 
 def modules_with_parameters(model: Decoder) -> dict[str, nn.Module]:
-    """Return the modules that directly hold parameters, by name."""
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if any(True for _ in module.parameters(False))}
 
 
 def _experts(layer: str) -> str:
-    """Return the experts' module of a stacked matrix, "" for other layers."""
     return layer.rpartition(".")[0] if is_stacked(layer) else ""
 
 
 def dora_on_experts(cfg: Adapter, targets: list[str]) -> list[Problem]:
-    """Return the problem of experts chosen for DoRA, if there are any."""
     stacked = [name for name in targets if is_stacked(name)]
     if cfg.name != "dora" or not stacked:
         return []

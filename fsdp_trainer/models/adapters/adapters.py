@@ -38,7 +38,6 @@ def add_adapters(model: Decoder, spec: AdapterSpec, dtype: torch.dtype) -> None:
 
 
 def _adapt(linear: Any, rank: int, scale: float, kind: str, dtype: torch.dtype) -> None:
-    """Add an adapter to one linear layer of any class."""
     device = next(linear.parameters()).device
     options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
     linear.lora_A = nn.Linear(linear.in_features, rank, **options)
@@ -115,7 +114,6 @@ def dense_rows(linear: Any, rows: Tensor) -> Tensor:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the linear layers that have adapters, by name."""
     modules = model.named_modules()
     return {name: module for name, module in modules if hasattr(getattr(module, A, None), "weight")}
 
@@ -146,5 +144,4 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the adapters by name."""
     return {n: p for n, p in model.named_parameters() if ".lora_" in n}

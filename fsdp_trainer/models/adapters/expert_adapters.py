@@ -23,7 +23,6 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int, int, int]]:
 
 
 def adapt_experts(experts: Any, matrix: str, rank: int, scale: float, dtype: torch.dtype) -> None:
-    """Add adapters to the matrices of this name of all experts of a block."""
     count, outputs, inputs = experts.shapes[matrix]
     device = getattr(experts, matrix).device
     for name, shape in {A: (count, rank, inputs), B: (count, outputs, rank)}.items():

@@ -98,7 +98,6 @@ MOST_ALPHA = 2.0**50
 SEARCH_SECONDS = 10.0
 """Time that one search with an expression of an adapter may take. They may come from anyone."""
 MAX_MISFITS = 20
-"""Largest number of tensors in a message."""
 
 
 @dataclass
@@ -115,12 +114,10 @@ class PeftFolder:
     fused_ranks: dict[str, int]
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Return the factor of B·A for this rank and alpha."""
         return alpha / scale_divisor(rank, self.is_rslora)
 
     @property
     def is_rslora(self) -> bool:
-        """True if the folder was trained with rsLoRA."""
         return bool(self.config.get("use_rslora"))
 
     def pattern(self, key: str, default: str, module: str) -> Any:
@@ -141,7 +138,6 @@ class PeftFolder:
 
     @cached_property
     def _ends(self) -> dict[str, frozenset[str]]:
-        """The names in the lists of the configuration, by key."""
         lists = ("target_modules", "target_parameters", "exclude_modules")
         values = {key: self.config.get(key) for key in lists}
         return {key: frozenset(v) for key, v in values.items() if v and not isinstance(v, str)}
@@ -173,7 +169,6 @@ class PeftFolder:
         return bool(names) and any(end in names for end in ends_of(module))
 
     def _is_transformed(self, module: str) -> bool:
-        """Return True if layers_to_transform contains the module's block or is not set."""
         layers = self.config.get("layers_to_transform")
         if layers is None or layers == []:
             return True
@@ -216,7 +211,6 @@ class NamePatterns:
         return self._values[first] if first < len(self._values) else default
 
     def _found(self, name: str, before: int) -> int:
-        """Return the number of the first expression that matches, `before` if none is below it."""
         for number, pattern in self._searched:
             if number > before:
                 break
@@ -332,12 +326,10 @@ def _is_alpha(value: Any) -> bool:
 
 
 def _are_all(values: Any, is_one: Callable[[Any], bool]) -> bool:
-    """Return True for a list of such values."""
     return isinstance(values, list) and all(map(is_one, values))
 
 
 def unsupported(config: dict[str, Any]) -> list[Problem]:
-    """Return a problem for everything in adapter_config.json that is not supported here."""
     problems = [
         Problem(f"{key}={json.dumps(config[key])}", _why_not(key, values))
         for key, values in COMPUTED.items()

@@ -31,12 +31,10 @@ class Stack:
 
     @property
     def experts(self) -> str:
-        """Name of the module of the experts."""
         return self.layer.rpartition(".")[0]
 
     @property
     def matrix(self) -> str:
-        """Name of the matrix within the module."""
         return self.layer.rpartition(".")[2]
 
 
@@ -65,7 +63,6 @@ class StackedParameter:
 
 
 def by_experts(stacks: Iterable[Stack]) -> dict[str, list[Stack]]:
-    """Return the stacked matrices of each block, by the name of the experts' module."""
     blocks: dict[str, list[Stack]] = {}
     for stack in stacks:
         blocks.setdefault(stack.experts, []).append(stack)

@@ -130,7 +130,6 @@ def resolve(peft: PeftFolder, layout: ModelNames, base: str) -> Resolved:
 
 
 def by_module(shapes: dict[str, Shape]) -> tuple[dict[str, dict[str, Shape]], dict[str, Shape]]:
-    """Return the shapes of each adapter's tensors by module, and of all other tensors by name."""
     modules: dict[str, dict[str, Shape]] = {}
     others: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -153,7 +152,6 @@ def split_name(name: str) -> tuple[str, str]:
 def misfits_of(
     peft: PeftFolder, module: str, tensors: dict[str, Shape], layout: ModelNames
 ) -> list[Problem]:
-    """Return the problems of a module's adapter that does not fit this model."""
     if module not in layout.linears:
         if f"{module}.weight" in layout.parameters:
             text = (
@@ -317,7 +315,6 @@ def missing(peft: PeftFolder, modules: Iterable[str], layout: ModelNames) -> lis
 
 
 def unknown_parameters(peft: PeftFolder, layout: ModelNames) -> list[Problem]:
-    """Return a problem for each name in target_parameters that matches nothing in this model."""
     names = [f"{name}.weight" for name in layout.linears]
     names += [f"{s.experts}.{name}" for s in layout.stacks.values() for name in STACKED_PARTS]
     ends = tuple(f".{name}" for name in peft.config.get("target_parameters") or [])
@@ -378,7 +375,6 @@ def adopt_whole(
 
 
 def other_shape(name: str, shape: Shape, expected: Shape) -> list[Problem]:
-    """Return the problem of a tensor whose shape differs from the model's, if it does."""
     if shape == expected:
         return []
     text = f"has shape {list(shape)}; the model has {list(expected)}"

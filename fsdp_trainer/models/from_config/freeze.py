@@ -56,7 +56,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not trained by name, each once."""
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 

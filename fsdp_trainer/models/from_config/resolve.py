@@ -72,7 +72,6 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
 
 
 def directed(config: ModelConfig) -> ModelConfig:
-    """Return an architecture. Raises UserError if it cannot attend in both directions."""
     if problems := [*direction_problems(config)]:
         raise UserError("the model cannot attend to later tokens", problems)
     return config
@@ -97,7 +96,6 @@ def frozen_names(freeze: Sequence[str], mtp: float, config: ModelConfig) -> tupl
 
 
 def keys_set(model: Model) -> dict[str, Any]:
-    """Return the keys of the architecture that are not null."""
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     values = {name: getattr(model, name, None) for name in names}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
@@ -149,7 +147,6 @@ def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> lis
 
 
 def _too_few_rows(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
-    """Return the problem of a vocabulary that is smaller than init_from's."""
     rows = keys.get("vocab_size", stored.vocab_size)
     if rows >= stored.vocab_size:
         return []
@@ -196,7 +193,6 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
 
 
 def architecture_problems(folder: Path) -> list[Problem]:
-    """Return the problems of a folder's config.json, with the name of the file."""
     try:
         ModelConfig.from_hf(folder)
     except UserError as error:
@@ -221,7 +217,6 @@ def problems_without_reading(
 
 
 def _size_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem for each size that contradicts another."""
     kv_heads = config.num_key_value_heads
     if config.num_attention_heads % kv_heads:
         reason = f"must divide num_attention_heads={config.num_attention_heads}"
@@ -250,7 +245,6 @@ def length_problems(config: ModelConfig, length: int) -> Iterator[Problem]:
 
 
 def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem for each head size that is impossible with latent attention."""
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     if keys != heads:
         reason = "all heads have keys of their own in latent attention"
@@ -264,7 +258,6 @@ def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def sharding_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of sharding this model in the configured way."""
     sharding, adapter = cfg.sharding, cfg.adapter
     has_adapter = adapter.name != "none"
     yield from expert_problems(config, sharding, cfg.loss, has_adapter)
@@ -281,7 +274,6 @@ def sharding_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem
 def expert_problems(
     config: ModelConfig, sharding: Sharding, loss: Loss, has_adapter: bool
 ) -> Iterator[Problem]:
-    """Yield the problems of a model's experts and of their sharding."""
     size = sharding.expert
     yield from _balance_problems(config, loss, has_adapter)
     if EXPERTS not in config.feed_forwards:
@@ -305,7 +297,6 @@ def expert_problems(
 
 
 def _group_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem for impossible groups of experts."""
     experts, groups, chosen = config.num_experts, config.n_group, config.topk_group
     if groups == 1:
         return
@@ -337,7 +328,6 @@ def _balance_problems(config: ModelConfig, loss: Loss, has_adapter: bool) -> Ite
 
 
 def _bias_problems(config: ModelConfig, speed: float, has_adapter: bool) -> Iterator[Problem]:
-    """Yield a problem if the routers' biases cannot be updated."""
     if config.family_spec.router != BIASED:
         having = ", ".join(n for n, s in FAMILIES.items() if s.router == BIASED)
         reason = (
@@ -361,7 +351,6 @@ def _separate_expert_problems(key: str, size: int) -> Iterator[Problem]:
 
 
 def tensor_problems(config: ModelConfig, ranks: int, length: int) -> list[Problem]:
-    """Return the problem of sharding this model and rows of `length` tokens over a tensor group."""
     misfits = tensor_misfits(config, length, ranks)
     if not misfits:
         return []
@@ -425,13 +414,11 @@ def _trains_rows(adapter: Adapter, freeze: Sequence[str], config: ModelConfig, m
 
 
 def _fits(layer: str, patterns: list[str]) -> bool:
-    """Return True if one of the patterns matches a layer's name or the end of it."""
     forms = [form for pattern in patterns for form in (pattern, f"*.{pattern}")]
     return any(fnmatchcase(layer, form) for form in forms)
 
 
 def _stage_problems(config: ModelConfig, sharding: Sharding) -> Iterator[Problem]:
-    """Yield a problem if a pipeline stage would have no block."""
     blocks, stages = config.num_hidden_layers, Stages.of(sharding).count
     if blocks < stages:
         ranks = sharding.pipeline
@@ -470,7 +457,6 @@ def _shared_key(config: ModelConfig) -> str:
 
 
 def _family_problems(model: Model, config: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem for each key that the family does not have."""
     window = model.sliding_window
     if config.family_spec.windows == "none" and window is not None:
         windowed = [name for name, spec in FAMILIES.items() if spec.windows != "none"]

@@ -36,7 +36,6 @@ class WeightSource:
 
     @classmethod
     def of(cls, model: Model, adapter: Adapter, folder: Path | None, seed: int) -> "WeightSource":
-        """Return the configured origin. folder: the local folder of model.init_from."""
         named = model.init_from or ""
         continued = Path(adapter.init_from) if adapter.init_from else None
         return cls(seed, folder, named if is_hub_id(named) else "", continued)
@@ -84,7 +83,6 @@ class ModelSetup:
 
     @cached_property
     def trained_numbers(self) -> int:
-        """The number of trained weights, without the padding of the vocabulary."""
         return count_trained(self.model)
 
     def tensor_problems(self, ranks: int, length: int, moments: str) -> list[Problem]:

@@ -68,7 +68,6 @@ def try_boundaries(config: ModelConfig, device: torch.device, dtype: str) -> Bou
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -62,7 +62,6 @@ class DocumentCalls:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows, and tokens of each."""
         return len(self.layout.lengths), self.layout.row
 
     def divided(self, given: Any) -> list[Any]:
@@ -99,7 +98,6 @@ class DocumentLayer(nn.Module):
     rows: DocumentCalls | None
 
     def expect(self, rows: DocumentCalls | None) -> None:
-        """Compute these rows next."""
         self.rows = rows
 
     @torch.compiler.disable  # each micro-batch has other shapes
@@ -129,7 +127,7 @@ class DocumentBlock(nn.Module):
     document_layers: list[DocumentLayer]
 
     def forward(self, *args: Any, rows: DocumentCalls | None = None, **named: Any) -> Any:
-        """Return what the block returns. rows: None: each row is one document."""
+        """rows: None: each row is one document."""
         for layer in self.document_layers:
             layer.expect(rows)
         return super().forward(*args, **named)

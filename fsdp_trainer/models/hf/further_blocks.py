@@ -30,7 +30,6 @@ UNCOUNTED = ("qwen3_next",)
 
 
 def counts(part: Json) -> Iterator[tuple[Json, str]]:
-    """Yield each dictionary of a config.json with such a number, and the number's key."""
     for key, value in part.items():
         if isinstance(value, dict):
             yield from counts(value)
@@ -39,7 +38,6 @@ def counts(part: Json) -> Iterator[tuple[Json, str]]:
 
 
 def stored_heads(config: ModelConfig) -> int:
-    """Return how many heads the config.json of a folder counts; 1 for random weights."""
     numbers = [part[key] for part, key in counts(config.source)]
     is_uncounted = not config.source or config.family in UNCOUNTED
     return max(numbers, default=int(is_uncounted))

@@ -59,7 +59,7 @@ QUIET = transformers.logging.ERROR
 
 
 class Described(NamedTuple):
-    """What a model on the meta device says about itself. See the fields of ModelConfig."""
+    """Facts about a model, read from it on the meta device. See the fields of ModelConfig."""
 
     names: WeightNames
     hidden_size: int
@@ -81,13 +81,11 @@ def is_encoder(raw: Json) -> bool:
 
 
 def bare_class(raw: Json) -> str:
-    """Return the name of transformers' class without a head."""
     named: Any = MODEL_MAPPING_NAMES.get(str(raw.get("model_type")), "")
     return named if isinstance(named, str) else named[0]
 
 
 def config_object(raw: Json, folder: str) -> Any:
-    """Return transformers' configuration object. Raises UserError."""
     path = Path(folder) / "config.json"
     kind = str(raw.get("model_type"))
     has_class, has_code = kind in transformers.CONFIG_MAPPING, "auto_map" in raw
@@ -135,7 +133,6 @@ def why_no_class(raw: Json, has_class: bool, has_code: bool) -> Problem | None:
 
 
 def sizes_of(hf_config: Any) -> dict[str, Any]:
-    """Return the sizes of a model under our names."""
     text = hf_config.get_text_config(decoder=True)
 
     def first(default: Any, *names: str) -> Any:
@@ -208,7 +205,6 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def auto_class(config: ModelConfig) -> Any:
-    """Return transformers' class that builds a model."""
     if config.encoder and config.scores:
         return (
             AutoModelForTokenClassification if config.tags else AutoModelForSequenceClassification
@@ -251,7 +247,6 @@ class LargeOnMeta(TorchFunctionMode):
     """Makes large new tensors on the meta device: parameters, before they are registered."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
         kwargs = kwargs or {}
         if func in NEW_TENSORS and "device" not in kwargs:
             size = kwargs.get("size", args)
@@ -262,7 +257,6 @@ class LargeOnMeta(TorchFunctionMode):
 
 
 def describe(hf: PreTrainedModel) -> Described:
-    """Return names of weights, whether the head is the embedding, and numbers of weights."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     if head is None and is_encoder(hf.config.to_dict()):
         return describe_encoder(hf)

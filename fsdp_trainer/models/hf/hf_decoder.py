@@ -90,7 +90,6 @@ class TransformersDecoder(Decoder):
         self.plain_attention = hf.config.get_text_config(decoder=True)._attn_implementation
 
     def own_head(self, hf: PreTrainedModel) -> Head:
-        """Return the head in place of transformers' output layer."""
         if self.config.pooling:
             pooler: Any = getattr(hf, "pooler", None)
             if pooler is not None:  # no text is embedded by it
@@ -103,12 +102,10 @@ class TransformersDecoder(Decoder):
 
     @property
     def base(self) -> Any:
-        """The model without the head."""
         return self.hf.base_model
 
     @property
     def embedding(self) -> Any:
-        """The module that embeds tokens."""
         return self.hf.get_input_embeddings()
 
     @property
@@ -129,11 +126,9 @@ class TransformersDecoder(Decoder):
         return nn.ModuleList(rest)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Return the blocks by number: "0", "1", ..."""
         return dict(self.own_blocks)
 
     def mtp_heads(self) -> list[nn.Module]:
-        """Return the heads for further tokens that are part of the model."""
         return self.own_mtp_heads
 
     def ends(self) -> list[nn.Module]:
@@ -141,7 +136,6 @@ class TransformersDecoder(Decoder):
         return [] if self.config.tie_word_embeddings else [self.lm_head]
 
     def part_of(self, name: str) -> str | None:
-        """Return the part of a model for images that a weight belongs to; None for others."""
         return None if self.tower is None else self.tower.part_of(name)
 
     @property
@@ -150,11 +144,9 @@ class TransformersDecoder(Decoder):
         return self.tower.positions if self.tower is not None and self.tower.has_axes else None
 
     def image_parts(self) -> list[nn.Module]:
-        """Return the modules for images that are sharded one by one, inner ones first."""
         return [] if self.tower is None else [*self.tower.units(self.hf)]
 
     def image_blocks(self) -> list[nn.Module]:
-        """Return the blocks of the tower for images."""
         return [] if self.tower is None else self.tower.blocks
 
     def keep_apart(self, kinds: Sequence[str]) -> None:
@@ -261,7 +253,6 @@ class TransformersDecoder(Decoder):
         return OneDocumentRows(tokens, layout) if most > (0 if both_ways else 1) else None
 
     def states_alone(self, alone: OneDocumentRows, images: ImageInputs | None) -> Tensor:
-        """Return the states of documents that are in rows of their own."""
         if images is not None and images.positions is not None:
             images = replace(images, positions=alone.gathered(images.positions))
         return self.states(alone.tokens, alone.positions, None, images=images)
@@ -269,7 +260,6 @@ class TransformersDecoder(Decoder):
     def inputs(
         self, tokens: Tensor, positions: Tensor, images: ImageInputs | None = None
     ) -> dict[str, Any]:
-        """Return the arguments for tokens and their images, by transformers' names."""
         of_images: dict[str, Any] = {}
         if images is not None and self.tower is not None:
             of_images = self.tower.inputs(images, tokens)
@@ -318,7 +308,6 @@ class TransformersDecoder(Decoder):
         return [name for name in unused if not self.repeats_head(name) and name not in copies]
 
     def use_attention(self, name: str) -> None:
-        """Set the function that computes attention to text, by transformers' name for it."""
         config = self.hf.config.get_text_config(decoder=True)
         if config._attn_implementation != name:
             config.update({"_attn_implementation": name})
@@ -330,7 +319,6 @@ class TransformersDecoder(Decoder):
             return self.hf(**self.inputs(tokens, positions), use_cache=False).logits
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Return the logits for states after the last norm, [..., vocabulary]."""
         product = self.lm_head(self.normed(states))
         return product if self.config.scores else self.lm_head.capped(product)
 
@@ -359,7 +347,6 @@ class TransformersDecoder(Decoder):
         return self.states(tokens, positions, layout)
 
     def logits(self, tokens: Tensor, images: ImageInputs | None = None) -> Tensor:
-        """Return logits [batch, length, vocabulary]; each row is one document."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with self.inference():
             return self.logits_of(self.states(tokens, positions, None, images=images))
@@ -396,7 +383,6 @@ def new_head(config: ModelConfig, before: Any) -> Head:
 
 
 def require_classifier(config: ModelConfig) -> None:
-    """Raise UserError if transformers has no class for a model of scores of this architecture."""
     if not hasattr(transformers, config.architecture):
         reason = f"transformers has no {config.architecture}, which would read the model"
         problem = Problem(f"model_type={config.family}", reason)
@@ -436,7 +422,6 @@ def with_one_row(hf: nn.Module) -> Iterator[str]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return True if a module directly holds parameters."""
     return any(True for _ in module.parameters(recurse=False))
 
 

@@ -60,7 +60,6 @@ class TransformersEncoder(TransformersDecoder):
         return alone.packed(self.results(alone)), {}
 
     def results(self, alone: OneDocumentRows) -> Tensor:
-        """Return the states of documents in rows of their own, or the numbers of their labels."""
         output = self.hf(**self.of_documents(alone))
         if not self.config.scores:
             return output.last_hidden_state
@@ -77,7 +76,6 @@ class TransformersEncoder(TransformersDecoder):
         return given | {"token_type_ids": (is_end.cumsum(1) - is_end).clamp_max(1)}
 
     def passed_over(self, names: Iterable[str]) -> set[str]:
-        """Return a folder's tensors that are of other heads."""
         names = [*names]
         base = self.config.names.base
         own = {name.removeprefix(base).partition(".")[0] for name in self.named_weights()}

@@ -19,7 +19,6 @@ class TransformersHead(Head):
     """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all logits before the soft cap, [..., vocabulary]."""
         return self.product(hidden)
 
 
@@ -41,6 +40,5 @@ class BiasedHead(TransformersHead):
         return torch.cat([self.weight, F.pad(self.bias[:, None], (0, COLUMNS - 1))], 1)
 
     def product(self, hidden: Tensor) -> Tensor:
-        """Return all logits before the soft cap, [..., vocabulary]."""
         count = self.vocab_size
         return F.linear(hidden, self.weight[:count], self.bias[:count])

@@ -53,7 +53,6 @@ def add_mtp_head(hf: Any, config: ModelConfig, name: str, blocks: Mapping[str, n
 
 
 def head_of(hf: Any, name: str) -> nn.Module:
-    """Return the head of a model that has one. name: of the list of its blocks."""
     return hf.mtp if hasattr(hf, "mtp") else hf.get_submodule(name)[-1]
 
 
@@ -76,7 +75,6 @@ class RecordedRotations:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record within the context."""
         self.is_recording = True
         try:
             yield

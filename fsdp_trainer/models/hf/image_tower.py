@@ -76,14 +76,12 @@ class ImageTower:
         return any(within(name, part) for part in (self.name, *self.projectors))
 
     def part_of(self, name: str) -> str:
-        """Return the part that a weight belongs to: vision, projector or language."""
         if any(within(name, part) for part in self.projectors):
             return "projector"
         return "vision" if within(name, self.name) else "language"
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of the tower."""
         lists = [[*m] for m in self.tower.modules() if isinstance(m, nn.ModuleList)]
         return max(lists, key=len, default=[])
 
@@ -96,7 +94,6 @@ class ImageTower:
 
     @property
     def has_axes(self) -> bool:
-        """True if parts of an image have positions in time, height and width."""
         return hasattr(self.base, "get_rope_index")
 
     def positions(self, tokens: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
@@ -111,7 +108,6 @@ class ImageTower:
         return find(tokens[None], mm_token_type_ids=types, **given)[0][:, 0]
 
     def taken(self, images: ImageInputs) -> dict[str, Tensor]:
-        """Return the arrays of images that the tower takes."""
         if not self.is_registered:
             register_classes(self.tower)
             self.is_registered = True
@@ -125,7 +121,6 @@ class ImageTower:
         return {**self.taken(images), **named}
 
     def inputs(self, images: ImageInputs, tokens: Tensor) -> dict[str, Any]:
-        """Return the arguments of the model's forward for the images of a micro-batch."""
         arrays = self.taken(images)
         outputs = self.base.get_image_features(**arrays, return_dict=True)
         states = {"pooler_output": first_rows(outputs.pooler_output, images.tokens)}
@@ -137,7 +132,6 @@ class ImageTower:
 
 
 def sizes_of(config: Any, blocks: list[nn.Module]) -> TowerSizes:
-    """Return the sizes of a tower with these blocks. config: of the whole model."""
     vision = config.vision_config
 
     def first(default: Any, *names: str) -> Any:

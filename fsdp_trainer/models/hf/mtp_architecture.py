@@ -27,7 +27,6 @@ def with_mtp_head(config: ModelConfig, setting: str, without: str) -> ModelConfi
 
 
 def why_no_head(config: ModelConfig, without: str) -> str:
-    """Return why a model's head is not computed, and what to do; "" if it is."""
     if config.family not in HEADS:
         return f"{config.family} has no head that is computed; {', '.join(HEADS)} have.\n{without}"
     count = stored_heads(config)

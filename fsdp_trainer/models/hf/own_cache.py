@@ -36,16 +36,13 @@ class OwnCache:
         return outputs[0]
 
     def positions(self, count: int) -> Tensor:
-        """Return the positions of the last `count` tokens, [rows, count]."""
         positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -count:]
         return positions if self.shift is None else positions + self.shift
 
     def grow(self) -> None:
-        """Count one more token in each row."""
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
         index = torch.tensor(rows, device=self.mask.device)
         kinds = {type(layer).__name__ for layer in getattr(self.past, "layers", [None])}
         if kinds <= SELECTABLE:

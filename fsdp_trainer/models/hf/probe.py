@@ -91,7 +91,6 @@ NOT_KNOWN = Probed(False, math.inf, 1.0)
 
 
 def probe(config: ModelConfig) -> Probed:
-    """Return what a small copy of a model does."""
     for narrow in (True, False):
         # an architecture raises anything for sizes that it does not have, and warns of kernels that
         # are missing, which a CPU never has
@@ -101,7 +100,6 @@ def probe(config: ModelConfig) -> Probed:
 
 
 def probed(model: TransformersDecoder) -> Probed:
-    """Return what a model on the CPU does."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, VOCABULARY, (1, sum(LENGTHS)), generator=generator)
     trial = Trial(tokens)
@@ -162,7 +160,6 @@ class Trial:
 
 
 def positions_of(tokens: Tensor) -> Tensor:
-    """Return the positions of rows with one document each."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
 
@@ -189,7 +186,6 @@ def factor_of(model: TransformersDecoder, states: Tensor, tokens: Tensor) -> flo
 
 @torch.no_grad()
 def small_model(config: ModelConfig) -> TransformersDecoder:
-    """Return a model with random weights on the CPU."""
     with torch.device("meta"):
         model = TransformersDecoder(config)
     if sum(p.numel() for p in model.parameters()) > MOST_NUMBERS:
@@ -249,7 +245,6 @@ def shrunk(hf_config: Any, narrow: bool, blocks: int = 2) -> Any:
 
 
 def cut_tower(hf_config: Any) -> None:
-    """Keep one block of a tower for images, of which none is tried."""
     tower = getattr(hf_config, "vision_config", None)
     for name in TOWER_BLOCKS:
         if isinstance(setting(tower, name), int):
@@ -257,7 +252,6 @@ def cut_tower(hf_config: Any) -> None:
 
 
 def divisor(text: Any) -> float:
-    """Return the number by which heads and widths of a configuration can be divided."""
     heads = first_number(text, HEADS) or 1
     width = first_number(text, WIDTHS) or NARROW
 
@@ -272,7 +266,6 @@ def divisor(text: Any) -> float:
 
 
 def drop_from(by_number: dict[Any, Any], first: int) -> None:
-    """Remove the entries of blocks from `first` on."""
     for key in [key for key in by_number if int(key) >= first]:
         del by_number[key]
 

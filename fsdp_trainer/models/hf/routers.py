@@ -70,5 +70,4 @@ class RouterWatch:
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Return the probability of each expert, [tokens, experts] float32."""
     return logits.softmax(-1, dtype=torch.float32)

@@ -129,5 +129,4 @@ def packing_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
 
 
 def show(value: float) -> str:
-    """Return a difference as text."""
     return f"{value:.1e}" if math.isfinite(value) else "an infinite part"

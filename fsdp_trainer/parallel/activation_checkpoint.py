@@ -69,8 +69,6 @@ def checkpoint_activations(
 
 
 def recompute_in_backward(block: nn.Module, options: dict[str, Any]) -> None:
-    """Wrap the forward of a block. options: arguments of torch's `checkpoint`."""
-
     def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
         return checkpoint(type(block).forward, block, *args, **options, **named)
 
@@ -84,7 +82,6 @@ def recompute_in_backward(block: nn.Module, options: dict[str, Any]) -> None:
 def selective_contexts(
     save: frozenset[str], offloader: Offloader | None = None, splits_backward: bool = False
 ) -> Any:
-    """Return the contexts for forward and recomputation of one block and micro-batch."""
     forward, recomputation = create_selective_checkpoint_contexts(save_policy(save))
     if splits_backward:
         return forward, RepeatableRecomputation(recomputation)

@@ -91,7 +91,6 @@ class CopiesOnStreams:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a view of a storage as a tensor: [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -104,14 +103,11 @@ class Moved:
         self.device: Tensor | None = None
 
     def fetch(self) -> None:
-        """Start to copy the bytes back to the device."""
         if self.device is None:
             self.device = self.copies.to_device(self.host)
 
 
 class OffloadedPart(NamedTuple):
-    """A saved tensor, described as a view of moved bytes."""
-
     moved: Moved
     dtype: torch.dtype
     size: torch.Size
@@ -154,7 +150,6 @@ class SavedByBlock:
         return OffloadedPart(moved, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def unpack(self, saved: Tensor | OffloadedPart) -> Tensor:
-        """Return a saved tensor on the device, and start to fetch those of the preceding block."""
         if isinstance(saved, Tensor):
             return saved
         self.fetch()
@@ -167,7 +162,6 @@ class SavedByBlock:
         return data[:whole].view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def fetch(self) -> None:
-        """Start to copy all tensors back to the device."""
         if self.is_fetched:
             return
         self.is_fetched = True
@@ -181,7 +175,6 @@ class SavedByBlock:
         self.copied = self.copies.mark()
 
     def free(self) -> None:
-        """Release the device memory as soon as the copies to the host are done."""
         if self.on_device:
             self.copies.wait(self.copied)
             self.on_device.clear()
@@ -202,7 +195,6 @@ def is_moved(tensor: Tensor, stays: set[int]) -> bool:
 
 
 def storages_that_stay(block: nn.Module, common: Any) -> set[int]:
-    """Return the storages of a block's parameters and of inputs common to all blocks."""
     own = map(local_part, block.parameters())
     tensors = [*own, *(t for t in tree_iter(common) if isinstance(t, Tensor))]
     return {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -256,7 +248,6 @@ class Offloader:
 
     @contextmanager
     def moving_results(self, forward_context: Any) -> Any:
-        """Return a context for forward with selective checkpointing that moves kept results."""
         with forward_context:
             yield
         if self.last is not None:

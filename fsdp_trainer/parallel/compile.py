@@ -55,7 +55,6 @@ def can_compile(
 
 
 def cache_problem(folder: Path) -> str | None:
-    """Return the reason why the compiler's cache is not writable; None if it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,7 +105,6 @@ class Compilations:
         self._counted = count_compiled_graphs()
 
     def new(self) -> tuple[int, int]:
-        """Return the number of graphs since the last call, and how many came from the cache."""
         graphs, cached = count_compiled_graphs()
         before = self._counted
         self._counted = (graphs, cached)

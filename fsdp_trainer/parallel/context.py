@@ -117,13 +117,11 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the received parts, shaped as x: [ranks, ...]."""
         ctx.group = group
         return all_to_all(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Send each part of the gradient back to its rank."""
         return all_to_all(gradients[0], ctx.group), None
 
 
@@ -148,7 +146,6 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return the gradient of this rank's tokens, summed over ranks."""
         (places,) = ctx.saved_tensors
         by_rank = gradients[0].flatten(0, 1).index_select(0, places)
         own = by_rank.new_empty(ctx.shape)

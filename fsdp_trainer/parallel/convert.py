@@ -88,7 +88,6 @@ def worth_float8(module: nn.Module, recipe: str, by_rows: int = 1, by_columns: i
 
 
 def float8_layers(model: nn.Module) -> int:
-    """Return the number of linear layers that compute in float8."""
     return sum(map(is_float8, model.modules()))
 
 

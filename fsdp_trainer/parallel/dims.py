@@ -98,7 +98,6 @@ class Dims:
 
     @property
     def separates_experts(self) -> bool:
-        """True if experts are on a different mesh from the rest of a block."""
         return self.expert_sizes["expert"] > 1 or self.sizes["tensor"] > 1
 
     @cached_property
@@ -183,12 +182,10 @@ class Dims:
             dist.all_reduce(tensor, group=self.group("context"))
 
     def sum_over_stages(self, tensor: Tensor) -> None:
-        """Sum in place over the ranks of this rank's pipeline. Collective."""
         if self.sizes["pipeline"] > 1:
             dist.all_reduce(tensor, group=self.group("pipeline"))
 
     def sum_over_all(self, tensor: Tensor) -> None:
-        """Sum in place over all ranks. Collective."""
         if self.ranks > 1:
             dist.all_reduce(tensor)
 
@@ -216,7 +213,6 @@ class Dims:
         return groups_along(name, self.sizes)
 
     def stages(self) -> list[list[int]]:
-        """Return the ranks of each pipeline stage."""
         stages: list[list[int]] = np.arange(self.ranks).reshape(self.sizes["pipeline"], -1).tolist()
         return stages
 

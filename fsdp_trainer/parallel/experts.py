@@ -83,7 +83,6 @@ def divided(parameter: Tensor, ranks: int, shards: int) -> int:
 
 
 def all_experts(model: nn.Module) -> list[Any]:
-    """Return the experts of each block with experts."""
     return [module.experts for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
@@ -129,14 +128,11 @@ class RowNumbers(NamedTuple):
 
 
 class ShardedExperts(Experts):
-    """Experts that are divided among ranks."""
-
     expert_ranks: ExpertRanks
     known: list[RowNumbers] | None = None
     """Keeps the numbers of rows from forward until backward recomputes the block."""
 
     def local(self, parameter: Any) -> Tensor:
-        """Return this rank's part of a parameter, attached to the graph."""
         return parameter.to_local()
 
     @torch.compiler.disable
@@ -196,7 +192,6 @@ def with_known_rows(block: Any, known: list[RowNumbers], *args: Any) -> Any:
 
 
 def divides_experts(block: nn.Module) -> bool:
-    """Return True for a block whose experts are divided among ranks."""
     return any(isinstance(module, ShardedExperts) for module in block.modules())
 
 
@@ -227,7 +222,6 @@ class ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Send each row of the gradient back to the rank that the row came from."""
         return exchange_rows(gradients[0], ctx.come, ctx.to, ctx.ranks), None, None, None
 
 

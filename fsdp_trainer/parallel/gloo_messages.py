@@ -32,7 +32,6 @@ class DirectAllGather(Messages):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` with the parts of all ranks. Collective."""
         if not is_gloo(group):
             return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
         parts = output_tensor.view(group.size(), -1)
@@ -57,7 +56,6 @@ class DirectReduceScatter(Messages):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` with the sum of all ranks' parts for this one. Collective."""
         ranks, rank = group.size(), group.rank()
         if not (is_gloo(group) and adds_in_turn(input_tensor, ranks, op)):
             return REDUCE_SCATTER(output_tensor, input_tensor, op, group=group, async_op=async_op)

@@ -62,7 +62,6 @@ def initialize_magnitudes(model: nn.Module) -> None:
 
 
 def groups_dividing(tensor: Tensor, dimension: int) -> list[dist.ProcessGroup]:
-    """Return the process groups over which a dimension of a tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return []
     # the dimension of a shard, strided or not; a replica has none

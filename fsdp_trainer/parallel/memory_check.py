@@ -61,7 +61,6 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, sharding: Sharding, optim: Optim) -> "Places":
-        """Return the configured places."""
         computing = "host" if sharding.cpu_offload else "device"
         return {
             "none": cls(computing, computing, None),
@@ -71,7 +70,7 @@ class Places(NamedTuple):
 
 
 class WeightKind(NamedTuple):
-    """What numbers are. name: weights (trained), frozen or in 4 bits; in_matrix: of a block."""
+    """A kind of numbers. name: weights (trained), frozen or in 4 bits; in_matrix: of a block."""
 
     name: str
     of_experts: bool
@@ -79,7 +78,6 @@ class WeightKind(NamedTuple):
 
 
 Numbers = Counter[WeightKind]
-"""How many numbers some weights have, by kind."""
 
 
 class CountedModel(NamedTuple):
@@ -91,7 +89,6 @@ class CountedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: Decoder) -> "CountedModel":
-        """Return the numbers of a model, which may be on the meta device."""
         blocks = list(model.blocks().values())
         experts = {p for part in expert_modules([model]) for p in part.parameters()}
         block_of = {p: i for i, block in enumerate(blocks) for p in block.parameters()}
@@ -107,7 +104,6 @@ class CountedModel(NamedTuple):
         return cls(model.config, whole, each)
 
     def count(self, name: str) -> int:
-        """Return how many numbers have a state: `weights`, `frozen` or `in 4 bits`."""
         return sum(count for kind, count in self.whole.items() if kind.name == name)
 
     def mean_state_bytes(self, precision: Precision, optim: Optim) -> float:
@@ -134,7 +130,7 @@ class LeastMemory(NamedTuple):
 
     @property
     def largest(self) -> list[MemoryItem]:
-        """What is held at the moment with most bytes."""
+        """Return the items of the moment at which most bytes are held."""
         moments = [[self.gradients, self.unit]]
         if self.gathered:  # there are no gradients yet
             moments.append([self.gathered])
@@ -148,7 +144,6 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
 
 
 def least_held(model: CountedModel, setup: StateSetup) -> LeastMemory:
-    """Return a lower bound of what a rank holds, without activations and temporaries."""
     layout, precision, optim, adapters, averages = setup
     sharding, sizes = layout.sharding, layout.sizes
     shards = layout.fsdp_ranks * sizes["tensor"] * sizes["pipeline"]
@@ -203,7 +198,6 @@ def stays_gathered(layout: Layout, config: ModelConfig, precision: Precision) ->
 
 
 def grouped_blocks(blocks: list[T], sharding: Sharding) -> list[list[T]]:
-    """Return blocks in groups of sharding.blocks_per_unit."""
     size = sharding.blocks_per_unit
     return [blocks[i : i + size] for i in range(0, len(blocks), size)]
 
@@ -224,12 +218,10 @@ def gathered_on_rank(numbers: Numbers, sharding: Sharding, computed: int, whole:
 
 
 def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the experts' modules inside these modules."""
     return [part for module in modules for part in module.modules() if isinstance(part, Experts)]
 
 
 def total(items: list[MemoryItem]) -> float:
-    """Return the total bytes of the items."""
     return sum(item.size for item in items)
 
 
@@ -370,7 +362,6 @@ def host_bytes(
 
 
 def first_number(pattern: str, file: Path, default: float) -> float:
-    """Return the number that `pattern` captures in a file, or the default. Raises OSError."""
     match = re.search(pattern, file.read_text(), re.MULTILINE)
     return float(match[1]) if match else default
 

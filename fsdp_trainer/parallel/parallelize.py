@@ -112,7 +112,6 @@ class Computation:
 
     @classmethod
     def of(cls, cfg: TrainConfig, compiled: bool = False) -> "Computation":
-        """Return the computation of the model in training. compiled: see `can_compile`."""
         checkpointing, compiling = cfg.activation_checkpoint, cfg.compile if compiled else None
         return cls(cfg.sharding, cfg.precision, checkpointing, compiling, cfg.optim.offload)
 
@@ -169,7 +168,6 @@ def prepare(
     adapters: AdapterSpec | None,
     freeze: Sequence[str],
 ) -> None:
-    """Set number formats, adapters and requires_grad of a complete model."""
     precision = computation.precision
     master_dtype = getattr(torch, precision.master_dtype)
     model.to(master_dtype)
@@ -262,7 +260,6 @@ def trains_images(model: Decoder) -> bool:
 
 
 def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
-    """Return a pipeline stage as a ShardedPart."""
     ends: list[nn.Module] = [] if stage.ends is None else [stage.ends]
     blocks = list(stage.layers.values())
     is_frozen_before = is_frozen and stage.is_first
@@ -371,7 +368,6 @@ def prefetch(units: list[Any], ahead: int) -> None:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return every module that fully_shard manages, the root first; of all stages, if any."""
     roots: list[nn.Module] = [*stages_of(model)] or [model]
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     return [module for module in modules if isinstance(module, FSDPModule)]

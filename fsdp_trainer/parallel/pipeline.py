@@ -48,7 +48,6 @@ class Stage(nn.Module):
     """
 
     def __init__(self, model: Decoder, number: int, count: int, names: Sequence[str]):
-        """Create a stage of modules of `model`. names: names of the blocks."""
         super().__init__()
         self.number, self.count = number, count
         self.scores: list[Scores] = []
@@ -62,17 +61,14 @@ class Stage(nn.Module):
 
     @property
     def decoder(self) -> Decoder:
-        """This rank's part of the model, which contains this stage."""
         return self.__dict__["decoder"]
 
     @property
     def is_first(self) -> bool:
-        """True if this is the first stage, which has the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """True if this is the last stage, which has norm and head."""
         return self.number == self.count - 1
 
     def forward(self, x: Tensor, batch: MicroBatch, objective: Objective | None = None) -> Tensor:
@@ -98,7 +94,6 @@ class Stage(nn.Module):
         return hidden.new_zeros((), dtype=torch.float32) if value is None else value
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the residual stream before the first block."""
         if self.embed_tokens is None:
             # the last stage would gather it, but too late for a step's first micro-batch
             stages_of(self.decoder)[-1].ends.unshard()
@@ -143,12 +138,10 @@ class ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the residual stream unchanged."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Return the stream's gradient, made contiguous."""
         return gradients[0].contiguous()
 
 
@@ -157,7 +150,6 @@ class WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        """Return a copy of the stream. loss: a scalar."""
         ctx.loss = loss.dtype, loss.device
         return x.clone()  # not a view: zbv and dualpipev detach a stage's output in place
 
@@ -172,7 +164,6 @@ class WithLoss(torch.autograd.Function):
 
 
 def stages_of(model: nn.Module) -> list[Stage]:
-    """Return this rank's stages of a model; empty without a pipeline."""
     return model.__dict__.get("stages", [])
 
 
@@ -402,7 +393,6 @@ class Pipeline:
     # --- inference
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Return this rank's blocks by name."""
         return self.model.blocks()
 
     @torch.no_grad()

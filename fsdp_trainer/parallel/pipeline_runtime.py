@@ -180,7 +180,6 @@ class LateStage(LeanStage):
         """Do nothing: gradients are reduced in `finish`."""
 
     def finish(self) -> None:
-        """Reduce the gradients to this rank's part."""
         super().perform_reduce_grad(1)
 
 
@@ -195,7 +194,6 @@ def on_meta_device(stage: PipelineStage) -> Iterator[None]:
 
 
 def allocate(infos: Sequence[Any], device: torch.device) -> None:
-    """Allocate receive buffers, which torch 2.15 does itself at this point."""
     for info in infos:
         if info.is_root_arg or info.tensor_meta is None or hasattr(info, "allocate_buffer"):
             continue

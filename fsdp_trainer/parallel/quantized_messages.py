@@ -23,7 +23,6 @@ class Messages:
     """Base class of what sends fully_shard's messages. See torch's AllGather and ReduceScatter."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a message."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -44,7 +43,6 @@ class QuantizedAllGather(Messages):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` with the decoded parts of all ranks. Collective."""
         if not input_tensor.is_floating_point() or group.size() < self.ranks:
             return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
         own = encode(input_tensor[None])
@@ -74,7 +72,6 @@ class QuantizedReduceScatter(Messages):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` with the sum of all ranks' parts for this one. Collective."""
         size = len(output_tensor)
         addends = input_tensor.view(group.size(), size)
         if self.feedback:

@@ -131,7 +131,6 @@ class Arriving:
         self.work = work
 
     def wait(self) -> Tensor:
-        """Wait for the transfer and return the received tensor."""
         if self.work is not None:
             self.work.wait()
         return self.received
@@ -161,7 +160,6 @@ def send_on(x: Tensor, ranks: ContextRanks) -> Arriving:
 def attention_of(
     call: RingCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return a call's attention and logsumexp, by its kernel."""
     if call.kernel is None:
         return attention_and_logsumexp(q, k, v, bias, call.causal, scale)
     return unmasked_attention(q, k, v, call.causal, scale, call.kernel, call.bounds)
@@ -170,7 +168,6 @@ def attention_of(
 def gradients_of(
     call: RingCall, results: tuple[Tensor, Tensor, Tensor], inputs: Inputs, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return a call's gradients. results: as `backward_inputs` returns them."""
     q, k, v, bias = inputs
     if call.kernel is None:
         return attention_gradients(*results, q, k, v, bias, call.causal, scale)

@@ -70,7 +70,6 @@ class DealtByCost(SplitRows):
     """Base class of layouts that assign tokens to ranks so that attention costs are equal."""
 
     def deal(self, documents: list[int], row: int) -> np.ndarray:
-        """Assign tokens by the cost of attention. See SplitRows."""
         costs = token_costs(documents, row, self.ranks.windows)
         return deal_tokens(costs, self.ranks.size)
 
@@ -89,7 +88,6 @@ class TokenRuns(NamedTuple):
     start: np.ndarray
 
     def at(self, index: np.ndarray) -> "TokenRuns":
-        """Return the runs with these indices."""
         return TokenRuns(*(field[index] for field in self))
 
 

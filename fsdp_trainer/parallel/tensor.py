@@ -97,7 +97,6 @@ MODULES: dict[type[nn.Module], ShardedForm] = {
     StatesHead: ShardedForm(TensorStatesHead, {}),
     Decoder: ShardedForm(TensorDecoder, {}),
 }
-"""All other modules by class."""
 NORM_OF_ALL_HEADS = ShardedForm(ColumnNorm, {"weight": Shard(0)})
 
 
@@ -153,7 +152,6 @@ def turn_into(module: Any, cls: type) -> None:
 
 @lru_cache
 def combined_class(cls: type, kind: type) -> type:
-    """Return a subclass of both; its forward is that of `cls`."""
     return type(f"{cls.__name__}{kind.__name__}", (cls, kind), {})
 
 

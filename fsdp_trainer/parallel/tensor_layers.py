@@ -37,8 +37,6 @@ from fsdp_trainer.parallel.tensor_ranks import (
 
 
 class TensorModule(nn.Module):
-    """Base class of the modules of a tensor group."""
-
     tensor_ranks: TensorRanks
 
     def set_part(self) -> None:
@@ -70,12 +68,10 @@ class TensorLinear(TensorModule):
     lora_magnitude_vector: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for x: [batch, tokens, in]."""
         out = self.multiplied(x)
         return out if self.bias is None else out + self.own(self.bias)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """Return the product with the matrix."""
         return product(self, x, local(self.weight))
 
     def own(self, parameter: Tensor) -> Tensor:
@@ -152,7 +148,6 @@ class DoraLinear(TensorLinear):
 
 
 def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """Return x Wᵀ, computed in the layer's format. weight: this rank's part of its matrix."""
     if isinstance(linear, Linear4):
         return DecodedProduct.apply(x, weight, None)
     if is_float8(linear):
@@ -161,8 +156,6 @@ def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class ReplicatedRouter(TensorModule, Router):
-    """A replicated router for this rank's tokens."""
-
     def matrix(self) -> Tensor:
         return replicated(self.weight, self.tensor_ranks)
 
@@ -171,8 +164,6 @@ class ReplicatedRouter(TensorModule, Router):
 
 
 class ReplicatedGate(TensorModule, Gate):
-    """A replicated gate of a shared expert, for this rank's tokens."""
-
     def matrix(self) -> Tensor:
         return replicated(self.weight, self.tensor_ranks)
 
@@ -181,13 +172,10 @@ class GatheredInput(TensorModule):
     """A module that reads all tokens: they are gathered from the ranks."""
 
     def forward(self, x: Tensor, *args: Any) -> Any:
-        """Return the module's output. x: this rank's part of the tokens. Collective."""
         return super().forward(self.tensor_ranks.gather_tokens(x), *args)
 
 
 class TensorAttention(GatheredInput, Attention):
-    """Attention sharded over heads."""
-
     def set_part(self) -> None:
         """Gather the key head of this rank's queries if there are fewer key heads than ranks.
 
@@ -219,7 +207,6 @@ class ReplicatedNorm(TensorModule, RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x normalised, shaped as x: [..., size]."""
         return self.normalize(x, replicated(self.weight, self.tensor_ranks))
 
 
@@ -227,7 +214,6 @@ class ColumnNorm(TensorModule, RMSNorm):
     """A norm of vectors that are sharded over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x normalised, shaped as x: [..., size / ranks]."""
         return self.normalize(x, local(self.weight))
 
     def mean_square(self, x: Tensor) -> Tensor:
@@ -238,8 +224,6 @@ class ColumnNorm(TensorModule, RMSNorm):
 
 
 class TensorEmbedding(TensorModule, nn.Embedding):
-    """An embedding sharded over rows."""
-
     def set_part(self) -> None:
         """Set the first row and the number of rows of this rank."""
         rows = local_slice(self.weight)[0]
@@ -338,15 +322,11 @@ class TensorScoreHead(TensorModule, ScoreHead):
 
 
 class TensorStatesHead(TensorModule, StatesHead):
-    """No head, on each rank for all tokens."""
-
     def numbers(self, hidden: Tensor) -> Tensor:
         return ShareGradient.apply(hidden, self.tensor_ranks.size)
 
 
 class TensorDecoder(TensorModule, Decoder):
-    """A decoder made of the modules above."""
-
     def all_tokens(self, x: Tensor) -> Tensor:
         """Return the tokens gathered from all ranks. See Decoder."""
         return self.tensor_ranks.gather_tokens(x)

@@ -29,7 +29,6 @@ class TensorRanks:
     shards_tokens: bool = True
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Return all tokens, [batch, length, hidden]. x: this rank's part of them."""
         return Gather.apply(x, TOKENS, self.group) if self.shards_tokens else x
 
     def sum_and_shard_tokens(self, x: Tensor) -> Tensor:
@@ -56,13 +55,11 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        """Return the concatenated parts of all ranks. x: this rank's part."""
         ctx.dim, ctx.group = dim, group
         return all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return the gradient of this rank's part. gradients: this rank's summand for all."""
         return reduce_scatter(gradients[0], ctx.dim, ctx.group), None, None
 
 
@@ -71,13 +68,11 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        """Return this rank's part of the sum over ranks. x: this rank's summand."""
         ctx.dim, ctx.group = dim, group
         return reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return the gradient of the summand. gradients: gradient of this rank's part."""
         return all_gather(gradients[0], ctx.dim, ctx.group), None, None
 
 
@@ -86,13 +81,11 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum over ranks. x: this rank's summand."""
         ctx.group = group
         return sum_over_ranks(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return the sum of the ranks' gradients. gradients: this rank's summand."""
         return sum_over_ranks(gradients[0], ctx.group), None
 
 
@@ -101,13 +94,11 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return x unchanged. x: equal on every rank."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return the sum of the ranks' gradients. gradients: this rank's summand."""
         return sum_over_ranks(gradients[0], ctx.group), None
 
 
@@ -116,13 +107,11 @@ class ShareGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        """Return x unchanged. x: equal on every rank."""
         ctx.size = size
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return this rank's summand. gradients: equal on every rank."""
         return gradients[0] / ctx.size, None
 
 
@@ -131,22 +120,18 @@ class SumValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum over ranks. x: this rank's summand."""
         return sum_over_ranks(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return the gradient unchanged. gradients: equal on every rank."""
         return gradients[0], None
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' parts concatenated along `dim`, contiguous. Collective."""
     return along(dim, x, x.shape[dim] * dist.get_world_size(group), ALL_GATHER, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part, along `dim`, of the sum over ranks, contiguous. Collective."""
     return along(dim, x, x.shape[dim] // dist.get_world_size(group), REDUCE_SCATTER, group)
 
 
@@ -166,7 +151,6 @@ def along(
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks. Collective."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x

@@ -61,7 +61,6 @@ class NumberChunk:
     bits: Tensor | None = None
 
     def drawn(self, count: Tensor) -> "NumberChunk":
-        """Return the chunk with random bits for its numbers in a step: [blocks, block]."""
         if self.place is None:
             return self
         key, part, shape, start = self.place
@@ -80,7 +79,6 @@ class NumberChunk:
         )
 
     def load(self, name: str) -> Tensor:
-        """Return a moment in float32."""
         if name in self.state:
             return self.state[name].float()
         codes, scale = self.state[f"{name}_codes"], self.state[f"{name}_scale"]
@@ -99,7 +97,6 @@ class NumberChunk:
         write_unless(self.skip, self.state[f"{name}_scale"], scale)
 
     def write(self, new: Tensor) -> None:
-        """Write the weight. new: float32, is overwritten."""
         write_unless(self.skip, self.weight, rounded(new, self.weight.dtype, self.bits))
 
 
@@ -150,7 +147,6 @@ class CompactOptimizer(TrainerOptimizer):
         return block_size(parameter.shape) if self.state_format == "8bit" else 1
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zero moments, sharded like the parameter; for 8 bits, codes and scales."""
         block = self.block(parameter)
         dtype = torch.bfloat16 if self.state_format == "bfloat16" else torch.float32
         formats = {"": (dtype, 1)}
@@ -184,7 +180,6 @@ class CompactOptimizer(TrainerOptimizer):
             yield chunk.drawn(count)
 
     def undrawn_chunks(self, parameter: nn.Parameter, skip: Tensor) -> Iterator[NumberChunk]:
-        """Yield the chunks without their random bits."""
         if parameter.grad is None:
             return
         if not self.state[parameter]:
@@ -234,7 +229,6 @@ def require_whole_blocks(parameter: Tensor, block: int) -> None:
 
 
 def zeros_like_part(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
-    """Return zeros sharded like the parameter, one for each `block` numbers of a row."""
     require_whole_blocks(parameter, block)
     local = local_part(parameter)
     *rows, columns = local.shape

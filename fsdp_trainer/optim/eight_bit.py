@@ -67,6 +67,5 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Return the numbers encoded by `encode`: [blocks, block] float32."""
     shares = table(signed, codes.device).values.index_select(0, codes.flatten().int())
     return shares.view_as(codes) * scale

@@ -45,7 +45,6 @@ class ElementwiseOptimizer(CompactOptimizer):
     def update_chunk(
         self, chunk: NumberChunk, gradient: Tensor, group: dict[str, Any], count: Tensor
     ) -> None:
-        """Update a chunk. gradient: float32."""
         raise NotImplementedError
 
 
@@ -110,7 +109,6 @@ class Lion(ElementwiseOptimizer):
     def update_chunk(
         self, chunk: NumberChunk, gradient: Tensor, group: dict[str, Any], count: Tensor
     ) -> None:
-        """Change every number by lr, with the sign of an average of mean and gradient."""
         beta1, beta2 = group["betas"]
         mean = chunk.load("exp_avg")
         direction = torch.lerp(mean, gradient, 1 - beta1).sign_()
@@ -132,7 +130,6 @@ class Sgd(ElementwiseOptimizer):
     def update_chunk(
         self, chunk: NumberChunk, gradient: Tensor, group: dict[str, Any], count: Tensor
     ) -> None:
-        """Update the momentum, and the weight by it."""
         momentum = group["momentum"]
         total = chunk.load("momentum_buffer") * momentum + gradient
         direction = gradient + total * momentum if group["nesterov"] else total

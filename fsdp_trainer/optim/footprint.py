@@ -17,7 +17,6 @@ for small matrices, little memory for large ones."""
 def state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None = None, in_block: bool = True
 ) -> float:
-    """Return bytes of state per number of a parameter. shape: None for a large parameter."""
     return FOOTPRINTS[optim.name](optim, master_dtype, shape, in_block)
 
 
@@ -39,7 +38,6 @@ def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -
 def adamw_state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
 ) -> float:
-    """Return the bytes of both moments per number."""
     return 2 * moment_bytes(optim, master_dtype, shape)
 
 
@@ -60,7 +58,6 @@ def muon_state_bytes(
 def lion_state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
 ) -> float:
-    """Return the bytes of the only moment per number."""
     return moment_bytes(optim, master_dtype, shape)
 
 

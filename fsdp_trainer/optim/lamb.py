@@ -37,7 +37,6 @@ class Lamb(LayerwiseOptimizer):
     def move(
         self, chunk: NumberChunk, group: dict[str, Any], count: Tensor, rate: Tensor | float
     ) -> None:
-        """Move the weight by AdamW's step times the rate, times lr."""
         update = direction(chunk, group, count).mul_(rate)
         chunk.write(torch.sub(chunk.weight.float(), update, alpha=group["lr"]))
 

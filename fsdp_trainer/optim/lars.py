@@ -19,7 +19,6 @@ class Lars(LayerwiseOptimizer):
     moments: ClassVar = {"momentum_buffer": MomentKind(signed=True, stochastic=True)}
 
     def measured(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tensor:
-        """Return the gradient."""
         return chunk.gradient
 
     def rate(self, group: dict[str, Any], norms: Tensor, matrix: bool) -> Tensor:
@@ -31,7 +30,6 @@ class Lars(LayerwiseOptimizer):
     def move(
         self, chunk: NumberChunk, group: dict[str, Any], count: Tensor, rate: Tensor | float
     ) -> None:
-        """Add the step to the momentum, and move the weight by the momentum."""
         weight = chunk.weight.float()
         step = torch.add(chunk.gradient.float(), weight, alpha=group["weight_decay"]).mul_(rate)
         total = chunk.load("momentum_buffer").mul(group["momentum"]).add_(step)

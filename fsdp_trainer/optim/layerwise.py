@@ -19,7 +19,6 @@ class LayerwiseOptimizer(CompactOptimizer):
     """
 
     def __init__(self, *args: Any, ranks: dist.ProcessGroup | None = None, **options: Any):
-        """Create the optimizer. args, options: see CompactOptimizer."""
         super().__init__(*args, **options)
         self.ranks = ranks
 
@@ -37,7 +36,6 @@ class LayerwiseOptimizer(CompactOptimizer):
                 self.move(chunk, group, count, rate)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        """Yield each parameter with its name and its group."""
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 yield name, parameter, group

@@ -62,7 +62,6 @@ class Muon(CompactOptimizer):
             self.state = others.state
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zero momentum, or the empty state of a parameter of `others`."""
         if self.others is not None and parameter not in self.group_of:
             return self.others.empty_state(parameter)
         rows = {SECOND_MOMENT: empty_rows(parameter)} if self.cfg.normuon else {}

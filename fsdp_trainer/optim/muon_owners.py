@@ -38,7 +38,6 @@ class MatrixPiece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
         return length(self.rows), length(self.columns)
 
 
@@ -49,12 +48,10 @@ class ShardLayout:
     """The part of a parameter that each rank holds. shape: (matrices, rows, columns)."""
 
     def __init__(self, shape: Sequence[int], parts: Sequence[Part]):
-        """Create a layout. parts: part of each rank."""
         self.shape, self.parts = tuple(shape), list(parts)
 
     @cached_property
     def holders(self) -> dict[Part, list[int]]:
-        """Ranks that hold each non-empty part."""
         holders: dict[Part, list[int]] = {}
         for rank, part in enumerate(self.parts):
             if all(length(piece) for piece in part):
@@ -164,7 +161,6 @@ class Round:
         return results
 
     def _local(self, parts: list[Tensor], piece: MatrixPiece) -> Tensor:
-        """Return the view of this rank's piece of a matrix in `parts`."""
         stack = stacked(parts[piece.parameter])
         return stack[piece.matrix - self.starts[piece.parameter]]
 
@@ -263,25 +259,21 @@ def layouts_of(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) ->
 
 
 def part_of(parameter: Tensor) -> Part:
-    """Return the part of a stack of matrices that this rank holds."""
     ranges = [(piece.start, piece.stop) for piece in local_slice(parameter)]
     matrices, rows, columns = ranges if len(ranges) == 3 else [(0, 1), *ranges]
     return matrices, rows, columns
 
 
 def stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return (matrices, rows, columns) of a parameter."""
     matrices, rows, columns = shape if len(shape) == 3 else (1, *shape)
     return matrices, rows, columns
 
 
 def stacked(part: Tensor) -> Tensor:
-    """Return a part of a parameter as a stack: [matrices, rows, columns]."""
     return part if part.ndim == 3 else part[None]
 
 
 def place(whole: Tensor, piece: MatrixPiece) -> Tensor:
-    """Return the view of a piece in the complete matrix."""
     return whole[slice(*piece.rows), slice(*piece.columns)]
 
 
@@ -293,5 +285,4 @@ def work(shape: tuple[int, int, int]) -> int:
 
 
 def length(piece: Range) -> int:
-    """Return the length of a range."""
     return max(0, piece[1] - piece[0])

@@ -81,5 +81,4 @@ def empty_rows(parameter: nn.Parameter) -> Tensor:
 
 
 def scaled(result: Tensor, factor: Tensor) -> Tensor:
-    """Return this rank's part of an update with rows multiplied by their factors: float32."""
     return (stacked(result).float() * stacked(factor)).view_as(result)

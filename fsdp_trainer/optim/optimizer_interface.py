@@ -51,6 +51,5 @@ class TrainerOptimizer(Optimizer):
         """Free what the optimizer has outside of this process's memory."""
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the next step in all groups."""
         for group in self.param_groups:
             group["lr"] = lr

@@ -25,7 +25,6 @@ class TorchAdamW(TrainerOptimizer, AdamW):
     """torch's AdamW, with its `fused` kernel or its `foreach` implementation."""
 
     def __init__(self, groups: list[dict[str, Any]], implementation: str, **defaults: Any):
-        """Create the optimizer. implementation: `fused` or `foreach`; defaults: lr, betas, eps."""
         self.skips_on_device = implementation == "fused"
         kernel: dict[str, Any] = {implementation: True}
         super().__init__(groups, **kernel, **defaults)
@@ -49,7 +48,6 @@ class TorchAdamW(TrainerOptimizer, AdamW):
         return has_complex
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zero moments and a step count, which the fused kernel needs on the device."""
         device = parameter.device if self.skips_on_device else None
         return {
             "step": torch.zeros((), device=device),
@@ -91,7 +89,6 @@ def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
 def build_adamw(
     groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None = None
 ) -> TrainerOptimizer:
-    """Return AdamW (Loshchilov & Hutter 2019), torch's if it supports the number formats."""
     options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
     if is_compact(cfg, master_dtype(groups)):
         return CompactAdamW(groups, *formats(groups, cfg, seed), **options)
@@ -137,14 +134,12 @@ def is_for_muon(name: str, parameter: Tensor) -> bool:
 def build_lion(
     groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
 ) -> TrainerOptimizer:
-    """Return Lion (Chen et al. 2023)."""
     return Lion(groups, *formats(groups, cfg, seed), lr=cfg.lr, betas=tuple(cfg.betas))
 
 
 def build_sgd(
     groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
 ) -> TrainerOptimizer:
-    """Return stochastic gradient descent with momentum."""
     options: dict[str, Any] = {"lr": cfg.lr, "momentum": cfg.momentum, "nesterov": cfg.nesterov}
     return Sgd(groups, *formats(groups, cfg, seed), **options)
 
@@ -152,7 +147,6 @@ def build_sgd(
 def build_lamb(
     groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
 ) -> TrainerOptimizer:
-    """Return LAMB (You et al. 2020)."""
     options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
     return Lamb(groups, *formats(groups, cfg, seed), ranks=ranks, **options)
 
@@ -160,7 +154,6 @@ def build_lamb(
 def build_lars(
     groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
 ) -> TrainerOptimizer:
-    """Return LARS (You et al. 2017)."""
     options = {name: getattr(cfg, name) for name in ("lr", "momentum", "trust_coefficient")}
     return Lars(groups, *formats(groups, cfg, seed), ranks=ranks, **options)
 
@@ -168,7 +161,6 @@ def build_lars(
 def split(
     groups: list[dict[str, Any]], belongs: Callable[[str, Tensor], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the groups of parameters with `belongs(name, parameter)`, and those of all others."""
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
         for part, wanted in zip(parts, (True, False), strict=True):
@@ -179,13 +171,11 @@ def split(
 
 
 def master_dtype(groups: list[dict[str, Any]]) -> str:
-    """Return the number format of the weights, as a value of precision.master_dtype."""
     _, parameter = groups[0]["params"][0]
     return str(parameter.dtype).removeprefix("torch.")
 
 
 def formats(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> tuple[str, bool, int]:
-    """Return arguments of CompactOptimizer: state_format, stochastic and seed."""
     dtype = master_dtype(groups)
     stochastic = cfg.rounding == "stochastic" and rounds(cfg, dtype)
     return moments_format(cfg, dtype), stochastic, seed

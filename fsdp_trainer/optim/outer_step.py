@@ -36,7 +36,6 @@ class OuterStep:
         """Names of the parameters of each part of the model."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint; they share this object's memory."""
         return {f"{OUTER}{name}": tensor for name, tensor in self.weights.items()} | {
             f"{MOMENTUM}{name}": tensor for name, tensor in self.buffers.items()
         }
@@ -50,7 +49,6 @@ class OuterStep:
 
     @torch.no_grad()
     def reset_model(self) -> None:
-        """Give the model the outer weights."""
         for name, parameter in self.parameters.items():
             local_part(parameter).copy_(local_part(self.weights[name]))
 

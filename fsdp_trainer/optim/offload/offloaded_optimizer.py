@@ -61,11 +61,9 @@ class OffloadedOptimizer(TrainerOptimizer):
                 self.state[parameter].update(optimizer.empty_state(parameter))
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's optimizer state filled with zeros, to be loaded in place."""
         return self._optimizer.empty_state(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
         self._optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -88,11 +86,6 @@ class OffloadedOptimizer(TrainerOptimizer):
         yield gradients
 
     def _step_counts(self) -> dict[Any, Tensor]:
-        """Return a copy of each parameter's step count.
-
-        All parameters of some optimizers share one, which the update of a part raises: it is set
-        back for the next part.
-        """
         return {p: state["step"].clone() for p, state in self.state.items() if "step" in state}
 
     def _update(
@@ -161,7 +154,6 @@ class DiskOptimizer(OffloadedOptimizer):
             self._show_file(parameter)
 
     def _new_file(self, number: int, states: list[FiledStates]) -> StateFile:
-        """Create and map the file of some states."""
         file = StateFile(self._folder / f"{number}.states")
         for one in states:
             for name, tensor in one.tensors.items():
@@ -172,13 +164,11 @@ class DiskOptimizer(OffloadedOptimizer):
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that were read and written so far."""
         return self._transfers.bytes_moved
 
     # --- between updates
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's optimizer state, to be loaded in place."""
         return self.state[parameter]
 
     def begin_load(self) -> None:
@@ -195,7 +185,6 @@ class DiskOptimizer(OffloadedOptimizer):
         use_disk(f"make files for the optimizer's states in {self._folder}", unlink)
 
     def places(self) -> dict[str, LinkedPlace]:
-        """Return the place of each tensor by its name in a checkpoint."""
         return {
             name: tensor.place(number)
             for number, file in enumerate(self._files)
@@ -211,7 +200,6 @@ class DiskOptimizer(OffloadedOptimizer):
         return [links / file.path.name for file in self._files]
 
     def _show_file(self, parameter: nn.Parameter) -> None:
-        """Let a parameter and its state have the numbers of the mapped file."""
         numbers = self._file_of[parameter].numbers
         for name, tensor in self._states[parameter].tensors.items():
             set_local_tensor(tensor, numbers[name])
@@ -320,7 +308,6 @@ class DiskOptimizer(OffloadedOptimizer):
             torch.cuda.current_stream().synchronize()
 
     def _show_buffer(self, piece: Slice, spans: list[Span], buffer: Tensor) -> None:
-        """Let a parameter and its state have the numbers of a slice in a buffer."""
         file = self._file_of[piece.parameter]
         for name, tensor in self._states[piece.parameter].tensors.items():
             filed = file.tensors[name]
@@ -342,7 +329,6 @@ class DiskOptimizer(OffloadedOptimizer):
         )
 
     def _spans_of(self, part: UpdatePart) -> list[Span]:
-        """Return the pieces of the file that a part is read from and written to."""
         file = self._files[part.file]
         ranges = [
             self._range(piece, file.tensors[name])
@@ -393,7 +379,6 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 def wait(jobs: list[Future[None]]) -> None:
-    """Wait for reads or writes. Raises OSError."""
     for job in jobs:
         job.result()
     jobs.clear()

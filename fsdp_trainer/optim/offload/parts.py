@@ -58,7 +58,6 @@ class FiledStates:
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter, state: dict[str, Tensor]) -> "FiledStates":
-        """Return the states of a parameter. name: the parameter's; state: of the optimizer."""
         large = {
             f"{OPTIMIZER}{name}/{key}": tensor for key, tensor in state.items() if key != "step"
         }
@@ -67,7 +66,6 @@ class FiledStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(local_part(tensor).nbytes for tensor in self.tensors.values())
 
     def slices(self, sliced: bool) -> Iterator[Slice]:
@@ -85,12 +83,10 @@ class FiledStates:
 
 
 def files_of(states: list[FiledStates]) -> list[list[FiledStates]]:
-    """Return the states in the order given, divided into files."""
     return list(grouped(states, attrgetter("nbytes"), FILE_BYTES))
 
 
 def parts_in_memory(named: dict[str, nn.Parameter], whole: bool) -> list[UpdatePart]:
-    """Return parts of whole parameters. named: by name; whole: True for a single part."""
     states = [FiledStates.of(name, parameter, {}) for name, parameter in named.items()]
     parts = list(parts_of_file(0, states, sliced=False))
     return [UpdatePart(0, [piece for part in parts for piece in part.slices])] if whole else parts

@@ -44,11 +44,9 @@ class FiledTensor:
 
     @property
     def end(self) -> int:
-        """Offset behind the last number."""
         return self.begin + self.shape.numel() * self.dtype.itemsize
 
     def place(self, file: int) -> LinkedPlace:
-        """Return the place of the archive. file: number of its file."""
         length = len(self.head) + self.end - self.begin + len(self.tail)
         return LinkedPlace(file, self.begin - len(self.head), length)
 
@@ -71,7 +69,6 @@ class StateFile:
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor to the layout. tensor: has its format and shape."""
         head, tail = frame(tensor.dtype, tensor.shape)
         begin = round_up(self.size + len(head), ALIGNED)
         added = FiledTensor(name, tensor.dtype, tensor.shape, begin, head, tail)
@@ -148,7 +145,6 @@ class Transfers:
         return jobs
 
     def close(self) -> None:
-        """Wait for what has begun, and end the threads."""
         self._pool.shutdown()
 
 

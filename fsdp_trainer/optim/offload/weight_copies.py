@@ -27,7 +27,6 @@ class WeightCopies:
         COPIES[model] = self
 
     def write_all(self) -> None:
-        """Write every copy."""
         for parameter in self._copies:
             self.write(parameter, 0, local_part(parameter))
         if self.on_gpu:

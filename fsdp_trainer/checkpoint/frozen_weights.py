@@ -99,7 +99,6 @@ class RandomWeight(TensorOnDisk):
     seed: int
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Draw rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
         part = (slice(first, last), *whole_slice(self.shape[1:]))
         initialize_part(self.config, self.name, rows, part, self.shape, self.seed)
@@ -636,7 +635,6 @@ def held_first(model: Decoder) -> set[str]:
 
 
 def is_of_codes(digest: str) -> bool:
-    """Return True for the digest of a weight in 4 bits."""
     return digest.startswith(CODES)
 
 

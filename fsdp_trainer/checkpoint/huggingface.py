@@ -108,7 +108,6 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
 
 
 def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that the parts make up."""
     if model.config.by_transformers:
         own: Any = model  # a TransformersDecoder
         shapes = own.stored_shapes(model.config.vocab_size)
@@ -329,6 +328,5 @@ def _pieces_of_rows(
 
 
 def _fill(piece: ImportPiece, buffer: Tensor) -> None:
-    """Read a piece, copy it to the device in its stored format, and convert it there."""
     rows = piece.source.read_rows(piece.first, piece.first + len(piece.into), buffer)
     piece.into.copy_(rows[(slice(None), *piece.columns)].to(piece.into.device))

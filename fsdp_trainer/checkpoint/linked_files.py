@@ -17,8 +17,6 @@ class LinkedPlace(NamedTuple):
 
 
 class LinkedFiles(Protocol):
-    """The files of a rank's tensors."""
-
     def places(self) -> dict[str, LinkedPlace]:
         """Return the place of each tensor by its name in a checkpoint."""
 

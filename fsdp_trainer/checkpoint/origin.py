@@ -27,7 +27,6 @@ def origin(source: Path, dtype: str | None) -> dict[str, Any]:
 
 
 def read_origin(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's ORIGIN, {} if the folder is no export."""
     try:
         return read_object(folder / ORIGIN, "this folder's origin is not known")
     except UserError:

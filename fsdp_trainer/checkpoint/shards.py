@@ -60,7 +60,6 @@ class Archive:
 
     @property
     def length(self) -> int:
-        """Bytes of head, numbers and tail."""
         return len(self.head) + self.shape.numel() * self.dtype.itemsize + len(self.tail)
 
     @property
@@ -160,7 +159,6 @@ def file_of(rank: int, number: int = 0) -> str:
 
 
 def linked_file_of(rank: int, number: int) -> str:
-    """Return the name of a rank's linked file."""
     return file_of(rank, number + 1)
 
 
@@ -179,7 +177,6 @@ def places(
 
 
 def archive_of(item: Any) -> Archive:
-    """Return the archive of an item of DCP's plan."""
     dtype = item.tensor_data.properties.dtype
     shape = item.tensor_data.chunk.sizes
     return Archive(item.index, dtype, shape, *frame(dtype, shape))

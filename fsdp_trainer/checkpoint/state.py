@@ -51,7 +51,6 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def optimizer_state(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state of each parameter that has one."""
     return {
         f"{OPTIMIZER}{name}/{key}": value
         for name, parameter in stored_parameters(model).items()

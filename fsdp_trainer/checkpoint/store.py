@@ -260,8 +260,6 @@ class CheckpointStore:
         sync(self.folder)
 
     def droppable(self) -> Path | None:
-        """Return the oldest checkpoint, if it is neither the newest nor the best. Collective."""
-
         def oldest() -> Path | None:
             best = (self.folder / BEST).resolve()
             older = [p for p in committed_checkpoints(self.run)[:-1] if p.resolve() != best]
@@ -270,7 +268,6 @@ class CheckpointStore:
         return run_on_rank_0("list the checkpoints", oldest)
 
     def drop(self, checkpoint: Path) -> None:
-        """Delete a checkpoint. Collective."""
         delete = partial(shutil.rmtree, checkpoint, ignore_errors=True)
         run_on_rank_0("delete a checkpoint", delete)
 
@@ -404,7 +401,6 @@ class VocabularyPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Give the stored vocabularies the size of the wanted ones."""
         assert metadata is not None
         entries = dict(metadata.state_dict_metadata)
         for name in state_dict.keys() & entries.keys():
@@ -432,7 +428,6 @@ def rename_aside(checkpoint: Path) -> None:
 
 
 def link_best(link: Path, best: Path) -> None:
-    """Make `link` a symbolic link to `best` in the same folder, atomically."""
     # in a copy of the run, made by a tool that follows links, it is a folder
     if link.is_dir() and not link.is_symlink():
         shutil.rmtree(link)

@@ -40,7 +40,6 @@ class Uploads:
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def look(self) -> None:
-        """Begin to upload what the mirror lacks."""
         with self._changed:
             self._wanted += 1
             self._changed.notify_all()
@@ -79,7 +78,6 @@ class Uploads:
         return ""
 
     def close(self) -> None:
-        """End the thread, and what it is uploading."""
         self._closed = True
         self.bucket.cancel()
         self._hurry.set()

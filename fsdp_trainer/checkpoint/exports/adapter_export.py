@@ -64,7 +64,6 @@ class Assembled(TensorOnDisk):
     placed: list[Placed]
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:])).zero_()
         for part in self.placed:
             begin = max(first, part.row)
@@ -83,7 +82,6 @@ class RowLengths(TensorOnDisk):
     matrix: TensorOnDisk
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Compute the norms of rows `first` to `last` into `buffer`, uint8; return them."""
         lengths = as_tensor(buffer, self.dtype, (last - first,))
         rows = read_whole(self.matrix, first, last).double()
         return lengths.copy_(torch.linalg.vector_norm(rows, dim=1))
@@ -382,7 +380,6 @@ def target_names(
 
 
 def integral_as_int(value: float) -> float | int:
-    """Return an integral value as int, any other unchanged."""
     return int(value) if float(value).is_integer() else value
 
 

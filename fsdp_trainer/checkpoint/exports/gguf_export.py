@@ -69,7 +69,6 @@ def export_gguf_adapter(cfg: ExportConfig, source: Path, out: Path) -> int:
 
 
 def require_new_file(out: Path) -> None:
-    """Raise UserError unless `out` is the name of a new GGUF file."""
     if out.suffix != ".gguf":
         problem = Problem(f"out={out}", "is no FILE.gguf, such as  out=model.gguf")
         raise UserError("an export as GGUF is one file", [problem])

@@ -194,7 +194,6 @@ def copy_assets(source: Path, out: Path) -> None:
 
 
 def record(source: Path, dtype: str | None, merge_into: str) -> dict[str, Any]:
-    """Return the content of an export's ORIGIN."""
     made_of = origin(source, dtype)
     if kept_in_four_bits(source):
         made_of |= {"merge_into": merge_into}
@@ -227,7 +226,6 @@ def split_into_files(tensors: dict[str, TensorOnDisk], limit: int) -> dict[str, 
 
 
 def index_of(files: dict[str, list[str]], tensors: dict[str, TensorOnDisk]) -> dict[str, Any]:
-    """Return the content of INDEX: which file holds which tensor."""
     return {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, names in files.items() for name in names},

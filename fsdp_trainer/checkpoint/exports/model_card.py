@@ -44,7 +44,7 @@ LAST_BYTES = 2**20
 
 
 class Task(NamedTuple):
-    """What a model is for: the hub's tag, and the classes that load it."""
+    """The use of a model: the hub's tag, and the classes that load it."""
 
     tag: str
     auto: str
@@ -118,17 +118,14 @@ class ModelCard:
 
     @property
     def run(self) -> Path:
-        """The folder of the run."""
         return self.checkpoint.resolve().parents[1]
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return str(self.configuration.get("run.name") or self.run.name)
 
     @cached_property
     def base(self) -> Base:
-        """The origin of the frozen weights."""
         return read_base(self.checkpoint)
 
     @property
@@ -144,7 +141,6 @@ class ModelCard:
 
     @property
     def rank(self) -> int:
-        """The adapter's rank."""
         return int(self.configuration.get("adapter.rank") or 0)
 
     @cached_property
@@ -154,12 +150,10 @@ class ModelCard:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the programs that wrote the checkpoint."""
         return self.manifest.get("versions") or {}
 
     @cached_property
     def task(self) -> Task:
-        """What the model is for, by the architecture that config.json names."""
         config = json.loads((self.checkpoint / "hf" / "config.json").read_text(encoding="utf-8"))
         architecture = str((config.get("architectures") or [""])[0])
         endings = (task for end, task in TASKS.items() if architecture.endswith(end))
@@ -173,7 +167,6 @@ class ModelCard:
 
     @property
     def method(self) -> str:
-        """The training method and the kind of adapter, as `dpo, lora`."""
         return ", ".join(self.tags[1:])
 
     @property
@@ -200,7 +193,6 @@ class ModelCard:
 
     @property
     def step(self) -> int:
-        """The checkpoint's step."""
         return int(self.manifest.get("step") or 0)
 
     @property

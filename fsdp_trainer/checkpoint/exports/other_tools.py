@@ -70,7 +70,6 @@ def as_folder(source: Path, beside: Path, dtype: str | None) -> Iterator[Path]:
 
 
 def export_other(cfg: ExportConfig) -> int:
-    """Write the folder `out` and return the exit code. Raises UserError and RunFailed."""
     source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +183,6 @@ def write_meta(out: Path, folder: Path, config: ModelConfig, tensors: dict[str, 
 
 
 def meta_params(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of params.json. Raises UserError for what Meta's code does not compute."""
     width = config.hidden_size
     params: dict[str, Any] = {
         "dim": width,

@@ -25,7 +25,6 @@ def export(cfg: ExportConfig) -> int:
 
 
 def write_export(cfg: ExportConfig) -> int:
-    """Write the export and return the exit code. Raises UserError and RunFailed."""
     if cfg.form in ("gguf", "gguf_adapter"):
         return export_gguf(cfg)
     require_settings_of_form(cfg)

@@ -17,12 +17,10 @@ class SomeRows(TensorOnDisk):
     first_row: int
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         return self.source.read_rows(self.first_row + first, self.first_row + last, buffer)
 
 
 def rows_of(source: TensorOnDisk, first: int, count: int) -> SomeRows:
-    """Return `count` rows of any kind of tensor as a tensor of their own."""
     return SomeRows(source.dtype, (count, *source.shape[1:]), source.chunks, source, first)
 
 
@@ -34,7 +32,6 @@ class Columns(TensorOnDisk):
     first_column: int
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
         end = self.first_column + self.shape[1]
         return rows.copy_(read_whole(self.source, first, last)[:, self.first_column : end])
@@ -47,13 +44,11 @@ class Transposed(TensorOnDisk):
     matrix: TensorOnDisk
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         columns = read_whole(self.matrix, 0, self.matrix.shape[0])[:, first:last]
         return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(columns.T)
 
 
 def transposed(matrix: TensorOnDisk) -> Transposed:
-    """Return a small matrix transposed."""
     return Transposed(matrix.dtype, matrix.shape[::-1], matrix.chunks, matrix)
 
 
@@ -64,7 +59,6 @@ class Stacked(TensorOnDisk):
     matrix: TensorOnDisk
 
     def as_matrix(self) -> TensorOnDisk:
-        """Return the matrix of all rows."""
         return self.matrix
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
@@ -81,7 +75,6 @@ class JoinedRows(TensorOnDisk):
     matrices: list[TensorOnDisk]
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         height = self.matrices[0].shape[0]
         for number in range(first // height, -(-last // height)):
             begin = max(first, number * height)
@@ -98,7 +91,6 @@ def stacked_like(whole: TensorOnDisk, matrix: TensorOnDisk) -> Stacked:
 
 
 def stack_of(matrices: Sequence[TensorOnDisk]) -> Stacked:
-    """Return matrices of one shape as one tensor, [matrices, rows, columns]."""
     count = len(matrices)
     rows, columns = matrices[0].shape
     dtype = matrices[0].dtype
@@ -111,13 +103,11 @@ class PartCache:
     """A cache of the last parts of tensors, which threads converting pieces of one read once."""
 
     def __init__(self, count: int):
-        """count: number of parts that are kept."""
         self.count = count
         self._parts: dict[tuple[int, int, int], tuple[TensorOnDisk, Tensor]] = {}
         self._lock = Lock()
 
     def rows(self, tensor: TensorOnDisk, first: int, last: int) -> Tensor:
-        """Return rows of a tensor, from the cache if they are in it."""
         key = id(tensor), first, last  # the cache keeps the tensor: no other one gets its id
         with self._lock:
             part = self._parts.pop(key, None)

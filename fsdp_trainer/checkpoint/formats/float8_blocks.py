@@ -29,7 +29,6 @@ class Float8Matrix(TensorOnDisk):
     number_format: str = "BF16"
 
     def whole_rows(self, first: int, count: int) -> TensorOnDisk:
-        """Return `count` rows as a matrix of their own."""
         return rows_of(self, first, count)
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:

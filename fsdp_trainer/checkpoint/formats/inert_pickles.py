@@ -45,7 +45,6 @@ class Pickled:
         self.state: Any = {}
 
     def change(self, state: Any) -> None:
-        """Set the state."""
         self.state = state
 
 
@@ -173,7 +172,6 @@ class InertUnpickler(pickle._Unpickler):
         return self.stack.pop()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name. Raises UnpicklingError."""
         try:
             return STAND_INS[module, name]
         except KeyError:

@@ -37,7 +37,6 @@ class Mxfp4Tensor(HuggingFaceTensor):
     cache: PartCache
 
     def as_matrix(self) -> "Mxfp4Tensor":
-        """Return all matrices as one matrix of all their rows."""
         return replace(self, shape=(prod(self.shape[:-1]), self.shape[-1]))
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
@@ -96,6 +95,5 @@ def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTe
 
 
 def _fit(blocks: HuggingFaceTensor, scales: HuggingFaceTensor) -> bool:
-    """Return True if these are blocks and their scales."""
     are_bytes = blocks.number_format == scales.number_format == "U8"
     return are_bytes and len(scales.shape) == 3 and blocks.shape == (*scales.shape, BYTES)

@@ -65,7 +65,6 @@ def misfit(tensor: Any, shape: Shape) -> str:
 
 
 def weights_in_places(model: Any, stored: Mapping[str, Any]) -> dict[str, TensorOnDisk]:
-    """Return every weight of a model in a folder, by name."""
     places, _ = places_of(model, {name: tensor.shape for name, tensor in stored.items()})
     by_weight: dict[str, list[Any]] = {}
     for place in places:

@@ -29,12 +29,10 @@ class StoredTensors:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every tensor, by name."""
         return {name: entry.shape for name, entry in self.entries.items()}
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors and other values."""
         return [*self.entries, *self._description.values]
 
     def number(self, name: str) -> float:

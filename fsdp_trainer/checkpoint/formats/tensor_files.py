@@ -57,7 +57,6 @@ class TensorOnDisk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def whole_rows(self, first: int, count: int) -> "TensorOnDisk":
@@ -164,7 +163,6 @@ def _by_matrix(chunk: Chunk, dtype: torch.dtype, rows: int) -> Iterator[Chunk]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a number format, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -174,7 +172,6 @@ def as_tensor(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Ten
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -205,7 +202,6 @@ def piece_bytes(row_bytes: Iterable[int]) -> int:
 
 
 def read_whole(tensor: TensorOnDisk, first: int, last: int) -> Tensor:
-    """Return rows `first` to `last` in memory of their own."""
     buffer = torch.empty((last - first) * tensor.row_bytes, dtype=torch.uint8)
     return tensor.read_rows(first, last, buffer)
 

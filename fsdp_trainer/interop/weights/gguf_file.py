@@ -108,7 +108,6 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
 
 
 def require_known(config: ModelConfig, folder: Path) -> None:
-    """Raise UserError for a model that is not written."""
     if config.family not in MODELS or config.by_transformers:
         reason = f"is not written as GGUF: only {' '.join(MODELS)} are.\n{BY_LLAMA_CPP}"
         raise UserError("there is no GGUF of it", [Problem(f"model_type={config.family}", reason)])
@@ -125,7 +124,6 @@ def require_known(config: ModelConfig, folder: Path) -> None:
 
 
 def add_facts(writer: GGUFWriter, config: ModelConfig, folder: Path, numbers: str) -> None:
-    """Add the metadata of the architecture."""
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(folder.resolve().name)
     writer.add_file_type(NUMBERS[numbers][1])
@@ -208,11 +206,9 @@ class StackedExperts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Number of experts, rows and columns."""
         return (len(self.experts), *self.experts[0].shape)
 
     def read(self) -> np.ndarray:
-        """Return the numbers as float32."""
         return np.stack([self.experts[number].read() for number in range(len(self.experts))])
 
 
@@ -293,7 +289,6 @@ def number_of(shape: tuple[int, ...], numbers: str) -> Type:
 
 
 def add_shape(writer: GGUFWriter, name: str, source: Source, numbers: str) -> None:
-    """Announce a tensor."""
     number = number_of(source.shape, numbers)
     example = gguf.quants.quantize(np.zeros((1, source.shape[-1]), np.float32), number)
     shape = (*source.shape[:-1], example.shape[-1])

@@ -20,7 +20,6 @@ def nothing(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def no_difference(config: ModelConfig) -> Iterator[str]:
-    """Yield no difference."""
     yield from ()
 
 
@@ -43,7 +42,6 @@ class GgufModel:
 
 
 def add_gemma(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add limits of logits and the window."""
     if config.attn_logit_softcapping:
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if config.final_logit_softcapping:
@@ -80,7 +78,6 @@ def add_phi3(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the number of experts, and their widths."""
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if config.moe_intermediate_size:

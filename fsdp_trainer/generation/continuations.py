@@ -46,7 +46,6 @@ IsOver = Callable[[list[int]], bool]
 
 
 def never(tokens: list[int]) -> bool:
-    """Return False: an answer is not ended."""
     return False
 
 
@@ -83,7 +82,6 @@ class Continuation:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prompt and the answer."""
         return len(self.prompt) + len(self.tokens)
 
     def number(self) -> float:
@@ -96,7 +94,6 @@ class Continuation:
         self.is_done = True
 
     def add(self, token: int, stop_ids: Collection[int], is_over: IsOver) -> None:
-        """Append the next token, or end at a stop token."""
         if self.is_done:
             return
         if token in stop_ids:
@@ -165,7 +162,6 @@ class Generation:
     def record_log_probabilities(
         self, rows: list[Continuation], logits: Tensor, chosen: Tensor
     ) -> None:
-        """Append the log-probabilities of the chosen tokens to the rows that are not done."""
         if self.sampling.alternatives is not None:
             scores = token_scores(logits, chosen, self.sampling.alternatives)
             for answer, score in zip(rows, scores, strict=True):
@@ -244,7 +240,6 @@ class TransformersGeneration(Generation):
     cache: Any
 
     def start(self, rows: list[Continuation]) -> Tensor:
-        """See Generation."""
         texts = [[*answer.prompt, *answer.tokens] for answer in rows]
         width = max(map(len, texts))
         lengths = np.array([len(text) for text in texts])
@@ -255,7 +250,6 @@ class TransformersGeneration(Generation):
         return self.next(to_device(tokens.astype(np.int64), self.device), images)
 
     def step(self, rows: list[Continuation], chosen: Tensor, is_idle: bool) -> Tensor:
-        """See Generation."""
         if is_idle:
             return self.start([Continuation(IDLE_PROMPT, self.sampling, 1)])
         if self.cache.is_lost:
@@ -264,7 +258,6 @@ class TransformersGeneration(Generation):
         return self.next(chosen[:, None])
 
     def next(self, tokens: Tensor, images: ImageInputs | None = None) -> Tensor:
-        """Return the logits after new tokens, [rows, new tokens]: [rows, vocabulary]."""
         count = tokens.shape[1]
         positions = self.cache.positions(count)
         last = torch.arange(len(tokens), device=self.device) * count + count - 1
@@ -278,7 +271,6 @@ def generation_of(
     device: torch.device,
     decoding: Decoding | None = None,
 ) -> Generation:
-    """Return a Generation for a model of either implementation."""
     if model.config.by_transformers:
         return TransformersGeneration(model, sampling, device, decoding)
     return Generation(model, sampling, device, decoding)
@@ -358,7 +350,6 @@ def continue_all(
     is_over: IsOver = never,
     idle: Idle = IDLE,
 ) -> None:
-    """Continue answers until all are done, `rows` at the same time. See `generate_tokens`."""
     # sorted, so that the answers of a batch have about the same length
     waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
     alike = groupby(waiting, lambda answer: length_to_match(generation.model, answer.length))
@@ -385,7 +376,6 @@ def prompt_scores(model: Decoder, prompt: list[int], alternatives: int) -> list[
 
 
 def idle_answer(idle: Idle, sampling: Sampling) -> Continuation:
-    """Return the answer of a rank that has none left."""
     tokens, images = idle
     return Continuation(tokens, sampling, 1, images=images)
 

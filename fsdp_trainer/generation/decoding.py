@@ -80,7 +80,6 @@ class DecodingModel:
     def next_logits(
         self, tokens: Tensor, layout: NextTokens, caches: Mapping[str, Cache]
     ) -> Tensor:
-        """Return the logits of the tokens after `tokens`, [rows, 1]: [rows, vocabulary]."""
         x = self.model.embed(tokens)
         x, _ = self.model.run_blocks(x, layout.positions, layout, self.blocks, caches)
         logits = self.head(self.model.model.norm(x[:, 0]))
@@ -88,8 +87,6 @@ class DecodingModel:
 
 
 class DecodingBlock:
-    """A copy of a block."""
-
     def __init__(self, block: Block, several: bool):
         self.norms = [None if name is None else norm(getattr(block, name)) for name in block.norms]
         mixer: Any = block.self_attn
@@ -100,7 +97,6 @@ class DecodingBlock:
     def __call__(
         self, x: Tensor, cos_sin: CosSin, layout: NextTokens, cache: Cache
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the residual stream after the block, and no auxiliary values. See Block."""
         before_mixer, after_mixer, before_mlp, after_mlp = self.norms
         mixed = self.mixer(before_mixer(x) if before_mixer else x, cos_sin, layout, cache)
         x = x + (after_mixer(mixed) if after_mixer else mixed)
@@ -151,7 +147,6 @@ class DecodingMLP:
         self.activation = mlp.activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the feed-forward's output, [rows, 1, hidden]. x: [rows, 1, hidden]."""
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(self.activation(gate) * up)
 

@@ -41,5 +41,4 @@ def drafts_of(model: Decoder, prompt: list[int], answer: list[int]) -> Drafts:
 
 
 def sum_of_drafts(each: Iterable[Drafts]) -> Drafts:
-    """Return the drafts of several answers together."""
     return Drafts(*map(sum, zip(*each, strict=True)))

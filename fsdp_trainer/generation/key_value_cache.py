@@ -54,7 +54,6 @@ class KeyValueCache:
         return NextTokens(self.starts, self.end, self.device)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, and drop the columns before the first of them."""
         self.starts = self.starts[rows]
         first = int(self.starts.min())
         self.starts = self.starts - first
@@ -77,7 +76,6 @@ class BlockCache:
         self.keys = self.values = torch.empty(0)
 
     def expect(self, columns: Tensor) -> None:
-        """Expect prompts. columns: see above."""
         self.columns = columns
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +91,6 @@ class BlockCache:
         return self.keys[:, :, :end].transpose(1, 2), self.values[:, :, :end].transpose(1, 2)
 
     def filled(self, prompts: Tensor, columns: Tensor) -> Tensor:
-        """Return new storage filled from the prompts, [tokens, kv heads, head_dim]."""
         rows = len(self.cache.starts)
         _, heads, size = prompts.shape
         stored = prompts.new_empty(rows, heads, self.cache.capacity, size)
@@ -102,12 +99,10 @@ class BlockCache:
         return stored
 
     def clear(self, end: int) -> None:
-        """Set the columns from `end` on to zero."""
         self.keys[:, :, end:] = 0
         self.values[:, :, end:] = 0
 
     def keep(self, rows: Tensor, first: int, end: int) -> None:
-        """Keep only these rows, and the columns from `first` to `end`."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             smaller = old.new_empty(len(rows), old.shape[1], old.shape[2] - first, old.shape[3])
@@ -149,7 +144,6 @@ class NextTokens(PackedAttention):
         return self.row_lengths - 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention."""
         first = 0 if self.window is None else max(0, self.keys - self.window)
         mask = None if self.mask is None else self.mask[..., first:]
         return attend_to_cached(q, k[:, first:], v[:, first:], mask, scoring)

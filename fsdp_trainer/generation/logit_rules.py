@@ -62,7 +62,6 @@ def _with_rules(
 
 
 def _index(row: Tensor, tokens: Collection[int]) -> Tensor:
-    """Return tokens as an index of a row."""
     return torch.tensor([*tokens], dtype=torch.int64, device=row.device)
 
 

@@ -81,7 +81,6 @@ def packed_images(
 def loaded(
     images: Sequence[PromptImages | None], device: torch.device
 ) -> tuple[ImageInputs | None, list[Arrays | None]]:
-    """Return the images of texts without positions, None without any, and the arrays of each."""
     own = [each.load() if each is not None else None for each in images]
     arrays = [each for each in own if each is not None]
     if not arrays:

@@ -160,7 +160,6 @@ class AllColumns(PackedAttention):
         return self.row_lengths - 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention."""
         dtype = q.dtype if scoring.softcap is None and scoring.sinks is None else torch.bool
         if (self.window, dtype) not in self.masks:
             self.masks[self.window, dtype] = self.mask(dtype)
@@ -204,7 +203,6 @@ class ShortNorm(RMSNorm):
     """The same norm, rounded once: torch has a kernel for it."""
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See RMSNorm."""
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 

@@ -44,7 +44,6 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """True if tokens are not chosen by the model's own logits."""
         penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
         return penalties != (1, 0, 0) or bool(
             self.no_repeat_ngram or self.min_tokens or self.logit_bias
@@ -52,7 +51,6 @@ class Sampling:
 
     @property
     def shared(self) -> "Sampling":
-        """The settings that answers must have in common to be generated together."""
         return replace(self, max_tokens=0, seed=0, samples=1)
 
 
@@ -110,7 +108,6 @@ def log_probabilities(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Ten
 
 
 def token_scores(logits: Tensor, tokens: Tensor, alternatives: int) -> list[TokenScore]:
-    """Return the scores of tokens. logits: [tokens, vocabulary]; tokens: [tokens] int64."""
     values = torch.log_softmax(logits.float(), -1)
     best = values.topk(min(alternatives, values.shape[-1]), -1)
     columns = tokens.tolist(), values.gather(1, tokens[:, None])[:, 0].tolist()

@@ -52,7 +52,6 @@ class Console:
         self._lock = threading.Lock()  # checkpoints are reported by the thread that writes them
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
         if not self.quiet:
             with self._lock:
                 self._print(self._cleared() + self._coloured(safe(text)) + "\n")
@@ -152,7 +151,6 @@ def mfu(line: dict[str, Any]) -> str:
 
 
 def by_source(losses: dict[str, float | None]) -> str:
-    """Return the losses by source as text, e.g. `(maths 1.8312, code 0.9021)`; "" for only one."""
     if len(losses) < 2:
         return ""
     shown = [f"{name} {_finite(loss, '.4f')}" for name, loss in losses.items()]
@@ -198,12 +196,10 @@ def tasks_line(step: int, metrics: dict[str, dict[str, float]]) -> str:
 
 
 def without_errors(values: dict[str, float]) -> dict[str, float]:
-    """Return a task's metrics without their standard errors."""
     return {name: value for name, value in values.items() if "_stderr" not in name}
 
 
 def error_name(metric: str) -> str:
-    """Return the name of a metric's standard error."""
     name, comma, filters = metric.partition(",")
     return f"{name}_stderr{comma}{filters}"
 
@@ -242,12 +238,10 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 9061 → 2h31m."""
     minutes, s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{s:02}s" if minutes else f"{s}s"
 
 
 def shortened(text: str, width: int) -> str:
-    """Cut a text to at most `width` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"

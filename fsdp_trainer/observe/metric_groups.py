@@ -154,7 +154,6 @@ def is_below(name: str, beginning: str) -> bool:
 
 
 def group_title(group: str) -> str:
-    """Return a group's title for people."""
     if group == OWN:
         return "Your own metrics"
     return METHODS[group].title if group in METHODS else group

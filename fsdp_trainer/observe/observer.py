@@ -63,13 +63,11 @@ class Observer:
         self._stands_by = False
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of all registered callbacks."""
         if self.run:
             for callback in CALLBACKS.values():
                 getattr(callback, method)(self.run, *arguments)
 
     def say(self, text: str) -> None:
-        """Show a line on the console."""
         self.console.say(text)
 
     def introduce(self, lines: list[str]) -> None:
@@ -250,7 +248,6 @@ class Observer:
         self.say(tasks_line(step, metrics))
 
     def checkpoint_committed(self, step: int, path: str, seconds: float, **details: Any) -> None:
-        """Record and print a committed checkpoint."""
         self.event("checkpoint", step=step, path=path, seconds=seconds, **details)
         self.say(f"saved  {path} in {seconds:.1f} s")
         self.call("checkpoint", step, Path(path))

@@ -35,7 +35,6 @@ class LineFile:
         self._dropped = 0
 
     def add(self, text: str) -> None:
-        """Append to the unwritten lines, unless they exceed KEPT_BYTES."""
         if len(self.unwritten) > KEPT_BYTES:
             self._dropped += 1
         else:
@@ -47,7 +46,6 @@ class LineFile:
         self.unwritten = bytearray(b"".join(lines[-STANDBY_LINES:]))
 
     def drop_unwritten(self, step: float) -> None:
-        """Drop unwritten lines up to `step`, which the file has already."""
         lines = bytes(self.unwritten).splitlines(keepends=True)
         self.unwritten = bytearray(b"".join(line for line in lines if not not_after(line, step)))
 
@@ -141,7 +139,6 @@ class Records:
                 file.flush()
 
     def write(self, lines: list[dict[str, Any]]) -> None:
-        """Append lines to the metrics and sync them to disk."""
         self._append(self.metrics, *lines, durable=True)
 
     def amend(self, step: int, more: dict[str, Any]) -> dict[str, Any] | None:
@@ -162,7 +159,6 @@ class Records:
         return line
 
     def samples_of(self, step: int, answers: list[tuple[str, str]]) -> None:
-        """Append prompts with the model's answers."""
         lines = ({"step": step, "prompt": prompt, "text": text} for prompt, text in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
@@ -172,7 +168,6 @@ class Records:
         self._append(self.samples, *lines, ascii_only=False)
 
     def event(self, name: str, **details: Any) -> dict[str, Any]:
-        """Append an event with the current time, and return its line."""
         line = {"event": name, "time": round(time.time(), 3), **details}
         self._append(self.events, line)
         return line
@@ -248,7 +243,6 @@ def cut(file: Path, step: float) -> None:
 
 
 def replace(file: Path, text: str) -> None:
-    """Replace the content of a file atomically. Raises OSError."""
     partial = file.with_suffix(".partial")
     try:
         partial.write_text(text, encoding="utf-8")

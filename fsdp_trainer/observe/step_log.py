@@ -64,7 +64,6 @@ class StepClock:
             self._since += time.perf_counter() - began
 
     def restart(self) -> float:
-        """Return the seconds since the last restart, and count from 0 again."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
@@ -102,7 +101,6 @@ class StepLog:
         return True
 
     def is_due(self, step: int) -> bool:
-        """Return whether a read is due after this step."""
         return step % self.every == 0
 
     def read(self) -> tuple[list[StepReport], float]:

@@ -88,7 +88,6 @@ def _slim(entry: dict[str, Any]) -> Any:
 
 
 def read_trace(file: Path) -> list[Event]:
-    """Return the events of a trace. Raises OSError, and ValueError for one that is too large."""
     if file.stat().st_size > MAX_TRACE_BYTES:
         raise ValueError(f"{file} is too large for a table of its phases: profile fewer steps")
     with gzip.open(file) as stream:
@@ -120,7 +119,6 @@ def phases_of(events: list[Event]) -> PhaseTimes:
 
 
 def _device_work(events: list[Event], kernels: list[Event], host: HostRows) -> tuple[Work, Work]:
-    """Split the kernels into computing and messages, each with the row in which it was launched."""
     launched = {event.source: event.begin for event in events if event.kind in LAUNCHES}
     work: tuple[Work, Work] = ([], [])
     for event in kernels:
@@ -131,7 +129,6 @@ def _device_work(events: list[Event], kernels: list[Event], host: HostRows) -> t
 
 
 def _host_rows(ranges: Iterable[Event]) -> HostRows:
-    """Return the changes of the host's row. Ranges may be nested; the innermost counts."""
     changes: HostRows = [(float("-inf"), "other")]
     enclosing: list[tuple[float, str]] = [(float("inf"), "other")]
 

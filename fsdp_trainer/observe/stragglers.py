@@ -240,7 +240,6 @@ class Sampler:
 
 
 def files_of(frame: Any) -> Iterator[str]:
-    """Yield the files of a frame and its callers, innermost first."""
     while frame:
         yield frame.f_code.co_filename
         frame = frame.f_back

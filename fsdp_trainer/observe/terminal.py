@@ -31,7 +31,6 @@ class Terminal(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """Re-raise the error."""
         raise
 
     def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:

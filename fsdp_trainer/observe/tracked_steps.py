@@ -20,7 +20,6 @@ class TrackedSteps:
     """An open tracker that gets each step once."""
 
     def __init__(self, tracker: Tracker, file: Path):
-        """file: see tracked_run."""
         self.tracker, self.newest, self._file = tracker, tracker.newest, file
         self._write()
 
@@ -33,7 +32,6 @@ class TrackedSteps:
                 self._write()
 
     def close(self, exit_code: int) -> None:
-        """Close the tracker."""
         self.tracker.close(exit_code)
         self._write()
 

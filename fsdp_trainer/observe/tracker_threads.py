@@ -34,7 +34,6 @@ class Late:
     last: int
 
     def extend(self, step: int) -> None:
-        """Add the next step."""
         self.last = step
 
 
@@ -105,8 +104,6 @@ class TrackerThread:
 
 
 class Trackers:
-    """All trackers of a run. Only rank 0 has them."""
-
     def __init__(
         self,
         cfg: Logging,
@@ -156,7 +153,6 @@ class Trackers:
         steps.tracker.line(line)
 
     def _read_back(self, steps: TrackedSteps, late: Late) -> None:
-        """Send lines of metrics.jsonl."""
         for line in whole_lines(self._lines):
             if late.first <= line["step"] <= late.last:
                 self._send(steps, line)
@@ -183,7 +179,6 @@ class Trackers:
         }
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log the numbers of a line of metrics.jsonl."""
         if line["step"] <= self._newest:
             self._go_back(line["step"] - 1)
         self._newest = line["step"]
@@ -196,8 +191,6 @@ class Trackers:
             thread.put(lambda steps: steps.tracker.line(line))
 
     def texts(self, texts: dict[str, str], step: int) -> None:
-        """Log texts by name."""
-
         def send(steps: TrackedSteps) -> None:
             for name, text in texts.items():
                 steps.tracker.text(name, text, step)

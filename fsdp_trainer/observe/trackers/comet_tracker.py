@@ -34,11 +34,9 @@ class Comet(Tracker):
             self.newest = last_step(comet_ml.API().get_experiment_by_key(run.id))
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the numbers of a step."""
         self._tracked.log_metrics(values, step=step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Log a text."""
         self._tracked.log_text(text, step=step, metadata={"name": name})
 
     def close(self, exit_code: int) -> None:
@@ -47,6 +45,5 @@ class Comet(Tracker):
 
 
 def last_step(experiment: Any) -> int:
-    """Return the last step that Comet has of an experiment; -1 if it has none."""
     row = experiment and experiment.get_metrics_summary("lr")
     return int(row["stepCurrent"]) if row else -1

@@ -30,7 +30,6 @@ class ChosenTracker(NamedTuple):
 
 
 def chosen_trackers(cfg: Logging) -> dict[str, ChosenTracker]:
-    """Return the trackers that are on, by a name that files can have."""
     modes = {name: getattr(cfg, name) for name in TRACKERS}
     chosen = {
         name: ChosenTracker(partial(TRACKERS.__getitem__, name), mode)
@@ -52,5 +51,4 @@ def own_tracker(entry: str) -> type[Tracker]:
 
 
 def open_tracker(kind: type[Tracker], run: TrackedRun) -> Tracker:
-    """Return an open tracker."""
     return kind(run)

@@ -42,9 +42,7 @@ class MLflow(Tracker):
         self._client.log_batch(self.id, metrics, tags=[self._entities.RunTag(LAST_STEP, str(step))])
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Store a text as a file."""
         self._client.log_text(self.id, text, f"{name}-{step:08}.txt")
 
     def close(self, exit_code: int) -> None:
-        """Mark the run as finished or failed."""
         self._client.set_terminated(self.id, "FINISHED" if exit_code == 0 else "FAILED")

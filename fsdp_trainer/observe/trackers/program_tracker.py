@@ -27,7 +27,6 @@ class Program(Tracker):
         )
 
     def line(self, line: dict[str, Any]) -> None:
-        """Write a line."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()

@@ -29,15 +29,12 @@ class SwanLab(Tracker):
         )
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the numbers of a step."""
         self._tracked.log(values, step=step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Log a text."""
         self._tracked.log_text(key=name, data=text, step=step)
 
     def close(self, exit_code: int) -> None:
-        """Send the rest."""
         if exit_code == 0:
             self._tracked.finish()
         else:

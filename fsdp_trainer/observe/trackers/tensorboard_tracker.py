@@ -32,9 +32,7 @@ class TensorBoard(Tracker):
         self._writer.flush()
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Write a text."""
         self._writer.add_text(name, text, step)
 
     def close(self, exit_code: int) -> None:
-        """Close the file."""
         self._writer.close()

@@ -23,13 +23,10 @@ class Trackio(Tracker):
         self.newest = getattr(self._tracked, "_next_step", run.newest + 1) - 1
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the numbers of a step."""
         self._tracked.log(values, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Log a text."""
         self._tracked.log({name: self._markdown(text)}, step)
 
     def close(self, exit_code: int) -> None:
-        """Send the rest."""
         self._tracked.finish()

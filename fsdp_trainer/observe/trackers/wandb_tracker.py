@@ -28,9 +28,7 @@ class WeightsAndBiases(Tracker):
             self.newest = self._tracked.step - 1
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the numbers of a step."""
         self._tracked.log(values, step=step)
 
     def close(self, exit_code: int) -> None:
-        """Send the rest."""
         self._tracked.finish(exit_code=exit_code)

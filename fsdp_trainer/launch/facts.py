@@ -98,7 +98,6 @@ class RankFacts:
     settings: dict[str, str] = field(default_factory=dict)
     """Keys of the configuration that are not at their defaults."""
     data: str = ""
-    """Fingerprint of the prepared data."""
     unshared: str = ""
     """The reason why this rank does not see rank 0's run folder; "" if it does."""
     shm: float = 0.0
@@ -134,7 +133,6 @@ def facts_of(
 
 @cache
 def versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of the software that computes, down to the driver."""
     names = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}
     if device.type == "cuda":
         names["CUDA"] = str(torch.version.cuda or torch.version.hip)
@@ -299,7 +297,6 @@ def may_differ(key: str, values: set[str]) -> bool:
 
 
 def limits(facts: Sequence[RankFacts], device: str) -> list[Check]:
-    """Return a problem for each system limit that is too low for this number of ranks."""
     checks = []
     ranks_of = Counter(f.node for f in facts)
     small = [rank for rank, f in enumerate(facts) if f.shm < SHM_BYTES and ranks_of[f.node] > 1]
@@ -420,10 +417,8 @@ def judge(
 
 
 def gigabytes(rate: float) -> str:
-    """Format a rate given in bytes per second."""
     return f"{rate / 1e9:.3g} GB/s"
 
 
 def flops(rate: float) -> str:
-    """Format a rate given in floating-point operations per second."""
     return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"

@@ -69,7 +69,6 @@ class RankStatus:
 
     @property
     def rank(self) -> int:
-        """The number of the rank."""
         return self.slot.rank
 
     @property
@@ -104,7 +103,6 @@ class RankStatus:
 
     @property
     def debugged(self) -> bool:
-        """True if the rank is in a debugger."""
         return self.traced or any(name in self.stacks for name in DEBUGGERS)
 
 
@@ -182,7 +180,6 @@ def look(slot: RankSlot) -> RankStatus:
 
 
 def traced(pid: int) -> bool:
-    """Return True if a debugger is attached."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

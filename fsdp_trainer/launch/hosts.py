@@ -219,7 +219,6 @@ class NodeOfHost:
         self._lock = threading.RLock()  # a signal handler may send a line during hang_up
 
     def waits(self) -> bool:
-        """Return True if the host may still become ready."""
         return False
 
     def why_not_ready(self) -> str:
@@ -231,11 +230,9 @@ class NodeOfHost:
         raise NotImplementedError
 
     def start(self, words: list[str]) -> None:
-        """Start the node. words: arguments of its command line."""
         raise NotImplementedError
 
     def poll(self) -> int | None:
-        """Return the node's exit code; below 0 if it was killed or its connection broke."""
         assert self.process is not None
         return self.process.poll()
 
@@ -257,7 +254,6 @@ class NodeOfHost:
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """End the node; if called END_SECONDS later or more, also kill its local process."""
         self.hang_up()
         since = self._hung_up_at
         if self.process and since is not None and time.monotonic() > since + END_SECONDS:
@@ -295,8 +291,6 @@ class NodeOfHost:
 
 
 class LocalNode(NodeOfHost):
-    """A node on this machine, started without ssh."""
-
     def __init__(self, host: Host, number: int):
         super().__init__(host, number)
         self.port = free_port()
@@ -320,8 +314,6 @@ class LocalNode(NodeOfHost):
 
 
 class SshNode(NodeOfHost):
-    """A node on another host, started over ssh."""
-
     def __init__(self, host: Host, number: int):
         """Connect, and let the host check whether a node can be started there."""
         super().__init__(host, number)
@@ -370,7 +362,6 @@ class SshNode(NodeOfHost):
         return name_of_ssh(self.host)
 
     def start(self, words: list[str]) -> None:
-        """Tell the host, which is ready, to start the node."""
         self._send(words)
 
     def poll(self) -> int | None:
@@ -437,7 +428,6 @@ def name_of_ssh(host: Host) -> str:
 
 
 def carried(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that are sent to other hosts."""
     return {
         name: value
         for name, value in env.items()

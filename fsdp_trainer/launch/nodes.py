@@ -103,7 +103,6 @@ class Meeting(socketserver.ThreadingTCPServer):
             self.changed.notify_all()
 
     def send_all(self, **what: Any) -> None:
-        """Send a line to all nodes that have joined."""
         for _, to in self.joined:
             send(to, **what)
 
@@ -362,7 +361,6 @@ def nodes_of_step(env: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list such as `gpu[003-007,9],login1`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to a comma outside brackets
     assert first, nodes
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
@@ -395,7 +393,6 @@ def unreachable(address: str, port: int, error: OSError | None = None) -> str:
 
 
 def owns(address: str) -> bool:
-    """Return True if `address` belongs to this host."""
     try:
         with socket.socket() as s:
             s.bind((socket.gethostbyname(address), 0))

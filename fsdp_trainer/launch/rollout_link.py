@@ -38,11 +38,9 @@ class RolloutLink:
 
     @property
     def generates(self) -> bool:
-        """True on a rollout rank."""
         return bool(self.number)
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value for the other side."""
         content = zlib.compress(pickle.dumps(value), 1)
         pieces = [content[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
         for i, piece in enumerate(pieces):
@@ -51,11 +49,9 @@ class RolloutLink:
         self.store.set(key, str(len(pieces)))
 
     def has(self, key: str) -> bool:
-        """Return True if a value is stored."""
         return self.store.check([key])
 
     def get(self, key: str) -> Any:
-        """Return a stored value."""
         pieces = [f"{key}/{i}" for i in range(int(self.store.get(key)))]
         return pickle.loads(zlib.decompress(b"".join(self.store.get(piece) for piece in pieces)))
 
@@ -70,7 +66,6 @@ class RolloutLink:
         return self.has(key)
 
     def count(self, key: str, more: int = 0) -> int:
-        """Add to a counter, and return it."""
         return self.store.add(key, more)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -105,7 +100,7 @@ class RolloutLink:
             self.put(FAILED, RunFailed(reason))
 
     def end_code(self) -> int:
-        """On a rollout rank, after `END`: return the exit code."""
+        """Return the exit code, on a rollout rank after `END`."""
         code: int = self.get(END)
         self.count("heard", 1)
         return code

@@ -55,7 +55,6 @@ def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
 
 
 def ranks_to_start(cfg: Launch) -> int:
-    """Return the number of ranks of this node."""
     if cfg.nproc_per_node != "auto":
         return cfg.nproc_per_node
     return max(1, gpus(cfg) * cfg.ranks_per_gpu)
@@ -214,7 +213,6 @@ class RankProcesses:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to all ranks that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signum)

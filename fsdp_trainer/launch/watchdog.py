@@ -156,7 +156,6 @@ def board_of(world: "World") -> str:
 
 
 def stacks_of(board: str, rank: int) -> str:
-    """Return the file to which a rank writes its stacks."""
     return f"{board}.rank-{rank}.stacks"
 
 
@@ -234,7 +233,6 @@ class Watchdog:
         self.counts_from = self.looked = time.monotonic()
 
     def run(self) -> None:
-        """Poll the ranks until all have left or ended."""
         while True:
             ranks = self.look()
             if not any(status.state is not None and not status.slot.closed for status in ranks):
@@ -244,7 +242,6 @@ class Watchdog:
             time.sleep(LOOK_SECONDS)
 
     def look(self) -> list[RankStatus]:
-        """Return the status of all ranks of the node that have started so far."""
         now = time.monotonic()
         here = self.slots()
         self.durations.note(here)
@@ -320,7 +317,6 @@ class Watchdog:
         return judge(ranks, self.watch.world_size, self.watch.timeout, self.watch.on_device)
 
     def within_timeout(self, status: RankStatus) -> bool:
-        """Return True if a rank has been in its phase for less than launch.timeout."""
         return status.trains and status.standing <= self.watch.timeout
 
     def report_dead(self, ranks: list[RankStatus]) -> None:
@@ -364,7 +360,6 @@ class Watchdog:
                 self.kill(status.slot.pid, signal.SIGKILL)
 
     def ask_for_stacks(self, ranks: list[RankStatus]) -> None:
-        """Request the stacks of all threads of all ranks, and store them in RankStatus.stacks."""
         files = {}
         for status in ranks:
             file = Path(stacks_of(self.watch.board, status.rank))
@@ -514,7 +509,6 @@ class Watchdog:
 
 
 def seconds_of(status: RankStatus) -> float:
-    """Return the seconds for which a rank has been stopped, or else in its phase."""
     return round(status.stopped or status.standing, 1)
 
 
@@ -533,7 +527,6 @@ def described_waits(waiting: dict[str, list[int]]) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr."""
     print(safe(text), file=sys.stderr, flush=True)
 
 

@@ -144,7 +144,6 @@ class World:
         return failure
 
     def _print(self, failure: BaseException) -> None:
-        """Print a failure, except on rank 0, which prints it when its process ends."""
         if not self.main:
             print(safe(f"rank {self.rank}: {failure}"), file=sys.stderr)
 

@@ -26,11 +26,9 @@ class AverageTimes:
         self.distance = cfg.every // cfg.fragments
 
     def sends_after(self, step: int) -> bool:
-        """Return True if a part is sent after this step."""
         return self.averages_after(step + self.delay)
 
     def averages_after(self, step: int) -> bool:
-        """Return True if a part is averaged after this step."""
         return step > 0 and step % self.distance == 0
 
     def fragment(self, step: int) -> int:
@@ -63,7 +61,6 @@ class DilocoGroups:
 
     @property
     def leads(self) -> bool:
-        """See ReplicaGroups."""
         return self._roll_call.leads
 
     def enter(self, progress: Progress, lead: Lead, check_stop: CheckStop) -> None:
@@ -85,12 +82,10 @@ class DilocoGroups:
         return True
 
     def exchange_due(self, progress: Progress) -> bool:
-        """See ReplicaGroups."""
         step = progress.step
         return self._times.sends_after(step) or self._times.averages_after(step)
 
     def exchange(self, progress: Progress) -> None:
-        """See ReplicaGroups."""
         if self._times.sends_after(progress.step):
             met = self._meet(progress, exchanges=True)
             if met.was_behind and not met.source_exchanges:
@@ -100,7 +95,6 @@ class DilocoGroups:
         self._average_if_due(progress)
 
     def leave(self) -> None:
-        """See ReplicaGroups."""
         self._membership.shutdown(wait=False)
 
     def _meet(self, progress: Progress, exchanges: bool) -> Met:

@@ -75,7 +75,6 @@ class MeanInFlight:
             self._error = error
 
     def finish(self) -> list[Tensor]:
-        """Wait for the means and return them. Raises RuntimeError, see sum_over_groups."""
         if self._error:
             raise self._error
         for finish in self._finish:

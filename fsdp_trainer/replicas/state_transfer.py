@@ -39,8 +39,6 @@ State = dict[str, Any]
 
 
 class OfferedState(NamedTuple):
-    """A state that others may read. step: the number of steps that it has done."""
-
     step: int
     description: bytes
     tensors: list[Tensor]
@@ -110,7 +108,6 @@ class StateTransport(CheckpointTransport[State]):
             self._served = None
 
     def shutdown(self, wait: bool = True) -> None:
-        """End the server."""
         end = threading.Thread(target=self._server.shutdown, daemon=True)
         end.start()
         if wait:
@@ -163,8 +160,6 @@ class StateTransport(CheckpointTransport[State]):
 
 
 class StateRequest(BaseHTTPRequestHandler):
-    """A request for a state."""
-
     transport: StateTransport
 
     def log_message(self, *_: Any) -> None:

@@ -33,16 +33,13 @@ class SyncGroups:
 
     @property
     def leads(self) -> bool:
-        """See ReplicaGroups."""
         return self._roll_call.leads
 
     def enter(self, progress: Progress, lead: Lead, check_stop: CheckStop) -> None:
-        """See ReplicaGroups."""
         self._lead = lead
         self._part = self._meet(progress, check_stop)
 
     def begin_step(self, progress: Progress, check_stop: CheckStop) -> GroupPart:
-        """See ReplicaGroups."""
         part, self._part = self._part or self._meet(progress, check_stop), None
         self._patience.begin()
         phases.enter("data", progress.step + 1)
@@ -59,7 +56,6 @@ class SyncGroups:
 
     @torch.no_grad()
     def sum_step(self, model: Decoder, sums: Tensor, worst: Tensor, missing: bool) -> bool:
-        """See ReplicaGroups."""
         phases.enter("groups")
         if missing:
             self._membership.report_error(RuntimeError("this rank has no data for the step"))
@@ -87,5 +83,4 @@ class SyncGroups:
         """Do nothing."""
 
     def leave(self) -> None:
-        """See ReplicaGroups."""
         self._membership.shutdown(wait=False)

@@ -40,5 +40,4 @@ def compiled_if_possible(
 
 
 def warn(what: str, reason: str) -> None:
-    """Say that a function runs without the compiler."""
     warnings.warn(f"{what} runs without the compiler, in more passes: {reason}", stacklevel=3)

@@ -138,5 +138,4 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def whole_slice(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices, one for each dimension, that select all of a tensor of this shape."""
     return tuple(slice(0, size) for size in shape)

@@ -12,7 +12,6 @@ TOO_DEEP = f"has more than {DEEPEST} lists and objects within each other"
 
 
 def read_object(path: Path, title: str) -> dict[str, Any]:
-    """Return the object in a JSON file. title: of the message. Raises UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -27,7 +26,6 @@ def read_object(path: Path, title: str) -> dict[str, Any]:
 
 
 def is_deeper(content: Any, levels: int) -> bool:
-    """Return True if more than `levels` lists and objects are within each other."""
     level = [content]
     for _ in range(levels + 1):
         inner = [each for each in level if isinstance(each, dict | list)]

@@ -12,5 +12,4 @@ def allow_remote_code(cfg: Any) -> None:
 
 
 def remote_code_is_allowed() -> bool:
-    """Return True if the configuration of this process allows it."""
     return bool(_ALLOWED)

@@ -2,5 +2,4 @@
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple

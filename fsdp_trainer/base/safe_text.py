@@ -53,7 +53,6 @@ def _without_query(address: re.Match[str]) -> str:
 
 
 def safe(text: str) -> str:
-    """Return a text that may be shown: see `visible` and `without_secrets`."""
     return visible(without_secrets(text))
 
 

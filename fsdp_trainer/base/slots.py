@@ -99,7 +99,6 @@ class SlotWriter:
         phases.add_listener(self._write)
 
     def show_coordinates(self, text: str) -> None:
-        """Write this rank's coordinates in the mesh into the slot."""
         encoded = text.encode()[: BACKGROUND_AT - COORDINATES_AT]
         self._slot[COORDINATES_AT : COORDINATES_AT + len(encoded)] = encoded
 
@@ -143,7 +142,6 @@ def show_coordinates(text: str) -> None:
 
 
 def leave() -> None:
-    """Mark this rank's slot, if it has one, as closed: the rank leaves cleanly."""
     global _writer
     writer = _writer
     _writer = None

@@ -430,7 +430,6 @@ def unsharded_gradients(unit: Any) -> list[Tensor]:
 
 
 def reduced_gradients(unit: Any) -> list[Tensor]:
-    """Return the gradients of a unit's sharded parameters."""
     gradients = [parameter.sharded_param.grad for parameter in unit.fsdp_params]
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -759,7 +758,6 @@ class PackedResult:
         self.unpack = unpack
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Return the unpacked tensor."""
         return self.unpack(self.content)
 
 

@@ -29,7 +29,6 @@ class Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
-        """Return the request to send instead. See urllib.request."""
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
         before, after = urlsplit(req.full_url), urlsplit(newurl)
         if request and (before.scheme, before.netloc) != (after.scheme, after.netloc):

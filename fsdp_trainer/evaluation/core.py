@@ -113,7 +113,6 @@ class CoreTask:
         ]
 
     def is_right(self, number: int, endings: list[Ending], scores: list[Likelihood]) -> bool:
-        """Return True if the model answers an item correctly."""
         if self.kind == "language_modeling":
             return scores[0].is_greedy
         pairs = zip(scores, endings, strict=True)
@@ -122,8 +121,6 @@ class CoreTask:
 
 
 class Core:
-    """The tasks of a bundle."""
-
     def __init__(self, folder: str, limit: int | None, tokenizer: TextTokenizer):
         """limit: items of each task; None: all. Raises UserError for an incomplete bundle."""
         try:
@@ -135,7 +132,6 @@ class Core:
         self.tokenizer = tokenizer
 
     def run(self, scorer: Scorer) -> Metrics:
-        """Return {task: {metric: value}}. Collective."""
         metrics = {f"{CORE}/{task.label}": self.run_task(task, scorer) for task in self.tasks}
         centered = [values["centered"] for values in metrics.values()]
         return {CORE: {"centered": sum(centered) / len(centered)}, **metrics}
@@ -191,5 +187,4 @@ def read_items(file: Path, limit: int | None) -> list[Item]:
 
 
 def common_prefix(texts: list[list[int]]) -> int:
-    """Return the number of leading tokens that all texts share."""
     return sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))

@@ -75,7 +75,6 @@ class EnvironmentTask:
 
     @property
     def name(self) -> str:
-        """The name of the task in results."""
         return self.file.stem
 
     def questions(self, limit: int | None) -> list[dict[str, Any]]:
@@ -133,7 +132,6 @@ class EnvironmentTasks:
         template: Template,
         open_rewards: OpenRewards,
     ):
-        """Load the tasks of these names. Raises UserError."""
         self.tokenizer, self.turn_tokens = tokenizer, TurnTokens(template, tokenizer)
         self.tasks = [EnvironmentTask.read(name, cfg.code) for name in names]
         self.questions = [task.questions(cfg.limit) for task in self.tasks]
@@ -145,7 +143,6 @@ class EnvironmentTasks:
                 raise UserError("nothing scores a task", [Problem(str(task.file), reason)])
 
     def run(self, scorer: Scorer) -> dict[str, dict[str, float]]:
-        """Return {task: {metric: value}}. Collective."""
         return {task.name: self._run(i, scorer) for i, task in enumerate(self.tasks)}
 
     def _run(self, number: int, scorer: Scorer) -> dict[str, float]:
@@ -196,7 +193,6 @@ def is_first_of_group(scorer: Scorer) -> bool:
 
 
 def metrics_of(rollouts: Sequence[Rollout], titles: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of a task. Rollouts that failed count as a reward of 0."""
     rewards = np.array([one.reward if one.is_used else 0.0 for one in rollouts])
     scores = np.array([one.scores if one.is_used else [0.0] * len(titles) for one in rollouts])
     used = [one for one in rollouts if one.is_used]

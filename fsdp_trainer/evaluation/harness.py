@@ -81,7 +81,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Length of the model's context in tokens."""
         return self.scorer.context
 
     @property
@@ -138,7 +137,6 @@ class HarnessModel(TemplateLM):
         return [scores[i] for i in range(len(requests))]
 
     def ending_with_images(self, request: Any) -> Ending:
-        """Return the ending of a request (context, continuation, images)."""
         context, continuation, _ = request.args
         whole = self.with_images(request, context)
         before, after = self._encode_pair(whole.text, continuation)
@@ -146,7 +144,6 @@ class HarnessModel(TemplateLM):
         return Ending((*before, *after), len(after), whole.images)
 
     def with_images(self, request: Any, text: str) -> ShownText:
-        """Return a request's text with its images. Raises UserError, which names the item."""
         if len(request.args) < 3:
             return ShownText(text)
         reader = self.scorer.images

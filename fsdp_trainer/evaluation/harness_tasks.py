@@ -129,7 +129,6 @@ def unknown_task(near: list[str]) -> str:
 
 
 def names_in(built: list[Any]) -> list[str]:
-    """Return the names of all tasks, also of those in groups."""
     tasks = (one.get_all_tasks() if isinstance(one, Group) else [one] for one in built)
     return [task.task_name for some in tasks for task in some]
 

@@ -45,7 +45,6 @@ class Distillation:
     needs_all_tokens = False
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`. scores: those of these tokens."""
         assert scores.divergence is not None
         of_teacher = self.share * self.temperature**2 * scores.divergence
         losses = of_teacher - (1 - self.share) * scores.log_probability
@@ -82,7 +81,6 @@ class TeacherMetrics:
     of_tokens = True
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return [3] float64."""
         scores, weights = result.scores, result.batch.weights.double()
         assert scores.divergence is not None
         assert scores.teacher_log_probability is not None

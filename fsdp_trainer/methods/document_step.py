@@ -29,7 +29,6 @@ class DocumentForwardBackward(ForwardBackward):
         return batch
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
-        """Return the objective of a micro-batch, Σ loss / count."""
         raise NotImplementedError
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:

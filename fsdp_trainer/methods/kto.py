@@ -86,7 +86,6 @@ class KtoForwardBackward(PairForwardBackward):
     baseline: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """Compute the baseline without gradients first, then run the step. See ForwardBackward."""
         phases.enter("forward")
         batches = [self.reference(batch) for batch in micro_batches]
         with torch.no_grad():
@@ -171,8 +170,6 @@ class KtoMetrics:
 
 
 class KtoMethod(PreferenceMethod):
-    """Training on answers labelled good or bad."""
-
     def metric(self) -> MethodMetric:
         return KtoMetrics(self.choice, self.setup.dims)
 

@@ -75,11 +75,9 @@ class PolicyGradient:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """See Objective."""
         return self.cfg.compares_answers
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`. scores: those of these tokens."""
         log_probability, advantage = scores.log_probability, self.columns[ADVANTAGE][tokens]
         ratio = self.ratio(scores, tokens)
         if self.cfg.surrogate == "cispo":
@@ -183,7 +181,6 @@ class RolloutMetrics:
         self.cfg, self.dims = cfg, dims
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return [size] float64."""
         scores, batch = result.scores, result.batch
         columns = columns_of(batch)
         mask = batch.weights > 0
@@ -254,14 +251,12 @@ class PolicyGradientMethod(Method):
         self.makers = RoundMakers.of(setup, scores=setup.link is None)
 
     def _reference_in_memory(self) -> ReferenceModel:
-        """Return the reference without weights. Collective."""
         setup, inputs = self.setup, self.setup.inputs
         return build_reference(
             setup.cfg, inputs.second_folder, setup.model_setup, setup.dims, setup.compiled
         )
 
     def _served_model(self) -> ServedModel:
-        """Return the model that a server answers with. Collective. Raises UserError."""
         cfg, is_adapter = self.setup.cfg, sends_adapter(self.setup.cfg.adapter)
         wanted = str(server_folder(self.choice, self.setup.folder))
         if is_adapter and cfg.model.init_from:
@@ -290,7 +285,6 @@ class PolicyGradientMethod(Method):
 
     @property
     def _longest_prompt(self) -> int:
-        """Number of tokens of the longest prompt."""
         lengths = (order.store.lengths for order, _ in self.rows.stored)
         return max((int(each.max()) for each in lengths if len(each)), default=0)
 
@@ -328,7 +322,6 @@ class PolicyGradientMethod(Method):
     def _weights_for(
         self, served: ServedModel, model: Decoder, base: Base | None, dtypes: dict[str, str]
     ) -> PolicyWeights:
-        """Return what sends the model's weights to the server. Collective."""
         setup, kind = self.setup, Checkpoint(mode="sync", best=False)
         return PolicyWeights(
             adapter=setup.cfg.adapter,

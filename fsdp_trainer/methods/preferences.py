@@ -55,7 +55,6 @@ class Pairs:
 
     @classmethod
     def of(cls, scores: Scores, batch: MicroBatch, dims: Dims | None) -> "Pairs":
-        """Return the pairs of a micro-batch. Collective: see answer_sums."""
         values = scores.log_probability if scores.numbers is None else scores.numbers[:, 0]
         policy, tokens = answer_sums(torch.stack([values, torch.ones_like(values)]), batch, dims)
         reference = torch.zeros_like(policy) if batch.reference is None else batch.reference
@@ -63,7 +62,6 @@ class Pairs:
 
     @property
     def means(self) -> Tensor:
-        """The mean log-probability of each answer's tokens, [pairs, 2]."""
         return self.policy / self.tokens
 
 
@@ -109,7 +107,6 @@ def bradley_terry(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
 
 
 def score(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Return the reward model's score of each answer, [pairs, 2]."""
     return pairs.policy
 
 
@@ -125,7 +122,6 @@ def preferred(logits: Tensor, smoothing: float) -> Tensor:
 
 
 def against_reference(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Return β · log(policy / reference) of each answer, [pairs, 2]."""
     return cfg.beta * (pairs.policy - pairs.reference)
 
 

@@ -39,7 +39,6 @@ def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[str]
 
 
 def choices_of(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schemas that a schema refers to."""
     for name in ("anyOf", "oneOf", "allOf"):
         yield from listed(schema.get(name))
     if isinstance(reference := schema.get("$ref"), str):
@@ -48,7 +47,6 @@ def choices_of(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[Any]:
 
 
 def types_of_values(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the types of the values that a schema lists."""
     values = [*listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     yield from (TYPE_NAMES[type(value)] for value in values if type(value) in TYPE_NAMES)
 
@@ -80,7 +78,6 @@ def typed(text: str, types: Sequence[str]) -> Any:
 
 
 def as_integer(text: str) -> int:
-    """Return a whole number, also one that is written as 3.0."""
     number = as_number(text)
     if number != int(number):
         raise ValueError(text)
@@ -98,7 +95,6 @@ def as_number(text: str) -> int | float:
 
 
 def as_type(kind: type, text: str) -> Any:
-    """Return an object or a list of JSON."""
     value = json.loads(text, parse_constant=refuse_constant)
     if not isinstance(value, kind):
         raise ValueError(text)
@@ -106,7 +102,6 @@ def as_type(kind: type, text: str) -> Any:
 
 
 def as_choice(choices: dict[str, Any], text: str) -> Any:
-    """Return the value of a word."""
     word = text.strip().lower()
     if word not in choices:
         raise ValueError(text)

@@ -33,7 +33,6 @@ class Calculator(ToolEnvironment):
     )
 
     def call(self, /, expression: Any = None, **others: Any) -> str:
-        """Return the value, or what is wrong with the expression."""
         if others or expression is None:
             return "error: calculator takes one argument, expression"
         try:
@@ -63,7 +62,6 @@ def _value(node: ast.AST) -> Any:
 
 
 def _check_power(base: Any, exponent: Any) -> None:
-    """Raise ValueError for a power that is too large, or no real number."""
     is_large = abs(base) > 1 and abs(base) ** min(abs(exponent), 200) > LARGEST
     if abs(exponent) > 1000 or is_large:
         raise ValueError("the power is too large")
@@ -72,7 +70,6 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def as_text(value: Any) -> str:
-    """Return a number without a fraction of zero."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value)

@@ -32,7 +32,6 @@ class DocumentSearch(ToolEnvironment):
     results: int = key(3, "passages that a search returns at most", minimum=1)
 
     def reset(self, row: dict[str, Any]) -> Start:
-        """See Environment."""
         read_passages(str(self.folder))
         return super().reset(row)
 
@@ -44,7 +43,6 @@ class DocumentSearch(ToolEnvironment):
         return "\n\n".join(f"{name}: {text}" for name, text in found) or "nothing was found"
 
     def wrong_settings(self) -> str | None:
-        """Return an error message if the folder cannot be read, else None."""
         if self.folder is None:
             return "folder is required, as in  {name: search, folder: documents}"
         if not Path(self.folder).is_dir():
@@ -64,7 +62,6 @@ class Passages:
 
 @lru_cache(maxsize=4)
 def read_passages(folder: str) -> Passages:
-    """Return the paragraphs of all text files below a folder. Raises ValueError if it is large."""
     files = sorted(p for p in Path(folder).rglob("*") if p.suffix in (".txt", ".md"))
     size = sum(file.stat().st_size for file in files)
     if size > MOST_BYTES:
@@ -101,5 +98,4 @@ def best(passages: Passages, query: str, count: int) -> list[tuple[str, str]]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
     return WORDS.findall(text.lower())

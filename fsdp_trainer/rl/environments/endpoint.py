@@ -56,7 +56,6 @@ class Session:
         self._asks = threading.Lock()
 
     def ask(self, body: dict[str, Any]) -> Message:
-        """Return the model's answer to a request. Raises RefusedRequest."""
         if not self._asks.acquire(blocking=False):
             raise RefusedRequest(
                 409, "busy", "a rollout is one conversation: one request at a time"
@@ -83,14 +82,12 @@ class BoundedServer(ThreadingHTTPServer):
         self._free = threading.Semaphore(MOST_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or close it."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection until it is closed."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -110,18 +107,15 @@ class Endpoint:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def address(self, session: Session) -> str:
-        """Return the address of a session, which is OpenAI's `base_url`."""
         self.sessions[session.name] = session
         return f"http://127.0.0.1:{self._server.server_port}/{session.name}/v1"
 
     def close(self, session: Session) -> None:
-        """Forget a session."""
         self.sessions.pop(session.name, None)
 
 
 @lru_cache(maxsize=1)
 def endpoint_of_process() -> Endpoint:
-    """Return the server of this process."""
     return Endpoint()
 
 
@@ -133,11 +127,9 @@ class EndpointHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """List the model."""
         self._reply(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     def do_POST(self) -> None:
-        """Answer a conversation."""
         try:
             session = self._session()  # before the body is read
             body = self._request(self._content())
@@ -198,7 +190,6 @@ def is_turn(message: Any) -> bool:
 
 
 def completion(message: Message) -> dict[str, Any]:
-    """Return a model's turn as a chat completion."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
         for call in message.get("tool_calls") or []
@@ -252,7 +243,7 @@ class ProgramEnvironment(Environment):
     ended: ProgramEnd | None = None
 
     def reset(self, row: dict[str, Any]) -> Start:
-        """See Environment. Raises RuntimeError if the program ends without a request."""
+        """Raises RuntimeError if the program ends without a request."""
         address = endpoint_of_process().address(self.session)
         threading.Thread(target=self._work, args=(address, row), daemon=True).start()
         body = self._next_request()
@@ -308,7 +299,6 @@ class ProgramEnvironment(Environment):
             self.session.requests.put(ProgramEnd(error=error))
 
     def _next_request(self) -> dict[str, Any] | None:
-        """Return the program's next request; None if it has ended."""
         asked = self.session.requests.get()
         if isinstance(asked, ProgramEnd):
             self.ended = asked
@@ -318,7 +308,7 @@ class ProgramEnvironment(Environment):
 
 @dataclass
 class UserProgram(ProgramEnvironment):
-    """A function of the user's."""
+    """A function of the user's, which asks the model through OpenAI's interface."""
 
     name: ClassVar[str] = "endpoint"
     code: ClassVar[str] = "run"
@@ -328,7 +318,6 @@ class UserProgram(ProgramEnvironment):
     )
 
     def wrong_settings(self) -> str | None:
-        """See Environment."""
         if not self.run:
             return "lacks the program, as in  {name: endpoint, run: my_agent.py:rollout}"
         return None
@@ -339,7 +328,6 @@ async def _awaited(value: Any) -> Any:
 
 
 def why(ended: ProgramEnd | None) -> str:
-    """Return the error of a program for a message; empty without one."""
     error = ended.error if ended else None
     return f": {type(error).__name__}: {error}" if error else ""
 
@@ -356,7 +344,6 @@ def as_turn(message: Message) -> Message:
 
 
 def as_object(call: dict[str, Any]) -> Any:
-    """Return the arguments of a call as an object."""
     arguments = call["function"].get("arguments") or "{}"
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 

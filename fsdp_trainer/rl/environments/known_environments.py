@@ -46,13 +46,11 @@ class EnvironmentSpec:
 
     @property
     def about(self) -> str:
-        """Return the line that a run's start says."""
         runs = f", which runs the code in {self.file}" if self.file else ""
         return f"answers over several turns with the environment {self.title}{runs}"
 
 
 def find_environment(entry: Entry) -> EnvironmentSpec:
-    """Return the environment that an entry describes. Raises UserError."""
     problems = list(environment_problems(entry))
     if problems:
         raise _bad(entry, "\n".join(problems))
@@ -135,7 +133,6 @@ def _code_problem(kind: type[Environment], values: dict[str, Any]) -> str | None
 
 
 def _imported(entry: Entry, file: Path) -> Any:
-    """Return the module of a user's file. Raises UserError with the error of its code."""
     try:
         return import_file(file)
     except Exception as error:

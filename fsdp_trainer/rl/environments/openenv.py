@@ -50,7 +50,6 @@ class OpenEnv(Environment):
     turn_rewards: list[float] = field(default_factory=list)
 
     def wrong_settings(self) -> str | None:
-        """See Environment."""
         if not self.url.startswith(("http://", "https://")):
             return "lacks the server, as in  {name: openenv, url: http://localhost:8000}"
         if importlib.util.find_spec("websockets") is None:
@@ -71,7 +70,6 @@ class OpenEnv(Environment):
         return with_text(row["messages"], shown(observed["observation"])), tools
 
     def step(self, messages: list[Message]) -> Reply:
-        """See Environment."""
         turn = messages[-1]
         if self.text:
             text, reward, is_over = self._act({self.text: said_in(str(turn.get("content") or ""))})
@@ -98,13 +96,11 @@ class OpenEnv(Environment):
         return [*self.turn_rewards, *[0.0] * (own - len(self.turn_rewards))][:own]
 
     def close(self) -> None:
-        """End the session."""
         if self.connection is not None:
             self.connection.send(json.dumps({"type": "close"}))
         self.resources.close()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the server's answer to a message. Raises RuntimeError for an error of its."""
         self.connection.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self.connection.recv())
         if answer.get("type") != "observation":

@@ -34,7 +34,6 @@ class Python(ToolEnvironment):
     earlier: list[str] = field(default_factory=list)
 
     def reset(self, row: dict[str, Any]) -> Start:
-        """See Environment."""
         self.earlier = []
         return super().reset(row)
 

@@ -32,7 +32,6 @@ class ParsedAnswer:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn in OpenAI's format."""
         turn: dict[str, Any] = {"role": "assistant", "content": self.content}
         return turn | ({"tool_calls": self.calls} if self.calls else {})
 
@@ -96,7 +95,6 @@ def checked(i: int, name: Any, arguments: Any, tools: Sequence[dict[str, Any]]) 
 
 
 def as_json(text: str, what: str) -> Any:
-    """Return the value of a JSON text. Raises WrongCall."""
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
@@ -153,7 +151,6 @@ def hermes(text: str) -> Found:
 
 
 def calls_in_tag(text: str) -> tuple[list[Named], str]:
-    """Return the calls after a <tool_call>, and the text after its end. Raises WrongCall."""
     calls: list[Named] = []
     while True:
         text = text.lstrip(BETWEEN_CALLS)
@@ -251,7 +248,6 @@ def is_call_like(text: str) -> bool:
 
 
 def is_call(value: Any) -> bool:
-    """Return True for an object with the name and the arguments of a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
     arguments = [value[name] for name in ARGUMENTS if name in value]
@@ -330,7 +326,6 @@ class JsonWords(ast.NodeTransformer):
     """Replaces JSON's words in Python's syntax, which models mix, by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return the value of a word of JSON; another name as it is."""
         return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
 
 

@@ -19,7 +19,7 @@ class User(Environment):
     texts: list[str] = field(default_factory=list)
 
     def reset(self, row: dict[str, Any]) -> Start:
-        """See Environment. Raises ValueError if the row has no texts."""
+        """Raises ValueError if the row has no texts."""
         texts = row.get(self.column)
         if not isinstance(texts, list) or not texts:
             raise ValueError(f"the row has no list of texts in {self.column!r}")
@@ -27,7 +27,6 @@ class User(Environment):
         return list(row["messages"]), row["tools"]
 
     def step(self, messages: list[Message]) -> Reply:
-        """See Environment."""
         if not self.texts:
             return [], True
         return [{"role": "user", "content": self.texts.pop(0)}], False

@@ -28,7 +28,6 @@ class VerifiersTasks(ProgramEnvironment):
         self.program = self._rollout
 
     def wrong_settings(self) -> str | None:
-        """See Environment."""
         if not self.taskset:
             return "lacks the tasks, as in  {name: verifiers, taskset: my_taskset}"
         if importlib.util.find_spec("verifiers") is None:
@@ -53,7 +52,6 @@ class VerifiersTasks(ProgramEnvironment):
 
 
 def new_environment(taskset: str, harness: str, runtime: str) -> Any:
-    """Return an environment of verifiers with one agent."""
     from verifiers.v1.envs.single_agent.env import SingleAgentEnv, SingleAgentEnvConfig
 
     agent = {"harness": {"id": harness}, "runtime": {"type": runtime}}

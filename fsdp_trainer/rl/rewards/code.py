@@ -69,7 +69,6 @@ class Code(Reward):
     )
 
     def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return the reason why answers to a row cannot be scored; None if they can."""
         tests = self._tests(row)
         table = next((test for test in tests if is_table(test)), None)
         if table:
@@ -84,7 +83,6 @@ class Code(Reward):
         return f"has no {wanted}, which the reward {self.title} needs; its columns: {columns}"
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return one score per attempt."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = self.workers or max(1, cores() // ranks)
         with (
@@ -115,7 +113,6 @@ class Code(Reward):
         return share if self.partial else float(share == 1)
 
     def _tests(self, row: dict[str, Any]) -> list[str]:
-        """Return the tests of a row, each as Python source."""
         columns = (self.field,) if self.field else TESTS
         value = next((row[name] for name in columns if row.get(name)), None)
         tests = lines_of(value)
@@ -204,7 +201,6 @@ def read_verdict(descriptor: int, pid: int, seconds: float) -> str:
 
 
 def threads_of(pid: int) -> int:
-    """Return the number of threads of a process; 0 if it is unknown."""
     with suppress(OSError):
         return os.stat(f"/proc/{pid}/task").st_nlink - 2
     return 0

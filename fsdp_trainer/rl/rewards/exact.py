@@ -19,7 +19,6 @@ class Exact(ReferenceReward):
     )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return one score per attempt."""
         return [float(self._is_equal(attempt)) for attempt in attempts]
 
     def _is_equal(self, attempt: Attempt) -> bool:

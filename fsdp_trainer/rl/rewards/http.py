@@ -28,7 +28,6 @@ class Http(Reward):
     )
 
     def wrong_parts(self) -> str | None:
-        """Return an error message if the settings do not fit together, else None."""
         parts = urlsplit(self.url or "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             return "needs an address, as in  {name: http, url: 'http://localhost:8000/score'}"
@@ -41,7 +40,7 @@ class Http(Reward):
         return None
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return one score per attempt. Raises RunFailed if the server returns no scores."""
+        """Raises RunFailed if the server returns no scores."""
         scores: list[float] = []
         for start in range(0, len(attempts), self.rows):
             scores += self._scores(attempts[start : start + self.rows])

@@ -24,7 +24,6 @@ class Length(Reward):
     )
 
     def wrong_parts(self) -> str | None:
-        """Return an error message if the settings do not fit together, else None."""
         if self.max is None and not self.min:
             return "has neither max nor min, as in  {name: length, max: 512, buffer: 128}"
         if self.max is not None and self.max - self.buffer < self.min:
@@ -34,7 +33,6 @@ class Length(Reward):
         return None
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return one score per attempt."""
         return [self._score(self._length(attempt)) for attempt in attempts]
 
     def _score(self, length: int) -> float:

@@ -47,7 +47,6 @@ class ModelReward(Reward):
     scorer: AnswerScorer | None = field(default=None, repr=False, compare=False)
 
     def wrong_parts(self) -> str | None:
-        """Return an error message if the settings do not fit together, else None."""
         if self.source is None:
             return "lacks a source, as in  {name: model, source: runs/reward}"
         folder = Path(self.source).expanduser()
@@ -59,7 +58,6 @@ class ModelReward(Reward):
         )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return one score per attempt."""
         assert self.scorer is not None
         prompts = [list(attempt.turns) for attempt in attempts]
         answers = [attempt.answer for attempt in attempts]

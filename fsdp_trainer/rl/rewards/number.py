@@ -35,11 +35,9 @@ class Number(ReferenceReward):
     )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return one score per attempt."""
         return [float(self._is_equal(attempt)) for attempt in attempts]
 
     def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return the reason why answers to a row cannot be scored; None if they can."""
         problem = super().record_problem(row, reference)
         if problem is None and self._expected_number(row, reference) is None:
             shown = " ".join(str(self.expected(row, reference)).split())[:60]

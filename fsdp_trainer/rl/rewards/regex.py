@@ -23,15 +23,12 @@ class Regex(ReferenceReward):
     )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return one score per attempt."""
         return [float(self._fits(attempt)) for attempt in attempts]
 
     def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return the reason why answers to a row cannot be scored; None if they can."""
         return super().record_problem(row, reference) if self.capture else None
 
     def wrong_parts(self) -> str | None:
-        """Return an error message if the settings do not fit together, else None."""
         if self.pattern is None:
             return "lacks a pattern, as in  {name: regex, pattern: '<answer>.*</answer>'}"
         try:

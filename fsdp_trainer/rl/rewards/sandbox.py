@@ -129,7 +129,6 @@ def main() -> None:
     started.acquire()
 
     def keep() -> None:
-        """Run the tests, and write the verdict."""
         try:
             install(libc, rules)
         except OSError as error:
@@ -300,7 +299,6 @@ def install(libc: ctypes.CDLL, rules: list[Instruction]) -> None:
 
 
 def limit(which: int, value: int) -> None:
-    """Set a resource limit that cannot be raised again; keep it if it is already lower."""
     hard = resource.getrlimit(which)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -329,7 +327,6 @@ def drop_capabilities(libc: ctypes.CDLL) -> None:
 
 
 def check(result: int) -> None:
-    """Raise OSError if a C library call failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), "the system refused to confine the process")
 
@@ -356,7 +353,6 @@ def rules_of_machine(machine: str) -> list[Instruction]:
 
 
 def rules_for(machine: str) -> list[Instruction]:
-    """Return the system call filter. Raises KeyError for an unknown machine type."""
     rules, column = rules_of_machine(machine), MACHINES.index(machine)
     refuse = Instruction(RETURN, 0, 0, ERROR | REFUSED)
     allow = Instruction(RETURN, 0, 0, ALLOW)

@@ -37,7 +37,6 @@ LABEL = re.compile(r"[\w.-]+")
 
 
 def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
-    """Return the rewards of objective.rewards. Raises UserError for invalid entries."""
     problems = list(entry_problems(entries))
     if problems:
         reason = "\n".join(problems)
@@ -47,7 +46,6 @@ def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
 
 
 def entry_problems(entries: Sequence[str | dict[str, Any]]) -> Iterator[str]:
-    """Yield an error message for each problem in the entries of objective.rewards."""
     titles: set[str] = set()
     for entry in entries:
         problems = list(_problems_of(entry))
@@ -61,12 +59,10 @@ def entry_problems(entries: Sequence[str | dict[str, Any]]) -> Iterator[str]:
 
 
 def names() -> list[str]:
-    """Return the names of all rewards."""
     return [*REWARDS, *REGISTERED]
 
 
 def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
-    """Yield the problems of one entry, regardless of the other entries."""
     parts = _parts_of(entry)
     name = parts.pop("name", None)
     if name is None:
@@ -106,7 +102,6 @@ def _parts_of(entry: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(entry: str | dict[str, Any]) -> Reward:
-    """Build the reward of a valid entry."""
     parts = _parts_of(entry)
     name = parts.pop("name")
     known = _known_parts(name)

@@ -24,7 +24,6 @@ MOST_BITS = 10_000
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -166,7 +165,6 @@ def spelled(text: str) -> str:
 
 
 def fraction_of(character: str) -> str:
-    """Return a character such as ½ as a fraction of LaTeX."""
     numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("⁄")
     return rf" \frac{{{numerator}}}{{{denominator}}}"
 
@@ -178,12 +176,10 @@ def unwrapped(match: re.Match[str]) -> str:
 
 
 def tokens_of(text: str) -> list[Token]:
-    """Return the parts of a text, without spaces."""
     return [Token(str(m.lastgroup), m[0], *m.span()) for m in TOKEN.finditer(text)]
 
 
 def runs_of(tokens: list[Token]) -> Iterator[slice]:
-    """Yield the places of numbers and marks between words and ends of statements."""
     begin = 0
     for i, token in enumerate([*tokens, Token("end", "", 0, 0)]):
         if token.kind in ("word", "end"):
@@ -193,7 +189,6 @@ def runs_of(tokens: list[Token]) -> Iterator[slice]:
 
 
 def has_number(tokens: list[Token]) -> bool:
-    """Return True if a number is among tokens."""
     return any(token.kind == "number" for token in tokens)
 
 
@@ -304,13 +299,11 @@ def is_range(side: list[Token]) -> bool:
 
 
 def is_unit(word: str) -> bool:
-    """Return True for a word that may follow a number without a space."""
     name = re.sub(r"[\^_].*|[23]$", "", word)
     return name in SINGLE_UNITS or name in SHORT_UNITS or len(name) > 3 or name in SCALES
 
 
 def is_variable(word: str) -> bool:
-    """Return True for a letter that is no unit and no word."""
     name = re.sub(r"[\^_].*|\d+$", "", word)
     return len(name) == 1 and name not in SINGLE_UNITS and name not in HARMLESS
 
@@ -349,7 +342,6 @@ class NoValue(ValueError):
 
 
 def value_of(parts: list[str]) -> Fraction | None:
-    """Return the value of an expression; None if it has none."""
     if not parts or len(parts) > MOST_TOKENS or sum(map(len, parts)) > LONGEST:
         return None
     reader = ExpressionReader(parts)
@@ -371,7 +363,6 @@ class ExpressionReader:
 
     @property
     def is_at_end(self) -> bool:
-        """True if all parts were read."""
         return self.place == len(self.parts)
 
     def next(self, ahead: int = 0) -> str:
@@ -441,13 +432,11 @@ class ExpressionReader:
         return self.mixed(self.constant())
 
     def group(self) -> Fraction:
-        """Read something in brackets."""
         if self.next() not in CLOSING:
             raise NoValue
         return self.atom()
 
     def constant(self) -> Fraction:
-        """Read a number in digits."""
         text = self.next().replace(",", "")
         if not text or not (text[0].isdigit() or text[0] == "."):
             raise NoValue

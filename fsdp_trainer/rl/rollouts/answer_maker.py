@@ -52,7 +52,6 @@ class AnswerPlayer:
         return []
 
     def begin(self, episodes: list[Episode], questions: Questions) -> None:
-        """See Player."""
         for episode in episodes:
             episode.add_context([*episode.request.prompt])
 
@@ -60,7 +59,6 @@ class AnswerPlayer:
         """See Player."""
 
     def go_on(self, episodes: list[Episode], step: int, check: Callable[[], None]) -> None:
-        """See Player."""
         running = [episode for episode in episodes if episode.can_go_on]
         asked = [episode.request_more(self.longest) for episode in running]
         for episode, answer in zip(running, self.sampler.sample(asked, step, check), strict=True):
@@ -99,7 +97,6 @@ class AnswerMaker:
         return episodes
 
     def begin_again(self, stored: Sequence[OpenEpisode], questions: Questions) -> list[Episode]:
-        """Begin this rank's part of rollouts that a checkpoint has stored. Collective."""
         if all(each["parts"] == self.parts for each in stored):  # as the run before
             own: Sequence[OpenEpisode] = [one for one in stored if one["part"] == self.own_part]
         else:
@@ -114,7 +111,6 @@ class AnswerMaker:
         return [each.stored() | place for each in episodes] if self.is_first else []
 
     def _own(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this rank's part."""
         count = len(items)
         first, stop = (count * part // self.parts for part in (self.own_part, self.own_part + 1))
         return items[first:stop]

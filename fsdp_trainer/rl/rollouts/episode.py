@@ -70,17 +70,14 @@ class Episode:
 
     @property
     def context(self) -> list[int]:
-        """All tokens so far."""
         return [*self.prompt, *self.tokens]
 
     @property
     def answers(self) -> int:
-        """Number of the model's turns."""
         return (len(self.turns) + 1) // 2
 
     @property
     def can_go_on(self) -> bool:
-        """True if the model may write more for now."""
         return self.is_open and self.budget != 0
 
     def allow(self, tokens: int | None) -> None:
@@ -123,7 +120,6 @@ class Episode:
         self.turns.append(len(tokens))
 
     def end(self) -> None:
-        """End it with what there is."""
         self.is_open = False
 
     def fail(self, reason: str) -> None:
@@ -132,7 +128,6 @@ class Episode:
         self.prompt, self.tokens, self.log_probabilities, self.turns = FAILED_PROMPT, [], [], []
 
     def update(self, update: EpisodeUpdate) -> None:
-        """Make the changes that the rank with the environment has sent."""
         if update.failure is not None:
             self.fail(update.failure)
             return
@@ -164,7 +159,6 @@ class Episode:
         self.messages, self.tools = messages, tools
 
     def step(self) -> Any:
-        """Return what the environment replies to the messages so far."""
         self.steps.append(len(self.messages))
         return self.environment.step([*self.messages])
 
@@ -173,7 +167,6 @@ class Episode:
         return self.environment.step(self.messages[: self.steps[number]])
 
     def count_wrong_call(self) -> None:
-        """Count an answer whose tool calls could not be read."""
         self.wrong_calls += 1
 
     def reward(self, value: Any) -> EpisodeUpdate:
@@ -182,7 +175,6 @@ class Episode:
         return EpisodeUpdate(failure=failure)
 
     def timed(self, function: Callable[["Episode"], Any]) -> Any:
-        """Return the value of a function of it, and count the time."""
         began = time.monotonic()
         try:
             return function(self)
@@ -204,7 +196,6 @@ class Episode:
     # --- in a checkpoint
 
     def stored(self) -> OpenEpisode:
-        """Return an open episode as a checkpoint stores it."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in STORED}
         return {**values, "request": asdict(self.request)}
 
@@ -232,7 +223,6 @@ STORED = (
 
 
 def reason_of(method: str, error: Exception) -> str:
-    """Return the reason of a failure for people."""
     return f"{method}: {type(error).__name__}: {error}{place_of(error)}"
 
 

@@ -67,7 +67,6 @@ class EpisodePlayer:
         return [self.spec.title] if self.spec.rewards else []
 
     def play(self, requests: Sequence[Request], questions: Questions) -> list[Episode]:
-        """Return a rollout for each request of this rank, ended and rewarded."""
         episodes = [Episode(request) for request in requests]
         self.begin(episodes, questions)
         self.go_on(episodes, 0, lambda: None)
@@ -127,12 +126,10 @@ class EpisodePlayer:
     # --- on the first rank of each group
 
     def _begin(self, episodes: list[Episode], questions: Questions) -> Updates:
-        """Make and reset all environments; the updates have the prompts' tokens."""
         values = self._called(episodes, partial(self._reset, questions))
         return {episode.key: self._begun(episode, value) for episode, value in values}
 
     def _begin_again(self, episodes: list[Episode], questions: Questions) -> Updates:
-        """Make and reset all environments, and repeat the calls of their `step`."""
         updates: Updates = {}
         values = self._called(episodes, partial(self._reset, questions))
         for number in range(1 + max((len(e.steps) for e in episodes), default=0)):
@@ -202,7 +199,6 @@ class EpisodePlayer:
         return self._tokens(lambda: self.turn_tokens.following(before, new, episode.tools))
 
     def _reward(self, episodes: list[Episode]) -> Updates:
-        """Set the rewards of all rollouts that have not failed, and close their environments."""
         updates: Updates = {}
         for episode in episodes:
             episode.note_tools(self.turn_tokens.template.shows(episode.tools))

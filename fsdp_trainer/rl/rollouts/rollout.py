@@ -58,7 +58,6 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of prompt and answer."""
         return len(self.prompt) + len(self.answer.tokens)
 
 
@@ -87,7 +86,6 @@ def encode_rollouts(rollouts: Sequence[Rollout], open_ones: Sequence[OpenEpisode
 
 
 def decode_rollouts(text: str) -> tuple[list[Rollout], list[OpenEpisode]]:
-    """Decode the rollouts that `encode_rollouts` encoded, and the open ones."""
     stored = np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
     tokens, sampled = iter(stored["tokens"].tolist()), iter(stored["sampled"].tolist())
     rollouts = []

@@ -59,7 +59,6 @@ class SampledAnswer:
 
     @property
     def own_tokens(self) -> int:
-        """Number of the tokens that the model has written."""
         return sum(self.turns[::2]) if self.turns else len(self.tokens)
 
 
@@ -97,7 +96,6 @@ class ModelSampler:
     def sample(
         self, requests: Sequence[Request], step: int, check: Callable[[], None]
     ) -> list[SampledAnswer]:
-        """Return an answer to each request. Collective if `ranks` is."""
         generation = generation_of(self.model, self.sampling, self.device, self.decoding)
         how = self.samples, self.stop_ids, self.ranks
         return answer_all(generation, requests, step, *how, rows=self.rows, check=check)
@@ -128,7 +126,6 @@ def answer_all(
 
 
 def as_answer(continuation: Continuation, version: int) -> SampledAnswer:
-    """Return a finished continuation as an answer."""
     stop = [] if continuation.stop is None else [continuation.stop]
     return SampledAnswer(
         [*continuation.tokens, *stop],

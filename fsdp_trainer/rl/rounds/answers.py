@@ -63,7 +63,6 @@ class PackedAnswers:
         )
 
     def __len__(self) -> int:
-        """Return the number of packed rows."""
         return len(self.in_row)
 
     def plan(self, step: int, start: int, stop: int, metrics: dict[str, Any]) -> StepPlan:
@@ -85,15 +84,12 @@ class PackedAnswers:
         )
 
     def attention_costs(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the attention cost of each of these rows, [rows]."""
         return np.array([self.costs[self.in_row[row]].sum() for row in rows])
 
     def where(self, row: int) -> list[str]:
-        """Return FILE:LINE of the prompts in a row."""
         return [self._where(self.rollouts[i].row)[0] for i in self.in_row[row].tolist()]
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
-        """Return the rows with these indices, in this order."""
         rows = Rows.empty(len(indices), self.seq_len)
         shape = rows.weights.shape
         rows.columns = {name: np.zeros(shape, np.float32) for name in (ADVANTAGE, SAMPLED)}

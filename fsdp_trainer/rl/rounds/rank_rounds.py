@@ -27,7 +27,6 @@ class SentWork(NamedTuple):
 
 
 def work_key(number: int) -> str:
-    """Return the key of a round's work."""
     return f"work{number}"
 
 
@@ -42,7 +41,6 @@ def go_key(number: int) -> str:
 
 
 def result_key(number: int) -> str:
-    """Return the key of a round's result."""
     return f"result{number}"
 
 
@@ -80,7 +78,6 @@ class RankRounds:
         self._runs = True
 
     def finish(self, check: Check) -> RoundResult:
-        """See Rounds."""
         key = result_key(self._number)
         self._wait(lambda: self.link.has(key), check)
         self._runs = False

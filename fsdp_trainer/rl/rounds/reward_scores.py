@@ -35,7 +35,6 @@ class RewardModel:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest text that it reads."""
         return self.model.config.max_position_embeddings
 
     def scores_of_answers(

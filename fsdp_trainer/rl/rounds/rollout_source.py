@@ -270,7 +270,6 @@ class RolloutSource:
             self._rollouts[plan.step] = StepRollouts(plan, count)
 
     def _finish(self, check: Callable[[], None]) -> None:
-        """Wait for the round that was started, and take up its rollouts."""
         try:
             result = self.rounds.finish(check)
         except DataLost:
@@ -319,7 +318,6 @@ class RolloutSource:
     # --- metrics and records
 
     def _metrics(self, packed: PackedAnswers, plan: StepPlan) -> dict[str, Any]:
-        """Return the metrics of a step's answers for its line; warn, and record some answers."""
         used = [rollout for rollout in packed.rollouts if rollout.is_used]
         answers = [rollout.answer for rollout in used]
         rewards = np.array([rollout.reward for rollout in used])
@@ -343,7 +341,6 @@ class RolloutSource:
         }
 
     def _ahead_metrics(self, rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
-        """Return the metrics of rollouts that were begun ahead, or that may be dropped."""
         choice = self.cfg.objective
         metrics: dict[str, float] = {}
         if choice.ahead:
@@ -380,7 +377,6 @@ class RolloutSource:
         }
 
     def _warn(self, equal: float, step: int) -> None:
-        """Warn once if almost all prompts have answers with equal rewards."""
         self._equal.append(equal)
         share = sum(self._equal) / WINDOW
         if self._has_warned or len(self._equal) < WINDOW or share <= MOSTLY_EQUAL:

@@ -58,7 +58,6 @@ class RoundMakers:
 
     @property
     def titles(self) -> list[str]:
-        """The names of a rollout's scores."""
         own = [self.environment.title] if self.environment and self.environment.rewards else []
         return [*own, *(reward.title for reward in self.rewards)]
 
@@ -68,11 +67,9 @@ class RoundMakers:
 
     @property
     def _is_first(self) -> bool:
-        """See AnswerMaker."""
         return self.setup.dims.coordinates["tensor"] == 0
 
     def on_ranks(self, model: Decoder) -> RoundMaker:
-        """Return what generates with a model on all ranks."""
         setup, tokenizer = self.setup, self.setup.inputs.tokenizer
         split = sharded_split(setup.dims, setup.device)
         sampler = OwnSampler(setup.cfg, model, tokenizer, split, setup.device)

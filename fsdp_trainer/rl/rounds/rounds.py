@@ -44,7 +44,7 @@ class RoundResult(NamedTuple):
 
 
 class Rounds(Protocol):
-    """Where rounds are run. All methods are collective, and raise the same errors on all ranks."""
+    """Runner of rounds. All methods are collective, and raise the same errors on all ranks."""
 
     def start(self, work: RoundWork, check: Check) -> None:
         """Start a round with the present weights. The one before must be finished."""
@@ -97,7 +97,6 @@ class RoundMaker:
         )
 
     def forget(self) -> None:
-        """Close the environments of all open rollouts, and forget these. Collective."""
         for episode in self._episodes:
             episode.fail("given up")
         self.maker.player.close(self._episodes)
@@ -112,7 +111,6 @@ class OwnRounds:
     _result: RoundResult | None = None
 
     def start(self, work: RoundWork, check: Check) -> None:
-        """Run the round. See Rounds."""
         phases.enter("rollouts")
         try:
             self.maker.play(work, check)
@@ -121,10 +119,8 @@ class OwnRounds:
             raise DataLost(error) from None
 
     def finish(self, check: Check) -> RoundResult:
-        """See Rounds."""
         assert self._result
         return self._result
 
     def forget(self) -> None:
-        """See Rounds."""
         self.maker.forget()

@@ -55,7 +55,6 @@ class ServerRounds:
         self._work = Background(lambda: self.maker.play(work, lambda: None))
 
     def finish(self, check: Check) -> RoundResult:
-        """See Rounds."""
         assert self._work
         while True:
             is_done = self._work.wait(POLL_SECONDS)
@@ -72,7 +71,6 @@ class ServerRounds:
             raise DataLost(error) from None
 
     def forget(self) -> None:
-        """See Rounds."""
         if self._work:
             self.sampler.stop()
             self._work.wait()

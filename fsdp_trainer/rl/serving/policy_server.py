@@ -64,7 +64,6 @@ class PolicyServer:
     url: str
 
     def base_models(self) -> list[ServedModel]:
-        """Return the models that the server was started with, without adapters."""
         content = self._ask("/v1/models")
         cards = content.get("data") if isinstance(content, dict) else None
         if not isinstance(cards, list):
@@ -81,7 +80,6 @@ class PolicyServer:
         self._ask("/v1/load_lora_adapter", body)
 
     def unload_adapter(self, name: str) -> None:
-        """Make the server unload an adapter."""
         self._ask("/v1/unload_lora_adapter", {"lora_name": name})
 
     def reload_weights(self) -> None:
@@ -98,7 +96,6 @@ class PolicyServer:
         seed: int,
         stop_ids: Sequence[int],
     ) -> Completion:
-        """Return an answer to a prompt, given as tokens."""
         body = {
             "model": model,
             "prompt": list(prompt),

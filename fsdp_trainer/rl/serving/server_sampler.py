@@ -153,7 +153,6 @@ class ParallelCalls:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a 31-bit seed, computed as a hash of the numbers."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 

@@ -23,7 +23,6 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation import continuations, decoding, recorded_decoding
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.logit_rules import with_rules
-from fsdp_trainer.generation.prompt_ranks import OwnPrompts, SamePrompts
 from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
 from fsdp_trainer.models import attention, attention_kernels
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
@@ -360,38 +359,6 @@ def test_one_answer_of_several_threads_is_that_of_the_model(run, monkeypatch):
     prompt = [5, 6, 7]
     assert generate_tokens(model, [prompt], (), LONG) == [[recomputed(model, prompt, 20)]]
     assert packed
-
-
-def own_part(folder):
-    """Texts of this rank's prompts, of which rank 1 has none, and forwards of each rank."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    speaker = Speaker.load(folder)
-    calls = []
-    next_logits = speaker.model.next_logits
-    speaker.model.next_logits = lambda *a: calls.append(1) or next_logits(*a)
-    rank = dist.get_rank()
-    prompts = encoded(speaker, *(["abc", "a longer prompt", "x"] if rank != 1 else []))[rank:]
-    device = torch.device("cpu")
-    own = generate_tokens(speaker.model, prompts, {1}, SAMPLING, rows=2, ranks=OwnPrompts(device))
-    forwards = len(calls)
-    same = generate_tokens(
-        speaker.model, encoded(speaker, "abc"), {1}, SAMPLING, ranks=SamePrompts()
-    )
-    return own, forwards, same
-
-
-def test_ranks_with_their_own_prompts_make_as_many_forwards_and_the_same_answers(
-    run, speaker, world
-):
-    results = world.call(3, own_part, run)
-    expected = generate_tokens(
-        speaker.model, encoded(speaker, "abc", "a longer prompt", "x"), {1}, SAMPLING
-    )
-    assert [own for own, _, _ in results] == [expected, [], expected[2:]]
-    assert len({forwards for _, forwards, _ in results}) == 1
-    assert all(same == expected[:1] for _, _, same in results)
 
 
 @pytest.fixture

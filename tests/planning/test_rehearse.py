@@ -257,11 +257,6 @@ def test_ranks_with_padding_are_a_kind_of_their_own_with_a_picture_on_the_page(t
     assert "reduce_scatter" in text
 
 
-def test_a_plan_refuses_groups_that_cannot_share_the_model():
-    words = ["plan.gpu=h100", "plan.world_size=3", "sharding.tensor=3"]
-    assert "sharding.tensor=3  must divide" in cli("plan", *WORDS, *words, code=2).err
-
-
 REFUSED = {
     "plan.gpu=[h100,a100]": "plan.gpu=[h100,a100]  a rehearsal is of one cluster",
     "plan.world_size=[2,4]": "Use  plan.world_size=4",

@@ -288,14 +288,6 @@ def test_a_question_is_a_turn_of_its_own_where_only_answers_end_in_a_stop_token(
     assert turns_of_prompt([4], tokenizer) == ["<｜User｜>a", "<｜Assistant｜>b"]
 
 
-def test_the_base_of_adapters_is_what_the_divergence_is_from(ledger):
-    words = "adapter=lora objective.kl=0.1 optim.lr=0.1 objective.temperature=1.5"
-    run = ledger.run(words=[*GRPO, words])
-    assert run["kl"][0] == 0
-    assert run["kl"][-1] > 0
-    assert run["sampler_difference"] == pytest.approx([0, 0, 0], abs=1e-5)
-
-
 def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
     ledger, train, tmp_path
 ):
@@ -306,8 +298,9 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
     assert start["kl"][0] == 0
     assert start["kl"][-1] > 0
 
-    lora = [*keys, "adapter=lora train.steps=2"]  # whose base is the same
+    lora = [*keys, "adapter=lora objective.temperature=1.5 train.steps=2"]  # whose base is the same
     based = train("based", *lora)
+    assert based["sampler_difference"] == pytest.approx([0, 0], abs=1e-5)
     in_memory = train("beside", *lora, f"objective.reference={model}", ranks=2)
     for name in ("kl", "loss"):
         expected = based[name]

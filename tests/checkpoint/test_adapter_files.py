@@ -161,7 +161,7 @@ def test_peft_loads_our_adapter_gives_our_logits_and_it_comes_back_as_it_was(
     assert adapter_config(adapter)["base_model_name_or_path"] == str(base)
     source = run.folder
     if family == "olmoe":
-        source = export(source, tmp_path / "separate", "form=adapter experts=separate")
+        source = export(source, tmp_path / "separate", "form=adapter", "experts=separate")
         assert_close(run.folder, peft_model(base, source))
     if family in ("phi3", "olmoe"):
         again = adapt("again", f"adapter.init_from={source} train.steps=0", ranks=2)
@@ -464,7 +464,7 @@ def test_verify_compares_with_peft_and_computes_the_loss(merged, tmp_path, chats
         out = verify(f"source={adapter} data={chats} hf={adapter}")
     assert "loss " in out
     assert sum(hashed) == numbers_of(base), "each frozen number is hashed once"
-    assert command(["generate", f"source={adapter} prompt=a max_tokens=2"], None).out
+    assert command(["generate", f"source={adapter}", "prompt=a", "max_tokens=2"], None).out
 
 
 def one_after_the_other(_real, work, jobs, buffer_bytes):

@@ -39,7 +39,7 @@ def test_each_number_is_within_half_a_step_and_the_model_is_nearly_the_same(tmp_
     folder = make_folder(tmp_path / "hf", family, shard="100KB", **SIZES)
     template = folder / "chat_template.jinja"
     template.write_text("{{ messages }}")
-    out = export(folder, tmp_path / "out", f"form=compressed quantization={kind}")
+    out = export(folder, tmp_path / "out", "form=compressed", f"quantization={kind}")
     assert (out / template.name).read_text() == template.read_text()
     config = read_json(out / "config.json")["quantization_config"]
     assert config["quant_method"] == "compressed-tensors"
@@ -81,7 +81,7 @@ STORED = ("_proj.weight", "weight_packed")
 def test_experts_in_8_bits_are_within_half_a_step(tmp_path, family):
     """The stored numbers times their scale; transformers does not read experts in this form."""
     folder = make_folder(tmp_path / "hf", family, **SIZES)
-    out = export(folder, tmp_path / "out", "form=compressed quantization=int8")
+    out = export(folder, tmp_path / "out", "form=compressed", "quantization=int8")
     stored, original = tensors(out), tensors(folder)
     quantised = [name for name, tensor in stored.items() if tensor.dtype == torch.int8]
     assert sum(".experts." in name for name in quantised) >= 6
@@ -96,7 +96,7 @@ def test_blocks_that_no_module_reads_keep_their_numbers(tmp_path):
     name = "model.layers.2.eh_proj.weight"
     stored = tensors(folder) | {name: torch.randn(64, 128)}
     save_tensors(folder, stored)
-    out = export(folder, tmp_path / "out", "form=compressed quantization=int8")
+    out = export(folder, tmp_path / "out", "form=compressed", "quantization=int8")
     assert torch.equal(tensors(out)[name], stored[name])
     description = read_json(out / "config.json")["quantization_config"]
     assert name.removesuffix(".weight") in description["ignore"]

@@ -65,7 +65,7 @@ def test_a_gguf_file_is_a_model_of_its_own_and_transformers_computes_the_same_of
 ):
     options = AS_LLAMA_CPP.get(family, {}) | {"tie_word_embeddings": family in TIED}
     folder = make_folder(tmp_path / "hf", family, **options)
-    file = export(folder, folder / "a.gguf", "form=gguf dtype=f32")
+    file = export(folder, folder / "a.gguf", "form=gguf", "dtype=f32")
     original, read = load_model(folder), load_model(file)
     # 1 is added to norms of Gemma in the file, and taken away as it is read
     limit = 2.5e-7 if original.config.family_spec.norm_offset else 0
@@ -288,7 +288,7 @@ def test_an_adapter_that_llama_cpp_does_not_load_is_refused(world, ledger, tmp_p
             "has one scale for all layers",
         ),
     ):
-        export(source, out, f"form=gguf_adapter dtype={dtype}", code=2)
+        export(source, out, "form=gguf_adapter", f"dtype={dtype}", code=2)
         assert reason in capsys.readouterr().err
         assert not out.exists()
 

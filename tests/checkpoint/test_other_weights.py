@@ -418,7 +418,7 @@ def test_a_gate_of_one_row_is_read_as_a_vector_and_as_a_matrix(tmp_path):
     """Releases of llama.cpp's converter differ in it."""
     gguf = pytest.importorskip("gguf")
     folder = make_folder(tmp_path / "hf", "qwen2_moe", **AS_LLAMA_CPP["qwen2_moe"])
-    file = export(folder, tmp_path / "vector.gguf", "form=gguf dtype=f32")
+    file = export(folder, tmp_path / "vector.gguf", "form=gguf", "dtype=f32")
     vectors = []
 
     def as_matrix(tensor):
@@ -438,7 +438,7 @@ def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path
     gguf = pytest.importorskip("gguf")
     sizes = {"moe_intermediate_size": 256, **AS_LLAMA_CPP["qwen3_moe"]}
     folder = make_folder(tmp_path / "hf", "qwen3_moe", **sizes)
-    file = export(folder, tmp_path / "whole.gguf", "form=gguf dtype=f32")
+    file = export(folder, tmp_path / "whole.gguf", "form=gguf", "dtype=f32")
     number = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[number]
     expected = {}
@@ -460,7 +460,7 @@ def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path
 
 
 def test_a_gguf_file_that_was_copied_in_part_is_refused(tmp_path):
-    file = export(make_folder(tmp_path / "hf"), tmp_path / "model.gguf", "form=gguf dtype=f32")
+    file = export(make_folder(tmp_path / "hf"), tmp_path / "model.gguf", "form=gguf", "dtype=f32")
     file.write_bytes(file.read_bytes()[:-1000])
     assert "not the whole of it" in why_refused(file)
 

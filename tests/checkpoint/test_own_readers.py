@@ -99,7 +99,7 @@ def logits_of_llama_cpp(file, **options):
 def test_llama_cpp_computes_the_logits_of_the_folder_that_was_exported(tmp_path, family):
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
     folder = make_folder(tmp_path / "hf", family, **LIKE_LLAMA_CPP.get(family, {}))
-    file = export(folder, tmp_path / "a.gguf", "form=gguf dtype=f32")
+    file = export(folder, tmp_path / "a.gguf", "form=gguf", "dtype=f32")
     with torch.no_grad():
         expected = of(folder).float()(IDS).logits[0]
     # it has a table of float16 for Gemma's activation
@@ -119,7 +119,7 @@ def test_llama_cpp_adds_an_exported_adapter_as_peft_does(tmp_path):
             torch.nn.init.normal_(parameter, std=0.3)
     model.peft_config["default"].base_model_name_or_path = str(folder)
     model.save_pretrained(tmp_path / "adapter")
-    base = export(folder, tmp_path / "base.gguf", "form=gguf dtype=f32")
+    base = export(folder, tmp_path / "base.gguf", "form=gguf", "dtype=f32")
     adapter = export(tmp_path / "adapter", tmp_path / "adapter.gguf", "form=gguf_adapter")
     with torch.no_grad():
         expected = model(IDS).logits[0]

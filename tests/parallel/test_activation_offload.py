@@ -12,6 +12,7 @@ import pytest
 import torch
 from recipe import planned
 from small_decoder import small_decoder
+from world import split
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.schema import ActivationCheckpoint, Compile
@@ -173,7 +174,7 @@ def test_compiled_blocks_offload_too(small, enter):
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=lambda way: way.mode)
 def test_the_plan_counts_the_bytes_that_are_moved(small, way):
     words = f"plan.gpu=h100 precision=fp32 model.attention=mask batch.seq_len={LENGTH}"
-    cfg = compose("plan", ["model=tiny", words], inputs=False)
+    cfg = compose("plan", split(["model=tiny", words]), inputs=False)
     cfg.activation_checkpoint = replace(way, offload=True)
     model, copies = build(cfg.activation_checkpoint)
     traced, _ = trace_blocks(PlannedRun.of(cfg, model.config, 1).model, "cpu")
@@ -187,8 +188,12 @@ def test_the_plan_counts_the_bytes_that_are_moved(small, way):
 
 @pytest.mark.slow
 def test_offloading_is_suggested_where_it_makes_a_run_fit():
-    words = ["model=llama3_8b batch.seq_len=131072 batch.rows=8 plan.world_size=8"]
-    words += ["plan.gpu=h100 plan.memory_gib=60 activation_checkpoint=full"]
+    words = split(
+        [
+            "model=llama3_8b batch.seq_len=131072 batch.rows=8 plan.world_size=8 plan.gpu=h100"
+            " plan.memory_gib=60 activation_checkpoint=full"
+        ]
+    )
     cfg = compose("plan", words, inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 8)
     suggestions = {one.override: one for one in suggest(Candidate(cfg, config, 8, gpu))}
@@ -207,7 +212,7 @@ def test_offloading_is_suggested_where_it_makes_a_run_fit():
 
 @pytest.mark.slow
 def test_crossing_to_the_host_takes_time_where_nothing_hides_it():
-    words = ["model=llama3_8b batch.seq_len=8192 plan.world_size=8 plan.gpu=l40s"]
+    words = split(["model=llama3_8b batch.seq_len=8192 plan.world_size=8 plan.gpu=l40s"])
     offload = "activation_checkpoint.offload=true"
     full = [*words, "activation_checkpoint=full"]
     assert planned(*words, offload).seconds > 1.2 * planned(*words).seconds
@@ -216,6 +221,6 @@ def test_crossing_to_the_host_takes_time_where_nothing_hides_it():
 
 @pytest.mark.slow
 def test_on_a_cpu_nothing_is_saved():
-    words = ["model=tiny batch.seq_len=2048 launch.device=cpu plan.world_size=2"]
+    words = split(["model=tiny batch.seq_len=2048 launch.device=cpu plan.world_size=2"])
     offloaded = planned(*words, "activation_checkpoint.offload=true")
     assert offloaded.memory == planned(*words).memory

@@ -183,7 +183,7 @@ def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(tra
 def test_a_part_that_would_be_sent_before_the_one_before_is_averaged_is_refused():
     words = [*SMALL, "data.path=demo:backwards tokenizer.path=demo:bytes"]
     words += ["replicas.method=diloco replicas.every=4 replicas.fragments=2"]
-    words += ["replicas.id=0 replicas.lighthouse=127.0.0.1:1"]
+    words = split([*words, "replicas.id=0 replicas.lighthouse=127.0.0.1:1"])
     assert compose("train", [*words, "replicas.delay=1"]).replicas.delay == 1
     with pytest.raises(UserError, match="less than the 2 steps"):
         compose("train", [*words, "replicas.delay=2"])

@@ -13,8 +13,8 @@ import yaml
 from named_runs import GRPO
 from recipe import planned
 from small_decoder import small_decoder
-from stored import checkpoint
-from world import cli, read_lines
+from stored import assert_near, checkpoint
+from world import cli, read_lines, split
 
 from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_search, quickstart_tools
 from fsdp_trainer.config.schema import ObjectiveChoice
@@ -302,9 +302,7 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
     based = train("based", *lora)
     assert based["sampler_difference"] == pytest.approx([0, 0], abs=1e-5)
     in_memory = train("beside", *lora, f"objective.reference={model}", ranks=2)
-    for name in ("kl", "loss"):
-        expected = based[name]
-        assert in_memory[name] == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+    assert_near(in_memory, based, "kl", "loss", rel=1e-4, abs=1e-7)
 
     moved = shutil.copytree(model, tmp_path / "elsewhere")
     resumed = [*keys, f"checkpoint.resume={checkpoint(start, 2)}"]
@@ -360,11 +358,9 @@ def test_the_quickstart_of_search_asks_the_exported_model_for_held_out_answers(
 
 @pytest.mark.slow
 def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
-    model = ["model=qwen3_0_6b model.vocab_size=151936 plan.world_size=8 plan.gpu=h100"]
-    keys = [
-        *model, "tokenizer.path=demo:bytes objective=grpo objective.rewards=[exact]",
-        "objective.max_new_tokens=768 batch.rows=64 batch.seq_len=2048",
-    ]  # fmt: skip
+    model = split(["model=qwen3_0_6b model.vocab_size=151936 plan.world_size=8 plan.gpu=h100"])
+    grpo = "tokenizer.path=demo:bytes objective=grpo objective.rewards=[exact]"
+    keys = split([*model, grpo, "objective.max_new_tokens=768 batch.rows=64 batch.seq_len=2048"])
     plan = planned(*keys)
     rollouts = plan.rollouts
     assert (rollouts.answers, rollouts.at_once, plan.rows) == (512, 64, 256)

@@ -104,12 +104,3 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
     assert bits == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
     assert often.event("evaluation")[-1]["bits_per_byte"] == bits
     assert "bits/byte" in often.out
-
-
-def test_a_run_in_epochs_ends_with_the_partial_step(train, tmp_path):
-    data = f"data.path={write_chats(tmp_path / 'few.jsonl', 10)}"
-    run = train("epochs", data, "data.packing=none train.epochs=2", ranks=2)
-    assert run["step"] == [1, 2, 3, 4]
-    assert "4 steps" in run.out
-    again = train("once", data, "data.packing=none train.epochs=1 batch.rows=10")
-    assert run["tokens"][-1] == 2 * again["tokens"][-1]

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from stored import assert_near
 
@@ -28,13 +27,6 @@ def test_the_scale_is_halved_after_an_overflow_and_doubled_after_enough_steps_wi
     for _ in range(5):
         scale.update(torch.tensor(True))
     assert scale.scale.item() == 1
-
-
-def test_float16_learns_what_float32_does(train):
-    wide = train("wide", HOW, "train.steps=4")["loss"]
-    narrow = train("narrow", HOW, FLOAT16, "train.steps=4", ranks=2)["loss"]
-    assert narrow == pytest.approx(wide, rel=5e-3)
-    assert wide[3] < wide[0]
 
 
 def test_an_overflow_skips_the_step_everywhere_and_a_resume_goes_on_with_its_scale(train):

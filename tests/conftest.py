@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from ledger import Ledger
 from world import Run, World, split, start_server, write_chats
+from program import Program
 
 sys.dont_write_bytecode = False  # otherwise each worker compiles every test module again
 composing.keep()
@@ -126,6 +127,12 @@ def enter():
     """Return a function `enter(fault)` that applies a fault until the test ends."""
     with contextlib.ExitStack() as stack:
         yield stack.enter_context
+
+
+@pytest.fixture
+def program(capsys):
+    """Return `program("verb", "key=value", code=0)`, see program.py."""
+    return Program(capsys)
 
 
 @pytest.fixture

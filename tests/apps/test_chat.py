@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 from browser import browser_page, settle
+from folders import table
 from forked import Forked
 from image_models import make_image_folder, write_pictures
 from PIL import Image
@@ -30,13 +31,11 @@ from fsdp_trainer.apps.chat.requests import (
     read_request,
     read_text_request,
 )
-from fsdp_trainer.apps.chat.verb import chat
 from fsdp_trainer.apps.generate import Asked
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.verbs import ChatConfig, GenerateConfig
 from fsdp_trainer.data.records.messages import read_turns
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
-from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.scoring import Ending, Scorer
 from fsdp_trainer.generation import continuations
 from fsdp_trainer.generation.continuations import Continuation, never
@@ -74,96 +73,62 @@ def test_an_answer_ends_before_a_stop_string_of_several_tokens():
         assert len(sent) > 4
 
 
-def test_a_wrong_request_names_the_key():
-    good = {"messages": HI}
-    assert read_request(good, DEFAULTS).settings.sampling.max_tokens == 8
+def test_newer_names_of_a_request_are_read():
     turn = {"role": "developer", "type": "text", "content": [{"type": "text", "text": "Be brief."}]}
     newer = {"max_completion_tokens": 3, "stop": "a", "messages": [turn]}
     request = read_request(newer, DEFAULTS)
     assert (request.settings.sampling.max_tokens, request.settings.stops) == (3, ["a"])
     assert request.messages == [{"role": "system", "content": "Be brief."}]
-    for key, value in {
-        "messages": [], "temperature": "hot", "top_p": 2, "max_tokens": 1.5, "n": 5,
-        "stop": [1], "stream": 1, "seed": "x", "tools": [{}], "response_format": {"type": "json"},
-    }.items():  # fmt: skip
-        with pytest.raises(BadRequest) as raised:
-            read_request(good | {key: value}, DEFAULTS)
-        assert raised.value.args[1] == key
-    for content in (None, 7, [{"type": "image_url"}], "\ud800"):
-        with pytest.raises(BadRequest):
-            read_request({"messages": [{"role": "user", "content": content}]}, DEFAULTS)
-    for turn in (
-        {"role": "critic", "content": "Hi"},
-        {"role": "user", "content": "Hi", "images": ["/etc/passwd"]},
-        {"role": "user", "content": [{"type": "refusal", "text": "Hi"}]},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-    ):
-        with pytest.raises(BadRequest):
-            read_request({"messages": [turn]}, DEFAULTS)
 
 
-NEUTRAL = {
-    "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "logit_bias": {}, "n": 1,
-    "response_format": {"type": "text"}, "frequency_penalty": 0, "presence_penalty": 0.0,
-    "repetition_penalty": 1, "top_k": -1, "min_p": 0, "min_tokens": 0, "logprobs": False,
-    "top_logprobs": 0, "guided_json": None, "best_of": 1, "store": False, "modalities": ["text"],
-    "chat_template_kwargs": {}, "skip_special_tokens": True, "ignore_eos": False, "user": "me",
-    "stream_options": None, "stop_token_ids": [], "reasoning_effort": None, "metadata": {"a": "b"},
-    "prompt_cache_retention": "24h", "prompt_logprobs": None,
-}  # fmt: skip
-NOT_SERVED = {
-    "tools": [{}], "tool_choice": "required", "response_format": {"type": "json_object"},
-    "guided_json": {"type": "object"}, "best_of": 2, "store": True, "modalities": ["audio"],
-    "skip_special_tokens": False, "functions": [{}], "suffix": "x", "top_logprobs": 2,
-    "use_beam_search": True, "length_penalty": 2, "temprature": 1, "stream_options": {"x": 1},
-    "frequency_penalty": 3, "presence_penalty": "1", "repetition_penalty": 0, "min_p": 2,
-    "top_k": -2, "min_tokens": 9, "stop_token_ids": [400], "logit_bias": {"400": 1},
-    "prompt_logprobs": 0, "web_search_options": {}, "guided_regex": "a", "service_tier": "flex",
-    "max_completion_tokens": 0, "add_generation_prompt": "no", "chat_template_kwargs": [1],
-}  # fmt: skip
+REQUESTS = table("apps/chat_requests.yaml")
 
 
 def test_each_setting_of_a_request_has_an_effect_or_is_refused_by_name():
     defaults = replace(DEFAULTS, vocabulary=320)
     plain = read_request({"messages": HI}, defaults)
-    assert read_request({"messages": HI, **NEUTRAL}, defaults) == plain
-    for key, value in NOT_SERVED.items():
+    assert plain.settings.sampling.max_tokens == 8
+    assert read_request({"messages": HI, **REQUESTS["neutral"]}, defaults) == plain
+    for settings in REQUESTS["refused"]:
+        [key] = settings
         with pytest.raises(BadRequest, match=key) as raised:
-            read_request({"messages": HI, key: value}, defaults)
+            read_request({"messages": HI, **settings}, defaults)
         assert raised.value.param == key
-    with pytest.raises(BadRequest, match="did you mean 'temperature'"):
-        read_request({"messages": HI, "temprature": 1}, defaults)
-    with pytest.raises(BadRequest, match="ids of tokens"):
-        read_request({"messages": HI, "logit_bias": {"9" * 5000: 1}}, defaults)
-    with pytest.raises(BadRequest, match="cannot both be true"):
-        both = {"continue_final_message": True, "add_generation_prompt": True}
-        read_request({"messages": HI, **both}, defaults)
-    for body in ({}, {"prompt": []}, {"prompt": [1, "a"]}, {"prompt": "a", "max_tokens": 0},
-                 {"prompt": [400]}, {"prompt": ["a"] * 2049},
-                 {"prompt": "a", "messages": HI}):  # fmt: skip
+    for settings, said in (
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"logit_bias": {"9" * 5000: 1}}, "ids of tokens"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "cannot both be true"),
+    ):
+        with pytest.raises(BadRequest, match=said):
+            read_request({"messages": HI, **settings}, defaults)
+    for turn in REQUESTS["refused turns"]:
+        with pytest.raises(BadRequest):
+            read_request({"messages": [turn]}, defaults)
+    for body in (*REQUESTS["refused texts"], {"prompt": ["a"] * 2049}):
         with pytest.raises(BadRequest):
             read_text_request(body, defaults)
     assert read_text_request({"prompt": [1, 2]}, defaults).prompts == [[1, 2]]
 
 
-def test_other_machines_need_a_token(tmp_path, capsys):
-    (tmp_path / "config.json").touch()
-    (tmp_path / "tokenizer.json").touch()
-    assert main(["chat", f"source={tmp_path}", "host=0.0.0.0"]) == 2
-    message = capsys.readouterr().err
+def test_other_machines_need_a_token_which_may_come_from_the_environment(
+    tmp_path, monkeypatch, program
+):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+    everywhere = f"source={tmp_path}", "host=0.0.0.0"
+    monkeypatch.setenv("FSDP_TRAINER_CHAT_TOKEN", "")
+    message = program("chat", *everywhere, code=2)
+    assert "they need a token" in message
     assert "token=SECRET" in message
     assert message.count("fsdp-trainer:") == 1
-
-
-def test_the_token_may_come_from_the_environment(tmp_path, monkeypatch):
+    tokens = []
+    monkeypatch.setattr(
+        "fsdp_trainer.apps.chat.verb.serve", lambda cfg, _: tokens.append(cfg.token) or 0
+    )
+    program("chat", f"source={tmp_path}", "port=0")
     monkeypatch.setenv("FSDP_TRAINER_CHAT_TOKEN", "s3cret")
-    monkeypatch.setattr("fsdp_trainer.apps.chat.verb.serve", lambda cfg, _: cfg.token)
-    cfg = ChatConfig(source=str(tmp_path), host="0.0.0.0", port=0)
-    assert chat(cfg) == "s3cret"
-    monkeypatch.setenv("FSDP_TRAINER_CHAT_TOKEN", "")
-    assert chat(ChatConfig(source=str(tmp_path), port=0)) is None
-    with pytest.raises(UserError, match="they need a token"):
-        chat(ChatConfig(source=str(tmp_path), host="0.0.0.0", port=0))
+    program("chat", *everywhere, "port=0")
+    assert tokens == [None, "s3cret"]
 
 
 class ChatServer:
@@ -175,7 +140,6 @@ class ChatServer:
         from fsdp_trainer.apps.chat.app import Served, make_app
         from fsdp_trainer.apps.chat.verb import listen
         from fsdp_trainer.apps.generate import Speaker
-        from fsdp_trainer.config.verbs import ChatConfig
 
         self.engine, self.token = Engine(Speaker.load(folder), rows=4), token
         self.socket = listen(ChatConfig(port=0))

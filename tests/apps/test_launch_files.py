@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from folders import REPO
+from folders import REPO, table
 from world import wait_until
 
 from fsdp_trainer.cli import VERBS, main
@@ -272,25 +272,8 @@ def lacking(name: str, tree: dict, fields: dict) -> list[str]:
     return lacks
 
 
-TRAINJOB = yaml.safe_load((REPO / "tests/inputs/trainjob_fields.yaml").read_text())
-REPLICA = "KubeflowOrgV1ReplicaSpec"
-# of kubeflow-training 1.9.4, whose pods are those of Kubernetes too
-PYTORCHJOB = TRAINJOB | {
-    "KubeflowOrgV1PyTorchJob": {
-        "apiVersion": None, "kind": None, "metadata": "IoK8sApimachineryPkgApisMetaV1ObjectMeta",
-        "spec": "KubeflowOrgV1PyTorchJobSpec", "status": None,
-    },
-    "KubeflowOrgV1PyTorchJobSpec": {
-        "elasticPolicy": None, "nprocPerNode": None, "pytorchReplicaSpecs": "replicas",
-        "runPolicy": "KubeflowOrgV1RunPolicy",
-    },
-    "replicas": {"Master": REPLICA, "Worker": REPLICA},
-    "KubeflowOrgV1RunPolicy": dict.fromkeys((
-        "activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "managedBy", "schedulingPolicy",
-        "suspend", "ttlSecondsAfterFinished",
-    )),
-    REPLICA: {"replicas": None, "restartPolicy": None, "template": "IoK8sApiCoreV1PodTemplateSpec"},
-}  # fmt: skip
+TRAINJOB = table("inputs/trainjob_fields.yaml")
+PYTORCHJOB = TRAINJOB | table("inputs/pytorchjob_fields.yaml")
 
 
 def test_a_file_for_kubernetes_has_a_job_for_each_group(write):
@@ -407,30 +390,10 @@ def test_a_job_of_ray_starts_again_what_failed_or_stopped_in_order(
     assert (tmp_path / "starts").read_text() == "node0\n" * 2 * starts  # both nodes each time
 
 
-def test_what_cannot_be_is_told_and_nothing_written(capsys, monkeypatch, tmp_path):
+def test_what_cannot_be_is_told_and_nothing_written(program, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for line, said in {
-        "kind=null": "kind=slurm",
-        "kind=podman": "slurm, kubernetes, trainjob, ray, docker, skypilot",
-        "kind=ray  claim=null": "claim=shared",
-        "kind=trainjob  time=1h": "kind=slurm",
-        "kind=docker  gpu=A100": "kind=skypilot",
-        "kind=kubernetes  claim=null": "claim=shared",
-        "kind=slurm  launch.hosts=[a,b]": "nodes=2",
-        "kind=docker  partition=gpu": "kind=slurm",
-        "kind=slurm  launch.nodes=2": "nodes=2",
-        "kind=slurm  checkpoint.resume=never": "started again",
-        "kind=slurm  time=soon": "time=soon",
-        "kind=slurm  optim.lrr=1": "optim.lr=1",
-        "kind=slurm  data.path=null": "data.path=demo:backwards",
-        "kind=slurm  gpus_pr_node=1": "gpus_per_node",
-        'kind=slurm  partition="gpu\nrm -r x"': "must be a name",
-        "kind=kubernetes  claim='x}, evil: {'": "must be a name",
-        "kind=skypilot  gpu='H100 '": "must be a name",
-        'kind=docker  out="a\nrm -r x"': "must be one line",
-    }.items():
-        assert main(["launch-files", "+recipe=quickstart", *line.split("  ")]) == 2
-        assert said in capsys.readouterr().err, line
+    refused = table("apps/refused_commands.yaml")["launch-files"]
+    program.refuses(refused, "launch-files", "+recipe=quickstart")
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ import sys
 import fake_slurm
 import inject
 import pytest
+from folders import table
 from forked import Forked
 from world import SMALL, Run, read_lines, wait_until
 
@@ -121,27 +122,13 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
     assert not fake_slurm.states(cluster)
 
 
-def test_what_is_wrong_is_told(capsys, monkeypatch, tmp_path, enter):
+def test_what_is_wrong_is_told(program, monkeypatch, tmp_path, enter):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
-
-    def refused(word):
-        assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3", word]) == 2
-        return capsys.readouterr().err
-
-    for word, said in {
-        "hydra.launcher.partion=gpu": "hydra.launcher.partition=gpu",
-        "hydra.launcher.array_parallelism=4": "hydra.launcher.jobs=2",
-        "hydra.launcher.nodes=0": "at least 1",
-        "hydra.launcher.timeout_min=soon": "a whole number",
-        "hydra.launcher.qos='a\ntouch b'": "must be a name",
-        "run.name='a\ntouch b'": "must be one line",
-        "train.steps=1": "no sbatch",
-    }.items():
-        assert said in refused(word), word
-    without = inject.around("sweep_extra", lambda find, name: name != "submitit" and find(name))
-    enter(without)
-    assert "pip install 'fsdp_trainer[slurm]'" in refused("train.steps=1")
+    search = ["-m", *DEMO, "optim.lr=1e-3,2e-3"]
+    program.refuses(table("apps/refused_commands.yaml")["searches over Slurm"], *search)
+    enter(inject.around("sweep_extra", lambda find, name: name != "submitit" and find(name)))
+    assert "pip install 'fsdp_trainer[slurm]'" in program(*search, code=2)
 
 
 @pytest.mark.slow

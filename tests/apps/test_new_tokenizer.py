@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from folders import table
 from texts import CHAT, samples_of, supervised_texts, turn
 
 from fsdp_trainer.apps.tokenizers.texts import LONGEST, Corpus, CorpusPart
@@ -40,7 +41,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def new(data, tmp_path, capsys):
+def new(data, tmp_path, program):
     """`new("name", *overrides)`: the folder of a tokenizer from the texts, and what was printed."""
 
     def train(name, *overrides):
@@ -48,9 +49,7 @@ def new(data, tmp_path, capsys):
         usual = {"data.path": data, "run.root": tmp_path / "runs", "vocab_size": 400}
         given = dict(word.split("=", 1) for word in overrides)
         words = [f"{key}={value}" for key, value in (usual | given).items()]
-        capsys.readouterr()
-        assert main(["tokenizer", f"out={folder}", *words]) == 0
-        return folder, capsys.readouterr().out
+        return folder, program("tokenizer", f"out={folder}", *words)
 
     return train
 
@@ -201,30 +200,18 @@ def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_mistake_is_one_message(data, tmp_path, capsys):
-    empty, tokens, bad = tmp_path / "empty.jsonl", tmp_path / "tokens.jsonl", tmp_path / "bad.jsonl"
-    empty.write_text('{"text": ""}\n')
-    tokens.write_text('{"input_ids": [1, 2]}\n')
-    bad.write_text('{"text": "a"}\n{"text": 7}\n')
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    out = f"out={tmp_path}/new"
-    for words, expected in {
-        out: "data.path=null",
-        f"data.path={data}": "out=tokenizer",
-        f"data.path={data} {out} vocab_size=260": "vocab_size=261",
-        f"data.path={data} {out} data.template=mine.jinja": "mine.jinja",
-        f"data.path={data} out={tmp_path}/full": "exists",
-        f"data.path={data} {out} compare=[{empty}]": f"compare=[{empty}]",
-        f"data.path={tmp_path}/none.txt {out}": "there is no such file",
-        f"data.path={empty} {out}": "there is no text in it",
-        f"data.path={empty} {out} kind=sentencepiece": "there is no text in it",
-        f"data.path={tokens} {out}": "learns from text",
-        f"data.path={bad} {out}": "bad.jsonl:2",
-        f"data.path={data} {out} kind=sentencepiece vocab_size=270": "kind=bpe",
+def test_each_mistake_is_one_message(data, tmp_path, program, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, lines in {
+        "empty.jsonl": '{"text": ""}\n',
+        "tokens.jsonl": '{"input_ids": [1, 2]}\n',
+        "bad.jsonl": '{"text": "a"}\n{"text": 7}\n',
+        "full/file": "",
     }.items():
-        assert main(["tokenizer", f"run.root={tmp_path}/runs", *words.split()]) == 2, words
-        message = capsys.readouterr().err
-        assert expected in message, words
-        assert message.count("fsdp-trainer:") == 1
-    assert set(tmp_path.iterdir()) == {empty, tokens, bad, tmp_path / "full"}
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(lines)
+    (tmp_path / "texts").symlink_to(data)
+    before = {*tmp_path.iterdir()}
+    refused = table("apps/refused_commands.yaml")["tokenizer"]
+    program.refuses(refused, "tokenizer", f"run.root={tmp_path}/runs")
+    assert {*tmp_path.iterdir()} == before

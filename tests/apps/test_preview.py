@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from browser import browser_page, check_nothing_acts, settle
+from folders import table
 from image_models import make_image_folder, write_pictures
 from rich.console import Console
 from texts import SHARED, make_tokenizer, turn
@@ -37,17 +38,13 @@ def ask(answer, question="q", **more):
     return {"messages": [*turns]}
 
 
-def labelled(prompt):
-    return {"prompt": prompt, "completion": "a", "label": True}
-
-
 def write_rows(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
 @pytest.fixture
-def preview(tmp_path, capsys):
+def preview(tmp_path, program):
     """`preview(rows, *keys, code=0)`: (what it prints, the configuration's arguments)."""
 
     def run(rows, *keys, code=0, tokenizer="demo:bytes"):
@@ -57,9 +54,7 @@ def preview(tmp_path, capsys):
             usual["data.path"] = write_rows(tmp_path / "a.jsonl", rows)
         given = dict(key.split("=", 1) for key in keys)
         words = [f"{key}={value}" for key, value in (usual | given).items()]
-        assert main(["preview", *words]) == code
-        output = capsys.readouterr()
-        return output.err if code else output.out, words
+        return program("preview", *words, code=code), words
 
     return run
 
@@ -67,98 +62,14 @@ def preview(tmp_path, capsys):
 OPENS = """{% for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
-SPACED = """{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}
-{%- if add_generation_prompt %}[assistant] {% endif %}"""
 BOS = "<|endoftext|>"
-CALLS = [{"name": name, "arguments": {}} for name in "xy"]
-TWO = [*ask("a")["messages"], turn("assistant", "b")]
-
-
-def each(content="m.content", turns="messages"):
-    """A template that writes this of each turn."""
-    return f"{{% for m in {turns} %}}{{{{ {content} }}}}<|im_end|>{{% endfor %}}"
-
-
-def without(role):
-    return each(f"raise_exception('no') if m.role == '{role}' else m.content")
-
-
-WARNINGS = {
-    "unsupervised": (2, [ask("a"), {"messages": [turn("user", "q")]}]),
-    "no_end": (1, [ask("a")], "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
-    "no_end_token": (1, [{"text": "some words"}]),
-    "two_bos": (
-        1,
-        [ask("a", BOS + "q")],
-        BOS + "{{ messages[0].content }}" + each(turns="messages[1:]"),
-    ),
-    "special_in_text": (2, [ask("a"), ask("b", "ignore this<|im_end|>\n<|im_start|>system")]),
-    "empty_think": (2, [ask("a"), ask("<think>\n\n</think>\n\nb")]),
-    "shared_token": (1, [ask("brief")], SPACED),
-    "prompt_differs": (1, [ask("a")], OPENS),
-    "too_long": (2, [ask("a"), ask("b" * 200)]),
-    "truncated": (2, [ask("a"), ask("b" * 200)], "data.too_long=truncate"),
-    "duplicate": (3, [ask("a"), ask("b"), ask("a")]),
-    "same_answers": (
-        2,
-        [{"prompt": "q", "chosen": "a", "rejected": end} for end in ("b", "a ")],
-        each("m.content | trim"),
-    ),
-    "two_answers": (1, [{"messages": TWO}]),
-    "marked_prompt": (1, [{"messages": [turn("user", "q") | {"train": True}, TWO[1]]}]),
-    "worse_chosen": (
-        1,
-        [{"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}],
-    ),
-    "no_other_prompt": (
-        1,
-        [labelled("q" * 30)],
-        "objective=kto",
-        "data.path=[FOLDER/a.jsonl,FOLDER/b.jsonl]",
-    ),
-    "in_training": (1, [ask("a")], "data.validation=FOLDER/a.jsonl"),
-    "unreadable": (3, [ask("a"), ask("b"), {"messages": 5}], "data.on_error=skip"),
-    "empty": (2, [{"text": "a"}, {"text": " "}]),
-    "reasoning_left_out": (
-        1,
-        [ask("a", reasoning_content="why")],
-        OPENS.replace("m.content", "m.content.split('</think>')[-1]"),
-    ),
-    "calls_left_out": (
-        1,
-        [ask("a", tool_calls=CALLS)],
-        each("m.content or m.tool_calls[0] | tojson"),
-    ),
-    "text_left_out": (
-        2,
-        [ask("a"), ask("b", "cut")],
-        each("m.content | replace('cut', '')"),
-    ),
-    "tools_not_shown": (1, [ask("a") | {"tools": [{"name": "add"}]}]),
-}
-NOTES = {
-    "split": (2, [{"text": "a"}, {"text": "b" * 200}], "data.too_long=split"),
-    "rewritten": (1, [{"messages": [*TWO[:2], *ask("b")["messages"]]}], "data.template=qwen3"),
-    "calls_as_text": (1, [ask("a", tool_calls=CALLS[:1])]),
-    "results_as_user": (
-        1,
-        [{"messages": [*TWO[:2], turn("tool", "t"), TWO[2]]}],
-        without("tool"),
-    ),
-    "system_in_user": (
-        1,
-        [{"messages": [turn("system", "s"), *TWO[:2]]}],
-        without("system"),
-    ),
-    "reasoning_as_text": (1, [ask("a", reasoning_content="why")]),
-}
-"""The line of the first one, rows, and a setting or a template."""
+FINDINGS = table("apps/preview_findings.yaml")
 
 
 def test_every_finding_has_a_case_here():
     of_images = {key for key in KINDS if key.startswith("images_")}  # in test_data_images.py
     of_images.add("no_first_token")
-    assert WARNINGS.keys() | NOTES.keys() | of_images == KINDS.keys()
+    assert FINDINGS.keys() | of_images == KINDS.keys()
 
 
 @pytest.fixture(scope="module")
@@ -179,42 +90,45 @@ def without_end(tmp_path_factory):
     return folder
 
 
-def test_what_a_tokenizer_says_and_is_not_used_is_told_beside_rows_of_json_too(tmp_path, capsys):
+def test_rows_as_json_have_stdout_for_themselves_and_warnings_go_to_stderr(tmp_path, program):
     make_tokenizer(["<|im_start|>", "<|im_end|>"]).save(str(tmp_path / "tokenizer.json"))
     other = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
-    data = [f"data.path={write_rows(tmp_path / 'a.jsonl', [ask('a')])}", f"data.cache={tmp_path}/c"]
-    words = [f"tokenizer.path={tmp_path}", *data, "preview.rows=1"]
-    assert main(["preview", *words, "preview.format=json"]) == 0
-    printed = capsys.readouterr()
-    assert "'<|im_end|>' the id 9" in printed.err
-    assert len(printed.out.splitlines()) == 1
+    file = write_rows(tmp_path / "a.jsonl", [ask("a") | {"other": 1}, ask("b"), ask("a")])
+    words = [f"tokenizer.path={tmp_path}", f"data.path={file}", f"data.cache={tmp_path}/c"]
+    out = program("preview", *words, "preview.format=json", "preview.rows=1")
+    (row,) = map(json.loads, out.splitlines())
+    assert row["row"] == 0
+    assert f"warning: 1 duplicate of other samples ({file}:3)" in program.err
+    assert f"{file}: columns not used: other" in program.err
+    assert "'<|im_end|>' the id 9" in program.err, "which is not used"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*WARNINGS, *NOTES])
+@pytest.mark.parametrize("key", FINDINGS)
 def test_what_is_wrong_is_told_with_its_place_and_its_fix(
     key, preview, of_words, without_end, tmp_path, monkeypatch
 ):
-    severity, cases = ("warning", WARNINGS) if key in WARNINGS else ("note", NOTES)
-    line, rows, *words = cases[key]
-    if words and "{{" in words[0]:
-        (tmp_path / "own.jinja").write_text(words[0])
+    finding = FINDINGS[key]
+    severity, words = finding["severity"], finding.get("words", [])
+    if "template" in finding:
+        (tmp_path / "own.jinja").write_text(finding["template"])
         words = [f"data.template={tmp_path}/own.jinja"]
     words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     tokenizer = of_words if key in ("two_bos", "shared_token") else "demo:bytes"
     tokenizer = without_end if key == "no_end_token" else tokenizer
-    write_rows(tmp_path / "b.jsonl", [labelled("p"), labelled("r")])
+    labelled = [{"prompt": prompt, "completion": "a", "label": True} for prompt in "pr"]
+    write_rows(tmp_path / "b.jsonl", labelled)
     if key == "no_other_prompt":  # a part of the data with one prompt
         monkeypatch.setattr(component_store, "SMALLEST", 60)
-    out, _ = preview(rows, *words, tokenizer=tokenizer)
+    out, _ = preview(finding["rows"], *words, tokenizer=tokenizer)
     values = {"n": 1, "s": "", "are": "is", "seq_len": 128, "samples": 2, "times": "1.6"}
     values |= {"what": "sample", "room": "batch.seq_len=128"}
     text, fix = KINDS[key].text.format(**values), KINDS[key].fix
     assert fix or severity == "note" or key in ("too_long", "truncated", "empty")
     mark = f"{severity:<8}{text}\n        " + (f"→ {fix}\n        " if fix else "")
     described = re.split("\nwarning|\nnote", out[out.index(mark) :])[0]
-    assert f"        {tmp_path}/a.jsonl:{line}" in described.splitlines()
+    assert f"        {tmp_path}/a.jsonl:{finding['line']}" in described.splitlines()
 
 
 @pytest.mark.slow
@@ -346,17 +260,6 @@ def test_a_tokenizer_that_loses_text_is_named(preview, tmp_path):
     (warning,) = lossy(load_tokenizer(str(tmp_path)))
     assert "'Nataliasold48clips" in warning
     assert not lossy(load_tokenizer("demo:bytes"))
-
-
-def test_rows_as_json_have_stdout_for_themselves_and_warnings_go_to_stderr(tmp_path, capsys):
-    file = write_rows(tmp_path / "a.jsonl", [ask("a") | {"other": 1}, ask("b"), ask("a")])
-    words = ["tokenizer.path=demo:bytes", f"data.cache={tmp_path}", f"data.path={file}"]
-    assert main(["preview", *words, "preview.format=json", "preview.rows=1"]) == 0
-    printed = capsys.readouterr()
-    (row,) = map(json.loads, printed.out.splitlines())
-    assert row["row"] == 0
-    assert f"warning: 1 duplicate of other samples ({file}:3)" in printed.err
-    assert f"{file}: columns not used: other" in printed.err
 
 
 OF_METHODS = {

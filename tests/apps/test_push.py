@@ -6,10 +6,10 @@ from base64 import b64decode
 from dataclasses import asdict
 
 import pytest
+from folders import table
 from huggingface_hub import ModelCard
 from json_server import JsonServer
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.paths import checkpoint_configuration
 
@@ -89,34 +89,32 @@ def hub(monkeypatch):
 
 
 def test_a_run_is_pushed_with_its_card_privately_and_goes_on_after_a_broken_upload(
-    hub, ledger, capsys
+    hub, ledger, program
 ):
     run = ledger.run("plain").folder
     hub.breaks_off = True
-    assert main(["push", str(run), "to=org/plain"]) == 1
-    assert "Type the same again" in capsys.readouterr().err
+    assert "Type the same again" in program("push", run, "to=org/plain", code=1)
     assert not hub.files
     hub.breaks_off = False
-    assert main(["push", str(run), "to=org/plain"]) == 0
+    said = program("push", run, "to=org/plain")
     sent = [*hub.uploads]
-    assert main(["push", str(run), "to=org/plain"]) == 0
+    program("push", run, "to=org/plain")
     assert hub.uploads == sent  # what the hub has is not sent again
     assert hub.private == {"org/plain": True}
     assert hub.files == {file.name: file.read_bytes() for file in (run / "hf").iterdir()}
-    assert "private" in capsys.readouterr().out
+    assert "private" in said
 
 
-def test_an_adapter_names_a_base_that_others_have(hub, ledger, capsys):
-    adapter = ledger.run("adapter").folder / "adapter"
-    assert main(["push", str(adapter), "to=org/plain"]) == 2
-    assert "base=org/name" in capsys.readouterr().err
-    assert main(["push", str(adapter), "to=org/plain", "base=org/base"]) == 0
+def test_an_adapter_names_a_base_that_others_have(hub, ledger, program):
+    words = "push", ledger.run("adapter").folder / "adapter", "to=org/plain"
+    assert "base=org/name" in program(*words, code=2)
+    program(*words, "base=org/base")
     config = json.loads(hub.files["adapter_config.json"])
     assert config["base_model_name_or_path"] == "org/base"
     assert ModelCard(hub.files["README.md"].decode()).data.base_model == "org/base"
 
 
-def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, capsys, monkeypatch):
+def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, program, monkeypatch):
     monkeypatch.setenv("SERVICE_TOKEN", "correct-horse-battery")
     monkeypatch.setenv("LONG_TOKEN", "correct-horse" * 30)  # longer than names of files may be
     wrong = {
@@ -129,32 +127,23 @@ def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, cap
         folder = tmp_path / str(number)
         shutil.copytree(ledger.run("plain").folder / "hf", folder)
         (folder / name).write_text(text)
-        assert main(["push", str(folder), "to=org/plain"]) == 2
-        message = capsys.readouterr().err
+        message = program("push", folder, "to=org/plain", code=2)
         assert name in message
         assert "correct-horse" not in message
     (folder / "e.txt").unlink()
     (folder / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
-    assert main(["push", str(folder), "to=org/plain"]) == 2
-    assert "link out of the folder" in capsys.readouterr().err
+    assert "link out of the folder" in program("push", folder, "to=org/plain", code=2)
     (folder / "link.txt").unlink()
     (folder / ".git").mkdir()
     (folder / ".git" / "config.json").write_text("correct-horse-battery")
     hub.private |= {"org/open": False, "org/old": True}
     hub.old = [{"rfilename": name} for name in ("model-00001-of-2.safetensors", "config.json")]
-    assert main(["push", str(folder), "to=org/old"]) == 2
-    assert "other weights" in capsys.readouterr().err
+    assert "other weights" in program("push", folder, "to=org/old", code=2)
     hub.old = []
-    for words, said in {
-        ("to=org/open",): "private=false", ("to=open",): "is no repository", (): "to=org/name",
-        ("to=org/plain", "base=org/base"): "only counts for an adapter",
-    }.items():  # fmt: skip
-        assert main(["push", str(folder), *words]) == 2
-        assert said in capsys.readouterr().err
-    assert main(["push", str(tmp_path), "to=org/plain"]) == 2
-    assert "fsdp-trainer export" in capsys.readouterr().err
+    program.refuses(table("apps/refused_commands.yaml")["push FOLDER"], "push", folder)
+    assert "fsdp-trainer export" in program("push", tmp_path, "to=org/plain", code=2)
     assert not hub.uploads
-    assert main(["push", str(folder), "to=org/open", "private=false"]) == 0
+    program("push", folder, "to=org/open", "private=false")
     assert ".git/config.json" not in hub.files
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import inject
 import pytest
 import yaml
+from folders import table
 from forked import Forked
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -175,7 +176,7 @@ OPTUNA = ["hydra/sweeper=optuna", "optim.lr=tag(log,interval(1e-4,1))"]
 
 @pytest.mark.slow
 def test_a_sweep_or_search_that_is_wrong_itself_is_refused_before_anything_starts(
-    sweep, tmp_path, capsys, enter
+    sweep, tmp_path, program, enter
 ):
     for file, text in {
         "sweep/bare": "hydra: {sweeper: {params: {optim.lr: '1,2'}}}\n",
@@ -185,53 +186,14 @@ def test_a_sweep_or_search_that_is_wrong_itself_is_refused_before_anything_start
     }.items():
         (tmp_path / "own" / file).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / "own" / f"{file}.yaml").write_text(text)
-    wrong = {
-        "optim.lr=interval(1,2)": "no end of values",
-        "run.name=a,b": "it takes one value",
-        "hydra/launcher=basic": "hydra/launcher=local",
-        "hydra/sweeper=optuna": "nothing varies",
-        "hydra.sweeper.n_trials=3": "hydra/sweeper=optuna",
-        "hydra/sweeper=nevergrad": "Could not find 'hydra/sweeper/nevergrad'",
-        "hydra.sweep.dir=x": "hydra.* is closed",
-        "hydra.launcher.job=2": "Did you mean  hydra.launcher.jobs=2 ?",
-        "hydra.launcher.jobs=two": "hydra.launcher.jobs=two",
-        "hydra.sweeper.params={run.name: c}": "key=a,b",
-        "hydra.sweeper.max_batch_size.x=1": "Error merging override",
-        "run.root=${nothing}": "Interpolation key 'nothing' not found",
-        "+recipe=broken": "expected ',' or ']'",
-        "+sweep=place": "it takes one value",
-        "+sweep=lrr": "Did you mean  +sweep=lr ?",
-        "sweep=lr": "write  +sweep=lr",
-        "+sweep=bare": "# @package _global_",
-        "+sweep=fixed": "as  optim.lr: 3",
-        "optim.lr=[1,2": "cannot be read",
-    }
-    wrong_search = {
-        "hydra.sweeper.n_trial=3": "Did you mean  hydra.sweeper.n_trials=3 ?",
-        "hydra.sweeper.n_jobs=3": "hydra.launcher.jobs=2",
-        "hydra.sweeper.n_trials=0": "must be at least 1",
-        "hydra.sweeper.sampler=grid": "is not one of: tpe, random",
-        "hydra.sweeper.seed=x": "must be a whole number",
-        "optim.eps=tag(log,interval(0,1))": "optim.eps=tag(log,interval(0,1))",
-        "optim.eps=interval(2,1)": "optim.eps=interval(2,1)",
-        "optim.weight_deca=0.1": "Did you mean  optim.weight_decay=0.1 ?",
-    }
-    for word, said in (wrong | wrong_search).items():
-        search = OPTUNA if word in wrong_search else []
-        assert sweep("--config-dir", "own", *search, word, code=2) == [], word
-        assert said in sweep.said.err, word
+    refused = table("apps/refused_commands.yaml")
+    for part, search in (("sweeps", []), ("searches", OPTUNA)):
+        program.refuses(refused[part], "-m", *DEMO, "--config-dir", "own", *search)
     enter(inject.around("sweep_extra", lambda *_: None))
     sweep(*OPTUNA, code=2)
     assert "pip install 'fsdp_trainer[optuna]'" in sweep.said.err
-    for line, said in {
-        "-m preview": "only training is swept",
-        "-m preview --config-dir .": "fsdp-trainer preview --config-dir .",
-        "-m --cfg job": "leave one of them out",
-        "+sweep=lr": "fsdp-trainer -m +sweep=lr",
-        "optim.lr=1,2": "fsdp-trainer -m",
-    }.items():
-        assert main([*line.split(), *DEMO]) == 2
-        assert said in capsys.readouterr().err, line
+    for line, said in refused["what is no sweep"].items():
+        assert said in program(*line.split(), *DEMO, code=2), line
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
     assert not sweep.trained
 

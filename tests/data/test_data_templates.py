@@ -10,6 +10,15 @@ from collections import Counter
 import inject
 import pytest
 from texts import SPECIAL, in_transformers, samples_of, supervised_texts, turn, write_tokenizer
+from folders import table
+from texts import (
+    SPECIAL,
+    in_transformers,
+    samples_of,
+    supervised_texts,
+    turn,
+    write_tokenizer,
+)
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
@@ -23,172 +32,35 @@ from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 
 WHERE = ("chats.jsonl", 1)
+CASES = table("data/template_cases.yaml")
+FORMS, WRITTEN, LEFT_OUT = CASES["forms"], CASES["written"], CASES["left out"]
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 PLAIN = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}"
 
 
-def template_of(cases=(), prompt=PROMPT):
-    """ChatML that treats some turns in its own way. cases: {condition: what it writes}."""
-    lines = ["{%- for m in messages %}"]
-    for i, (condition, text) in enumerate(dict(cases).items()):
-        lines.append("{%- " + ("elif " if i else "if ") + condition + " %}" + text)
-    plain = "{%- else %}" + PLAIN + "{%- endif %}" if cases else PLAIN
-    return "\n".join([*lines, plain, "{%- endfor %}", prompt])
+def template_of(case):
+    """Return a template: a whole one, or ChatML that is different in some parts."""
+    if isinstance(case, str):
+        return case
+    lines, mark = [case.get("before", "") + "{%- for m in messages %}"], "if"
+    for condition, text in case.get("turns", {}).items():
+        lines.append(f"{{%- {mark} {condition} %}}{text}")
+        mark = "elif"
+    lines.append(PLAIN if mark == "if" else "{%- else %}" + PLAIN + "{%- endif %}")
+    return "\n".join([*lines, "{%- endfor %}", case.get("prompt", PROMPT)])
 
 
-def written(calls, before=""):
-    """A template's text for a turn with calls."""
-    return (
-        "{{- '<|im_start|>assistant\\n' }}"
-        + before
-        + "{%- for call in m.tool_calls %}"
-        + calls
-        + "{%- endfor %}{{- '<|im_end|>' }}"
-    )
-
-
-def calls_as(calls, before=""):
-    """A template that writes calls in its own way."""
-    return template_of({"m.tool_calls": written(calls, before)})
-
-
-def call(name, arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def calling(*calls, content="", **others):
-    return turn("assistant", content, tool_calls=[*calls], **others)
-
-
-CALL = "{{- '<call>' + call.function.name + call.function.arguments | tojson + '</call>' }}"
-JSON = '{"city": "Zürich"}'
+TEMPLATES = {name: template_of(case) for name, case in CASES["templates"].items()}
 CITY = {"city": "Zürich"}
-WEATHER, TIME, AS_TEXT = call("weather", CITY), call("time", CITY), call("weather", JSON)
+CALL = {"type": "function", "function": {"name": "weather", "arguments": CITY}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 ASK, ANSWER = turn("user", "How is it?"), turn("assistant", "Grey.")
-CALLING, RESULT = calling(WEATHER), turn("tool", "grey")
+CALLING, RESULT = turn("assistant", "", tool_calls=[CALL]), turn("tool", "grey")
 WITH_RESULT = [ASK, CALLING, RESULT, ANSWER]
 THINKING = turn("assistant", "Grey.", reasoning_content="Look up.")
-GREY = "Grey.<|im_end|>"
-CALLED = f"<call>weather{JSON}</call><|im_end|>"
-
-READS_CALLS = calls_as(CALL)
-READS_IDS = template_of(
-    {
-        "m.tool_calls": written(
-            "{%- if call.id is not defined or call.id | length != 9 %}"
-            "{{- raise_exception('an id has nine letters') }}{%- endif %}"
-            "{{- '<call>' + call.id + ' ' + call.function | tojson + '</call>' }}"
-        ),
-        "m.role == 'tool'": (
-            "{%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
-            "{{- raise_exception('a result has an id') }}{%- endif %}"
-            "{{- '<|im_start|>tool\\n' + m.tool_call_id + ' ' + m.content + '<|im_end|>' }}"
-        ),
-    }
-)
-CUTS_THINKING = template_of(
-    {
-        "m.role == 'assistant'": (
-            "{{- '<|im_start|>assistant\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
-        )
-    }
-)
+GREETED = [turn("assistant", "Welcome"), ASK, ANSWER]
 END = "<|im_end|>"
-
-
-def with_ids(*ids):
-    """A call and a result for each id."""
-    results = [RESULT | {"tool_call_id": id} for id in ids]
-    calls = [each | {"id": id} for each, id in zip((WEATHER, TIME), ids, strict=False)]
-    return [ASK, calling(*calls), *results, ANSWER]
-
-
-def in_parts(message):
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
-
-
-# name: the template, the conversation of a row, and as a person would hand it over
-FORMS = {
-    "ids of nine letters": (
-        READS_IDS,
-        [ASK, calling(WEATHER, TIME), RESULT, RESULT, ANSWER],
-        with_ids("call00000", "call00001"),
-    ),
-    "an id that is too long": (READS_IDS, with_ids("call_of_openai"), with_ids("call00000")),
-    "an id that fits": (READS_IDS, with_ids("abcDEF123"), with_ids("abcDEF123")),
-    "any id": (
-        calls_as("{{- '<call>' + call.id + call.function.name + '</call>' }}" + CALL),
-        WITH_RESULT,
-        [ASK, calling(WEATHER | {"id": "call_0"}), RESULT, ANSWER],
-    ),
-    "arguments as text": (
-        calls_as("{{- '<call>' + call.function.name + call.function.arguments + '</call>' }}"),
-        WITH_RESULT,
-        [ASK, calling(AS_TEXT), RESULT, ANSWER],
-    ),
-    "arguments that are printed": (
-        calls_as("{{- '<call>' }}{{ call.function.name }}{{ call.function.arguments }}"),
-        [ASK, CALLING],
-        [ASK, calling(AS_TEXT)],
-    ),
-    "calls without content": (
-        template_of({"m.content is not string": written(CALL)}),
-        WITH_RESULT,
-        [ASK, calling(WEATHER, content=None), RESULT, ANSWER],
-    ),
-    "a template that needs tools": (
-        "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}{{- tools | tojson }}"
-        + READS_CALLS,
-        WITH_RESULT,
-        WITH_RESULT,
-    ),
-    "content in parts": (
-        template_of(
-            {
-                "true": "{{- '<|im_start|>' + m.role + '\\n' }}{%- for part in m.content %}"
-                "{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}"
-                "{{- '<|im_end|>' }}"
-            }
-        ),
-        [turn("system", "Be brief."), ASK, ANSWER],
-        [*map(in_parts, [turn("system", "Be brief."), ASK, ANSWER])],
-    ),
-    "reasoning as thinking": (
-        template_of(
-            {
-                "m.thinking": "{{- '<|im_start|>assistant\\n[' + m.thinking + ']' }}"
-                "{{- m.content + '<|im_end|>' }}"
-            }
-        ),
-        [ASK, THINKING],
-        [ASK, ANSWER | {"thinking": "Look up."}],
-    ),
-    "reasoning beside a call": (
-        calls_as(CALL, "{%- if m.thinking %}{{- '[' + m.thinking + ']' }}{%- endif %}"),
-        [ASK, CALLING | {"reasoning_content": "Look up."}],
-        [ASK, CALLING | {"thinking": "Look up."}],
-    ),
-    "reasoning as a part": (
-        template_of(
-            {
-                "m.content is not string": (
-                    "{{- '<|im_start|>assistant\\n' }}{%- for part in m.content %}"
-                    "{%- if part.type == 'thinking' %}{{- '[' + part.thinking + ']' }}"
-                    "{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{{- '<|im_end|>' }}"
-                )
-            }
-        ),
-        [ASK, THINKING],
-        [
-            ASK,
-            turn(
-                "assistant",
-                [{"type": "thinking", "thinking": "Look up."}, {"type": "text", "text": "Grey."}],
-            ),
-        ],
-    ),
-}
+GREY = f"Grey.{END}"
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +100,8 @@ def text_of(tokenizer, sample):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_template_gets_each_thing_in_the_form_it_reads(form, tokenizer):
-    source, messages, as_handed = FORMS[form]
+    source, messages = template_of(FORMS[form]["template"]), FORMS[form]["row"]
+    as_handed = FORMS[form].get("handed over", messages)
     tools = TOOLS if "tools %}" in source else None
     (sample,), notes = learnt(tokenizer, source, messages, tools)
     text, ids = rendered(tokenizer, source, as_handed, tools)
@@ -246,213 +119,31 @@ def test_a_template_gets_each_thing_in_the_form_it_reads(form, tokenizer):
 
 # --- what is learnt of what a template writes ---------------------------------------------------
 
-OPENS_THINKING = PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
-# the prompt and the call have the first two characters of a tag in common
-CALLS_WITH_A_TAG = template_of(
-    {"m.tool_calls": written("{{- '<tool>' + call.function | tojson }}")}, OPENS_THINKING
-)
-READS_THINKING = template_of(
-    {
-        "m.reasoning_content": "{{- '<|im_start|>assistant\\n[' + m.reasoning_content + ']' }}"
-        "{{- m.content + '<|im_end|>' }}",
-        "m.role == 'assistant'": (
-            "{{- '<|im_start|>assistant\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
-        ),
-    }
-)
-INLINE = turn("assistant", "<think>\nLook up.\n</think>\n\nGrey.")
-GREETED = [turn("assistant", "Welcome"), ASK, ANSWER]
-TWICE = [ASK, ANSWER, ASK, ANSWER]
-HEADER, DEFAULT = "<|im_start|>assistant\\n", "<|im_start|>system\\nA default.<|im_end|>"
-IN_WORDS = "{%- for m in messages %}{{- m.role + ': ' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
-WELCOMED = ["Welcome<|im_end|>", GREY]
-# name: the template, the conversation, what is learnt, the notes on it; and, where it is not the
-# row's conversation, the one that transformers gives the same tokens for
-WRITTEN = {
-    "no line ends where reasoning is cut out": (
-        CUTS_THINKING, [ASK, THINKING], [GREY], ["reasoning_left_out"], [ASK, ANSWER],
-    ),
-    "nor where it stood within the answer": (
-        CUTS_THINKING, [ASK, INLINE], [GREY], ["reasoning_left_out"], [ASK, ANSWER],
-    ),
-    "nor where the prompt had opened it": (
-        CUTS_THINKING,
-        [ASK, turn("assistant", "Look up.\n</think>\n\nGrey.")],
-        [GREY],
-        ["reasoning_left_out"],
-        [ASK, ANSWER],
-    ),
-    "reasoning within the answer goes where the template reads it": (
-        READS_THINKING, [ASK, INLINE], ["[Look up.]Grey.<|im_end|>"], [], [ASK, THINKING],
-    ),
-    "an empty system turn leaves no line ends in the question": (
-        "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}"
-        "{{ m.content }}<|im_end|>{% endfor %}",
-        [turn("system", ""), ASK, ANSWER],
-        [GREY],
-        [],
-        [ASK, ANSWER],
-    ),
-    "text that is written otherwise is not missed": (
-        template_of(
-            {
-                "m.role == 'tool'": (
-                    "{{- '<|im_start|>tool\\n' + m.content | tojson + '<|im_end|>' }}"
-                ),
-                "m.tool_calls": written(CALL),
-                "true": "{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>' }}",
-            }
-        ),
-        [turn("user", " a\nb "), CALLING, turn("tool", '{"sky":\n"grey"}'), ANSWER],
-        [CALLED, GREY],
-        [],
-    ),
-    # plain answers begin with an empty block, which one with reasoning does not have
-    "an answer begins where it parts from the prompt": (
-        template_of(
-            {
-                "m.role == 'assistant'": "{{- '<|im_start|>assistant\\n<think>' }}"
-                "{{- (m.reasoning_content or '\\n\\n') + '</think>' + m.content + '<|im_end|>' }}",
-            },
-            OPENS_THINKING,
-        ),
-        [ASK, THINKING],
-        ["Look up.</think>Grey.<|im_end|>"],
-        ["prompt_differs"],
-    ),
-    "a call begins where it parts from the prompt": (
-        CALLS_WITH_A_TAG,
-        [ASK, CALLING],
-        [f'<tool>{{"name": "weather", "arguments": {JSON}}}<|im_end|>'],
-        ["prompt_differs"],
-    ),
-    **{
-        f"a question that stands in the prompt too does not shift the mask: {question}": (
-            CALLS_WITH_A_TAG,
-            [turn("user", "What does <think>\nmean?"), ANSWER, turn("user", question), ANSWER],
-            [GREY, GREY],
-            ["prompt_differs"] * 2,
-        )
-        for question in ("think", "assistant", "a", "e", "")
-    },
-    "an answer comes first where the template wants a question": (
-        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-        "{{- raise_exception('no question') }}{%- endif %}" + template_of(),
-        GREETED,
-        ["Welcome<|im_end|>", GREY],
-        ["prompt_differs"],
-    ),
-    "no header of a first answer, where only a last turn has the prompt, as in OLMo": (
-        "{{- bos_token }}{%- for m in messages %}"
-        + PLAIN
-        + "{%- if loop.last %}"
-        + PROMPT
-        + "{%- endif %}{%- endfor %}",
-        GREETED,
-        ["Welcome<|im_end|>", GREY],
-        [],
-    ),
-    "no header behind a result that ends otherwise in prompts, as in Hermes": (
-        template_of(
-            {
-                "m.role == 'tool'": "{{- '<|im_start|>tool\\n' + m.content }}"
-                "{{- '' if loop.last else '\\n' }}{{- '<|im_end|>' }}",
-                "m.tool_calls": written(CALL),
-            }
-        ),
-        WITH_RESULT,
-        [CALLED, GREY],
-        ["prompt_differs"],
-    ),
-    # text that follows the last turn of any conversation
-    **{
-        f"no text after the last turn: {what}": (source, TWICE, [GREY, GREY], noted)
-        for what, source, noted in (
-            ("a header", template_of(prompt="{{- '" + HEADER + "' }}"), []),
-            (
-                "a header where the text begins with a default, as in Command R7B",
-                "{{- '<s>" + DEFAULT + "' }}" + template_of(prompt="{{- '" + HEADER + "' }}"),
-                [],
-            ),
-            ("a header in words", IN_WORDS + "{{- 'assistant: ' }}", []),
-            (
-                "an instruction, as in Command R+",
-                template_of(prompt="{{- '" + DEFAULT + "' }}" + PROMPT),
-                ["prompt_differs"] * 2,
-            ),
-            (
-                "an instruction that tells of the conversation",
-                template_of(
-                    prompt="{{- '<|im_start|>system\\nTurns: ' + messages | length | string }}"
-                    + PROMPT
-                ),
-                ["prompt_differs"] * 2,
-            ),
-            (
-                "the header of the next question",
-                template_of(
-                    prompt="{%- if not add_generation_prompt %}{{- '<|im_start|>user\\n' }}"
-                    "{%- endif %}" + PROMPT
-                ),
-                [],
-            ),
-        )
-    },
-    "no default system text, which an empty conversation lacks, before a first answer": (
-        "{%- if messages %}{{- '" + DEFAULT + "' }}{%- endif %}" + template_of(),
-        GREETED,
-        WELCOMED,
-        ["prompt_differs"],
-    ),
-    "nor where an empty conversation is empty": (
-        "{%- if messages %}{{- '" + DEFAULT + "' }}" + template_of() + "{%- endif %}",
-        GREETED,
-        WELCOMED,
-        ["prompt_differs"],
-    ),
-    "no header after a system turn, where only turns after it have the prompt, as in Granite": (
-        "{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}"
-        "{{- messages[0].content + '<|im_end|>' if turns != messages }}{%- for m in turns %}"
-        + PLAIN
-        + "{%- if loop.last %}"
-        + PROMPT
-        + "{%- endif %}{%- endfor %}",
-        [turn("system", "Be brief."), ANSWER],
-        [GREY],
-        [],
-    ),
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("what", WRITTEN)
 def test_what_is_learnt_is_what_the_model_writes(what, tokenizer):
-    source, messages, answers, noted, *as_handed = WRITTEN[what]
+    source, messages = template_of(WRITTEN[what]["template"]), WRITTEN[what]["row"]
     (sample,), notes = learnt(tokenizer, source, messages)
-    assert sample.tokens.tolist() == rendered(tokenizer, source, *(as_handed or [messages]))[1]
-    assert supervised_texts(tokenizer, sample) == answers
-    assert notes == Counter(noted)
+    as_handed = WRITTEN[what].get("handed over", messages)
+    assert sample.tokens.tolist() == rendered(tokenizer, source, as_handed)[1]
+    assert supervised_texts(tokenizer, sample) == WRITTEN[what]["learnt"]
+    assert notes == Counter(WRITTEN[what].get("notes"))
 
 
 def test_a_turn_whose_beginning_cannot_be_told_is_refused_with_a_remedy(tokenizer):
-    source = (
-        "{% if not add_generation_prompt %}{{ messages[-1].content | length }}{% endif %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
-    )
     with pytest.raises(RecordError, match=r"data\.template=chatml"):
-        learnt(tokenizer, source, [ASK, ANSWER])
+        learnt(tokenizer, TEMPLATES["without a beginning"], [ASK, ANSWER])
 
 
 def test_tools_are_not_learnt_with_an_answer_that_nobody_asked_for(tokenizer):
-    source = "{%- if messages %}{{- tools | tojson }}{%- endif %}" + template_of()
+    source = TEMPLATES["tools first"]
     (sample,), _ = learnt(tokenizer, source, GREETED, TOOLS)
     assert sample.tokens.tolist() == rendered(tokenizer, source, GREETED, TOOLS)[1]
-    assert supervised_texts(tokenizer, sample) == WELCOMED
+    assert supervised_texts(tokenizer, sample) == ["Welcome<|im_end|>", GREY]
 
 
 def test_tools_that_a_template_does_not_show_are_counted_for_chats_and_prompts(tokenizer):
-    shows = (
-        "{%- if messages[0].role == 'system' %}{{- tools | tojson }}{%- endif %}" + template_of()
-    )
+    shows = TEMPLATES["tools with a system turn"]
     for messages, count in ([ASK], 1), ([turn("system", ""), ASK], 0):
         _, notes = learnt(tokenizer, shows, [*messages, ANSWER], TOOLS)
         assert notes.get("tools_not_shown", 0) == count
@@ -463,17 +154,8 @@ def test_tools_that_a_template_does_not_show_are_counted_for_chats_and_prompts(t
         assert builder.counts["tools_not_shown"] == count
 
 
-SYSTEM_IN_LAST_QUESTION = """{%- for m in messages %}
-{%- if m.role == 'user' %}{{- '[INST] ' }}
-{%- if loop.last and messages[0].role == 'system' %}
-{{- messages[0].content + '\\n\\n' }}{%- endif %}
-{{- m.content + '[/INST]' }}
-{%- elif m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}
-{%- endif %}{%- endfor %}"""
-
-
 def test_a_system_text_that_only_prompts_show_stands_where_inference_has_it(tokenizer):
-    source = SYSTEM_IN_LAST_QUESTION
+    source = TEMPLATES["system text in the last question"]
     chat = [turn("system", "S"), ASK, ANSWER, turn("user", "c"), ANSWER]
     samples, _ = learnt(tokenizer, source, chat)
     for sample, before in zip(samples, (chat[:2], chat[:4]), strict=True):
@@ -485,11 +167,7 @@ def test_a_system_text_that_only_prompts_show_stands_where_inference_has_it(toke
 
 
 def test_reasoning_that_goes_once_the_answer_is_there_was_seen_by_the_model(tokenizer):
-    source = calls_as(
-        CALL,
-        "{%- if m.thinking and not (messages[-1].role == 'assistant' "
-        "and not messages[-1].tool_calls) %}{{- '[' + m.thinking + ']' }}{%- endif %}",
-    )
+    source = TEMPLATES["reasoning until the answer"]
     chat = [ASK, CALLING | {"thinking": "Look up."}, RESULT, ANSWER]
     (sample,), _ = learnt(tokenizer, source, chat)  # the first turn's begins the second's
     prompt = prompt_of(tokenizer, source, chat[:3])
@@ -501,14 +179,7 @@ def test_reasoning_that_goes_once_the_answer_is_there_was_seen_by_the_model(toke
 
 
 def test_samples_that_begin_others_of_their_conversation_are_merged_with_them(tokenizer):
-    source = template_of(
-        {
-            "m.role == 'assistant' and m.reasoning_content and loop.last": (
-                "{{- '<|im_start|>assistant\\n[' + m.reasoning_content + ']' }}"
-                "{{- m.content + '<|im_end|>' }}"
-            )
-        }
-    )
+    source = TEMPLATES["reasoning of a last turn"]
     chat = [ASK, ANSWER, ASK, THINKING, ASK, ANSWER, ASK, ANSWER]
     samples, notes = learnt(tokenizer, source, chat)
     expected = [([GREY, "[Look up.]Grey.<|im_end|>"], 4), ([GREY, GREY], 8)]
@@ -518,37 +189,18 @@ def test_samples_that_begin_others_of_their_conversation_are_merged_with_them(to
     assert notes["rewritten"] == 1
 
 
-ONE_CALL = template_of(
-    {
-        "m.tool_calls": "{%- set call = m.tool_calls[0] %}{{- '<|im_start|>assistant\\n' }}"
-        + CALL
-        + "{{- '<|im_end|>' }}"
-    }
-)
-LEFT_OUT = {
-    "text beside a call": (READS_CALLS, calling(WEATHER, content="I look."), "text_left_out"),
-    "a second call": (ONE_CALL, calling(WEATHER, TIME), "calls_left_out"),
-    "a second call of one function": (ONE_CALL, calling(WEATHER, WEATHER), "calls_left_out"),
-    "what the user says": (
-        "{% for m in messages %}{{ m.content if m.role == 'assistant' }}<|im_end|>{% endfor %}",
-        ANSWER,
-        "text_left_out",
-    ),
-    "reasoning": (CUTS_THINKING, THINKING, "reasoning_left_out"),
-}
-
-
 @pytest.mark.parametrize("what", LEFT_OUT)
 def test_what_a_template_leaves_out_is_counted(what, tokenizer):
-    source, answer, key = LEFT_OUT[what]
+    case = LEFT_OUT[what]
     for loss_on in ("assistant", "all"):
-        _, notes = learnt(tokenizer, source, [ASK, answer], loss_on=loss_on)
-        assert notes[key] == 1
+        source = template_of(case["template"])
+        _, notes = learnt(tokenizer, source, [ASK, case["answer"]], loss_on=loss_on)
+        assert notes[case["note"]] == 1
 
 
 # --- which template, and with what --------------------------------------------------------------
 
-NAMED = {"default": template_of(), "tool_use": "{{- '<tools>' + tools | tojson }}" + READS_CALLS}
+NAMED = {"default": TEMPLATES["chatml"], "tool_use": TEMPLATES["tool_use"]}
 
 
 def test_rows_with_tools_get_the_template_of_that_name(tokenizer, tmp_path):
@@ -575,22 +227,11 @@ def test_rows_with_tools_get_the_template_of_that_name(tokenizer, tmp_path):
     assert "chat_template" not in (tmp_path / "other" / "tokenizer_config.json").read_text()
 
 
-SWITCHED = template_of(
-    {
-        "m.role == 'assistant'": (
-            "{{- '<|im_start|>assistant\\n' + ('<think>' if enable_thinking else '') }}"
-            "{{- m.content + '<|im_end|>' }}"
-        )
-    },
-    PROMPT.replace("{%- endif %}", "{{ '<think>' if enable_thinking }}{%- endif %}"),
-)
-
-
 @pytest.fixture
 def switched(tokenizer, tmp_path):
     """Return a function: the template of a file, with arguments."""
     path = tmp_path / "switched.jinja"
-    path.write_text(SWITCHED)
+    path.write_text(TEMPLATES["switched"])
     return lambda args=None: load_template(str(path), tokenizer, args)
 
 
@@ -598,7 +239,8 @@ def test_a_template_is_given_its_arguments_and_exported_with_them(tokenizer, swi
     args = {"enable_thinking": True}
     template, plain = switched(args), switched()
     (sample,), notes = learnt(tokenizer, template, [ASK, ANSWER])
-    assert sample.tokens.tolist() == rendered(tokenizer, SWITCHED, [ASK, ANSWER], **args)[1]
+    source = TEMPLATES["switched"]
+    assert sample.tokens.tolist() == rendered(tokenizer, source, [ASK, ANSWER], **args)[1]
     assert supervised_texts(tokenizer, sample) == [GREY]  # the prompt has the <think>
     assert not notes
     tokenizer.save(tmp_path / "out", template.exported)
@@ -682,16 +324,14 @@ def test_a_template_that_takes_too_long_or_is_too_deep_is_refused(says, tokenize
 
 
 def test_a_last_turn_goes_on_as_in_transformers(tokenizer):
-    stripping = template_of({"m.role == 'assistant'": "{{- m.role + ': ' + m.content | trim }}"})
-    parts = "{%- for m in messages %}{{ m.role + ': ' + m.content[0].text + ';' }}{%- endfor %}"
-    for source in (template_of(), stripping, parts):
+    for name in ("chatml", "stripping", "parts"):
+        source = TEMPLATES[name]
         template = Template("of a test", source, tokenizer.special)
         for last in ("The answer is", "The answer is ", "```python\n", "abc"):
             messages = [turn("user", "abc"), turn("assistant", last)]
             theirs = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-            shown = theirs if source is parts else messages
+            shown = theirs if name == "parts" else messages
             text, _ = rendered(tokenizer, source, shown, continue_final_message=True)
             assert template.continued(messages) == text
-    hiding = template_of({"m.role == 'assistant'": "{{- m.role }}"})
     with pytest.raises(RecordError, match="does not show the last turn"):
-        Template("of a test", hiding, tokenizer.special).continued(messages)
+        Template("of a test", TEMPLATES["hiding"], tokenizer.special).continued(messages)

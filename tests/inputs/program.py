@@ -1,0 +1,41 @@
+"""The command line in this process, as a user meets it: what it prints, and what it refuses."""
+
+from typing import Any
+
+from fsdp_trainer.cli import main
+
+
+class Program:
+    """A command line: `program("report", "source=runs/a")` returns what it prints.
+
+    One text is divided at its spaces, or only where it has two of them: `"-m  run.name='a b'"`.
+    """
+
+    def __init__(self, capsys: Any):
+        self.capsys = capsys
+        self.err = ""
+        """What the last command line wrote to stderr."""
+
+    def __call__(self, *words: Any, code: int = 0) -> str:
+        """Run a command line that ends with `code`; return its output, or its error message."""
+        self.capsys.readouterr()
+        typed = words_of(words[0]) if len(words) == 1 else [str(word) for word in words]
+        assert main(typed) == code, self.capsys.readouterr()
+        printed = self.capsys.readouterr()
+        self.err = printed.err
+        return printed.err if code else printed.out
+
+    def refuses(self, cases: dict[str, str], *before: Any) -> None:
+        """Check that each command line is refused in one message, with what is said of it.
+
+        before: words with which each begins.
+        """
+        for words, said in cases.items():
+            message = self(*before, *words_of(words), code=2)
+            assert said in message, words
+            assert message.count("fsdp-trainer: ") == 1, words
+
+
+def words_of(line: str) -> list[str]:
+    """Return the words of a command line. See Program."""
+    return [word for word in line.split("  " if "  " in line else None) if word]

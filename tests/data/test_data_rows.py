@@ -5,6 +5,7 @@ import math
 from decimal import Decimal
 
 import pytest
+from folders import table
 from texts import samples_of, supervised_texts, turn
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
@@ -19,6 +20,8 @@ from fsdp_trainer.data.records.record_formats import FORMATS, OF_HEADS
 from fsdp_trainer.data.store.findings import list_findings
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
+
+CASES = table("data/rows.yaml")
 
 ASK, REPLY, SYSTEM = turn("user", "q"), turn("assistant", "a"), turn("system", "s")
 CHAT = [ASK, REPLY]
@@ -43,32 +46,7 @@ def read(columns, format="auto"):
     return reader_of(columns, format)[0](columns)
 
 
-ROWS = {
-    '{"id": 1, "system_prompt": "s", "question": "q", "response": "a"}': "id",
-    '{"system": "s", "messages": CHAT}': "",
-    '{"system": [{"text": "s"}], "messages": CHAT}': "",
-    '{"system": "s", "messages": [SYSTEM, ASK, REPLY]}': "",
-    '{"inputs": "q", "targets": "a", "language": "en"}': "language",
-    '{"prompt": "q", "generation": "a"}': "",
-    '{"Instruction": "q", "Input": "", "Response": "a"}': "",
-    '{"User Prompt": "u", "query": "q", "answer": "a"}': "User Prompt",
-    '{"user": "q", "assistant": "a"}': "",
-    '{"question": "q", "solution": "a", "answer": "7"}': "answer",
-    '{"question": "q", "answer": "a", "context": {"n": 1}}': "context",
-    '{"input": [ASK], "output": "a", "reasoning": "on"}': "reasoning",
-    '{"chat": CHAT}': "",
-    '{"turns": CHAT, "n": 2}': "n",
-    '{"any_name": CHAT, "n": 2}': "n",
-    '{"talk": {"messages": CHAT, "id": 1}}': "talk.id",
-    '{"conversation": [{"input": "q", "output": "a"}]}': "",
-    '{"conversations": ["q", "a"], "source": "x"}': "source",
-    '{"data": ["q", "a"], "id": 1}': "id",
-    '{"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}': "",
-    '{"messages": [{"user": "q"}, {"assistant": "a"}]}': "",
-    '{"messages": [{"speaker": "human", "text": "q"}, REPLY]}': "",
-    '{"conversations": [ASK, {"from": "bing", "value": "a"}]}': "",
-    '{"contents": [{"role": "user", "parts": [{"text": "q"}]}, REPLY]}': "",
-}
+ROWS = CASES["one conversation"]
 """Rows of one conversation, and the columns that are not used."""
 
 
@@ -153,28 +131,7 @@ def test_preview_shows_pairs_under_any_names(jsonl, preview):
     assert "columns not used: date" in shown
 
 
-ERRORS = {
-    '{"question": "q", "answer": 5}': "'answer' should be text, it is int 5.*astype",
-    '{"text": ["a", "b"]}': "'text' should be text, it is list.*read_json",
-    '{"prompt": ["a", "b"], "output": ["c", "d"]}': "columns of 2 texts, not a row.*read_json",
-    '{"prompt": {"0": "a"}, "output": {"0": "c"}}': "holds columns of 1 texts, not a row",
-    '{"messages": [CHAT, CHAT]}': "holds lists of turns, and a row holds one",
-    '{"question": "q", "answer": ["a"]}': "A text is written without a list around it",
-    '{"chat": [ASK, 5]}': "None of them holds text or turns",
-    '{"messages": [{"who": "Bob", "says": "x"}]}': "its keys: who says",
-    '{"messages": CHAT, "system": 5}': "'system' should be text",
-    '{"messages": CHAT, "images": ["a.png"]}': r"pictures \('images'\)",
-    '{"question": "q", "answer": "a", "audio": {"path": "x"}}': r"sound \('audio'\)",
-    '{"messages": [{"role": "user", "content": "q", "images": ["x"]}]}': "a turn holds an image",
-    '{"role": "user", "text": "q", "parent": 1}': "each row is one turn",
-    '{"chat_log": CHAT, "talk": CHAT}': "{messages: chat_log}",
-    '{"title": "x", "n": 1}': "{text: title}",
-    '{"title": "x", "body": "xyz"}': "{prompt: title, completion: body}.*{text: body}",
-    '{"question": "q", "answers": {"text": ["a"]}}': "'answers' has a turn without a role",
-    '{"before": CHAT, "response1": "x", "response2": "y"}': "before, chosen: response1, rejected: "
-    "response2}",
-    '{"q": "x", "text_a": "y", "text_b": "z"}': "{prompt: q, chosen: text_a, rejected: text_b}",
-}
+ERRORS = CASES["errors"]
 
 
 @pytest.mark.parametrize("row", ERRORS)
@@ -205,13 +162,7 @@ def test_tokens_are_trained_on_as_they_are():
         assert sample.weights.tolist() == weights
 
 
-WRONG_TOKENS = {
-    '{"input_ids": [5, 100000]}': "token 100000, and the tokenizer has 0 to",
-    '{"input_ids": [5, -1]}': "token -1",
-    '{"input_ids": [5, 6], "labels": [6, -100]}': "'labels' has 6 at place 0",
-    '{"input_ids": [5, 6], "labels": [-100]}': "'labels' has 1 number, 'input_ids' has 2",
-    '{"input_ids": [5, 6], "labels": 1}': "'labels' should be a list of whole numbers",
-}
+WRONG_TOKENS = CASES["wrong tokens"]
 
 
 @pytest.mark.parametrize("row", WRONG_TOKENS)
@@ -310,6 +261,7 @@ def test_a_turn_is_left_out_by_a_flag_in_any_spelling(name):
         for value in values:
             answer = read({"messages": [ASK, REPLY | {name: value}]}).messages[1]
             assert answer.get("weight", 1.0) == weight
+            assert answer.keys() - {"weight"} == REPLY.keys()
     texts, counts = learnt([ASK, REPLY | {name: excluding[1]}, ASK, turn("assistant", "b")])
     assert (texts, counts) == (["b<|im_end|>"], {})
     for value in NO_FLAGS[3 if name in WEIGHTS else 0 :]:
@@ -318,21 +270,13 @@ def test_a_turn_is_left_out_by_a_flag_in_any_spelling(name):
 
 
 def test_weights_are_numbers_or_their_texts_and_several_marks_of_a_turn_agree():
-    for marks, weight in (
-        ({"weight": "0.5"}, 0.5), ({"weight": 2, "train": True}, 2), ({"weight": 2, "loss": 0}, 0),
-        ({"loss_scale": 0.5, "weight": "0.5"}, 0.5),
-    ):  # fmt: skip
+    for marks, weight in CASES["weights"]:
         assert read({"messages": [ASK, REPLY | marks]}).messages[1]["weight"] == weight
     with pytest.raises(RecordError, match=r"several weights: 0\.5 1\.0"):
         read({"messages": [ASK, REPLY | {"weight": 1, "loss_weight": 0.5}]})
 
 
-KEYS = {
-    "mask": (1, "refused"), "loss_weights": ([0, 1], "refused"), "lossMask": (0, "refused"),
-    "label": (False, "bad_key_label"), "refusal": ("no", "unread_key_refusal"),
-    "mask_of": ("User", "unread_key_mask_of"), "name": ("Bob", ""), "annotations": ([], ""),
-    "no_loss": (True, "refused"),
-}  # fmt: skip
+KEYS = CASES["keys of turns"]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -353,10 +297,7 @@ def test_a_question_that_is_marked_to_be_learnt_is_warned_about_where_it_is_not(
         assert not learnt([ASK | unmarked, REPLY | {"train": True}])[1]
 
 
-MASKS = [
-    [0, 0, 1], [0.0, 0.0, 1.0], [[0, 0, 1]], [False, False, True], ["0", "0", "1"], "[0, 0, 1]",
-    "0 0 1", "[0. 0. 1.]", "[False False  True]", "[False, False, True]",
-]  # fmt: skip
+MASKS = CASES["masks"]
 WRONG_MASKS = [[0, None, 1], [0, math.nan, 1], [0, 0.5, 1], [0, 2, 1], [0, 1], 5, "x y z", {}]
 
 
@@ -384,14 +325,7 @@ def test_a_mask_of_another_name_is_refused_with_the_line_to_type_unless_it_chang
         read(row | {"loss_mask": [0, 1, 1], "completion_mask": [0, 0, 1]})
 
 
-ROW_MARKS = {
-    '"weight": 0.5': "refused", '"train": 0': "refused", '"loss_mask": [0, 1]': "refused",
-    '"masked": "True"': "refused", '"weight": 1.0': "", '"loss": 1.37': "", '"mask": "User"': "",
-    '"label": 0': "unread_column_label", '"is_correct": "False"': "unread_column_is_correct",
-    '"label": 3': "class_column_label", '"label": "bad"': "unread_column_label",
-    '"is_correct": true': "", '"in_gsm8k_train": false': "", '"label": null': "",
-    '"num_masks": 0, "weight_kg": 70': "",
-}  # fmt: skip
+ROW_MARKS = CASES["marks of rows"]
 
 
 @pytest.mark.parametrize("mark", ROW_MARKS)
@@ -482,15 +416,7 @@ def test_arguments_of_calls_are_objects_or_an_error_of_the_row():
 
 
 LOOK = {"name": "look", "arguments": {"a": 1}}
-OWN_TURNS = [
-    {"role": "tool_call", "content": json.dumps(LOOK)}, {"role": "function_call", **LOOK},
-    {"role": "tool_call", "content": LOOK}, {"role": "tool_call", "content": [call(**LOOK)]},
-    {"role": "assistant", "content": None, **LOOK}, {"role": "assistant", "function_call": LOOK},
-    {"from": "function_call", "name": "look", "arguments": '{"a": 1}'},
-    {"role": "tool_call", "name": "look", "parameters": {"a": 1}},
-    {"role": "assistant", "tool_calls": [{**call(arguments={"a": 1}), "arguments": None}]},
-    {"role": "assistant", "tool_calls": [{**LOOK, "function": None}]},
-]  # fmt: skip
+OWN_TURNS = CASES["calls of their own turns"]
 
 
 @pytest.mark.parametrize("own", OWN_TURNS)
@@ -523,12 +449,7 @@ def test_what_a_call_holds_beside_its_arguments_is_named():
         assert learnt(turns)[1]["unread_key_tool_calls.city"] == 1
 
 
-NO_TEXTS = {
-    '{"role": "assistant", "refusal": "no"}': "turn of 'assistant' has no text.*keys: role refusal",
-    '{"role": "assistant", "content": 4}': 'it is int 4.*Write it as text, "4"',
-    '{"role": "tool_call", "content": "{\\"name\\": "}': "turn of calls: no JSON",
-    '{"role": "tool_call", "arguments": {}}': "a tool call needs a name",
-}  # fmt: skip
+NO_TEXTS = CASES["turns without texts"]
 
 
 @pytest.mark.parametrize("odd", NO_TEXTS)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import inject
 import pytest
+from folders import table
 from texts import turn
 
 from fsdp_trainer.cli import main
@@ -27,6 +28,8 @@ from fsdp_trainer.data.files.sources import (
 from fsdp_trainer.data.records.conversations import Document, make_reader
 from fsdp_trainer.errors import UserError
 
+CASES = table("data/source_files.yaml")
+
 ASK, ANSWER = turn("user", "q"), turn("assistant", "a")
 QA = [ASK, ANSWER]
 
@@ -47,18 +50,7 @@ def answer_of(message):
 
 @pytest.mark.parametrize(
     ("name", "content", "rows"),
-    [
-        ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}', {1: "a", 3: "b"}),
-        ("a.json", '[\n{"text": "a"},\n\n {"text":\n "b"}]', {2: "a", 4: "b"}),
-        ("a.json", '{"version": [1],\n "n": {"x": [1]}}', {1: None}),
-        ("a.json", '{"version": 1, "data":\n [{"text": "a"},\n{"text": "b"}]}', {2: "a", 3: "b"}),
-        ("a.json", '{"text": "a"}\n{"text": "b"}\n', {1: "a", 2: "b"}),
-        ("a.json", '{\n"conversations": [\n{"from": "human", "value": "q"}]}', {1: None}),
-        ("a.txt", "a\nb\n", {1: "a", 2: "b"}),
-        ("a.txt", "\na\nb\n\n\nc", {2: "a\nb", 6: "c"}),
-        ("a.txt", b"a\r\nb\r\n\r\nc", {1: "a\nb", 4: "c"}),
-        ("a.jsonl", b'\xef\xbb\xbf{"text": "a"}', {1: "a"}),
-    ],
+    CASES["rows by line"],
 )
 def test_every_row_is_read_with_its_line(tmp_path, name, content, rows):
     """Blank lines separate documents, and line ends of Windows are not text."""
@@ -105,28 +97,6 @@ def test_a_path_without_data_is_refused_by_name(path):
 
 # --- what a row means ---------------------------------------------------------------------------
 
-ONE_CHAT = """
-{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-{"messages": [{"role": "User", "content": "q"}, {"role": "Assistant", "content": "a"}]}
-{"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, {"role": "assistant", "content": "a"}]}
-{"messages": "[{\\"role\\": \\"user\\", \\"content\\": \\"q\\"}, {\\"role\\": \\"assistant\\", \\"content\\": \\"a\\"}]"}
-{"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
-{"conversations": [{"from": "prompter", "value": "q"}, {"from": "model", "value": "a"}]}
-{"conversations": [{"role": "user", "value": "q"}, {"from": "gpt", "content": "a"}]}
-{"conversation": {"id": 1, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "other": {}}
-{"instruction": "q", "input": "", "output": "a"}
-{"instruction": "q", "response": "a"}
-{"question": "q", "answer": "a"}
-{"prompt": "q", "completion": "a", "other": 1}
-{"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
-""".strip()  # noqa: E501 - rows as they stand in a file
-
-
-@pytest.mark.parametrize("row", ONE_CHAT.splitlines())
-def test_formats_are_found_out(row):
-    assert read(json.loads(row)).messages == QA
-
 
 def test_a_system_column_comes_first_and_answers_in_a_prompt_are_not_learnt():
     chat = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -151,15 +121,6 @@ def test_fields_say_what_columns_mean():
         read(columns, fields={"messages": "body.wat.turns"})
 
 
-@pytest.mark.parametrize(
-    ("flag", "left_out"),
-    [("train", False), ("training", False), ("loss", False), ("masked", True)],
-)
-def test_a_turn_that_other_trainers_leave_out_is_not_learnt(flag, left_out):
-    assert answer_of(ANSWER | {flag: left_out}) == ANSWER | {"weight": 0.0}
-    assert answer_of(ANSWER | {flag: not left_out}) == ANSWER
-
-
 def test_answers_that_are_marked_as_bad_are_not_learnt_unseen():
     pair = {"prompt": "q", "completion": "a", "label": False}
     for row in (pair, {"messages": QA, "label": False}):
@@ -171,16 +132,10 @@ def test_answers_that_are_marked_as_bad_are_not_learnt_unseen():
 CALL = {"name": "add", "arguments": {"a": 1}}
 FUNCTION = {"type": "function", "function": CALL}
 RESULT = turn("tool", "2")
-CALLS = r"""
-{"content": null, "function_call": {"name": "add", "arguments": "{\"a\": 1}"}}
-{"content": null, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{\"a\": 1}"}}]}
-{"content": [{"type": "tool_call", "value": "{\"name\": \"add\", \"arguments\": {\"a\": 1}}"}]}
-{"content": [{"type": "tool_call", "name": "add", "input": {"a": 1}}]}
-{"content": [{"type": "tool_use", "id": "7", "name": "add", "input": {"a": 1}}], "id": "7"}
-""".strip()  # noqa: E501
+CALLS = CASES["calls"]
 
 
-@pytest.mark.parametrize("answer", CALLS.splitlines())
+@pytest.mark.parametrize("answer", CALLS)
 def test_calls_in_every_form_are_tool_calls_with_their_arguments(answer):
     answer = json.loads(answer)
     call = FUNCTION | ({"id": answer.pop("id")} if "id" in answer else {})
@@ -190,49 +145,13 @@ def test_calls_in_every_form_are_tool_calls_with_their_arguments(answer):
     assert messages[2] == RESULT | {"name": "add"}
 
 
-REASONED = """
-{"content": "a", "reasoning_content": "r"}
-{"content": "a", "reasoning": "r", "weight": null}
-{"content": [{"type": "text", "text": "a"}], "thinking": "r"}
-{"content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "value": "a"}]}
-{"content": [{"type": "reasoning", "value": "r"}, "a"]}
-""".strip()
+REASONED = CASES["reasoned"]
 
 
-@pytest.mark.parametrize("answer", REASONED.splitlines())
+@pytest.mark.parametrize("answer", REASONED)
 def test_reasoning_is_kept_apart_from_the_answer(answer):
     answer = answer_of({"role": "assistant"} | json.loads(answer))
     assert answer == ANSWER | {"reasoning_content": "r"}
-
-
-WRONG = """
-{"messages": [{"role": "wizard", "content": "x"}]}
-{"messages": [{"role": "user", "content": 5}]}
-{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}
-{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
-{"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"url": "x"}}]}]}
-{"messages": []}
-{"messages": ["x"]}
-{"messages": [{"role": "assistant", "content": "x", "weight": -1}]}
-{"messages": [{"role": "assistant", "tool_calls": [{"no": "name"}]}]}
-{"text": ["x"]}
-{"question": 5, "answer": "a"}
-{"question": null, "answer": "a"}
-{"conversations": [{"from": "human", "value": "q"}], "tools": "no JSON"}
-""".strip()
-
-
-@pytest.mark.parametrize("row", WRONG.splitlines())
-def test_columns_of_the_wrong_type_are_an_error_of_the_row(row):
-    with pytest.raises(RecordError):
-        read(json.loads(row))
-
-
-def test_unknown_columns_are_listed_with_an_example():
-    with pytest.raises(UserError) as raised:
-        read({"body": "x", "title": "y"})
-    assert "body title" in str(raised.value)
-    assert "data.fields={prompt: body, completion: title}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -338,24 +257,7 @@ def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
 
 A, B = '{"text": "a"}', '{"text": "b"}'
 ROLES = '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]'
-FORMS = {
-    f"[{A}, {B}]": [(1, "a"), (1, "b")],
-    f"[\n{A},\n{B}\n]": [(2, "a"), (3, "b")],
-    '{\n"text": "a"\n}\n{\n"text": "b"\n}\n': [(1, "a"), (4, "b")],
-    f"{A}{B}": [(1, "a"), (1, "b")],
-    f"{A},\n{B},\n": [(1, "a"), (2, "b")],
-    '{"text": ["a", "b"], "n": [1, 2]}': [(1, "a"), (1, "b")],
-    '{\n"text":\n["a", "b"]}': [(1, "a"), (1, "b")],
-    f"{A}\n": [(1, "a")],
-    f"{A}\n{B}": [(1, "a"), (2, "b")],
-    '{\n"text": "a",,\n}\n{\n"text": "b"\n}\n{\n"text': [(1, None), (4, "b"), (7, None)],
-    f'{{"text": "a\n{A}\n{B}': [(1, None), (2, "a"), (3, "b")],
-    '{"text": "a", "tags": ["x"]}': [(1, "a")],
-    f'{{"text": "a", "messages": {ROLES}}}': [(1, "a")],
-    f'{{"text":\n{A}\n{B}': [(1, None), (2, "a"), (3, "b")],
-    f'{{"text": "a", "messages": [\n{ROLES[1:33]}\n]}}': [(1, "a")],
-    f'{{"text": "a", "segments": [{B}]}}': [(1, "a")],
-}
+FORMS = CASES["forms of JSON"]
 """Content of a file, and the lines and texts of its rows; None for those that cannot be read."""
 
 
@@ -364,7 +266,7 @@ FORMS = {
 def test_json_is_read_however_its_objects_lie_in_the_file(tmp_path, name, content):
     packed = gzip.compress(content.encode()) if name.endswith(".gz") else content
     rows = [*read_records(written(tmp_path, name, packed))]
-    assert [(row.where[1], row.columns.get("text")) for row in rows] == FORMS[content]
+    assert [[row.where[1], row.columns.get("text")] for row in rows] == FORMS[content]
     assert [row.error is None for row in rows] == [text is not None for _, text in FORMS[content]]
 
 
@@ -380,15 +282,7 @@ def test_an_array_on_one_line_may_hold_more_values_than_a_row(tmp_path, monkeypa
     assert [row.columns["text"] for row in rows] == ["a", "b"]
 
 
-NO_ROWS = {
-    "parts.json": (f'{{"train": [{A}], "test": [{B}]}}', "jq -c '.[\"train\"][]'"),
-    "pandas.json": ('{"text": {"0": "a"}, "n": {"0": "1"}}', "orient='records', lines=True"),
-    "split.json": ('{"columns": ["text"], "index": [0], "data": [["a"]]}', "orient='records'"),
-    "unequal.json": ('{"text": ["a", "b"], "n": ["1"]}', "different lengths: text 2, n 1"),
-    "twice.csv": ("text,n, text\na,1,b\n", "has 'text' twice among the names"),
-    "bars.csv": ("a|b;c\nd|e;f\n", "sep=;  or, for a single column,  sep=,"),
-    "one.csv": ("a;b\nc\nd;e\n", "not certain that semicolons"),
-}
+NO_ROWS = CASES["no rows"]
 
 
 @pytest.mark.parametrize("name", NO_ROWS)
@@ -410,15 +304,7 @@ def test_a_table_with_a_column_twice_is_refused(tmp_path):
             [*read_records(str(tmp_path / "a.parquet"))]
 
 
-TABLES = {
-    "a.csv": 'prompt;completion\nq, r;a\n\n"s\n;";b\n',
-    "b.csv": 'prompt|completion\nq, r|a\n\n"s\n;"|b\n',
-    "c.csv": 'prompt\tcompletion\nq, r\ta\n\n"s\n;"\tb\n',
-    "d.tsv": 'prompt,completion\n"q, r",a\n\n"s\n;",b\n',
-    "e.csv": '\ufeffsep=;\r\nprompt;completion\r\nq, r;a\r\n"s\r\n;";b\r\n',
-    "g.csv": 'sep=,,\nprompt,completion\n"q, r",a\n"s\n;",b\n',
-    "f.csv": '"sep=^"\nprompt^completion\nq, r^a\n"s\n;"^b\n',
-}
+TABLES = CASES["tables"]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -475,12 +361,7 @@ def test_a_file_of_another_kind_than_its_name_says_is_named(tmp_path, content, a
         assert advice in row.error
 
 
-TEXTS = {
-    "a.jsonl": '{"text": "a"}\n\n{"text": "' + "b" * 50 + '"}\r\n{"text": "c"}\n{"te',
-    "a.json": '{"text": "a"}\n{"text": "b"}\n{"text": "c"}',
-    "lines.txt": "a\nbb\n" + "c" * 40 + "\nd",
-    "blank.txt": "\n \na\nbb\n\n\n" + "c" * 40 + "\nd\r\n\r\ne\n\n",
-}
+TEXTS = CASES["texts"]
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -506,15 +387,7 @@ def test_units_of_a_text_hold_each_row_once_and_in_order(tmp_path, name, bytes_e
 
 @pytest.mark.parametrize(
     ("names", "called"),
-    [
-        (["a.jsonl", "b.txt"], ["a", "b"]),
-        (["x/train.jsonl", "y/train.jsonl"], ["x/train", "y/train"]),
-        (["a.jsonl", "a.txt"], ["a.jsonl", "a.txt"]),
-        (["a.txt", "b/a.txt", "b/a.jsonl"], ["a.txt", "a.jsonl", "b/a.txt"]),
-        (["x/a.txt", "y/a.txt", "c.txt"], ["c", "x/a", "y/a"]),
-        (["c4-0-of-2.jsonl", "c4-1-of-2.jsonl", "wiki.jsonl.gz"], ["c4", "wiki"]),
-        ([f"{i:03}.txt" for i in range(17)], ["data"]),
-    ],
+    CASES["names"],
 )
 def test_sources_have_short_names_that_differ_wherever_they_lie(tmp_path, names, called):
     for place in ("here", "there"):  # the names are in the fingerprint

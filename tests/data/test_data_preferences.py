@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from folders import table
 from texts import samples_of, supervised_texts, turn
 
 from fsdp_trainer.cli import main
@@ -14,6 +15,8 @@ from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
+
+CASES = table("data/preference_rows.yaml")
 
 BYTES = load_tokenizer("demo:bytes")
 Q, A, B = turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
@@ -29,24 +32,7 @@ def read(columns):
     return make_reader(columns, "auto", None, "f", kind="pairs").read(Record(columns, ("f", 1)))
 
 
-PAIRS = {
-    '{"prompt": "q", "chosen": "a", "rejected": "b"}': [Q],
-    '{"question": "q", "chosen": "a", "rejected": "b"}': [Q],
-    '{"system": "s", "instruction": "q", "input": "i", "chosen": "a", "rejected": "b"}': [
-        turn("system", "s"),
-        turn("user", "q\ni"),
-    ],
-    '{"prompt": [Q], "chosen": [A], "rejected": [B]}': [Q],
-    '{"prompt": [Q], "chosen": A, "rejected": B}': [Q],
-    '{"chosen": [Q, A], "rejected": [Q, B]}': [Q],
-    '{"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}': [Q],
-    '{"prompt": "q", "chosen": [Q, A], "rejected": [Q, B], "messages": [Q, A]}': [Q],
-    '{"prompt": [Q], "chosen": [A, Q, A], "rejected": [A, Q, B]}': [Q, A, Q],
-    """{"conversations": [{"from": "human", "value": "q"}],
-        "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}""": [Q],
-    r"""{"chosen": "\n\nHuman: q\n\nAssistant: a",
-        "rejected": "\n\nHuman: q\n\nAssistant: b"}""": [Q],
-}
+PAIRS = CASES["pairs"]
 """Rows, and their prompts."""
 
 
@@ -56,18 +42,7 @@ def test_pairs_are_read_in_every_form(row):
     assert (pair.prompt, pair.chosen, pair.rejected) == (PAIRS[row], [A], [B])
 
 
-WRONG = {
-    '{"prompt": "q", "chosen": "a", "rejected": null}': "'rejected' is null",
-    '{"prompt": "q", "chosen": "a", "rejected": "a"}': "the same",
-    '{"prompt": "q", "chosen": "a", "rejected": " "}': "rejected is empty",
-    '{"prompt": "q", "chosen": "a", "rejected": 5}': "rejected' should be text",
-    '{"chosen": "a", "rejected": "b"}': "share no prompt",
-    '{"chosen": [Q, A], "rejected": [OTHER, B]}': "share no prompt",
-    '{"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}': "the row's own prompt",
-    '{"chosen": [Q, A], "rejected": [Q, B, Q]}': "rejected does not end with a turn of the as",
-    '{"chosen": [Q, A], "rejected": [Q, A, Q, B]}': "chosen is the beginning",
-    '{"prompt": [Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, OTHER, B]}': "user's turn",
-}
+WRONG = CASES["wrong"]
 
 
 @pytest.mark.parametrize("row", WRONG)

@@ -11,7 +11,7 @@ from itertools import chain, compress, pairwise
 import inject
 import numpy as np
 import pytest
-from folders import REPO
+from folders import REPO, table
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.data_files import TOKEN_FORMS
@@ -19,6 +19,8 @@ from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
+
+CASES = table("data/token_files.yaml")
 
 WRITTEN = REPO / "tests" / "data" / "token_files"
 DOCUMENTS = json.loads((WRITTEN / "documents.json").read_text())
@@ -295,20 +297,7 @@ def npy_of(shape, content=b"", dtype="<u2"):
     return npy(f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}", content)
 
 
-LIES = {
-    # place of uint32 or int64 numbers in a file, and what is written there
-    "litdata_items/chunk-0-1.bin": [(0, "<u4", [2**31]), (8, "<u4", [99999]), (12, "<u4", [20]),
-                                    (20, "<u4", [9999]), (24, "<u4", [3])],
-    "litdata/chunk-0-1.bin": [(8, "<u4", [2**32 - 1]), (4, "<u4", [0])],
-    "mds_any/shard.00000.mds": [(0, "<u4", [2**31]), (8, "<u4", [99999]), (12, "<u4", [20]),
-                                (0, "<u4", [2])],
-    "mds_int32/shard.00000.mds": [(8, "<u4", [99999])],
-    "mds_bytes/shard.00000.mds": [(8, "<u4", [99999])],
-    "megatron/tokens_text_document.idx": [
-        (18, "<u8", [2**60]), (34, "<i4", [-1]), (34, "<i4", [1, 10**9]), (62, "<i8", [-8]),
-        (70, "<i8", [2**62]), (70, "<i8", [2]), (118, "<i8", [1]), (126, "<i8", [5, 2]),
-    ],
-}  # fmt: skip
+LIES = CASES["lies"]
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -325,17 +314,7 @@ def test_a_header_that_lies_is_never_read_as_other_tokens(tmp_path, name):
         assert row.error
 
 
-INDEXES = {
-    "litdata/chunk-0-1.bin": [
-        (), ("config",), ("config", "data_format"), ("config", "data_format", 0),
-        ("chunks",), ("chunks", 1), ("chunks", 1, "chunk_size"), ("chunks", 1, "filename"),
-    ],
-    "mds_any/shard.00000.mds": [
-        (), ("shards",), ("shards", 0), ("shards", 0, "column_names"), ("shards", 0, "raw_data"),
-        ("shards", 0, "column_sizes", 0), ("shards", 0, "column_encodings", 0),
-        ("shards", 0, "raw_data", "bytes"), ("shards", 0, "raw_data", "basename"),
-    ],
-}  # fmt: skip
+INDEXES = CASES["indexes"]
 
 
 @pytest.mark.parametrize("name", INDEXES)

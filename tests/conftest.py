@@ -14,8 +14,8 @@ import composing
 import hypothesis
 import pytest
 from ledger import Ledger
-from world import Run, World, split, start_server, write_chats
 from program import Program
+from world import Run, World, split, start_server, write_chats
 
 sys.dont_write_bytecode = False  # otherwise each worker compiles every test module again
 composing.keep()

@@ -9,16 +9,8 @@ from collections import Counter
 
 import inject
 import pytest
-from texts import SPECIAL, in_transformers, samples_of, supervised_texts, turn, write_tokenizer
 from folders import table
-from texts import (
-    SPECIAL,
-    in_transformers,
-    samples_of,
-    supervised_texts,
-    turn,
-    write_tokenizer,
-)
+from texts import SPECIAL, in_transformers, samples_of, supervised_texts, turn, write_tokenizer
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError

@@ -1,4 +1,4 @@
-"""What `plan` prints of its figures, which no rehearsal corrects."""
+"""Figures that `plan` prints before a rehearsal corrects them."""
 
 import json
 

@@ -30,7 +30,7 @@ from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import Optim, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY, ExportConfig
 from fsdp_trainer.data.records.record_formats import FORMATS
-from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, NAMED
+from fsdp_trainer.data.templates.chat_template import BUILT_IN
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.models.families import FAMILIES

@@ -38,7 +38,7 @@ from fsdp_trainer.data.images.image_files import ImageFile, digest_of
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.row_order import Rows
-from fsdp_trainer.training.image_loader import ImageLoader
+from fsdp_trainer.training.media_loader import MediaLoader
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
 TOWER = VISION | SIZES | {"num_attention_heads": 8, "image_size": 224, "patch_size": 16}
@@ -219,10 +219,10 @@ def decode(folder: Path, workers: int) -> float:
     def rows() -> Iterator[Rows]:
         for _ in range(DECODED // 8):
             some = Rows.empty(1, 1)
-            some.images = [[image] * 8]
+            some.media = [[image] * 8]
             yield some
 
-    loader = ImageLoader(ImageProcessor(str(folder / "hf")), None, workers)
+    loader = MediaLoader(ImageProcessor(str(folder / "hf")), None, workers)
     loaded = loader.ahead(rows())
     for _ in range(4):  # the workers' imports
         next(loaded)

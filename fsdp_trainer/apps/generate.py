@@ -15,10 +15,11 @@ from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
-from fsdp_trainer.data.images.sample_images import ImageReader
-from fsdp_trainer.data.records.images import images_in, images_of, with_column
-from fsdp_trainer.data.store.findings import ImageWarnings
+from fsdp_trainer.data.media.kinds import processor_of, reader_of
+from fsdp_trainer.data.media.media import MediaReader, joined
+from fsdp_trainer.data.records.images import IMAGES
+from fsdp_trainer.data.records.media import media_in
+from fsdp_trainer.data.store.findings import MediaWarnings
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
@@ -27,7 +28,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.drafts import Drafts, drafts_of, sum_of_drafts
-from fsdp_trainer.generation.prompt_images import PromptImages
+from fsdp_trainer.generation.prompt_media import PromptMedia
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.config import AUTO, ONLY_TEXT, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -38,20 +39,20 @@ TextOf = Callable[[list[dict], str], str]
 
 @dataclass(frozen=True)
 class Asked:
-    """A text up to where the answer begins. images: those in it."""
+    """A text up to where the answer begins. media: those in it."""
 
     text: str
-    images: PromptImages | None = None
+    media: PromptMedia | None = None
 
 
 @dataclass
 class Speaker:
-    """A model with its tokenizer and template. images: reads images, if the model does."""
+    """A model with its tokenizer and template. media: reads media, if the model does."""
 
     model: Decoder
     tokenizer: TextTokenizer
     template: Template
-    images: ImageReader | None = None
+    media: MediaReader | None = None
 
     def __post_init__(self) -> None:
         self.decoding = Decoding(self.model)
@@ -71,8 +72,8 @@ class Speaker:
         """
         model = load_model(source, device, dtype, implementation=implementation, mtp=mtp)
         tokenizer = load_tokenizer(str(tokenizer_folder(source)))
-        images = reader_of_images(model.config, source)
-        return cls(model, tokenizer, load_template(None, tokenizer), images)
+        media = reader_of_media(model.config, source)
+        return cls(model, tokenizer, load_template(None, tokenizer), media)
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
         """Yield the next assistant turn, in pieces of text."""
@@ -85,25 +86,25 @@ class Speaker:
         """
         text_of = text_of or self.template.ask
         try:
-            if any(images_in(messages)):
-                return self._ask_with_images(messages, text_of)
+            if any(media_in(messages)):
+                return self._ask_with_media(messages, text_of)
             return Asked(text_of(messages, ""))
         except RecordError as error:
             problem = Problem(messages[-1]["content"][:60], str(error))
             raise UserError("the conversation cannot be rendered", [problem]) from None
 
-    def _ask_with_images(self, messages: list[dict], text_of: TextOf) -> Asked:
-        if self.images is None:
+    def _ask_with_media(self, messages: list[dict], text_of: TextOf) -> Asked:
+        if self.media is None:
             raise RecordError(f"holds an image, {ONLY_TEXT}")
-        processor = self.images.processor
-        opened = [self.images.files.opened(image) for image in images_in(messages)]
-        self.images.say_lost([file for file, _ in opened])
+        processor = self.media.processor
+        opened = [self.media.files.opened(one) for one in media_in(messages)]
+        self.media.say_lost([file for file, _ in opened])
         token = str(self.tokenizer.backend.id_to_token(processor.token))
         text = text_of(messages, processor.mark)
-        whole = self.images.expand(text, [file for file, _ in opened], token, is_whole=True)
+        whole = self.media.expand(text, [file for file, _ in opened], token, is_whole=True)
         arrays = joined([processor.numbers_of(picture, file.name) for file, picture in opened])
-        tokens = sum(image.tokens for image in whole.images)
-        return Asked(whole.text, PromptImages(lambda: arrays, tokens))
+        tokens = sum(one.tokens for one in whole.media)
+        return Asked(whole.text, PromptMedia(lambda: arrays, tokens))
 
     def say(self, asked: Asked, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of a text, in pieces; a piece never ends within a character."""
@@ -111,7 +112,7 @@ class Speaker:
         prompt = self.encode(asked.text)
         stop_ids = self.tokenizer.stop_ids
         for token in stream_tokens(
-            self.model, prompt, stop_ids, sampling_of(cfg), self.decoding, asked.images
+            self.model, prompt, stop_ids, sampling_of(cfg), self.decoding, asked.media
         ):
             if piece := stream.add([token]):
                 yield piece
@@ -125,11 +126,9 @@ class Speaker:
     def tokens(self, asked: list[Asked], cfg: GenerateConfig) -> list[list[list[int]]]:
         """Return the tokens of cfg.samples continuations of each text, as `say_all`."""
         prompts = [self.encode(each.text) for each in asked]
-        images = [each.images for each in asked]
+        media = [each.media for each in asked]
         stop_ids, sampling = self.tokenizer.stop_ids, sampling_of(cfg)
-        return generate_tokens(
-            self.model, prompts, stop_ids, sampling, rows=cfg.rows, images=images
-        )
+        return generate_tokens(self.model, prompts, stop_ids, sampling, rows=cfg.rows, media=media)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt. Raises UserError if there are none, or too many."""
@@ -219,17 +218,17 @@ def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
     if not cfg.image:
         return turns
     try:
-        return with_column(turns, images_of(cfg.image))
+        return IMAGES.placed(turns, IMAGES.read_all(cfg.image))
     except RecordError as error:
         raise UserError("images do not fit", [Problem(f"prompt={prompt}", str(error))]) from None
 
 
-def reader_of_images(config: ModelConfig, source: str | Path) -> ImageReader | None:
-    """Return what reads images for the model of a folder, None if it reads only text."""
+def reader_of_media(config: ModelConfig, source: str | Path) -> MediaReader | None:
+    """Return what reads media for the model of a folder, None if it reads only text."""
     if not config.reads_images:
         return None
-    processor = ImageProcessor(str(model_folder(source)))
-    return ImageReader(processor, user_cache(), ImageWarnings())
+    processor = processor_of(str(model_folder(source)))
+    return reader_of(processor, user_cache(), MediaWarnings())
 
 
 def show_answers(prompt: str, answers: list[str], form: str, drafts: Sequence[Drafts] = ()) -> None:

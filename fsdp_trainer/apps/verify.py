@@ -39,14 +39,14 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import VerifyConfig
-from fsdp_trainer.data.images.image_processor import ImageProcessor
-from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.media.kinds import processor_of, reader_of
+from fsdp_trainer.data.media.media import MediaProcessor
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.generation.prompt_images import PromptImages, packed_images
+from fsdp_trainer.generation.prompt_media import PromptMedia, packed_media
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
@@ -124,14 +124,14 @@ def compare_with_an_image(
     # imports transformers
     from fsdp_trainer.models.hf.start_check import with_image
 
-    picture = ImageProcessor(str(model_folder(source))).example()
+    picture = processor_of(str(model_folder(source))).example()
     tokens = torch.where(tokens == ours.tower.token, 0, tokens)
     code = report_difference(ours.logits(tokens), theirs(tokens).logits, folder)
-    document, _, images = with_image(ours, picture, tokens[:1])
-    given = ours.tower.own_inputs(ours.hf, images, document)
+    document, _, media = with_image(ours, picture, tokens[:1])
+    given = ours.tower.own_inputs(ours.hf, media, document)
     shown = theirs(input_ids=document, **given).logits
     what = "logits with an image"
-    return max(code, report_difference(ours.logits(document, images), shown, folder, what))
+    return max(code, report_difference(ours.logits(document, media), shown, folder, what))
 
 
 def report_difference(a: Tensor, b: Tensor, folder: Path, what: str = "logits") -> int:
@@ -185,7 +185,7 @@ def show_losses(source: Path, data: str) -> None:
     ways = list(MERGES) if kept_in_four_bits(source) else ["original"]
     processor = None
     if model_config(source).reads_images:
-        processor = ImageProcessor(str(model_folder(source)))
+        processor = processor_of(str(model_folder(source)))
     with tempfile.TemporaryDirectory() as cache:
         store = tokenized(source, data, Path(cache), processor)
         tokens = int(sum(store.supervised))
@@ -196,8 +196,8 @@ def show_losses(source: Path, data: str) -> None:
             print(f"loss {loss:.4f} on {tokens:,} tokens of {data}{how}")
 
 
-def tokenized(source: Path, data: str, cache: Path, processor: ImageProcessor | None) -> TokenStore:
-    """Return a file tokenized as in the source's own run. processor: of the model's images."""
+def tokenized(source: Path, data: str, cache: Path, processor: MediaProcessor | None) -> TokenStore:
+    """Return a file tokenized as in the source's own run. processor: of the model's media."""
     settings: dict[str, Any] = {}
     if not is_adapter(source):
         stored = checkpoint_configuration(source)
@@ -209,9 +209,9 @@ def tokenized(source: Path, data: str, cache: Path, processor: ImageProcessor | 
     tokenizer = load_tokenizer(str(tokenizer_folder(source)))
     wanted = Data(**settings)
     template = load_template(wanted.template, tokenizer, wanted.template_args, wanted.template_date)
-    images = ImageReader(processor, cache) if processor else None
+    media = reader_of(processor, cache) if processor else None
     batch = Batch(seq_len=length)
-    return prepare(wanted, batch, tokenizer, template, cache, images=images).train[0]
+    return prepare(wanted, batch, tokenizer, template, cache, media=media).train[0]
 
 
 def with_variables(value: Any, source: Path) -> Any:
@@ -236,17 +236,17 @@ def with_variables(value: Any, source: Path) -> Any:
 
 
 @torch.no_grad()
-def mean_loss(model: Decoder, store: TokenStore, processor: ImageProcessor | None) -> float:
-    """Return Σ weight · nll ÷ Σ weight over all samples. processor: of the model's images."""
+def mean_loss(model: Decoder, store: TokenStore, processor: MediaProcessor | None) -> float:
+    """Return Σ weight · nll ÷ Σ weight over all samples. processor: of the model's media."""
     total = 0.0
     weights = 0.0
     for sample in range(len(store)):
         stored_tokens, stored_weights = store.read(sample)
         tokens = torch.tensor(stored_tokens).long()
         weight = torch.tensor(stored_weights)[1:].double()
-        shown = PromptImages.of_files(processor, store.images(sample)) if processor else None
-        images = packed_images(model, [tuple(tokens[:-1].tolist())], [shown], tokens.device)
-        given: dict[str, Any] = {} if images is None else {"images": images}
+        shown = PromptMedia.of_files(processor, store.media(sample)) if processor else None
+        media = packed_media(model, [tuple(tokens[:-1].tolist())], [shown], tokens.device)
+        given: dict[str, Any] = {} if media is None else {"media": media}
         scores = model.logits(tokens[None, :-1], **given)[0].float().log_softmax(-1)
         learnt = scores.gather(1, tokens[1:, None])[:, 0].double()
         total -= float((weight * learnt).sum())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.data.media.kinds import READ
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.store.findings import (
@@ -19,7 +20,7 @@ from fsdp_trainer.data.store.findings import (
     percent,
 )
 from fsdp_trainer.data.store.token_store import TokenStore, group_digests
-from fsdp_trainer.data.tokens.samples import EXAMPLES, IMAGE_TOKENS, IMAGES, LOST
+from fsdp_trainer.data.tokens.samples import EXAMPLES, LOST, MEDIA, MEDIA_TOKENS
 
 BUCKET_BITS, BLOCK = 22, 1 << 20
 """Digests are first compared by this many bits, this many digests at a time."""
@@ -161,12 +162,12 @@ def warning_lines(prepared: Prepared, seq_len: int, others: Sequence[Finding] = 
 
 
 def images_line(stores: Sequence[TokenStore]) -> list[str]:
-    """Return the line on images, if there are any."""
-    images, of_images = (
-        sum(store.counts.get(key, 0) for store in stores) for key in (IMAGES, IMAGE_TOKENS)
+    """Return the line on media, if there are any."""
+    media, of_media = (
+        sum(store.counts.get(key, 0) for store in stores) for key in (MEDIA, MEDIA_TOKENS)
     )
     _, tokens, _ = amounts(stores)
-    return [f"{counted(images, 'image')}, {of_images / tokens:.1%} of the tokens"] if images else []
+    return [f"{counted(media, READ.name)}, {of_media / tokens:.1%} of the tokens"] if media else []
 
 
 def amounts(stores: Sequence[TokenStore]) -> list[int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.files.sources import lines_on_folders
-from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.media.media import MediaReader
 from fsdp_trainer.data.records.preference_records import PAIRS, SINGLE
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.token_cache import component_stores, merge_held_out, require_kind
@@ -55,17 +55,17 @@ def prepare(
     root: Path,
     reporter: Reporter | None = None,
     kind: str | None = None,
-    images: ImageReader | None = None,
+    media: MediaReader | None = None,
     answer: int = 0,
 ) -> Prepared:
     """Tokenize the data into folders of `root`, unless it is already there.
 
-    kind: passed to `make_reader`. images, answer: see TokenizeOptions. Raises UserError if the data
+    kind: passed to `make_reader`. media, answer: see TokenizeOptions. Raises UserError if the data
     cannot be used.
     """
     reporter = reporter or Reporter()
     preparing = component_stores(
-        data, batch, tokenizer, template, Path(root), reporter, kind, images, answer
+        data, batch, tokenizer, template, Path(root), reporter, kind, media, answer
     )
     opened = [one.stores() for one in preparing]
     if kind in (SINGLE, PAIRS):

@@ -13,12 +13,12 @@ from fsdp_trainer.config.schema import Data, Model, Run, Tokenizer, TrainConfig
 from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig
 from fsdp_trainer.data.data_statistics import left_out, length_for_most, lost_share
 from fsdp_trainer.data.files.sources import lines_on_folders
-from fsdp_trainer.data.images.image_processor import ImageProcessor
-from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.media.kinds import processor_of, reader_of
+from fsdp_trainer.data.media.media import MediaReader
 from fsdp_trainer.data.prepared import Prepared, prepare
 from fsdp_trainer.data.records import preference_records
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
-from fsdp_trainer.data.store.findings import Finding, ImageWarnings
+from fsdp_trainer.data.store.findings import Finding, MediaWarnings
 from fsdp_trainer.data.store.token_cache import Reporter
 from fsdp_trainer.data.stream.row_stream import stream_data
 from fsdp_trainer.data.templates.chat_template import Template
@@ -141,8 +141,8 @@ def cache_root(data: Data, run: Run) -> Path:
     return Path(data.cache or Path(run.root) / ".data").expanduser()
 
 
-def image_reader(model: Model, cache: Path) -> ImageReader | None:
-    """Return what reads the images of a model's data; None if the model reads only text.
+def media_reader(model: Model, cache: Path) -> MediaReader | None:
+    """Return what reads the media of a model's data; None if the model reads only text.
 
     cache: folder of data.cache.
     """
@@ -151,7 +151,7 @@ def image_reader(model: Model, cache: Path) -> ImageReader | None:
     folder = model_folder(fetch(model.init_from, weights=False))
     if not reads_images(folder, model.implementation):
         return None
-    return ImageReader(ImageProcessor(str(folder)), cache, ImageWarnings())
+    return reader_of(processor_of(str(folder)), cache, MediaWarnings())
 
 
 def build_data(
@@ -180,17 +180,17 @@ def kind_of_data(choice: ObjectiveChoice, is_early: bool) -> str | None:
     return None if is_default and is_early else method.reads
 
 
-def images_and_answer(
+def media_and_answer(
     choice: ObjectiveChoice, model: Model, root: Path
-) -> tuple[ImageReader | None, int]:
-    """Return what reads images, and the tokens of a row that are left for the answer to a prompt.
+) -> tuple[MediaReader | None, int]:
+    """Return what reads media, and the tokens of a row that are left for the answer to a prompt.
 
     root: folder of data.cache.
     """
     prompts = choice.method.samples
     only_text = prompts or choice.method.scores
-    images = None if only_text else image_reader(model, root)
-    return images, choice.max_new_tokens if prompts else 0
+    media = None if only_text else media_reader(model, root)
+    return media, choice.max_new_tokens if prompts else 0
 
 
 def _build_data(
@@ -205,7 +205,7 @@ def _build_data(
     template = build_template(cfg.data, tokenizer)
     kind = kind_of_data(cfg.objective, isinstance(cfg, PreviewConfig | PrepareConfig))
     if not cfg.data.streaming:
-        more = images_and_answer(cfg.objective, cfg.model, root)
+        more = media_and_answer(cfg.objective, cfg.model, root)
         prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, reporter, kind, *more)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)

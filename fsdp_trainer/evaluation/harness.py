@@ -17,8 +17,9 @@ from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_te
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.sample_images import SampleImage
-from fsdp_trainer.data.records.images import COLUMN_MARK, images_of, with_marks
+from fsdp_trainer.data.media.kinds import READ
+from fsdp_trainer.data.media.media import SampleMedium
+from fsdp_trainer.data.records.row_kinds import ROW_KINDS
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -26,27 +27,30 @@ from fsdp_trainer.evaluation.generation_settings import read_settings
 from fsdp_trainer.evaluation.scoring import Ending, Prompt, Scorer
 from fsdp_trainer.models.config import ONLY_TEXT
 
+KIND = ROW_KINDS[READ.name]
+"""The kind of media that tasks show."""
+
 UNFINISHED_TOKENS = 8  # more than an incomplete character or a special token can take
 MOST_REPEATS = 1 << 20
 """Distance between the seeds of tasks, within which each repeat has its own."""
 
 
 class ShownText(NamedTuple):
-    """A text in which the marks of images are replaced by their tokens, and the images."""
+    """A text in which the marks of media are replaced by their tokens, and the media."""
 
     text: str
-    images: tuple[SampleImage, ...] = ()
+    media: tuple[SampleMedium, ...] = ()
 
 
 class HarnessModel(TemplateLM):
     """A model with its tokenizer and chat template.
 
-    data_files: by the name of a task, the file whose folder the paths of its images begin at.
+    data_files: by the name of a task, the file whose folder the paths of its media begin at.
     defaults: settings of generation that hold where a task has none.
     """
 
     MULTIMODAL = True
-    """The harness passes images. A model that reads only text refuses them itself."""
+    """The harness passes media. A model that reads only text refuses them itself."""
 
     def __init__(
         self,
@@ -101,10 +105,10 @@ class HarnessModel(TemplateLM):
         """
         if self.template.for_record(None).forms.system == "user":
             chat_history = [turn for turn in chat_history if turn["role"] != "system"]
-        reader = self.scorer.images
+        reader = self.scorer.media
         mark = "" if reader is None else reader.processor.mark
         if reader is not None:
-            chat_history = [with_marks(turn) for turn in chat_history]
+            chat_history = [KIND.marked(turn) for turn in chat_history]
         render = self.template.ask if add_generation_prompt else self.template.continued
         try:
             return render(chat_history, mark)
@@ -131,41 +135,43 @@ class HarnessModel(TemplateLM):
         scores = dict(
             zip(others, super().loglikelihood([requests[i] for i in others]), strict=True)
         )
-        endings = [self.ending_with_images(requests[i]) for i in shown]
+        endings = [self.ending_with_media(requests[i]) for i in shown]
         for i, score in zip(shown, self.scorer.likelihoods(endings), strict=True):
             scores[i] = score.total, score.is_greedy
         return [scores[i] for i in range(len(requests))]
 
-    def ending_with_images(self, request: Any) -> Ending:
+    def ending_with_media(self, request: Any) -> Ending:
+        """Return the ending of a request (context, continuation, media)."""
         context, continuation, _ = request.args
-        whole = self.with_images(request, context)
+        whole = self.with_media(request, context)
         before, after = self._encode_pair(whole.text, continuation)
         self.require_room(request, len(before) + len(after))
-        return Ending((*before, *after), len(after), whole.images)
+        return Ending((*before, *after), len(after), whole.media)
 
-    def with_images(self, request: Any, text: str) -> ShownText:
+    def with_media(self, request: Any, text: str) -> ShownText:
+        """Return a request's text with its media. Raises UserError, which names the item."""
         if len(request.args) < 3:
             return ShownText(text)
-        reader = self.scorer.images
+        reader = self.scorer.media
         name = f"{request.task_name}, item {request.doc_id}"
         try:
             if reader is None:
-                raise RecordError(f"has images, {ONLY_TEXT}")
-            images = images_of(as_files(request.args[2]["visual"]))
-            files = reader.find(images, self.data_files.get(str(request.task_name), ""))
+                raise RecordError(f"has {KIND.kind}s, {ONLY_TEXT}")
+            media = KIND.read_all(as_files(request.args[2]["visual"]))
+            files = reader.find(media, self.data_files.get(str(request.task_name), ""))
             token = str(self.text_tokenizer.backend.id_to_token(reader.processor.token))
-            marked = text.replace(COLUMN_MARK, reader.processor.mark)
+            marked = text.replace(KIND.mark, reader.processor.mark)
             if files and reader.processor.mark not in marked:
-                raise RecordError(f"has no {COLUMN_MARK} in its text, where an image stands")
+                raise RecordError(f"has no {KIND.mark} in its text, where an {KIND.kind} stands")
             whole = reader.expand(marked, files, token, is_whole=True)
         except RecordError as error:
             raise UserError("a task cannot be run", [Problem(name, str(error))]) from None
-        return ShownText(whole.text, whole.images)
+        return ShownText(whole.text, whole.media)
 
     def require_room(self, request: Any, length: int) -> None:
-        """Raise UserError if a text with images is longer than the context: it cannot be cut."""
+        """Raise UserError if a text with media is longer than the context: it cannot be cut."""
         if length > self.max_length:
-            reason = f"has {length:,} tokens with its images, the context {self.max_length:,}"
+            reason = f"has {length:,} tokens with its {KIND.kind}s, the context {self.max_length:,}"
             name = f"{request.task_name}, item {request.doc_id}"
             raise UserError("a task cannot be run", [Problem(name, reason)])
 
@@ -205,7 +211,7 @@ class HarnessModel(TemplateLM):
         for (_, sample, _), numbers in groups.items():
             first = requests[numbers[0]]
             options = {**self.defaults, **first.args[1]}
-            prompts = [self.with_images(requests[i], requests[i].args[0]) for i in numbers]
+            prompts = [self.with_media(requests[i], requests[i].args[0]) for i in numbers]
             answers = self.answers(str(first.task_name), prompts, options, sample)
             for i, text in zip(numbers, answers, strict=True):
                 texts[i] = text
@@ -252,14 +258,14 @@ class HarnessModel(TemplateLM):
         def is_over(tokens: list[int]) -> bool:
             return has_stop(tokens[-longest:]) and has_stop(tokens)
 
-        asked = [Prompt(self.tok_encode(text)[-room:], images) for text, images in prompts]
+        asked = [Prompt(self.tok_encode(text)[-room:], media) for text, media in prompts]
         stop_ids = self.text_tokenizer.stop_ids
         answers = self.scorer.continuations(asked, stop_ids, sampling, is_over)
         return [postprocess_generated_text(decode(answer), until, None) for answer in answers]
 
 
 def as_files(visual: Any) -> Any:
-    """Return what doc_to_image gives, with Pillow's images as the bytes of files."""
+    """Return what doc_to_image gives, with Pillow's media as the bytes of files."""
     if isinstance(visual, list):
         return [as_files(each) for each in visual]
     if not hasattr(visual, "tobytes"):

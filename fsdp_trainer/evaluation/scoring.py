@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import gather, to_device
-from fsdp_trainer.data.images.sample_images import ImageReader, SampleImage
+from fsdp_trainer.data.media.media import MediaReader, SampleMedium
 from fsdp_trainer.generation.continuations import IDLE_PROMPT, IsOver, generate_tokens
 from fsdp_trainer.generation.key_value_cache import Prompts
-from fsdp_trainer.generation.prompt_images import PromptImages, packed_images
+from fsdp_trainer.generation.prompt_media import PromptMedia, packed_media
 from fsdp_trainer.generation.prompt_ranks import OneRank, OwnPrompts, Ranks
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.parallel.dims import Dims
@@ -33,19 +33,19 @@ Result = TypeVar("Result")
 class Ending(NamedTuple):
     """A text's tokens; the likelihood of the last `length` of them is requested.
 
-    images: those that some of the tokens stand for.
+    media: those that some of the tokens stand for.
     """
 
     tokens: tuple[int, ...]
     length: int
-    images: tuple[SampleImage, ...] = ()
+    media: tuple[SampleMedium, ...] = ()
 
 
 class Prompt(NamedTuple):
-    """The tokens of a prompt, and the images that some of them stand for."""
+    """The tokens of a prompt, and the media that some of them stand for."""
 
     tokens: list[int]
-    images: tuple[SampleImage, ...] = ()
+    media: tuple[SampleMedium, ...] = ()
 
 
 class Likelihood(NamedTuple):
@@ -115,7 +115,7 @@ class Scorer:
 
     model: has `next_logits` and `config`, like a Decoder. rows: number of requests that a rank
     computes at a time. check: called before each batch on all ranks; may raise, on all of them.
-    images: reads images; None for a model that reads only text.
+    media: reads media; None for a model that reads only text.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Scorer:
         device: torch.device,
         split: WorkSplit | None = None,
         check: Callable[[], None] = lambda: None,
-        images: ImageReader | None = None,
+        media: MediaReader | None = None,
     ):
-        self.images = images
+        self.media = media
         self.model, self.rows, self.device = model, rows, device
         self.split = split or whole_copies()
         self.check = check
@@ -140,11 +140,11 @@ class Scorer:
     def likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
         """Return the likelihood of each ending. Collective.
 
-        Endings with images are computed together: all ranks then go through the model's tower.
+        Endings with media are computed together: all ranks then go through the model's tower.
         """
         results: dict[int, Likelihood] = {}
         for are_shown in (False, True):
-            numbers = [i for i, one in enumerate(endings) if bool(one.images) == are_shown]
+            numbers = [i for i, one in enumerate(endings) if bool(one.media) == are_shown]
             if numbers:
                 some = [endings[i] for i in numbers]
                 work = partial(self.own_likelihoods, idle=some[0] if are_shown else IDLE)
@@ -161,9 +161,9 @@ class Scorer:
     ) -> list[list[int]]:
         """Return the tokens generated after each prompt. Collective.
 
-        All prompts have images, or none has: see `likelihoods`.
+        All prompts have media, or none has: see `likelihoods`.
         """
-        idle = prompts[0] if prompts and prompts[0].images else Prompt(IDLE_PROMPT)
+        idle = prompts[0] if prompts and prompts[0].media else Prompt(IDLE_PROMPT)
 
         def generate(own: Sequence[Prompt]) -> list[list[int]]:
             answers = generate_tokens(
@@ -176,16 +176,16 @@ class Scorer:
                 ranks=self.split.ranks,
                 check=self.check,
                 is_over=is_over,
-                images=[self.images_of(prompt.images) for prompt in own],
-                idle=(idle.tokens, self.images_of(idle.images)),
+                media=[self.media_of(prompt.media) for prompt in own],
+                idle=(idle.tokens, self.media_of(idle.media)),
             )
             return [tokens for [tokens] in answers]
 
         return self.compute_in_parts(prompts, generate, lambda prompt: len(prompt.tokens))
 
-    def images_of(self, images: Sequence[SampleImage]) -> PromptImages | None:
-        """Return the images of a text, which are read when they are needed; None without any."""
-        return PromptImages.of_files(self.images.processor, images) if self.images else None
+    def media_of(self, media: Sequence[SampleMedium]) -> PromptMedia | None:
+        """Return the media of a text, which are read when they are needed; None without any."""
+        return PromptMedia.of_files(self.media.processor, media) if self.media else None
 
     def compute_in_parts(
         self,
@@ -243,13 +243,13 @@ class Scorer:
     def score(self, endings: list[Ending]) -> list[Likelihood]:
         """Return the likelihood of each ending, in one forward over texts packed into one row."""
         device = self.device
-        different = list(dict.fromkeys((tokens[:-1], images) for tokens, _, images in endings))
+        different = list(dict.fromkeys((tokens[:-1], media) for tokens, _, media in endings))
         texts = [tokens for tokens, _ in different]
         lengths = [len(tokens) for tokens in texts]
         starts = dict(zip(different, np.cumsum([0, *lengths]), strict=False))
         index = []
-        for tokens, length, images in endings:
-            end = starts[tokens[:-1], images] + len(tokens) - 1
+        for tokens, length, media in endings:
+            end = starts[tokens[:-1], media] + len(tokens) - 1
             index.append(np.arange(end - length, end))
         packed = np.concatenate([np.array(tokens, np.int64) for tokens in texts])
         positions = np.concatenate([np.arange(length) for length in lengths])
@@ -270,12 +270,12 @@ class Scorer:
         return [Likelihood(*score) for score in zip(sums, all_greedy, strict=True)]
 
     def _image_inputs(
-        self, texts: Sequence[tuple[tuple[int, ...], tuple[SampleImage, ...]]]
+        self, texts: Sequence[tuple[tuple[int, ...], tuple[SampleMedium, ...]]]
     ) -> dict[str, Any]:
-        """Return the further argument of a forward over texts with images."""
-        shown = [self.images_of(images) for _, images in texts]
-        inputs = packed_images(self.model, [tokens for tokens, _ in texts], shown, self.device)
-        return {} if inputs is None else {"images": inputs}
+        """Return the further argument of a forward over texts with media."""
+        shown = [self.media_of(media) for _, media in texts]
+        inputs = packed_media(self.model, [tokens for tokens, _ in texts], shown, self.device)
+        return {} if inputs is None else {"media": inputs}
 
 
 def unsorted(order: list[int], computed: dict[int, list[Result]], parts: int) -> list[Result]:

@@ -12,7 +12,7 @@ from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.key_value_cache import KeyValueCache, Prompts
 from fsdp_trainer.generation.logit_rules import with_rules
-from fsdp_trainer.generation.prompt_images import PromptImages, image_inputs
+from fsdp_trainer.generation.prompt_media import PromptMedia, media_inputs
 from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
 from fsdp_trainer.generation.recorded_decoding import (
     LEAST_TOKENS,
@@ -28,15 +28,15 @@ from fsdp_trainer.generation.sampling import (
     random_numbers,
     token_scores,
 )
-from fsdp_trainer.models.decoder import Decoder, ImageInputs
+from fsdp_trainer.models.decoder import Decoder, MediaInputs
 from fsdp_trainer.models.hf.own_cache import OwnCache
 
 ROWS = 32
 """Number of answers that are generated at the same time by default."""
 IDLE_PROMPT = [0]
 """The prompt of a rank that has none left but must join the others' collective forwards."""
-Idle = tuple[list[int], PromptImages | None]
-"""Such a prompt, and its images: it has some if all others have, since a tower is sharded, too."""
+Idle = tuple[list[int], PromptMedia | None]
+"""Such a prompt, and its media: it has some if all others have, since a tower is sharded, too."""
 IDLE: Idle = IDLE_PROMPT, None
 AT_ONCE = 256
 """Tokens of a prompt whose logits exist at the same time."""
@@ -53,7 +53,7 @@ class Continuation:
     """The continuation of a prompt: `tokens`, without the stop token that ended it.
 
     room: largest number of tokens that it may have. place: indices of its prompt and of its sample.
-    images: of the prompt.
+    media: of the prompt.
     stop: the stop token that ended it, or None. log_probabilities: of all tokens and of the stop
     token, and scores: of all tokens, if `sampling` asks for them.
     """
@@ -64,11 +64,11 @@ class Continuation:
         sampling: Sampling,
         room: int,
         place: tuple[int, int] = (0, 0),
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
     ):
         self.prompt = prompt
         self.place = place
-        self.images = images
+        self.media = media
         self.room = min(sampling.max_tokens, room)
         self.tokens: list[int] = []
         self.stop: int | None = None
@@ -245,9 +245,9 @@ class TransformersGeneration(Generation):
         lengths = np.array([len(text) for text in texts])
         mask = np.arange(width) >= width - lengths[:, None]
         tokens = np.stack([np.pad(text, (width - len(text), 0), mode="edge") for text in texts])
-        images, shift = image_inputs(self.model, rows, texts, width, self.device)
+        media, shift = media_inputs(self.model, rows, texts, width, self.device)
         self.cache = OwnCache(to_device(mask.astype(np.int64), self.device), shift)
-        return self.next(to_device(tokens.astype(np.int64), self.device), images)
+        return self.next(to_device(tokens.astype(np.int64), self.device), media)
 
     def step(self, rows: list[Continuation], chosen: Tensor, is_idle: bool) -> Tensor:
         if is_idle:
@@ -257,12 +257,13 @@ class TransformersGeneration(Generation):
         self.cache.grow()
         return self.next(chosen[:, None])
 
-    def next(self, tokens: Tensor, images: ImageInputs | None = None) -> Tensor:
+    def next(self, tokens: Tensor, media: MediaInputs | None = None) -> Tensor:
+        """Return the logits after new tokens, [rows, new tokens]: [rows, vocabulary]."""
         count = tokens.shape[1]
         positions = self.cache.positions(count)
         last = torch.arange(len(tokens), device=self.device) * count + count - 1
         model: Any = self.model
-        return model.next_logits(tokens, positions, None, last, self.cache, images)
+        return model.next_logits(tokens, positions, None, last, self.cache, media)
 
 
 def generation_of(
@@ -282,15 +283,15 @@ def stream_tokens(
     stop_ids: Collection[int] = (),
     sampling: Sampling | None = None,
     decoding: Decoding | None = None,
-    images: PromptImages | None = None,
+    media: PromptMedia | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that continue one prompt as they are generated.
 
-    decoding: see Generation. images: of the prompt.
+    decoding: see Generation. media: of the prompt.
     """
     sampling = sampling or Sampling()
     device = model.lm_head.weight.device
-    answer = Continuation(prompt, sampling, room_after(model, prompt), images=images)
+    answer = Continuation(prompt, sampling, room_after(model, prompt), media=media)
     if answer.is_done:
         return
     generation = generation_of(model, sampling, device, decoding)
@@ -311,12 +312,12 @@ def generate_tokens(
     ranks: Ranks | None = None,
     check: Callable[[], None] = lambda: None,
     is_over: IsOver = never,
-    images: Sequence[PromptImages | None] | None = None,
+    media: Sequence[PromptMedia | None] | None = None,
     idle: Idle = IDLE,
 ) -> list[list[list[int]]]:
     """Return for each prompt its answers, each a list of tokens.
 
-    images: of each prompt; None: no prompt has any. rows: number of answers that are generated at
+    media: of each prompt; None: no prompt has any. rows: number of answers that are generated at
     the same time; it changes them only by rounding. device: the one that the model computes on, by
     default that of its weights. check: called before each batch; may raise, on all ranks. is_over:
     ends an answer after a token, which is kept. idle: see Idle. Collective if `ranks` is.
@@ -324,7 +325,7 @@ def generate_tokens(
     sampling = sampling or Sampling()
     ranks = ranks or OneRank()
     device = device or model.lm_head.weight.device
-    of_prompts = images or [None] * len(prompts)
+    of_prompts = media or [None] * len(prompts)
     answers = [
         Continuation(prompt, sampling, room_after(model, prompt), (number, sample), shown)
         for number, (prompt, shown) in enumerate(zip(prompts, of_prompts, strict=True))
@@ -376,8 +377,9 @@ def prompt_scores(model: Decoder, prompt: list[int], alternatives: int) -> list[
 
 
 def idle_answer(idle: Idle, sampling: Sampling) -> Continuation:
-    tokens, images = idle
-    return Continuation(tokens, sampling, 1, images=images)
+    """Return the answer of a rank that has none left."""
+    tokens, media = idle
+    return Continuation(tokens, sampling, 1, media=media)
 
 
 def length_to_match(model: Decoder, length: int) -> int:

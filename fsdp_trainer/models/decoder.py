@@ -48,12 +48,12 @@ AXES = 3
 
 
 @dataclass
-class ImageInputs:
-    """The images of a micro-batch.
+class MediaInputs:
+    """The media of a micro-batch.
 
-    arrays: what the model's tower takes, by transformers' names, of all images in the order of
+    arrays: what the model's tower takes, by transformers' names, of all media in the order of
     their tokens, or of a black one if there are none. tokens: number of tokens that stand for
-    images. positions: [axes, rows, length] int64; None for a model whose images have the positions
+    media. positions: [axes, rows, length] int64; None for a model whose media have the positions
     of their tokens.
     """
 
@@ -84,7 +84,7 @@ class MicroBatch:
     soft: a teacher's probabilities for the targets; None without a teacher.
     label_values: [documents, numbers] float64, what a head is to learn of each; None for a language
     model.
-    images: None for data without images.
+    media: None for data without media.
     """
 
     tokens: Tensor
@@ -102,7 +102,7 @@ class MicroBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     soft: SoftTargets | None = None
     label_values: Tensor | None = None
-    images: ImageInputs | None = None
+    media: MediaInputs | None = None
 
 
 class DecoderOutput(NamedTuple):
@@ -310,19 +310,19 @@ class Decoder(nn.Module):
         tied = [self.embedding] if self.config.tie_word_embeddings else []
         return [*tied, self.final_norm, self.lm_head]
 
-    image_positions: Any = None
-    """Returns the positions of a document with images; None if they are as of text."""
+    media_positions: Any = None
+    """Returns the positions of a document with media; None if they are as of text."""
 
     def part_of(self, name: str) -> str | None:
-        """Return the part of a model for images that a weight or module belongs to, else None."""
+        """Return the part of a model for media that a weight or module belongs to, else None."""
         return None
 
     def image_parts(self) -> list[nn.Module]:
-        """Return the modules for images that are sharded one by one, inner ones first."""
+        """Return the modules for media that are sharded one by one, inner ones first."""
         return []
 
     def image_blocks(self) -> list[nn.Module]:
-        """Return the blocks of the tower for images."""
+        """Return the blocks of the tower for media."""
         return []
 
     def fill_buffers(self) -> None:
@@ -415,12 +415,12 @@ class Decoder(nn.Module):
 
         Norm and head are computed for these positions only. token_share: as in MicroBatch.
         """
-        images: Any = {} if batch.images is None else {"images": batch.images}
-        if images and not self.config.reads_images:
+        media: Any = {} if batch.media is None else {"media": batch.media}
+        if media and not self.config.reads_images:
             problem = Problem(self.config.family, "reads only text, and the data has images")
             raise UserError("a second model does not read images", [problem])
         hidden, auxiliary = self.hidden(
-            batch.tokens, batch.positions, batch.layout, token_share=token_share, **images
+            batch.tokens, batch.positions, batch.layout, token_share=token_share, **media
         )
         return hidden.flatten(0, 1).index_select(0, batch.index), auxiliary
 

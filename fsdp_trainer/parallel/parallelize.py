@@ -223,7 +223,7 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
 class ShardedPart(NamedTuple):
     """A model, or a stage of it, that becomes one FSDP root.
 
-    embedding: the embedding if it is a separate unit. images: see Decoder.image_parts. heads: for
+    embedding: the embedding if it is a separate unit. tower: see Decoder.image_parts. heads: for
     further tokens, units that some forwards leave out. ends:
     modules of the unit that stays gathered after forward. is_frozen_before: True if nothing before
     the blocks is trained. inference: names of the methods for inference, which must also gather
@@ -232,7 +232,7 @@ class ShardedPart(NamedTuple):
 
     root: nn.Module
     embedding: nn.Module | None
-    images: list[nn.Module]
+    tower: list[nn.Module]
     blocks: list[nn.Module]
     heads: list[nn.Module]
     ends: list[nn.Module]
@@ -249,9 +249,9 @@ def parts_of(model: Decoder) -> list[ShardedPart]:
         return [part_of_stage(stage, is_frozen) for stage in stages]
     embedding: nn.Module | None = None if tied else model.embedding
     blocks, ends = list(model.blocks().values()), model.ends()
-    images, methods = model.image_parts(), model.inference_methods
+    tower, methods = model.image_parts(), model.inference_methods
     heads = model.mtp_heads()
-    return [ShardedPart(model, embedding, images, blocks, heads, ends, is_frozen, methods)]
+    return [ShardedPart(model, embedding, tower, blocks, heads, ends, is_frozen, methods)]
 
 
 def trains_images(model: Decoder) -> bool:
@@ -285,7 +285,7 @@ def shard_part(
         embedding: Any = fully_shard(part.embedding, reshard_after_forward=reshard, **options)
         # its backward needs only the tokens and the output's gradient: no second all-gather
         embedding.set_unshard_in_backward(False)
-    for module in part.images:  # pixels come in float32
+    for module in part.tower:  # pixels come in float32
         policy = replace(options["mp_policy"], cast_forward_inputs=True)
         fully_shard(module, reshard_after_forward=reshard, **options | {"mp_policy": policy})
     if part.ends:
@@ -295,7 +295,7 @@ def shard_part(
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **of_blocks)
     fully_shard(part.root, reshard_after_forward=False, **options)
     before_trained = units_before_trained(units) if part.is_frozen_before else []
-    for frozen in [*before_trained, *images_before_trained(part.images)]:
+    for frozen in [*before_trained, *tower_before_trained(part.tower)]:
         frozen.set_unshard_in_backward(False)
     if dims.copy_mesh is not None:
         for unit in units[len(before_trained) :]:  # those that backward gathers again
@@ -319,14 +319,14 @@ def units_before_trained(units: list[list[nn.Module]]) -> list[Any]:
     return in_front
 
 
-def images_before_trained(images: list[nn.Module]) -> list[Any]:
+def tower_before_trained(units: list[nn.Module]) -> list[Any]:
     """Return the units of a tower for images that come before all trained ones.
 
-    images: see Decoder.image_parts; the last one, the tower itself, begins.
+    units: see Decoder.image_parts; the last one, the tower itself, begins.
     """
-    if not images:
+    if not units:
         return []
-    *inner, tower = images
+    *inner, tower = units
     others = {parameter for module in inner for parameter in module.parameters()}
     if any(p.requires_grad for p in tower.parameters() if p not in others):
         return []

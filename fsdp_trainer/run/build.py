@@ -23,7 +23,7 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import checkpoint_configuration, compile_cache, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.images.image_processor import ImageProcessor
+from fsdp_trainer.data.media.kinds import processor_of
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.store.tokenize_workers import cores
 from fsdp_trainer.data.stream.row_stream import StreamedData
@@ -61,8 +61,8 @@ from fsdp_trainer.training.batches import BatchOptions
 from fsdp_trainer.training.data_source import DataSource, Order, SourceContext, StoredRows
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
-from fsdp_trainer.training.image_loader import ImageLoader
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
+from fsdp_trainer.training.media_loader import MediaLoader
 from fsdp_trainer.training.metrics import step_metrics
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.setup.run_inputs import RunInputs
@@ -82,7 +82,7 @@ SOURCES: dict[type, Callable[[Any, Progress, SourceContext], DataSource]] = {
 
 UNPACKED = "data   rows hold one document each, as when the run began: a new run packs them"
 WORTH_WORKERS = 2000
-"""With fewer images, starting processes takes longer than it saves."""
+"""With fewer media, starting processes takes longer than it saves."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ def build(
     base, dtypes = load_weights(setup, model, optimizer, loss_scale, outer, start, filled)
 
     if config.by_transformers:
-        check_transformers(setup, model, reading.options.images)
+        check_transformers(setup, model, reading.options.media)
 
     # a step, and the loop around it
     own_rows = make_source(rows.training, progress, reading)
@@ -232,16 +232,16 @@ def use_kernels(setup: RunSetup, model: Any) -> str | None:
     return f"layers {' '.join(config.document_layers)}: {chosen.reason}"
 
 
-def check_transformers(setup: RunSetup, model: Decoder, images: ImageLoader | None) -> None:
+def check_transformers(setup: RunSetup, model: Decoder, media: MediaLoader | None) -> None:
     """Compare a model with transformers' own results. Collective. Raises UserError.
 
-    images: loads those of the data; None if it has none.
+    media: loads those of the data; None if it has none.
     """
     # imports transformers
     from fsdp_trainer.models.hf.start_check import check_model
 
     with without_compiling(setup.compiled):
-        picture = images.processor.example() if images else None
+        picture = media.processor.example() if media else None
         check_model(model, setup.device, setup.cfg.precision.param_dtype, picture)
     reshard(model)
 
@@ -350,21 +350,21 @@ def attention_of(
     return attention, context
 
 
-def image_loader(setup: RunSetup, model: Decoder, workers: int) -> ImageLoader | None:
-    """Return what loads the images of the rows; None for data without images.
+def media_loader(setup: RunSetup, model: Decoder, workers: int) -> MediaLoader | None:
+    """Return what loads the media of the rows; None for data without media.
 
     workers: number of processes if data.workers is null.
     """
     data, folder = setup.inputs.data, setup.inputs.init_from
     stores = [*data.train, *([data.validation] if data.validation else [])]
-    images = sum(store.samples_with_images for store in stores)
-    if not images or folder is None:
+    media = sum(store.samples_with_media for store in stores)
+    if not media or folder is None:
         return None
-    if images < WORTH_WORKERS and setup.cfg.data.workers is None:
+    if media < WORTH_WORKERS and setup.cfg.data.workers is None:
         workers = 0
     workers = setup.cfg.data.workers or workers
-    processor = ImageProcessor(str(model_folder(folder)))
-    return ImageLoader(processor, model.image_positions, workers if workers > 1 else 0)
+    processor = processor_of(str(model_folder(folder)))
+    return MediaLoader(processor, model.media_positions, workers if workers > 1 else 0)
 
 
 def source_context(
@@ -373,14 +373,14 @@ def source_context(
     """Return what a data source needs besides its rows."""
     cfg, config, dims, world = setup.cfg, setup.config, setup.dims, setup.world
     workers = min(8, cores() * world.nodes // world.size)
-    images = image_loader(setup, model, workers)
-    options = batch_options(setup, attention.layout, context.method, images)
+    media = media_loader(setup, model, workers)
+    options = batch_options(setup, attention.layout, context.method, media)
     cost = config.attention_cost
     return SourceContext(cfg, options, dims, workers, cost, setup.signals, setup.observer)
 
 
 def batch_options(
-    setup: RunSetup, attention: str, method: str, images: ImageLoader | None
+    setup: RunSetup, attention: str, method: str, media: MediaLoader | None
 ) -> BatchOptions:
     """Return the form of this rank's micro-batches.
 
@@ -400,7 +400,7 @@ def batch_options(
         attention=attention,
         pooling=config.pooling or ("last" if config.scores and not config.tags else ""),
         number_documents=cfg.objective.compares_answers or config.tags,
-        images=images,
+        media=media,
     )
 
 

@@ -10,7 +10,7 @@ from fsdp_trainer.checkpoint.bucket import Bucket
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.checkpoint.uploads import Uploads
 from fsdp_trainer.config.paths import model_folder
-from fsdp_trainer.data.prepared_data import cache_root, image_reader
+from fsdp_trainer.data.prepared_data import cache_root, media_reader
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.evaluation.generation_settings import settings_of_model
 from fsdp_trainer.evaluation.scoring import sharded_split
@@ -247,6 +247,6 @@ def task_evaluations(setup: RunSetup, common: CommonParts) -> list[TrainingTasks
     settings = settings_of_model(model_folder(inputs.init_from)) if inputs.init_from else {}
     tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template, open_rewards, settings)
     split = sharded_split(setup.dims, setup.device)
-    images = image_reader(cfg.model, cache_root(cfg.data, cfg.run))
+    media = media_reader(cfg.model, cache_root(cfg.data, cfg.run))
     every = cfg.train.evaluate_every
-    return [TrainingTasks(*common, every, cfg, tasks, split, setup.device, images)]
+    return [TrainingTasks(*common, every, cfg, tasks, split, setup.device, media)]

@@ -13,8 +13,8 @@ from fsdp_trainer.data.prepared_data import (
     build_template,
     build_tokenizer,
     cache_root,
-    images_and_answer,
     kind_of_data,
+    media_and_answer,
 )
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.token_cache import Reporter, component_stores
@@ -43,7 +43,7 @@ def _prepare(cfg: PrepareConfig, root: Path, shard: tuple[int, int] | None) -> i
         root,
         Reporter(console.paced(), console.say),
         kind_of_data(cfg.objective, is_early=True),
-        *images_and_answer(cfg.objective, cfg.model, root),
+        *media_and_answer(cfg.objective, cfg.model, root),
     )
     if shard:
         index, count = shard

@@ -19,7 +19,7 @@ from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.document_calls import Lengths
 from fsdp_trainer.parallel.context import ContextRanks
-from fsdp_trainer.training.image_loader import Arrays, ImageLoader
+from fsdp_trainer.training.media_loader import Arrays, MediaLoader
 
 INDEX_STEP = 128
 """Supervised positions are padded to a multiple of this, so that few different shapes occur."""
@@ -96,7 +96,7 @@ class BatchOptions:
     single tokens, see MicroBatch.documents. pooling: of a model that scores or embeds
     documents, the tokens that have a target: `last`, `cls` (the first) or `mean` (all); "": as the
     data says. mark_tokens: see MicroBatch.token_share.
-    images: loads the images of rows; None for data without any.
+    media: loads the media of rows; None for data without any.
     """
 
     micro_rows: int
@@ -112,7 +112,7 @@ class BatchOptions:
     stages: int = 1
     groups: int = 1
     context: ContextRanks | None = None
-    images: ImageLoader | None = None
+    media: MediaLoader | None = None
 
     def of_group(self, part: GroupPart) -> "BatchOptions":
         """Return the options with which this group computes its part of each step."""
@@ -162,10 +162,10 @@ class Assembler(BatchOptions):
         """Return a micro-batch without tokens."""
         return self.assemble(Rows.empty(0, self.seq_len))
 
-    def assemble(self, rows: Rows, images: Sequence[Arrays] | None = None) -> MicroBatch:
+    def assemble(self, rows: Rows, media: Sequence[Arrays] | None = None) -> MicroBatch:
         """Return a micro-batch of [micro_rows, length] tensors on the device.
 
-        images: the arrays of the rows' images, in order; None: they are loaded here. Missing rows
+        media: the arrays of the rows' media, in order; None: they are loaded here. Missing rows
         are filled with padding. If rows are divided among ranks, the shape is
         [micro_rows, length / ranks]: rows are cut here, where every token already has its label.
         """
@@ -221,7 +221,7 @@ class Assembler(BatchOptions):
             kinds,
             {name: supervised(values) for name, values in rows.columns.items()},
             label_values=label_values,
-            images=self.images.inputs(rows, images, length, self.device) if self.images else None,
+            media=self.media.inputs(rows, media, length, self.device) if self.media else None,
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:
@@ -269,11 +269,11 @@ class RowBatches(Assembler):
     def read(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | MicroBatch]:
         """Yield each plan, followed by this rank's micro-batches of that step."""
         items = self._plans_and_rows(plans)
-        if self.images is None:
+        if self.media is None:
             yield from (self.assemble(one) if isinstance(one, Rows) else one for one in items)
             return
-        for item, images in self.images.ahead(items):
-            yield self.assemble(item, images) if isinstance(item, Rows) else item
+        for item, media in self.media.ahead(items):
+            yield self.assemble(item, media) if isinstance(item, Rows) else item
 
     def _plans_and_rows(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | Rows]:
         for plan in plans:

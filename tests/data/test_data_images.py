@@ -65,7 +65,7 @@ def content_of(store, sample=0):
     """Return the text of a sample without the tokens of images, and its images' digests."""
     tokenizer, (tokens, _) = load_tokenizer("demo:bytes"), store.read(sample)
     text = tokenizer.decode([int(t) for t in tokens if t < 256])
-    return text, [image.file.digest for image in store.images(sample)]
+    return text, [image.file.digest for image in store.media(sample)]
 
 
 def saying(*contents, **columns):
@@ -147,7 +147,7 @@ def test_a_table_with_bytes_is_read(prepared, folder):
     [store] = prepared(name="rows.parquet").train
     assert len(store) == 3
     assert len({content_of(store, i)[1][0] for i in range(3)}) == 3
-    assert store.images(0)[0].file.path.startswith(str(folder / "cache" / "images"))
+    assert store.media(0)[0].file.path.startswith(str(folder / "cache" / "images"))
 
 
 def test_images_stand_where_the_turns_have_them_and_are_not_supervised(prepared, model):
@@ -156,11 +156,11 @@ def test_images_stand_where_the_turns_have_them_and_are_not_supervised(prepared,
     [store] = data.train
     (tokens, weights), token = store.read(0), ImageProcessor(str(model)).token
     places = np.flatnonzero(tokens == token)
-    assert [image.tokens for image in store.images(0)] == [6, 12, 12], "in parts of 8 × 8 pixels"
+    assert [image.tokens for image in store.media(0)] == [6, 12, 12], "in parts of 8 × 8 pixels"
     assert len(places) == 30
     assert f"3 images, {30 / len(tokens):.1%} of the tokens" in summary_lines(data, 256)
     assert not weights[places].any()
-    assert [os.path.basename(i.file.path) for i in store.images(0)] == ["0.png", "1.png", "2.png"]
+    assert [os.path.basename(i.file.path) for i in store.media(0)] == ["0.png", "1.png", "2.png"]
 
 
 def test_both_answers_of_a_pair_have_the_images_of_the_prompt(prepared):
@@ -169,7 +169,7 @@ def test_both_answers_of_a_pair_have_the_images_of_the_prompt(prepared):
     row = {"chosen": [user, chosen], "rejected": [user, rejected]}
     [store] = prepared(row).train
     assert len(store) == 2
-    assert store.images(0) == store.images(1) != []
+    assert store.media(0) == store.media(1) != []
 
 
 def head_of_png(width, height):
@@ -321,13 +321,13 @@ def test_rows_whose_images_and_places_differ_are_refused(prepared):
 @pytest.mark.slow
 def test_an_image_that_was_changed_is_tokenized_again(prepared, folder):
     [before] = prepared(ROW).train
-    first = before.images(0)
+    first = before.media(0)
     [same] = prepared(ROW).train
     assert same.fingerprint == before.fingerprint
     Image.new("RGB", (64, 64)).save(folder / "pictures" / "0.png")
     [after] = prepared(ROW).train
     assert after.fingerprint != before.fingerprint
-    assert after.images(0)[0].tokens != first[0].tokens
+    assert after.media(0)[0].tokens != first[0].tokens
     os.remove(folder / "pictures" / "0.png")
     with pytest.raises(UserError, match="does not exist"):
         prepared(ROW)
@@ -338,7 +338,7 @@ def test_the_same_rows_beside_other_pictures_are_other_data(prepared, folder):
     elsewhere = folder / "elsewhere"
     write_pictures(elsewhere / "pictures", 1, size=(64, 64))
     [after] = prepared(ROW, name="elsewhere/rows.jsonl").train
-    assert after.images(0)[0].file.path == str(elsewhere / "pictures" / "0.png")
+    assert after.media(0)[0].file.path == str(elsewhere / "pictures" / "0.png")
     assert after.fingerprint != before.fingerprint
 
 
@@ -347,7 +347,7 @@ def test_a_sample_that_is_cut_ends_before_an_image_that_is_cut(prepared):
     second = [text("x" * 212), image("pictures/1.png")]
     [store] = prepared(saying(first, second), too_long="truncate").train
     tokens, _ = store.read(0)
-    assert [image.tokens for image in store.images(0)] == [6]
+    assert [image.tokens for image in store.media(0)] == [6]
     assert 240 < len(tokens) < 256
 
 
@@ -359,12 +359,12 @@ def test_images_at_urls_are_fetched_once_also_beside_a_remote_file(prepared, fol
     store.pipe("/bucket/images/rows.jsonl", "\n".join(map(json.dumps, rows)).encode())
     try:
         [remote] = prepared(path=f"{url}/rows.jsonl").train
-        files = [image.file for image in remote.all_images()]
+        files = [image.file for image in remote.all_media()]
         assert [os.path.basename(file.path) for file in files] == ["0.png", "1.png"]
         assert all(str(folder / "cache" / "remote") in file.path for file in files)
         [local] = prepared(rows[1], name="local.jsonl").train
         assert content_of(local) == content_of(remote, 1)
-        assert [image.file for image in local.all_images()] == files[1:], "with its time of change"
+        assert [image.file for image in local.all_media()] == files[1:], "with its time of change"
         with pytest.raises(UserError, match=f"the image {url}/none.png there is no such file"):
             prepared(asking(image(f"{url}/none.png"), "q"), name="missing.jsonl")
     finally:

@@ -30,7 +30,7 @@ class Numbered:
     folder = Path("numbered")
     group_starts = None
     kinds = None
-    samples_with_images = 0
+    samples_with_media = 0
     links = None
     gather, token_count = TokenStore.gather, TokenStore.token_count
 

@@ -49,7 +49,7 @@ class Texts(Lengths):
     """
 
     tokens = kinds = None
-    samples_with_images = 0
+    samples_with_media = 0
 
     def __init__(self, lengths):
         self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]

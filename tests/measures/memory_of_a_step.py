@@ -8,7 +8,7 @@ from layouts import layout_of
 
 from fsdp_trainer.base.live_bytes import LiveBytes
 from fsdp_trainer.models.attention import DocumentAttention
-from fsdp_trainer.models.decoder import ImageInputs, MicroBatch
+from fsdp_trainer.models.decoder import MediaInputs, MicroBatch
 from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.optim.optimizers import build_optimizer
@@ -63,7 +63,7 @@ def _step_with_images(cfg, config, arrays, tokens):
         # as in training, only the batch holds the pixels
         own = {name: value.clone() for name, value in arrays.items()}
         positions = batch.positions[None].repeat(3, 1, 1)
-        batch.images = ImageInputs(own, tokens, positions if "image_grid_thw" in own else None)
+        batch.media = MediaInputs(own, tokens, positions if "image_grid_thw" in own else None)
         micro_step(model, batch)
 
     with StepRecorder() as recorder:

@@ -29,6 +29,7 @@ LAYERS = [
     ("data.files",),
     ("data.records",),
     ("data.images",),
+    ("data.media",),
     ("data.templates",),
     ("data.tokens",),
     ("data.store",),

@@ -243,7 +243,7 @@ def page_response(served: Served) -> Response:
         "temperature": str(defaults.temperature),
         "top_p": str(defaults.top_p),
         "max_tokens": str(defaults.max_tokens),
-        "no_images": "" if served.engine.speaker.images else "hidden",
+        "no_images": "" if served.engine.speaker.media else "hidden",
         "style": style,
         "script": script,
     }.items():

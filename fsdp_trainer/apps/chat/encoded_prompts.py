@@ -14,7 +14,7 @@ from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.templates.template_forms import INLINE
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.generation.prompt_images import PromptImages
+from fsdp_trainer.generation.prompt_media import PromptMedia
 
 CHARACTERS_PER_TOKEN = 100
 """A prompt with more characters per token of the context is refused without being encoded, which
@@ -29,7 +29,7 @@ class EncodedPrompt:
 
     tokens: list[int]
     text: str = ""
-    images: PromptImages | None = None
+    media: PromptMedia | None = None
     goes_on: bool = False
 
 
@@ -67,7 +67,7 @@ class PromptEncoder:
         except UserError as error:
             reason = error.problems[0].reason
             raise BadRequest(f"{error.title}: {reason}", "messages") from None
-        return EncodedPrompt(tokens, images=shown.images, goes_on=request.goes_on)
+        return EncodedPrompt(tokens, media=shown.media, goes_on=request.goes_on)
 
     def template(self, args: dict[str, Any] | None) -> Template:
         """Return the chat template with further variables. Raises BadRequest."""
@@ -117,7 +117,7 @@ def text_of(template: Template, request: ChatRequest) -> Any:
         return template.continued
     if request.asks:
         return template.ask
-    return lambda turns, mark: template.render(template.adapt(turns, None, image_mark=mark))
+    return lambda turns, mark: template.render(template.adapt(turns, None, media_mark=mark))
 
 
 def require_forms(messages: list[dict[str, Any]], template: Template) -> None:

@@ -24,7 +24,7 @@ from fsdp_trainer.generation.continuations import (
     prompt_scores,
     room_after,
 )
-from fsdp_trainer.generation.prompt_images import PromptImages
+from fsdp_trainer.generation.prompt_media import PromptMedia
 from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling, TokenScore
 
@@ -78,8 +78,8 @@ class ChatJob:
     sampling: Sampling
     stops: list[str]
     send: Callable[[Event], None]
-    images: PromptImages | None = None
-    """The images of the prompt."""
+    media: PromptMedia | None = None
+    """The media of the prompt."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end an answer."""
     first: int = 0
@@ -259,7 +259,7 @@ class Engine:
             room = room_after(model, job.prompt)
             for index in range(job.sampling.samples):
                 place = (0, index)
-                continuation = Continuation(job.prompt, job.sampling, room, place, job.images)
+                continuation = Continuation(job.prompt, job.sampling, room, place, job.media)
                 answers.append(AnswerText(job, index, continuation, tokenizer))
         device = model.lm_head.weight.device
         generation = generation_of(model, jobs[0].sampling, device, self.speaker.decoding)

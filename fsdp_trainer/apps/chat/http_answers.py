@@ -86,7 +86,7 @@ class Answers:
                 sampling,
                 settings.stops,
                 send,
-                prompt.images,
+                prompt.media,
                 stop_ids=settings.stop_tokens | own,
                 first=number * sampling.samples,
                 goes_on=prompt.goes_on,

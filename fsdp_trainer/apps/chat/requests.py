@@ -11,7 +11,8 @@ from typing import Any
 
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.records.images import MARK, Image, image_of
+from fsdp_trainer.data.records.images import Image, image_of
+from fsdp_trainer.data.records.media import HELD, MARK
 from fsdp_trainer.data.records.messages import tool_call
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -352,7 +353,7 @@ def read_turn(turn: Any, place: int) -> dict[str, Any]:
         raise BadRequest(f"{where}.content should be a text", "messages")
     read = {"role": ROLES[turn["role"]], "content": content, **others}
     require_characters(json.dumps(read, ensure_ascii=False), where)
-    return read | ({"images": images} if images else {})
+    return read | ({HELD: images} if images else {})
 
 
 def read_others(turn: dict[str, Any], where: str) -> dict[str, Any]:

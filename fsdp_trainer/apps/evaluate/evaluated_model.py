@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer.apps.generate import reader_of_images
+from fsdp_trainer.apps.generate import reader_of_media
 from fsdp_trainer.checkpoint.frozen_weights import model_config
 from fsdp_trainer.checkpoint.load import load_model, read_into
 from fsdp_trainer.checkpoint.store import damage_anywhere
@@ -32,8 +32,8 @@ def build_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
         return sharded_scorer(cfg, device)
     dtype, implementation = getattr(torch, cfg.dtype), cfg.implementation
     model = load_model(str(cfg.source), device, dtype, implementation=implementation)
-    images = reader_of_images(model.config, str(cfg.source))
-    return Scorer(model, cfg.rows, device, images=images)
+    media = reader_of_media(model.config, str(cfg.source))
+    return Scorer(model, cfg.rows, device, media=media)
 
 
 def is_sharded(cfg: EvaluateConfig, device: torch.device) -> bool:
@@ -67,5 +67,5 @@ def sharded_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
     allocate(model, device)
     model.eval().requires_grad_(False)
     read_into(model, source)
-    images = reader_of_images(model.config, source)
-    return Scorer(model, cfg.rows, device, sharded_split(dims, device), images=images)
+    media = reader_of_media(model.config, source)
+    return Scorer(model, cfg.rows, device, sharded_split(dims, device), media=media)

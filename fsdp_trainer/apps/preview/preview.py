@@ -24,7 +24,7 @@ from fsdp_trainer.data.data_statistics import (
     left_out,
     warning_lines,
 )
-from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.media.media import SampleMedium
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
 from fsdp_trainer.data.prepared import Prepared
@@ -148,7 +148,7 @@ def build_page(
     def texts_of(samples: Sequence[Placed]) -> "TokenTexts | MarkedTexts | TaggedTexts":
         if are_tagged:
             return TaggedTexts(pieces, samples)
-        return pieces.marking(shown_images, [store.images(one) for store, one in samples])
+        return pieces.marking(shown_images, [store.media(one) for store, one in samples])
 
     return Page(
         str(cfg.run.name),
@@ -442,9 +442,9 @@ class TokenTexts:
         self.known: dict[tuple[int, ...], str] = {}
 
     def marking(
-        self, shown: ShownImages | None, of_documents: list[list[SampleImage]]
+        self, shown: ShownImages | None, of_documents: list[list[SampleMedium]]
     ) -> "TokenTexts | MarkedTexts":
-        """Return the same texts for documents, in this order, with their images marked."""
+        """Return the same texts for documents, in this order, with their media marked."""
         return self if shown is None else MarkedTexts(self, shown, of_documents)
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
@@ -485,10 +485,10 @@ class TokenTexts:
 
 
 class MarkedTexts:
-    """Texts of documents whose images are marked. of_documents: images of each, in order."""
+    """Texts of documents whose media are marked. of_documents: media of each, in order."""
 
     def __init__(
-        self, texts: TokenTexts, shown: ShownImages, of_documents: list[list[SampleImage]]
+        self, texts: TokenTexts, shown: ShownImages, of_documents: list[list[SampleMedium]]
     ):
         self.texts, self.shown, self.waiting = texts, shown, iter(of_documents)
 

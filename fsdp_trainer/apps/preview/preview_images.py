@@ -1,4 +1,4 @@
-"""Images in a preview: a mark in place of their tokens, and a small picture for the page."""
+"""Media in a preview: a mark in place of their tokens, and a small picture for the page."""
 
 from base64 import b64encode
 from io import BytesIO
@@ -10,7 +10,7 @@ from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_files import decoded, read_file
 from fsdp_trainer.data.images.image_processor import ImageProcessor
-from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.media.media import SampleMedium
 from fsdp_trainer.data.store.token_store import TokenStore
 
 THUMBNAIL = 96
@@ -18,7 +18,7 @@ THUMBNAIL = 96
 
 
 class ShownImages:
-    """Shows the images of samples. token: the number of the token that stands for them."""
+    """Shows the media of samples. token: the number of the token that stands for them."""
 
     def __init__(self, token: int):
         self.token = token
@@ -26,16 +26,16 @@ class ShownImages:
 
     @classmethod
     def of(cls, init_from: str | None, stores: list[TokenStore]) -> "ShownImages | None":
-        """Return what shows the images of stores; None if they have none."""
-        if init_from is None or not any(store.samples_with_images for store in stores):
+        """Return what shows the media of stores; None if they have none."""
+        if init_from is None or not any(store.samples_with_media for store in stores):
             return None
         folder = model_folder(fetch(init_from, weights=False))
         return cls(ImageProcessor(str(folder)).token)
 
-    def marked(self, pieces: list[TextPiece], images: list[SampleImage]) -> list[TextPiece]:
+    def marked(self, pieces: list[TextPiece], media: list[SampleMedium]) -> list[TextPiece]:
         """Return the pieces of a document, with one in place of the tokens of each image."""
         shown: list[TextPiece] = []
-        waiting, count = iter(images), 0
+        waiting, count = iter(media), 0
         image = next(waiting, None)
         for piece in pieces:
             if image is None or piece.ids != [self.token]:
@@ -47,7 +47,7 @@ class ShownImages:
                 image, count = next(waiting, None), 0
         return shown
 
-    def _piece(self, image: SampleImage) -> TextPiece:
+    def _piece(self, image: SampleMedium) -> TextPiece:
         path, (width, height) = image.file.path, image.file.size
         if path not in self._pictures:
             self._pictures[path] = thumbnail(path)

@@ -4,7 +4,7 @@ Uses transformers' processor of the model's folder with Pillow alone. torchvisio
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,8 @@ from unittest.mock import patch
 import numpy as np
 
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.image_files import first_line, pillow_module
+from fsdp_trainer.data.images.image_files import ImageFile, first_line, pillow_module
+from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.errors import Problem, UserError
 
 Result = TypeVar("Result")
@@ -28,6 +29,8 @@ USUAL = (224, 224)
 
 class ImageProcessor:
     """What a model does with images before its tower. folder: of the model, with its processor."""
+
+    kind = "image"
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -73,6 +76,10 @@ class ImageProcessor:
             blank = pillow_module().new("RGB", size)
             self._texts[size] = self._applied(self._text, blank, name)
         return self._texts[size]
+
+    def sample(self, file: ImageFile, tokens: int) -> SampleImage:
+        """Return an image of a sample."""
+        return SampleImage(file, tokens)
 
     def numbers_of(self, picture: Any, name: str = "") -> dict[str, np.ndarray]:
         """Return the arrays that the model takes of one image, by transformers' names.
@@ -126,11 +133,6 @@ class NoVideos:
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
         """Return nothing."""
-
-
-def joined(arrays: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the arrays of several images as one of each name."""
-    return {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
 
 
 def load_processor(folder: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdp_trainer.base.counted import counted
-from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.media.media import SampleMedium
 from fsdp_trainer.data.order import packing as packing_module
 from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, Arrays, MappedArrays
@@ -67,8 +67,8 @@ class Rows:
     """What a head is to learn of each document; None for a language model."""
     kinds: list[list[int]] | None = None
     """The kind of each document, as in samples.py; None if all are answers."""
-    images: list[list[SampleImage]] | None = None
-    """The images of each row's documents, in order; None for data without images."""
+    media: list[list[SampleMedium]] | None = None
+    """The media of each row's documents, in order; None for data without media."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     """Additional values of each position, [rows, seq_len, ...] of any dtype, by name."""
 
@@ -92,7 +92,7 @@ class Rows:
         for name, column in rows.columns.items():
             empty = np.zeros((*self.weights.shape, *column.shape[2:]), column.dtype)
             self.columns.setdefault(name, empty)[places] = column
-        for name in ("reference", "label_values", "kinds", "images"):
+        for name in ("reference", "label_values", "kinds", "media"):
             given = getattr(rows, name)
             if given is not None:
                 own = getattr(self, name) or [[] for _ in self.documents]
@@ -261,11 +261,11 @@ class RowOrder:
             np.ones(len(samples), np.bool_) if starts_group is None else starts_group[samples]
         )
         self._add_values(rows, samples, by_row)
-        if self.store.samples_with_images:
-            images = [self.store.images(sample) for sample in samples.tolist()]
-            firsts_of_rows = [*first_documents.tolist(), len(images)]
-            by_rows = [[*chain(*images[a:b])] for a, b in pairwise(firsts_of_rows)]
-            rows = replace(rows, images=by_rows)
+        if self.store.samples_with_media:
+            media = [self.store.media(sample) for sample in samples.tolist()]
+            firsts_of_rows = [*first_documents.tolist(), len(media)]
+            by_rows = [[*chain(*media[a:b])] for a, b in pairwise(firsts_of_rows)]
+            rows = replace(rows, media=by_rows)
         if self.columns.of_tokens is not None:
             is_supervised = target_weights > 0
             numbers = self._supervised_numbers(is_supervised, documents)

@@ -12,7 +12,6 @@ from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.files.tables import label_names
 from fsdp_trainer.data.files.turns_and_rows import is_turn, role_key
 from fsdp_trainer.data.records.flags import flag_of, is_missing, mask_of, shown_value, whole_numbers
-from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.labelled_texts import (
     LABELLED,
     QUERIES,
@@ -26,6 +25,7 @@ from fsdp_trainer.data.records.labelled_texts import (
     read_ranked,
     read_tagged,
 )
+from fsdp_trainer.data.records.media import media_in
 from fsdp_trainer.data.records.messages import (
     LISTS,
     Message,
@@ -46,8 +46,8 @@ from fsdp_trainer.data.records.preference_records import (
 from fsdp_trainer.data.records.record_formats import (
     FIELDS,
     FORMATS,
-    IMAGES,
     LABELS,
+    MEDIA_MEANINGS,
     OF_HEADS,
     REQUIRED,
     column_value,
@@ -165,8 +165,8 @@ class Reader:
     """The columns of the first row."""
     text_only: bool = True
     """True if pictures and sound in unused columns are ignored instead of refused."""
-    with_images: bool = False
-    """True if the model reads images; otherwise a row with one is refused."""
+    with_media: bool = False
+    """True if the model reads media; otherwise a row with one is refused."""
     form: str = ""
     """A note for people on how its rows are read; may be empty."""
     has_fields: bool = False
@@ -201,7 +201,7 @@ class Reader:
             if len(self._by_columns) >= FORMS_REMEMBERED:
                 self._by_columns.clear()
             used = later_columns(self.format, row.columns, self.columns, self.first)
-            used = used if self.with_images else without_images(used)
+            used = used if self.with_media else without_media(used)
             self._by_columns[key] = used
             unused = dict.fromkeys(unused_columns(row.columns, used.values()))
             self.unused |= unused
@@ -242,7 +242,7 @@ class Reader:
         readable = READERS[self.format](Values(values, self.columns_of(row), row.where))
         if self.suspects and self.learns:
             self._check_unread(row, readable)
-        if not self.with_images and any(images_in(turns_of(readable))):
+        if not self.with_media and any(media_in(turns_of(readable))):
             raise RecordError(ONLY_TEXT)
         return readable
 
@@ -343,12 +343,12 @@ def make_reader(
     fields: dict[str, str] | None,
     file: str,
     kind: str | None = None,
-    with_images: bool = False,
+    with_media: bool = False,
 ) -> Reader:
     """Return the reader for a file, from the columns of its first row.
 
     kind: expected kind of data: SINGLE, PAIRS or UNPAIRED (which accepts pairs too); None for any.
-    with_images: whether the model reads images.
+    with_media: whether the model reads media.
     Raises UserError if the format cannot be detected or is of another kind.
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
@@ -366,13 +366,11 @@ def make_reader(
         _require_fields_of(str(format), fields)
         matched = match(str(format), columns, fields, by_value=False)
     _require_kind(str(format), matched, file, kind)
-    matched = matched if with_images else without_images(matched)
+    matched = matched if with_media else without_media(matched)
     text_only = not automatic or format == "text"
     form = _form(columns, matched) if format in ("messages", "sharegpt", "tokens") else ""
     has_fields = bool(fields)
-    return Reader(
-        str(format), matched, frozenset(columns), text_only, with_images, form, has_fields
-    )
+    return Reader(str(format), matched, frozenset(columns), text_only, with_media, form, has_fields)
 
 
 def _head_reader(
@@ -433,9 +431,9 @@ def _or_tokens(format: str, fields: dict[str, str], columns: dict[str, Any], fil
     return "tokens"
 
 
-def without_images(matched: dict[str, str]) -> dict[str, str]:
-    """Return the columns of all meanings but images."""
-    return {meaning: column for meaning, column in matched.items() if meaning != IMAGES}
+def without_media(matched: dict[str, str]) -> dict[str, str]:
+    """Return the columns of all meanings but media."""
+    return {meaning: column for meaning, column in matched.items() if meaning not in MEDIA_MEANINGS}
 
 
 def _require_kind(format: str, matched: dict[str, str], file: str, kind: str | None) -> None:
@@ -524,8 +522,8 @@ def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
 
 
 def _conversation(values: Values, messages: list[Message]) -> Conversation:
-    """Return the turns as a conversation with the row's system text, images and tools."""
-    turns = values.with_images(values.with_system(messages))
+    """Return the turns as a conversation with the row's system text, media and tools."""
+    turns = values.with_media(values.with_system(messages))
     return Conversation(turns, values.tools(), values.where)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.files.turns_and_rows import ROLE_KEYS, ROLES, TEXT_KEYS, role_key
 from fsdp_trainer.data.records.flags import flag_of, leaves_out, shown_value, weight_of
-from fsdp_trainer.data.records.images import IMAGE_PARTS, MARK, Image, image_of, images_of
+from fsdp_trainer.data.records.media import HELD, MARK
 from fsdp_trainer.data.records.record_formats import (
     is_column,
     media_of,
@@ -28,6 +28,7 @@ from fsdp_trainer.data.records.recorded_calls import (
     unread_in,
     written_calls,
 )
+from fsdp_trainer.data.records.row_kinds import PART_KINDS, ROW_KINDS
 
 Message = dict[str, Any]
 PLAIN_KEYS, PLAIN_ROLES = {"role", "content"}, ("system", "user", "assistant")
@@ -47,7 +48,7 @@ READ_KEYS |= {"tool_calls", "function_call", "train_detail"}
 """Keys of a turn that are read, whatever the template is."""
 MESSAGE_KEYS = {
     "role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id", "id",
-    "images", "weight", "text", "context_parts",
+    HELD, "weight", "text", "context_parts",
 }  # fmt: skip
 """Keys of a Message that are read, or that say no more than its place does."""
 UNREAD_KEY = "unread_key_"
@@ -59,9 +60,8 @@ PARTS = {
     "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
     "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call",
     "tool_use": "tool_call",
-    **dict.fromkeys(IMAGE_PARTS, "image"),
 }  # fmt: skip
-"""Types of content parts and their meanings; any other (sound, for example) is refused."""
+"""Types of content parts and their meanings, beside media; any other is refused."""
 
 
 def read_turns(value: Any, column: str = "messages") -> list[Message]:
@@ -152,7 +152,7 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
     role = _known_role(role)
     own = own_calls(turn, role, content)
     others = _others(turn, role, bool(own))
-    beside = _images_beside(others)
+    beside = _media_beside(others)
     if media := media_of(others):
         raise RecordError(f"a turn holds {media}, which no model here reads")
     if content is None or (own and not isinstance(content, str)):
@@ -161,7 +161,7 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
     read = content_of(content, turn)
     text = MARK * len(beside) + read.text
     message: Message = {"role": ROLES[role], "content": text, **others}
-    further = {"images": [*beside, *read.images], "reasoning_content": read.reasoning}
+    further = {HELD: [*beside, *read.media], "reasoning_content": read.reasoning}
     message |= {key: value for key, value in further.items() if value}
     if turn.get("train_detail"):
         message["context_parts"] = text, _context_parts(turn["train_detail"], len(text))
@@ -184,7 +184,7 @@ def _known_role(role: Any) -> str:
 
 
 def _require_content(turn: dict, role: str, has_content: bool) -> None:
-    """Raise RecordError for a turn without text, unless it has calls, reasoning or images."""
+    """Raise RecordError for a turn without text, unless it has calls, reasoning or media."""
     if not (has_content or named_calls(turn) or any(turn.get(name) for name in REASONING)):
         raise RecordError(
             f"a turn of {role!r} has no text ({', '.join(TEXT_KEYS)}); its keys: "
@@ -193,10 +193,10 @@ def _require_content(turn: dict, role: str, has_content: bool) -> None:
         )
 
 
-def _images_beside(others: Message) -> list[Image]:
-    """Take the images out of the other keys of a turn, and return them."""
-    pictures = [name for name in ("images", "image") if others.get(name)]
-    return [image for name in pictures for image in images_of(others.pop(name))]
+def _media_beside(others: Message) -> list[Any]:
+    """Take the media out of the other keys of a turn, and return them."""
+    named = [(kind, key) for kind in ROW_KINDS.values() for key in kind.keys if others.get(key)]
+    return [item for kind, key in named for item in kind.read_all(others.pop(key))]
 
 
 def _others(turn: dict, role: str, is_call: bool) -> Message:
@@ -268,29 +268,35 @@ def _marks_of(turn: dict) -> tuple[set[float], set[bool]]:
     return weights, flags
 
 
+class HeldPart(NamedTuple):
+    """A part of a turn that is of some kind of media."""
+
+    item: Any
+
+
 class TurnContent(NamedTuple):
-    """What a turn holds. The text has a MARK in the place of each image."""
+    """What a turn holds. The text has a MARK in the place of each of its media."""
 
     text: str
     reasoning: str
     calls: list
-    images: list[Image]
+    media: list[Any]
 
 
 def content_of(content: Any, turn: dict, what: str = "the content of a turn") -> TurnContent:
     """Return what a turn holds; its content is text or a list of parts."""
     parts: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
     parts["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
-    images: list[Image] = []
+    media: list[Any] = []
     for part in content if isinstance(content, list) else [content]:
         kind, value = ("text", part) if isinstance(part, str) else _part(part, what)
-        if kind == "image":
-            images.append(image_of(value))
+        if isinstance(value, HeldPart):
+            media.append(value.item)
             kind, value = "text", MARK
         parts[kind].append(value)
     text = _joined(parts["text"], what)
     reasoning = _joined(parts["reasoning"], "the reasoning of a turn")
-    return TurnContent(text, reasoning, parts["tool_call"], images)
+    return TurnContent(text, reasoning, parts["tool_call"], media)
 
 
 def _joined(texts: list, what: str) -> str:
@@ -306,12 +312,14 @@ def _part(part: Any, what: str) -> tuple[str, Any]:
     if not isinstance(part, dict):
         raise RecordError(f"{what} should be text, it is {shown_value(part)}{advice(part)}")
     type = part.get("type", "text")
+    if isinstance(type, str) and type in PART_KINDS:
+        item = PART_KINDS[type].read(part)
+        return "text", item if isinstance(item, str) else HeldPart(item)
     if not isinstance(type, str) or type not in PARTS:
+        known = ", ".join(f"{kind}s" for kind in ROW_KINDS)
         raise RecordError(
-            f"{what} has a part of type {type!r}: text, images, reasoning and tool calls are read"
+            f"{what} has a part of type {type!r}: text, {known}, reasoning and tool calls are read"
         )
-    if PARTS[type] == "image":
-        return "image", part
     value = next(
         (part[name] for name in (type, "text", "value", "content") if part.get(name) is not None),
         None,

@@ -65,7 +65,7 @@ def read_labelled(values: Values) -> LabelledAnswer:
     if values["input"]:
         prompt[-1]["content"] += f"\n{values['input']}"
     tools = values.tools()
-    prompt = values.with_images(values.with_system(prompt))
+    prompt = values.with_media(values.with_system(prompt))
     return LabelledAnswer(prompt, answer, label, tools, values.where)
 
 
@@ -93,7 +93,7 @@ def read_preference(values: Values) -> Preference:
     for name, side in (("chosen", chosen[common:]), ("rejected", rejected[common:])):
         _require_answer(name, side)
     return Preference(
-        values.with_images(values.with_system(before)),
+        values.with_media(values.with_system(before)),
         chosen[common:],
         rejected[common:],
         values.tools(),

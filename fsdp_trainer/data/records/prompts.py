@@ -124,7 +124,7 @@ class PromptReader(QuestionReader):
         values = Values(
             dict.fromkeys(FORMATS["prompt_completion"]) | given, self.columns, row.where
         )
-        turns = values.with_images(values.with_system(turns_or_text(value, "user", column)))
+        turns = values.with_media(values.with_system(turns_or_text(value, "user", column)))
         return Conversation(turns, values.tools(), row.where)
 
 

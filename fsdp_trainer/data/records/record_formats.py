@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_trainer.data.files.turns_and_rows import CHATS, ROLE_KEYS, ROLES, role_key
 from fsdp_trainer.data.records.flags import parsed, whole_numbers
+from fsdp_trainer.data.records.row_kinds import ROW_KINDS
 
 ASK_ROLES = ("user", "human")
 REPLY_ROLES = ("assistant", "gpt", "bot", "ai")
@@ -21,10 +22,9 @@ COMPLETIONS = (
     "completion", "output", "response", "solution", "generated_solution", "answer",
     "outputs", "targets", "target", "generation",
 )  # fmt: skip
-MEDIA = {
-    "image": "pictures", "img": "pictures", "picture": "pictures", "pixel_value": "pictures",
-    "video": "videos", "audio": "sound",
-}  # fmt: skip
+MEDIA = {"video": "videos", "audio": "sound"}
+for _kind in ROW_KINDS.values():
+    MEDIA |= _kind.words
 """Column names without a plural s, and what such columns hold."""
 VARIANT = re.compile(r"(_?[0-9]+|_[A-Za-z])$")
 """Suffix of a column name that distinguishes one of several answers."""
@@ -200,9 +200,11 @@ HISTORY = Meaning(("history",), is_list)
 CONTEXT = Meaning(("input", "context", "article", "passage"), is_text_or_texts)
 TURNS = Meaning(CHATS, is_turns, required=True, certain=("messages", "conversations"))
 ANSWER = Meaning((*COMPLETIONS, "answers", *REPLY_ROLES), is_answer, required=True)
-IMAGES = "images"
-"""The meaning of a column with the images of a row, in any format with turns."""
-PICTURES = Meaning(("images", "image", "image_path", "image_url"), is_anything)
+MEDIA_MEANINGS = {f"{kind.kind}s": kind for kind in ROW_KINDS.values()}
+"""The meaning of a column with a row's media of one kind, in any format with turns."""
+MEDIA_COLUMNS = {
+    meaning: Meaning(kind.columns, is_anything) for meaning, kind in MEDIA_MEANINGS.items()
+}
 REASONING = Meaning(())
 """Set through data.fields only: columns with such names often hold something else (`on`, a
 score)."""
@@ -231,7 +233,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "input": CONTEXT,
         "system": SYSTEM,
         "tools": TOOLS,
-        IMAGES: PICTURES,
+        **MEDIA_COLUMNS,
     },
     "segments": {"segments": Meaning(("segments",), is_segments, required=True)},
     "unpaired": {
@@ -241,10 +243,10 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "input": CONTEXT,
         "system": SYSTEM,
         "tools": TOOLS,
-        IMAGES: PICTURES,
+        **MEDIA_COLUMNS,
     },
-    "messages": {"messages": TURNS, "system": SYSTEM, "tools": TOOLS, IMAGES: PICTURES},
-    "sharegpt": {"conversations": TURNS, "system": SYSTEM, "tools": TOOLS, IMAGES: PICTURES},
+    "messages": {"messages": TURNS, "system": SYSTEM, "tools": TOOLS, **MEDIA_COLUMNS},
+    "sharegpt": {"conversations": TURNS, "system": SYSTEM, "tools": TOOLS, **MEDIA_COLUMNS},
     "alpaca": {
         "instruction": Meaning(("instruction",), is_text_or_turns, required=True),
         "output": ANSWER,
@@ -253,7 +255,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "history": HISTORY,
         "tools": TOOLS,
         "reasoning": REASONING,
-        IMAGES: PICTURES,
+        **MEDIA_COLUMNS,
     },
     "prompt_completion": {
         "prompt": Meaning((*PROMPTS, *ASK_ROLES), is_text_or_turns, required=True),
@@ -263,7 +265,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "history": HISTORY,
         "tools": TOOLS,
         "reasoning": REASONING,
-        IMAGES: PICTURES,
+        **MEDIA_COLUMNS,
     },
     "text": {"text": Meaning(("text", "content"), is_text, required=True)},
     "labelled": {

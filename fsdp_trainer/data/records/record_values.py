@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_trainer.data.files.turns_and_rows import TEXT_KEYS
-from fsdp_trainer.data.records.images import COLUMN_MARK, NEXT, images_in, images_of, with_column
+from fsdp_trainer.data.records.media import media_in
 from fsdp_trainer.data.records.messages import Message, content_of, text_of, tools_of
-from fsdp_trainer.data.records.record_formats import IMAGES, parsed
+from fsdp_trainer.data.records.record_formats import MEDIA_MEANINGS, parsed
 
 
 @dataclass
@@ -37,13 +37,14 @@ class Values:
         system = {"role": "system", "content": text}
         return messages if messages[:1] == [system] else [system, *messages]
 
-    def with_images(self, messages: list[Message]) -> list[Message]:
-        """Return the turns with the images of the row's column. RecordError if numbers differ."""
-        value = self.by_meaning.get(IMAGES)
-        images = [] if value in (None, "") else images_of(parsed(value))
-        is_marked = IMAGES in self.columns and any(COLUMN_MARK in m["content"] for m in messages)
-        if images or is_marked or NEXT in images_in(messages):
-            return with_column(messages, images)
+    def with_media(self, messages: list[Message]) -> list[Message]:
+        """Return the turns with the media of the row's columns. RecordError if numbers differ."""
+        for meaning, kind in MEDIA_MEANINGS.items():
+            value = self.by_meaning.get(meaning)
+            items = [] if value in (None, "") else kind.read_all(parsed(value))
+            is_marked = meaning in self.columns and any(kind.mark in m["content"] for m in messages)
+            if items or is_marked or kind.next in media_in(messages):
+                messages = kind.placed(messages, items)
         return messages
 
     def tools(self) -> list[dict] | None:

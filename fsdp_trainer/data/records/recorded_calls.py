@@ -8,6 +8,7 @@ from fsdp_trainer.data.files.json_values import DECODER
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.files.turns_and_rows import ROLES
 from fsdp_trainer.data.records.flags import is_missing, parsed, shown_value
+from fsdp_trainer.data.records.media import HELD
 
 TOOL_CALL_ROLES = ("function_call", "tool_call")
 ARGUMENTS = ("arguments", "input", "parameters", "args")
@@ -155,7 +156,7 @@ def plain(value: dict) -> dict:
 
 def is_continued(message: dict, call: dict) -> bool:
     """Return True if a turn with nothing but calls belongs to the answer before it."""
-    own = call.keys() & {"reasoning_content", "images"}
+    own = call.keys() & {"reasoning_content", HELD}
     if "tool_calls" not in call or call["content"] or own or message["role"] != "assistant":
         return False
     return message.get("weight", 1.0) == call.get("weight", 1.0)

@@ -22,7 +22,7 @@ from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
-from fsdp_trainer.data.images.image_files import changed_files
+from fsdp_trainer.data.media.kinds import READ
 from fsdp_trainer.data.records.labelled_texts import LABELLED, TAGGED
 from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
 from fsdp_trainer.data.records.prompts import QUESTION_VERSION
@@ -125,9 +125,9 @@ class ComponentStores:
         decisive += ["share of each label"] if options.kind == LABELLED and options.share else []
         decisive += [data.step_separator] if options.kind == TAGGED else []
         decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
-        if options.images:  # paths of images are relative to the folder of the file
+        if options.media:  # paths of media are relative to the folder of the file
             folders = [os.path.dirname(os.path.abspath(file)) for file in component.files]
-            decisive += [options.images.processor.fingerprint, folders]
+            decisive += [options.media.processor.fingerprint, folders]
         decisive += options.separator_of(component.files)
         name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
@@ -135,7 +135,7 @@ class ComponentStores:
     def stores(self) -> dict[str, TokenStore]:
         """Return the open stores by name; make them first if they are missing or incomplete."""
         meta = read_complete(self.folder, self.reporter.say)
-        if meta and self.options.images and self._images_changed(meta):
+        if meta and self.options.media and self._media_changed(meta):
             shutil.rmtree(self.folder, ignore_errors=True)
             meta = None
         while not meta:
@@ -158,7 +158,7 @@ class ComponentStores:
             stores[name] = TokenStore(folder, about["fingerprint"], sources, files, *counted)
         return stores
 
-    def _images_changed(self, meta: dict[str, Any]) -> bool:
+    def _media_changed(self, meta: dict[str, Any]) -> bool:
         """Return True, after a message, if a file of an image is not what was tokenized.
 
         Only the first rank of a node looks; the others read what it has prepared.
@@ -166,11 +166,11 @@ class ComponentStores:
         if int(os.environ.get("LOCAL_RANK", 0)):
             return False
         stores = [TokenStore(self.folder / name, "") for name in meta["stores"]]
-        files = {image.file for store in stores for image in store.all_images()}
-        changed = changed_files(files)
+        files = {one.file for store in stores for one in store.all_media()}
+        changed = READ.changed(files)
         if changed:
             self.reporter.say(
-                f"data   changed: {counted(len(changed), 'image')}, so all is tokenized again:"
+                f"data   changed: {counted(len(changed), READ.name)}, so all is tokenized again:"
                 f" {', '.join(changed[:EXAMPLES])}"
             )
         return bool(changed)

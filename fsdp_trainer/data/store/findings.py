@@ -312,8 +312,8 @@ def _unread(counts: Mapping[str, int]) -> dict[str, Kind]:
     return kinds
 
 
-class ImageWarnings:
-    """Prints what images outside the training data have lost: each kind once, by one rank."""
+class MediaWarnings:
+    """Prints what media outside the training data have lost: each kind once, by one rank."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

@@ -15,7 +15,7 @@ from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import find_sources
-from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.media.media import MediaReader
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.preference_records import PAIRS
 from fsdp_trainer.data.store.component_store import (
@@ -65,12 +65,12 @@ def component_stores(
     root: Path,
     reporter: Reporter,
     kind: str | None = None,
-    images: ImageReader | None = None,
+    media: MediaReader | None = None,
     answer: int = 0,
 ) -> list["ComponentStores"]:
     """Return the preparation of every component, with separate validation data as the last one.
 
-    kind: passed to `make_reader`. images, answer: see TokenizeOptions.
+    kind: passed to `make_reader`. media, answer: see TokenizeOptions.
     """
     train, held_out = components(data, root, reporter)
     every = [*train, *([held_out] if held_out else [])]
@@ -80,7 +80,7 @@ def component_stores(
         lambda: reporter.progress("data   hashing files"),
     )
     seq_len = batch.seq_len - answer
-    options = TokenizeOptions(data, seq_len, 0.0, tokenizer, template, kind, images, answer)
+    options = TokenizeOptions(data, seq_len, 0.0, tokenizer, template, kind, media, answer)
     return [
         ComponentStores(component, replace(options, share=component.share), content, root, reporter)
         for component in every

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.base.checksum import checksum
-from fsdp_trainer.data.images.sample_images import SampleImage, images_json
+from fsdp_trainer.data.media.kinds import READ
+from fsdp_trainer.data.media.media import SampleMedium, media_json
 from fsdp_trainer.data.store.linked_tokens import (
     BEGINS,
     TYPES,
@@ -38,9 +39,9 @@ OPTIONAL: dict[str, tuple[Any, int]] = {
 """Columns of [samples] that are only written if some value differs from the usual one.
 group_starts: False where a sample shares the row of the sample before it. kinds: kinds of
 samples.py. begins, types: see linked_tokens.py. Values: (dtype, usual value)."""
-QUESTIONS, IMAGES, LABELS = TEXTS = ("questions", "images", "labels")
+QUESTIONS, MEDIA, LABELS = TEXTS = ("questions", READ.column, "labels")
 """Columns of JSON, one after the other, that some stores have: what the answers to a prompt are
-judged by, the images of a sample, if it has any, and what a head is to learn of it."""
+judged by, the media of a sample, if it has any, and what a head is to learn of it."""
 SIZES = "_sizes"
 """Suffix of the column with the bytes of each text: [samples] int64."""
 AT_ONCE = 1000
@@ -103,7 +104,7 @@ class TokenStore:
         """None if the samples are not prompts."""
         self.labels = TextColumn.of(folder, LABELS)
         """None if the samples have no labels."""
-        self._images = TextColumn.of(folder, IMAGES)
+        self._media = TextColumn.of(folder, MEDIA)
         for column in (self.tokens, self.weights):
             # shuffled samples are scattered over the file, so reading ahead is useless
             if isinstance(column.base, mmap):
@@ -156,20 +157,20 @@ class TokenStore:
         assert self.questions is not None
         return json.loads(self.questions.text(sample))
 
-    def images(self, sample: int) -> list[SampleImage]:
-        """Return the images of a sample, in order."""
-        text = self._images.text(sample) if self._images else ""
-        return [SampleImage.from_json(each) for each in json.loads(text)] if text else []
+    def media(self, sample: int) -> list[SampleMedium]:
+        """Return the media of a sample, in order."""
+        text = self._media.text(sample) if self._media else ""
+        return [READ.from_json(each) for each in json.loads(text)] if text else []
 
-    def all_images(self) -> Iterator[SampleImage]:
-        """Yield the images of all samples."""
-        for sample in np.flatnonzero(self._images.sizes) if self._images else ():
-            yield from self.images(int(sample))
+    def all_media(self) -> Iterator[SampleMedium]:
+        """Yield the media of all samples."""
+        for sample in np.flatnonzero(self._media.sizes) if self._media else ():
+            yield from self.media(int(sample))
 
     @cached_property
-    def samples_with_images(self) -> int:
+    def samples_with_media(self) -> int:
         """The number of samples that have an image."""
-        return int(np.count_nonzero(self._images.sizes)) if self._images else 0
+        return int(np.count_nonzero(self._media.sizes)) if self._media else 0
 
     @property
     def token_count(self) -> int:
@@ -275,10 +276,10 @@ def _map(file: Path, dtype: Any) -> np.ndarray:
 class StoreWriter:
     """Appends samples to the columns of a store."""
 
-    def __init__(self, folder: Path, with_images: bool = False):
-        """with_images: whether samples may have images."""
+    def __init__(self, folder: Path, with_media: bool = False):
+        """with_images: whether samples may have media."""
         folder.mkdir()
-        self._with_images = with_images
+        self._with_media = with_media
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
         self._folder = folder
         self._optional = {column: bytearray() for column in OPTIONAL}
@@ -316,8 +317,8 @@ class StoreWriter:
         self._append(columns, optional, source)
         self._write_texts(QUESTIONS, [s.question for s in samples if s.question is not None])
         self._write_texts(LABELS, [s.label for s in samples if s.label is not None])
-        if self._with_images:
-            self._write_texts(IMAGES, [images_json(s.images) for s in samples])
+        if self._with_media:
+            self._write_texts(MEDIA, [media_json(s.media) for s in samples])
 
     def write_documents(self, samples: DocumentSamples, source: int, file: int) -> None:
         """Append samples of a token file, as `write` does."""
@@ -380,13 +381,13 @@ class StoreWriter:
 
 
 def digest_of(sample: Sample) -> int:
-    """Return a hash of a sample's tokens, weights, question, label and images, of 64 bits."""
+    """Return a hash of a sample's tokens, weights, question, label and media, of 64 bits."""
     content = (
         sample.tokens.astype(np.int32, copy=False).tobytes()
         + sample.weights.astype(np.float32, copy=False).tobytes()
     )
     content += (sample.question or "").encode() + (sample.label or "").encode()
-    content += "".join(image.file.digest for image in sample.images).encode()
+    content += "".join(one.file.digest for one in sample.media).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 

@@ -152,8 +152,8 @@ class TaskTokenizer:
     def __init__(self, task: Task, folder: Path, options: TokenizeOptions, tick: Tick):
         self.task, self.options, self.tick = task, options, tick
         names = (TRAIN, VALIDATION) if options.share else (TRAIN,)
-        with_images = options.images is not None
-        self.writers = {name: StoreWriter(folder / name, with_images) for name in names}
+        with_media = options.media is not None
+        self.writers = {name: StoreWriter(folder / name, with_media) for name in names}
         self.builder = options.builder()
         self.reader: Reader | None = None
         """Reads the rows of the current unit; None until its first row has been read."""
@@ -264,7 +264,7 @@ class TaskTokenizer:
                 else:
                     reader = choose_reader(
                         data, row.columns, file, unit.format, fields, self.options.kind,
-                        self.options.images is not None,
+                        self.options.media is not None,
                     )  # fmt: skip
                     self.reader = replace(reader, note=self.builder.count)
             return self.reader
@@ -300,10 +300,10 @@ class TaskTokenizer:
         return replace(first.again(), note=self.builder.count) if first else None
 
     def _first_reader(self, unit: TaskUnit) -> Reader | None:
-        prompts, images = self.options.kind == PROMPTS, self.options.images is not None
+        prompts, media = self.options.kind == PROMPTS, self.options.media is not None
         file, stamp = unit.unit.file, unit.unit.stamp
         kind = self.options.kind
-        return first_reader(file, stamp, unit.format, unit.fields, prompts, images, kind)
+        return first_reader(file, stamp, unit.format, unit.fields, prompts, media, kind)
 
     def _note_unit(self, unit: TaskUnit) -> None:
         """Note the rows and unused columns of a unit; a file without rows is a problem."""
@@ -343,11 +343,11 @@ def first_reader(
     format: str,
     fields: tuple[tuple[str, str], ...],
     prompts: bool = False,
-    with_images: bool = False,
+    with_media: bool = False,
     kind: str | None = None,
 ) -> Reader | None:
     """Return the reader chosen by a file's first readable row; None if no row can be read."""
-    make: Callable[..., Reader] = partial(make_reader, kind=kind, with_images=with_images)
+    make: Callable[..., Reader] = partial(make_reader, kind=kind, with_media=with_media)
     if prompts:
         make = make_prompt_reader
     for row in read_records(file):

@@ -10,10 +10,12 @@ import jinja2
 
 from fsdp_trainer.base.time_limit import TooSlow, time_limit
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.media import HELD
 from fsdp_trainer.data.records.messages import Message
+from fsdp_trainer.data.records.row_kinds import ROW_KINDS
 from fsdp_trainer.data.templates.closing_text import Closing, find_closing
 from fsdp_trainer.data.templates.completeness import TOOLS
-from fsdp_trainer.data.templates.template_forms import Forms, convert_turns, place_images
+from fsdp_trainer.data.templates.template_forms import Forms, convert_turns, place_media
 from fsdp_trainer.data.templates.template_language import (
     DEFAULT,
     DEFAULT_DATE,
@@ -107,17 +109,20 @@ class RecordTemplate:
         return self.prompt(messages[:-1], tools) + after[len(before) :]
 
     @cached_property
-    def reads_images(self) -> bool:
-        """True if it shows an image that is a part of a turn's content."""
+    def shown_kinds(self) -> set[str]:
+        """The kinds of media that it shows as parts of a turn's content."""
+        return {kind for kind in ROW_KINDS if self._shows_part(kind)}
+
+    def _shows_part(self, kind: str) -> bool:
         text = {"type": "text", "text": ASK["content"]}
         try:
             without, shown = (
                 self.render([{**ASK, "content": parts}])
-                for parts in ([text], [{"type": "image"}, text])
+                for parts in ([text], [{"type": kind}, text])
             )
         except RecordError:
             return False
-        return ASK["content"] in shown != without and "'image'" not in shown
+        return ASK["content"] in shown != without and repr(kind) not in shown
 
     def closing_of(self, text: str, before: list[Message], tools: list[dict] | None) -> Closing:
         """Return what stands behind the last turn in the text of a conversation.
@@ -251,37 +256,37 @@ class Template:
         messages: list[Message],
         tools: list[dict] | None,
         note: Callable[[str], Any] = lambda key: None,
-        image_mark: str = "",
+        media_mark: str = "",
     ) -> list[Message]:
         """Return the conversation in the forms that the template reads.
 
         note: called with a key of `findings.KINDS` for content that the template has no form for.
-        image_mark: text for an image, for a template that does not show it itself.
+        media_mark: text for one medium, for a template that does not show it itself.
         """
         template = self.for_record(tools)
         forms = template.forms
         if not self.shows(tools):
             note(TOOLS)
         turns = convert_turns(messages, forms, note)
-        if not any(turn.get("images") for turn in turns):
+        if not any(turn.get(HELD) for turn in turns):
             return turns
-        return place_images(turns, template.reads_images, image_mark)
+        return place_media(turns, template.shown_kinds, media_mark)
 
-    def ask(self, messages: list[Message], image_mark: str = "") -> str:
+    def ask(self, messages: list[Message], media_mark: str = "") -> str:
         """Return the conversation up to where the model answers. RecordError as in `render`.
 
-        image_mark: see `adapt`.
+        media_mark: see `adapt`.
         """
-        turns = self.adapt(messages, None, image_mark=image_mark)
+        turns = self.adapt(messages, None, media_mark=media_mark)
         return self.render(turns, add_generation_prompt=True)
 
-    def continued(self, messages: list[Message], image_mark: str = "") -> str:
+    def continued(self, messages: list[Message], media_mark: str = "") -> str:
         """Return the conversation up to the end of its last turn's text, which is to go on.
 
-        As transformers' `apply_chat_template(…, continue_final_message=True)`. image_mark: see
+        As transformers' `apply_chat_template(…, continue_final_message=True)`. media_mark: see
         `adapt`. Raises RecordError if the template does not show that text as it is.
         """
-        *before, last = self.adapt(messages, None, image_mark=image_mark)
+        *before, last = self.adapt(messages, None, media_mark=media_mark)
         last, key = dict(last), "content"
         holder: dict[str, Any] = last
         if isinstance(last["content"], list):

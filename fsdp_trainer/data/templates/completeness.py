@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_trainer.data.records.images import MARK
+from fsdp_trainer.data.records.media import MARK
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.templates.template_forms import split_thinking
 

@@ -4,9 +4,10 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
-from fsdp_trainer.data.records.images import MARK
+from fsdp_trainer.data.records.media import HELD, MARK
 from fsdp_trainer.data.records.messages import Message
 
 INLINE, PART = "inline", "part"
@@ -226,16 +227,17 @@ def _answering(
     return message
 
 
-def place_images(messages: list[Message], as_parts: bool, mark: str) -> list[Message]:
-    """Return the turns with their images in the form that a template reads.
+def place_media(messages: list[Message], shown: set[str], mark: str) -> list[Message]:
+    """Return the turns with their media in the form that a template reads.
 
-    as_parts: as parts of the content; otherwise `mark` stands for each in the text.
+    shown: the kinds that are parts of the content; otherwise `mark` stands for each in the text.
     """
-    return [_with_images(one, as_parts, mark) if one.get("images") else one for one in messages]
+    return [_with_media(one, shown, mark) if one.get(HELD) else one for one in messages]
 
 
-def _with_images(message: Message, as_parts: bool, mark: str) -> Message:
-    content = message["content"]
+def _with_media(message: Message, shown: set[str], mark: str) -> Message:
+    content, kinds = message["content"], [one.part for one in message[HELD]]
+    as_parts, own = shown.issuperset(kinds), chain(kinds, repeat(kinds[-1]))
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     placed: list[dict[str, Any]] = []
     for part in parts:
@@ -245,18 +247,18 @@ def _with_images(message: Message, as_parts: bool, mark: str) -> Message:
         elif not as_parts:
             placed.append({**part, "text": mark.join(pieces)})
         else:
-            placed += _around_images(pieces)
-    rest = {name: value for name, value in message.items() if name != "images"}
+            placed += _around_media(pieces, own)
+    rest = {name: value for name, value in message.items() if name != HELD}
     if not as_parts and not isinstance(content, list):
         return {**rest, "content": placed[0]["text"]}
     return {**rest, "content": placed}
 
 
-def _around_images(texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield parts for texts that are not empty, and one for the image between two texts."""
+def _around_media(texts: list[str], kinds: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Yield parts for texts that are not empty, and one of the next kind between two texts."""
     for i, text in enumerate(texts):
         if i:
-            yield {"type": "image"}
+            yield {"type": next(kinds)}
         if text:
             yield {"type": "text", "text": text}
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.media.media import MediaReader
 from fsdp_trainer.data.records.conversations import Readable, Reader, make_reader
 from fsdp_trainer.data.records.preference_records import SINGLE, UNPAIRED
 from fsdp_trainer.data.records.record_formats import OF_HEADS
@@ -26,7 +26,7 @@ class TokenizeOptions:
     """Everything that decides the tokens of a row, for all units of a component.
 
     share: fraction of the rows that is held out for validation, chosen by content. kind: passed to
-    `make_reader`. images: reads images; None for a model that reads only text. answer: tokens of a
+    `make_reader`. media: reads media; None for a model that reads only text. answer: tokens of a
     row that are left for the answer to a prompt, besides `seq_len`.
     """
 
@@ -36,7 +36,7 @@ class TokenizeOptions:
     tokenizer: TextTokenizer
     template: Template
     kind: str | None = None
-    images: ImageReader | None = None
+    media: MediaReader | None = None
     answer: int = 0
 
     @property
@@ -70,7 +70,7 @@ class TokenizeOptions:
         """Return a builder of samples with these options."""
         splits = self.kind == UNPAIRED
         return SampleBuilder(
-            self.data, self.seq_len, self.tokenizer, self.template, splits, self.images
+            self.data, self.seq_len, self.tokenizer, self.template, splits, self.media
         )
 
 
@@ -138,14 +138,14 @@ def choose_reader(
     format: str,
     fields: dict[str, Any] | None,
     kind: str | None = SINGLE,
-    with_images: bool = False,
+    with_media: bool = False,
 ) -> Reader:
     """Return a reader for rows with these columns. kind, with_images: passed to `make_reader`.
 
     Raises UserError if they cannot be used, or RecordError if data.on_error=skip.
     """
     try:
-        reader = make_reader(columns, format, fields, file, kind, with_images)
+        reader = make_reader(columns, format, fields, file, kind, with_media)
     except UserError as error:
         if data.on_error == "fail":
             raise

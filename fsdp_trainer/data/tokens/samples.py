@@ -12,7 +12,8 @@ import numpy as np
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.sample_images import ImageReader, SampleImage
+from fsdp_trainer.data.media.kinds import READ
+from fsdp_trainer.data.media.media import MediaReader, SampleMedium
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
@@ -20,8 +21,8 @@ from fsdp_trainer.data.records.conversations import (
     Readable,
     Segments,
 )
-from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.labelled_texts import QUERY, LabelledText, LabelledTexts, TaggedText
+from fsdp_trainer.data.records.media import media_in
 from fsdp_trainer.data.records.messages import BAD_KEY, MESSAGE_KEYS, UNREAD_KEY, Message
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
@@ -43,7 +44,7 @@ from fsdp_trainer.data.tokens.word_cache import EncodedWords, Encoding
 Span = tuple[int, int, float]
 """Characters [start, end) of a text, and the loss weight of their tokens."""
 Prompt = tuple[str, ...]
-"""The text before an answer, and the digests of the images in it."""
+"""The text before an answer, and the digests of the media in it."""
 EXAMPLES = 3
 FITS = "fits_"
 """Prefix of keys that count samples too long for a row; the suffix is a sufficient length, as in
@@ -52,8 +53,8 @@ CUT_HELPS, SPLIT_HELPS = "cut_helps", "split_helps"
 """Keys that count too long samples of which data.too_long=truncate, or =split, keeps more."""
 LOST = "lost_tokens"
 """Key of the number of tokens in samples that were dropped for length, or cut off."""
-IMAGES, IMAGE_TOKENS = "images", "image_tokens"
-"""Keys of the numbers of images, and of tokens that stand for them."""
+MEDIA, MEDIA_TOKENS = READ.counts
+"""Keys of the numbers of media, and of tokens that stand for them."""
 REWRITTEN_SAMPLES, REWRITTEN_TOKENS, LAST_TOKENS = "of_rewritten", "of_rewritten_tokens", "of_last"
 """Keys of counts for conversations whose template rewrites earlier turns: samples made of them,
 tokens of those samples, and tokens of the last sample of each (the conversation without
@@ -87,8 +88,8 @@ class Sample:
     """DataQuestion.as_json, for prompts only."""
     label: str | None = None
     """What a head is to learn of it, as JSON."""
-    images: tuple[SampleImage, ...] = ()
-    """The images that its tokens stand for, in order."""
+    media: tuple[SampleMedium, ...] = ()
+    """The media that its tokens stand for, in order."""
     link: tuple[int, np.dtype] | None = None
     """First byte and type of the tokens in the file they come from, if they are read from there."""
 
@@ -117,8 +118,8 @@ class Rendered:
     """Label of an answer in good or bad; None for any other text."""
     question: str | None = None
     """The same as in Sample, for the text of a prompt."""
-    images: tuple[SampleImage, ...] = ()
-    """The images of the text, in order."""
+    media: tuple[SampleMedium, ...] = ()
+    """The media of the text, in order."""
     labelled: tuple[LabelledText, ...] = ()
     """Texts with labels; this text is then empty."""
     tagged: TaggedText | None = None
@@ -165,13 +166,13 @@ class SampleBuilder:
         tokenizer: TextTokenizer,
         template: Template,
         splits_pairs: bool = False,
-        images: ImageReader | None = None,
+        media: MediaReader | None = None,
     ):
         """splits_pairs: if True, the answers of a pair become one good and one bad answer.
 
-        images: reads the images of conversations; None for a model that reads only text.
+        media: reads the media of conversations; None for a model that reads only text.
         """
-        self.splits_pairs, self.images = splits_pairs, images
+        self.splits_pairs, self.media = splits_pairs, media
         self.others = OtherAnswers()
         """Answers for those that have no other prompt beside them."""
         self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
@@ -335,7 +336,7 @@ class SampleBuilder:
 
     def _conversation(self, row: Conversation) -> list[Rendered]:
         notes: set[str] = set()
-        mark = self.images.processor.mark if self.images else ""
+        mark = self.media.processor.mark if self.media else ""
         messages = self._adapted(row, notes, mark)
         if any(a["role"] == b["role"] == "assistant" for a, b in pairwise(row.messages)):
             notes.add("two_answers")
@@ -348,7 +349,7 @@ class SampleBuilder:
             notes.add(TOOLS_LEFT_OUT)
         for key in sorted(notes):
             self.count(key, row.where)
-        return [*self._with_images(texts, row)] if self.images else texts
+        return [*self._with_media(texts, row)] if self.media else texts
 
     def _adapted(
         self, row: Conversation | DataQuestion, notes: set[str], mark: str
@@ -377,23 +378,23 @@ class SampleBuilder:
             if message.get(name) not in (None, "", [], {}) and not self.template.reads(name)
         }
 
-    def _with_images(self, texts: list[Rendered], row: Conversation) -> Iterator[Rendered]:
-        """Yield the texts of a conversation with its images, which are never supervised."""
-        assert self.images is not None
-        files = self.images.find(
-            [*images_in(row.messages)], row.where[0], lambda key, name: self.count(key, row.where)
+    def _with_media(self, texts: list[Rendered], row: Conversation) -> Iterator[Rendered]:
+        """Yield the texts of a conversation with its media, which are never supervised."""
+        assert self.media is not None
+        files = self.media.find(
+            [*media_in(row.messages)], row.where[0], lambda key, name: self.count(key, row.where)
         )
-        token = str(self.tokenizer.backend.id_to_token(self.images.processor.token))
+        token = str(self.tokenizer.backend.id_to_token(self.media.processor.token))
         for text in texts:
             number, count = text.place
-            whole = self.images.expand(text.text, files, token, is_whole=number == count)
+            whole = self.media.expand(text.text, files, token, is_whole=number == count)
             spans = [(whole.moved(a), whole.moved(b), weight) for a, b, weight in text.spans]
             yield replace(
                 text,
                 text=whole.text,
                 spans=spans + [(start, end, 0.0) for start, end in whole.spans],
                 ends=tuple(map(whole.moved, text.ends)),
-                images=whole.images,
+                media=whole.media,
             )
 
     def _supervise_all(
@@ -625,13 +626,13 @@ class SampleBuilder:
         self._count_first(encoding, text)
         if self.template.name == NOTHING:
             text = replace(text, spans=[_to_whole_token(encoding, span) for span in text.spans])
-        sample = Sample(encoding.ids, token_weights(encoding, text), images=text.images)
+        sample = Sample(encoding.ids, token_weights(encoding, text), media=text.media)
         self._count_turns(encoding, text, sample)
         return sample
 
     def _count_first(self, encoding: Encoding | EncodedWords, text: Rendered) -> None:
-        """Count a chat without the first token that processors of images add to every text."""
-        if self.images and self._first and encoding.ids[:1].tolist() != self._first:
+        """Count a chat without the first token that processors of media add to every text."""
+        if self.media and self._first and encoding.ids[:1].tolist() != self._first:
             self.count("no_first_token", text.where)
 
     @cached_property
@@ -681,16 +682,16 @@ class SampleBuilder:
 
     def _cut(self, sample: Sample, size: int) -> Sample:
         """Return a sample's first tokens, at most `size`. It ends before an image that is cut."""
-        images = sample.images
-        if self.images and images:
-            places = np.flatnonzero(sample.tokens == self.images.processor.token)
-            ends = np.cumsum([image.tokens for image in images])
+        media = sample.media
+        if self.media and media:
+            places = np.flatnonzero(sample.tokens == self.media.processor.token)
+            ends = np.cumsum([one.tokens for one in media])
             whole = int(np.searchsorted(ends, np.searchsorted(places, size), side="right"))
-            if whole < len(images):
-                size = min(size, int(places[ends[whole] - images[whole].tokens]))
-            images = images[:whole]
+            if whole < len(media):
+                size = min(size, int(places[ends[whole] - media[whole].tokens]))
+            media = media[:whole]
         return replace(
-            sample, tokens=sample.tokens[:size], weights=sample.weights[:size], images=images
+            sample, tokens=sample.tokens[:size], weights=sample.weights[:size], media=media
         )
 
     def _keep(self, sample: Sample, text: Rendered) -> list[Sample]:
@@ -699,9 +700,9 @@ class SampleBuilder:
             self.count("two_bos", text.where)
         sample.weights[:1] = 0  # no token precedes the first one to predict it from
         if len(sample.tokens) >= 2 and sample.weights.any():
-            if sample.images:
-                self.counts[IMAGES] += len(sample.images)
-                self.counts[IMAGE_TOKENS] += sum(image.tokens for image in sample.images)
+            if sample.media:
+                self.counts[MEDIA] += len(sample.media)
+                self.counts[MEDIA_TOKENS] += sum(one.tokens for one in sample.media)
             return [sample]
         return self._left_out("unsupervised", text.where)
 
@@ -781,10 +782,10 @@ class OtherAnswers:
 
 
 def _prompt_of(text: Rendered) -> Prompt:
-    """Return what identifies the prompt of an answer: its text, and digests of its images."""
+    """Return what identifies the prompt of an answer: its text, and digests of its media."""
     begins = (begin for begin, _, weight in text.spans if weight > 0)
     start = min(begins, default=len(text.text))
-    return text.text[:start], *(image.file.digest for image in text.images)
+    return text.text[:start], *(one.file.digest for one in text.media)
 
 
 def _begin_of_answer(sample: Sample) -> int:
@@ -802,8 +803,8 @@ def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
         return None
     tokens = np.concatenate([sample.tokens[:prompt], other.tokens[begin:]])[:room]
     weights = np.concatenate([sample.weights[:prompt], other.weights[begin:]])[:room]
-    images = sample.images
-    return Sample(tokens, weights, starts_group=False, kind=MISMATCHED, images=images)
+    media = sample.media
+    return Sample(tokens, weights, starts_group=False, kind=MISMATCHED, media=media)
 
 
 def require_whole_characters(*texts: str) -> None:

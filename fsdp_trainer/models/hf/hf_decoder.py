@@ -20,7 +20,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Auxiliary, Decoder, ImageInputs, MicroBatch
+from fsdp_trainer.models.decoder import Auxiliary, Decoder, MediaInputs, MicroBatch
 from fsdp_trainer.models.head import Head, ScoreHead, StatesHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
 from fsdp_trainer.models.hf.document_layers import DocumentRows, keep_apart
@@ -48,7 +48,7 @@ class TransformersDecoder(Decoder):
     own_blocks: dict[str, nn.Module]
     own_mtp_heads: list[nn.Module]
     tower: ImageTower | None
-    """Of a model that reads images."""
+    """Of a model that reads media."""
 
     def __init__(self, config: ModelConfig, balance: Balance | None = None):
         nn.Module.__init__(self)
@@ -136,17 +136,20 @@ class TransformersDecoder(Decoder):
         return [] if self.config.tie_word_embeddings else [self.lm_head]
 
     def part_of(self, name: str) -> str | None:
+        """Return the part of a model for media that a weight belongs to; None for others."""
         return None if self.tower is None else self.tower.part_of(name)
 
     @property
-    def image_positions(self) -> Any:
-        """Return the function that gives a document with images its positions, or None."""
+    def media_positions(self) -> Any:
+        """Return the function that gives a document with media its positions, or None."""
         return self.tower.positions if self.tower is not None and self.tower.has_axes else None
 
     def image_parts(self) -> list[nn.Module]:
+        """Return the modules for media that are sharded one by one, inner ones first."""
         return [] if self.tower is None else [*self.tower.units(self.hf)]
 
     def image_blocks(self) -> list[nn.Module]:
+        """Return the blocks of the tower for media."""
         return [] if self.tower is None else self.tower.blocks
 
     def keep_apart(self, kinds: Sequence[str]) -> None:
@@ -183,15 +186,15 @@ class TransformersDecoder(Decoder):
         layout: PackedAttention,
         caches: Mapping[str, Cache] = MappingProxyType({}),
         token_share: Tensor | None = None,
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> tuple[Tensor, Auxiliary]:
         """Return the states after the last norm, and routers' auxiliary values. See Decoder."""
-        alone = self.unpacked(tokens, layout, images)
+        alone = self.unpacked(tokens, layout, media)
         with self.watch.watching(self.balance is not None and token_share is not None):
             if alone is None:
-                states = self.states(tokens, positions, layout, images=images)
+                states = self.states(tokens, positions, layout, media=media)
             else:
-                states = alone.packed(self.states_alone(alone, images))
+                states = alone.packed(self.states_alone(alone, media))
         if self.balance is None or token_share is None:
             return states, {}
         share = token_share if alone is None else alone.spread(token_share)
@@ -201,11 +204,11 @@ class TransformersDecoder(Decoder):
         self, batch: MicroBatch, token_share: Tensor | None
     ) -> tuple[Tensor, Tensor, Auxiliary]:
         """Return the output head's input of the model and of its MTP head. See Decoder."""
-        layout, images = batch.layout, batch.images
+        layout, media = batch.layout, batch.media
         (recorded,), (head,) = self.recorded_rotations, self.own_mtp_heads
         with recorded.recorded():
             states, auxiliary = self.hidden(
-                batch.tokens, batch.positions, layout, token_share=token_share, images=images
+                batch.tokens, batch.positions, layout, token_share=token_share, media=media
             )
         embedded, rotations = recorded.taken()
         drafted = head(
@@ -223,14 +226,14 @@ class TransformersDecoder(Decoder):
         positions: Tensor,
         layout: PackedAttention | None,
         ours: bool | None = None,
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> Tensor:
         """Return the states after the last norm, [rows, length, hidden].
 
         layout: None: attention by transformers, with documents where positions restart. ours:
         whether `models.attention` computes it; None: as the architecture allows.
         """
-        inputs = self.inputs(tokens, positions, images)
+        inputs = self.inputs(tokens, positions, media)
         ours = self.config.documents_attention if ours is None else ours
         ours = ours and layout is not None and TOKEN_TYPES not in inputs
         self.use_attention(NAME if ours else self.plain_attention)
@@ -240,32 +243,34 @@ class TransformersDecoder(Decoder):
             return self.base(**inputs, attention_mask=None, use_cache=False)[0]
 
     def unpacked(
-        self, tokens: Tensor, layout: PackedAttention, images: ImageInputs | None
+        self, tokens: Tensor, layout: PackedAttention, media: MediaInputs | None
     ) -> OneDocumentRows | None:
         """Return rows with one document each; None if packed rows are computed as they are.
 
         Tokens of an image that see each other need transformers' own mask of one document.
         """
-        both_ways = images is not None and self.tower is not None and self.tower.both_ways
+        both_ways = media is not None and self.tower is not None and self.tower.both_ways
         if self.config.packs and not both_ways:
             return None
         most = max(map(len, layout.lengths))
         return OneDocumentRows(tokens, layout) if most > (0 if both_ways else 1) else None
 
-    def states_alone(self, alone: OneDocumentRows, images: ImageInputs | None) -> Tensor:
-        if images is not None and images.positions is not None:
-            images = replace(images, positions=alone.gathered(images.positions))
-        return self.states(alone.tokens, alone.positions, None, images=images)
+    def states_alone(self, alone: OneDocumentRows, media: MediaInputs | None) -> Tensor:
+        """Return the states of documents that are in rows of their own."""
+        if media is not None and media.positions is not None:
+            media = replace(media, positions=alone.gathered(media.positions))
+        return self.states(alone.tokens, alone.positions, None, media=media)
 
     def inputs(
-        self, tokens: Tensor, positions: Tensor, images: ImageInputs | None = None
+        self, tokens: Tensor, positions: Tensor, media: MediaInputs | None = None
     ) -> dict[str, Any]:
-        of_images: dict[str, Any] = {}
-        if images is not None and self.tower is not None:
-            of_images = self.tower.inputs(images, tokens)
-            positions = positions if images.positions is None else images.positions
+        """Return the arguments for tokens and their media, by transformers' names."""
+        of_media: dict[str, Any] = {}
+        if media is not None and self.tower is not None:
+            of_media = self.tower.inputs(media, tokens)
+            positions = positions if media.positions is None else media.positions
         positioned = {"position_ids": positions} if self.takes_positions else {}
-        return {"input_ids": tokens, **positioned, **of_images}
+        return {"input_ids": tokens, **positioned, **of_media}
 
     def transformers_shapes(self, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all weights as transformers has them, by name.
@@ -330,12 +335,12 @@ class TransformersDecoder(Decoder):
 
     @torch.no_grad()
     def both_image_logits(
-        self, tokens: Tensor, positions: Tensor, images: ImageInputs
+        self, tokens: Tensor, positions: Tensor, media: MediaInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return logits of a document with images by our path, and transformers' own."""
+        """Return logits of a document with media by our path, and transformers' own."""
         assert self.tower is not None
-        own = self.logits_of(self.states(tokens, positions, None, images=images))
-        given = self.tower.own_inputs(self.hf, images, tokens)
+        own = self.logits_of(self.states(tokens, positions, None, media=media))
+        given = self.tower.own_inputs(self.hf, media, tokens)
         self.use_attention(self.plain_attention)
         return own, self.hf(input_ids=tokens, **given, use_cache=False).logits
 
@@ -346,10 +351,11 @@ class TransformersDecoder(Decoder):
         """Return the states as in training. layout: None: each row is one document."""
         return self.states(tokens, positions, layout)
 
-    def logits(self, tokens: Tensor, images: ImageInputs | None = None) -> Tensor:
+    def logits(self, tokens: Tensor, media: MediaInputs | None = None) -> Tensor:
+        """Return logits [batch, length, vocabulary]; each row is one document."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with self.inference():
-            return self.logits_of(self.states(tokens, positions, None, images=images))
+            return self.logits_of(self.states(tokens, positions, None, media=media))
 
     @torch.no_grad()
     def next_logits(
@@ -359,18 +365,18 @@ class TransformersDecoder(Decoder):
         layout: Any,
         index: Tensor,
         caches: Any = MappingProxyType({}),
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> Tensor:
         """Return the next-token logits at some positions: [index, vocabulary].
 
-        caches: an OwnCache, or empty. images: of these tokens. See Decoder.
+        caches: an OwnCache, or empty. media: of these tokens. See Decoder.
         """
         if isinstance(caches, OwnCache):
             self.use_attention(self.plain_attention)
-            inputs = self.inputs(tokens, positions, images)
+            inputs = self.inputs(tokens, positions, media)
             hidden = caches.forward(self.base, inputs, self.cache_name)
         else:
-            hidden, _ = self.hidden(tokens, positions, layout, images=images)
+            hidden, _ = self.hidden(tokens, positions, layout, media=media)
         return self.logits_of(hidden.flatten(0, 1).index_select(0, index))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdp_trainer.models.attention import Cache, PackedAttention
-from fsdp_trainer.models.decoder import Auxiliary, ImageInputs
+from fsdp_trainer.models.decoder import Auxiliary, MediaInputs
 from fsdp_trainer.models.document_calls import Lengths
 from fsdp_trainer.models.head import Head, StatesHead
 from fsdp_trainer.models.hf.hf_decoder import TransformersDecoder
@@ -50,7 +50,7 @@ class TransformersEncoder(TransformersDecoder):
         layout: PackedAttention,
         caches: Mapping[str, Cache] = MappingProxyType({}),
         token_share: Tensor | None = None,
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> tuple[Tensor, Auxiliary]:
         """Return the results of packed rows, [rows, length, numbers]. See Decoder."""
         rows: Any = layout

@@ -1,4 +1,4 @@
-"""The tower of transformers' models for images: its modules, and the states that it makes."""
+"""The tower of transformers' models for media: its modules, and the states that it makes."""
 
 import inspect
 import warnings
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.decoder import ImageInputs
+from fsdp_trainer.models.decoder import MediaInputs
 
 PROJECTORS = (
     *("multi_modal_projector", "connector", "merger", "deepstack_merger_list", "mm_projector"),
@@ -32,7 +32,7 @@ TOKEN_TYPES = "token_type_ids"
 class TowerSizes(NamedTuple):
     """Sizes of a tower.
 
-    width: of its states; numbers: of a patch's pixels; patches: of an image, None if images may
+    width: of its states; numbers: of a patch's pixels; patches: of an image, None if media may
     have any size; per_token: patches for each token of the language model.
     """
 
@@ -97,9 +97,9 @@ class ImageTower:
         return hasattr(self.base, "get_rope_index")
 
     def positions(self, tokens: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
-        """Return the positions of a document with images, [axes, length].
+        """Return the positions of a document with media, [axes, length].
 
-        tokens: [length] int64; arrays: of its images alone.
+        tokens: [length] int64; arrays: of its media alone.
         """
         find = self.base.get_rope_index
         takes = inspect.signature(find).parameters
@@ -107,25 +107,27 @@ class ImageTower:
         types = (tokens == self.token).int()[None]
         return find(tokens[None], mm_token_type_ids=types, **given)[0][:, 0]
 
-    def taken(self, images: ImageInputs) -> dict[str, Tensor]:
+    def taken(self, media: MediaInputs) -> dict[str, Tensor]:
+        """Return the arrays of media that the tower takes."""
         if not self.is_registered:
             register_classes(self.tower)
             self.is_registered = True
-        return {name: value for name, value in images.arrays.items() if name in self.takes}
+        return {name: value for name, value in media.arrays.items() if name in self.takes}
 
-    def own_inputs(self, hf: Any, images: ImageInputs, tokens: Tensor) -> dict[str, Any]:
-        """Return the arguments by which transformers' forward computes images by itself."""
+    def own_inputs(self, hf: Any, media: MediaInputs, tokens: Tensor) -> dict[str, Any]:
+        """Return the arguments by which transformers' forward computes media by itself."""
         takes = inspect.signature(hf.forward).parameters
         types = (tokens == self.token).int()
         named = {name: types for name in (TOKEN_TYPES, "mm_token_type_ids") if name in takes}
-        return {**self.taken(images), **named}
+        return {**self.taken(media), **named}
 
-    def inputs(self, images: ImageInputs, tokens: Tensor) -> dict[str, Any]:
-        arrays = self.taken(images)
+    def inputs(self, media: MediaInputs, tokens: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model's forward for the media of a micro-batch."""
+        arrays = self.taken(media)
         outputs = self.base.get_image_features(**arrays, return_dict=True)
-        states = {"pooler_output": first_rows(outputs.pooler_output, images.tokens)}
+        states = {"pooler_output": first_rows(outputs.pooler_output, media.tokens)}
         if of_layers := getattr(outputs, "deepstack_features", None):
-            states["deepstack_features"] = [first_rows(each, images.tokens) for each in of_layers]
+            states["deepstack_features"] = [first_rows(each, media.tokens) for each in of_layers]
         outputs = replace(outputs, **states)
         types = {TOKEN_TYPES: (tokens == self.token).int()} if self.both_ways else {}
         return {"mm_encoder_outputs": {"image": outputs}, **types}
@@ -162,7 +164,7 @@ def register_classes(tower: nn.Module) -> None:
 
 
 def first_rows(states: Any, count: int) -> Any:
-    """Return the first `count` states of images, as transformers' forward takes them.
+    """Return the first `count` states of media, as transformers' forward takes them.
 
     The rest are of a black image, in a micro-batch without any: it is computed like the others,
     and has no effect.

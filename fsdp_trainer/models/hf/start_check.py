@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.decoder import ImageInputs
+from fsdp_trainer.models.decoder import MediaInputs
 from fsdp_trainer.models.hf.probe import LENGTHS, Trial, difference, positions_of
 
 Picture = tuple[dict[str, np.ndarray], int]
@@ -79,7 +79,7 @@ def image_problems(model: Any, picture: Picture, tokens: Tensor, dtype: str) -> 
     )
 
 
-def with_image(model: Any, picture: Picture, tokens: Tensor) -> tuple[Tensor, Tensor, ImageInputs]:
+def with_image(model: Any, picture: Picture, tokens: Tensor) -> tuple[Tensor, Tensor, MediaInputs]:
     """Return a document with an image among these tokens, [1, length], its positions, and it."""
     arrays, count = picture
     token = model.tower.token
@@ -90,7 +90,7 @@ def with_image(model: Any, picture: Picture, tokens: Tensor) -> tuple[Tensor, Te
     if model.image_positions is not None:
         positions = model.image_positions(document[0].cpu(), arrays)[:, None].to(tokens.device)
     on_device = {name: to_device(values, tokens.device) for name, values in arrays.items()}
-    return document, positions_of(document), ImageInputs(on_device, count, positions)
+    return document, positions_of(document), MediaInputs(on_device, count, positions)
 
 
 def logits_problems(

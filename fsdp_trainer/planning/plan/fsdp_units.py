@@ -205,7 +205,7 @@ class ModelParts:
     def __init__(self, model: Decoder):
         self.model = model
         self.tied = model.config.tie_word_embeddings
-        self.images = image_units(model)
+        self.tower = image_units(model)
         self.embedding: Tensor = model.embedding.weight
         none = torch.empty(0, device="meta")  # states are results, or an encoder has its own head
         own = getattr(model.lm_head, "weight", none)
@@ -232,7 +232,7 @@ class ModelParts:
     @cached_property
     def trains_images(self) -> bool:
         """True if anything of a tower for images, or of its projector, is trained."""
-        return any(parameter.requires_grad for unit in self.images for parameter in unit)
+        return any(parameter.requires_grad for unit in self.tower for parameter in unit)
 
     @property
     def has_gradient_before(self) -> bool:
@@ -304,8 +304,8 @@ class ModelParts:
             blocks = tuple(kinds[kind] for kind in self.kind_of)
             last = FsdpUnit.of(self.last, sizes, group)
             first = last if self.tied else FsdpUnit.of(self.first, sizes, group)
-            images = tuple(FsdpUnit.of(unit, sizes, group) for unit in self.images)
-            return ModelUnits(first, blocks, last, self.tied, images)
+            tower = tuple(FsdpUnit.of(unit, sizes, group) for unit in self.tower)
+            return ModelUnits(first, blocks, last, self.tied, tower)
 
         key = f"units {group} {sharding.tensor} {sharding.expert} {sizes}"
         return self.remembered(key, compute)
@@ -333,14 +333,14 @@ class ModelUnits:
     """The units of a model, or of the stages of one rank.
 
     first: unit of the embedding; last: unit of norm and head. With tied weights they are the same.
-    images: of a tower: its blocks, projectors, and the rest.
+    tower: its units: its blocks, projectors, and the rest.
     """
 
     first: FsdpUnit
     blocks: tuple[FsdpUnit, ...]
     last: FsdpUnit
     tied: bool
-    images: tuple[FsdpUnit, ...] = ()
+    tower: tuple[FsdpUnit, ...] = ()
 
     @cached_property
     def all_blocks(self) -> FsdpUnit:
@@ -351,12 +351,12 @@ class ModelUnits:
     def all(self) -> FsdpUnit:
         """The complete model as one unit."""
         ends = [self.last] if self.tied else [self.first, self.last]
-        return sum_of([*self.blocks, *self.images, *ends])
+        return sum_of([*self.blocks, *self.tower, *ends])
 
     @cached_property
     def all_images(self) -> FsdpUnit:
         """The tower for images as one unit."""
-        return sum_of(self.images)
+        return sum_of(self.tower)
 
 
 def signature_of(block: nn.Module) -> str:

@@ -228,7 +228,7 @@ class PlannedMessages:
         return (
             self.units.all_images
             if tower.is_reached
-            else sum_of(self.units.images[tower.depth : -1])
+            else sum_of(self.units.tower[tower.depth : -1])
         )
 
     def _gather(self, lane: str, unit: FsdpUnit, factor: float) -> Iterator[Message]:

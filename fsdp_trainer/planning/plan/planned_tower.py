@@ -78,10 +78,10 @@ class PlannedTower:
     ) -> "PlannedTower | None":
         """Return the tower of a model, None without. share: of a row's tokens, those of images."""
         model: Any = parts.model
-        if not parts.images:
+        if not parts.tower:
             return None
         blocks = model.image_blocks()
-        others = parts.images[len(blocks) :]
+        others = parts.tower[len(blocks) :]
         return cls(
             model.tower.sizes,
             blocks[0],

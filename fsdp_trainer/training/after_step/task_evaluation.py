@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.media.media import MediaReader
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer, WorkSplit
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.observe.console import without_errors
@@ -27,13 +27,13 @@ class TrainingTasks(StoppableWork[Metrics]):
     tasks: Tasks
     split: WorkSplit
     device: torch.device
-    images: ImageReader | None
+    media: MediaReader | None
 
     def compute(self, check: Callable[[], None]) -> Metrics:
         """Return {task: {metric: value}}; it may be empty except on each node's first rank."""
         model, cfg = self.forward_backward.model, self.cfg
         decoder, rows = self.forward_backward.decoder, cfg.evaluation.rows
-        scorer = Scorer(decoder, rows, self.device, self.split, check, self.images)
+        scorer = Scorer(decoder, rows, self.device, self.split, check, self.media)
         gathered = stay_gathered(model, cfg.sharding, cfg.precision, self.device)
         with without_compiling(self.cfg.compile.enabled), gathered:
             return self.tasks.run(scorer)

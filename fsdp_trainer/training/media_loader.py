@@ -1,4 +1,4 @@
-"""The images of micro-batches, decoded and resized ahead of the step by worker processes."""
+"""The media of micro-batches, decoded and resized ahead of the step by worker processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,34 +14,33 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.data.files.remote_files import nothing
-from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
-from fsdp_trainer.data.images.sample_images import SampleImage, load_image
+from fsdp_trainer.data.media.media import MediaProcessor, SampleMedium, joined
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.store.tokenize_workers import Report, WorkerPool
-from fsdp_trainer.models.decoder import AXES, ImageInputs
+from fsdp_trainer.models.decoder import AXES, MediaInputs
 
 Arrays = dict[str, np.ndarray]
 AHEAD = 4
-"""Rows, and plans of steps, whose images are loaded before they are needed."""
+"""Rows, and plans of steps, whose media are loaded before they are needed."""
 PositionsOf = Callable[[Tensor, Arrays], Tensor]
-"""Positions of a document: of its tokens [length] and its images' arrays, [axes, length]."""
+"""Positions of a document: of its tokens [length] and its media' arrays, [axes, length]."""
 
 
-class ImageLoader:
-    """Loads the images of rows.
+class MediaLoader:
+    """Loads the media of rows.
 
-    positions: see PositionsOf; None for a model whose images have the positions of their tokens.
+    positions: see PositionsOf; None for a model whose media have the positions of their tokens.
     workers: number of processes; 0: this process does it.
     """
 
-    def __init__(self, processor: ImageProcessor, positions: PositionsOf | None, workers: int):
+    def __init__(self, processor: MediaProcessor, positions: PositionsOf | None, workers: int):
         self.processor, self.positions, self.workers = processor, positions, workers
         self._black: Arrays | None = None
 
     def ahead(self, items: Iterator[Any]) -> Iterator[tuple[Any, list[Arrays]]]:
-        """Yield each item, rows with the arrays of their images.
+        """Yield each item, rows with the arrays of their media.
 
-        The images of the next AHEAD rows are loaded meanwhile.
+        The media of the next AHEAD rows are loaded meanwhile.
         """
         if not self.workers:
             yield from ((item, self.load(item)) for item in items)
@@ -51,9 +50,9 @@ class ImageLoader:
             workers = cycle(pool.workers)
             waiting: deque[tuple[Any, list[Connection]]] = deque()
             for item in items:
-                asked = [next(workers) for _ in images_of(item)]
-                for worker, image in zip(asked, images_of(item), strict=True):
-                    pool.send(worker, image)
+                asked = [next(workers) for _ in media_of(item)]
+                for worker, one in zip(asked, media_of(item), strict=True):
+                    pool.send(worker, one)
                 waiting.append((item, asked))
                 while len(waiting) > AHEAD:
                     yield received(pool, *waiting.popleft())
@@ -61,22 +60,22 @@ class ImageLoader:
                 yield received(pool, *waiting.popleft())
 
     def load(self, item: Any) -> list[Arrays]:
-        """Return the arrays of the images of rows, in order; none for anything else."""
-        return [load_image(self.processor, image) for image in images_of(item)]
+        """Return the arrays of the media of rows, in order; none for anything else."""
+        return [one.load(self.processor) for one in media_of(item)]
 
     def inputs(
         self, rows: Rows, arrays: Sequence[Arrays] | None, length: int, device: torch.device
-    ) -> ImageInputs:
-        """Return the images of a micro-batch on a device.
+    ) -> MediaInputs:
+        """Return the media of a micro-batch on a device.
 
-        arrays: of its images, in order; None: not loaded. length: of the micro-batch's rows.
+        arrays: of its media, in order; None: not loaded. length: of the micro-batch's rows.
         """
         arrays = self.load(rows) if arrays is None else arrays
         self._black = self._black or self.processor.smallest()
         positions, whole = self._positions(rows, arrays), joined(arrays or [self._black])
-        return ImageInputs(
+        return MediaInputs(
             {name: to_device(value, device) for name, value in whole.items()},
-            sum(image.tokens for image in images_of(rows)),
+            sum(one.tokens for one in media_of(rows)),
             None if positions is None else to_device(positions[..., :length], device),
         )
 
@@ -85,14 +84,14 @@ class ImageLoader:
         if self.positions is None or not arrays:
             return None
         result = np.repeat(rows.positions[None], AXES, 0)
-        loaded = iter(zip(images_of(rows), arrays, strict=True))
+        loaded = iter(zip(media_of(rows), arrays, strict=True))
         for row, documents in enumerate(rows.documents):
             for end, length in zip(np.cumsum(documents, dtype=int), documents, strict=True):
                 tokens = rows.tokens[row, end - length : end]
                 missing, own = int(np.count_nonzero(tokens == self.processor.token)), []
                 while missing > 0:
-                    image, array = next(loaded)
-                    missing -= image.tokens
+                    medium, array = next(loaded)
+                    missing -= medium.tokens
                     own.append(array)
                 if own:
                     found = self.positions(torch.from_numpy(tokens), joined(own))
@@ -100,17 +99,17 @@ class ImageLoader:
         return result
 
 
-def load_as_worker(processor: ImageProcessor, image: SampleImage, report: Report) -> Arrays:
+def load_as_worker(processor: MediaProcessor, medium: SampleMedium, report: Report) -> Arrays:
     """Return the arrays of an image in a worker process, which reports nothing else."""
-    return load_image(processor, image)
+    return medium.load(processor)
 
 
 def received(pool: WorkerPool, item: Any, asked: list[Connection]) -> tuple[Any, list[Arrays]]:
-    """Return an item with the answers of the workers that were asked for its images."""
+    """Return an item with the answers of the workers that were asked for its media."""
     return item, [pool.receive(worker) for worker in asked]
 
 
-def images_of(item: Any) -> list[SampleImage]:
-    """Return the images of rows, in order; none for anything else."""
-    images = item.images or [] if isinstance(item, Rows) else []
-    return [image for row in images for image in row]
+def media_of(item: Any) -> list[SampleMedium]:
+    """Return the media of rows, in order; none for anything else."""
+    media = item.media or [] if isinstance(item, Rows) else []
+    return [one for row in media for one in row]

@@ -1,4 +1,4 @@
-"""Images of prompts, as the model takes them."""
+"""Media of prompts, as the model takes them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
-from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
-from fsdp_trainer.data.images.sample_images import SampleImage, load_image
-from fsdp_trainer.models.decoder import AXES, Decoder, ImageInputs
+from fsdp_trainer.data.media.media import MediaProcessor, SampleMedium, joined
+from fsdp_trainer.models.decoder import AXES, Decoder, MediaInputs
 
 Arrays = dict[str, np.ndarray]
-"""What a processor makes of images, by transformers' names."""
+"""What a processor makes of media, by transformers' names."""
 
 
 @dataclass(frozen=True)
-class PromptImages:
-    """The images of a prompt.
+class PromptMedia:
+    """The media of a prompt.
 
     load: returns the processor's arrays, each time that it is called. tokens: number of the
     prompt's tokens that stand for them.
@@ -30,32 +29,32 @@ class PromptImages:
 
     @classmethod
     def of_files(
-        cls, processor: ImageProcessor, images: Sequence[SampleImage]
-    ) -> "PromptImages | None":
-        """Return images of files, which are not read yet; None without any.
+        cls, processor: MediaProcessor, media: Sequence[SampleMedium]
+    ) -> "PromptMedia | None":
+        """Return media of files, which are not read yet; None without any.
 
         `load` raises UserError for one that has changed.
         """
-        if not images:
+        if not media:
             return None
 
         def load() -> Arrays:
-            return joined([load_image(processor, image) for image in images])
+            return joined([one.load(processor) for one in media])
 
-        return cls(load, sum(image.tokens for image in images))
+        return cls(load, sum(one.tokens for one in media))
 
 
-def image_inputs(
+def media_inputs(
     model: Decoder, rows: Sequence[Any], texts: list[list[int]], width: int, device: torch.device
-) -> tuple[ImageInputs | None, Tensor | None]:
-    """Return the images of continuations, and what is added to the positions of later tokens.
+) -> tuple[MediaInputs | None, Tensor | None]:
+    """Return the media of continuations, and what is added to the positions of later tokens.
 
     rows: Continuations. texts: their tokens so far, which are padded on the left to `width`. Both
-    are None without images; the second also for a model whose images have no positions of their
+    are None without media; the second also for a model whose media have no positions of their
     own.
     """
-    inputs, own = loaded([row.images for row in rows], device)
-    if inputs is None or model.image_positions is None:
+    inputs, own = loaded([row.media for row in rows], device)
+    if inputs is None or model.media_positions is None:
         return inputs, None
     each = [positions_of(model, *one) for one in zip(own, texts, strict=True)]
     padded = [torch.nn.functional.pad(one, (width - one.shape[1], 0)) for one in each]
@@ -64,33 +63,34 @@ def image_inputs(
     return replace(inputs, positions=positions), to_device(np.array(shifts)[:, None], device)
 
 
-def packed_images(
+def packed_media(
     model: Decoder,
     texts: Sequence[tuple[int, ...]],
-    images: Sequence[PromptImages | None],
+    media: Sequence[PromptMedia | None],
     device: torch.device,
-) -> ImageInputs | None:
-    """Return the images of texts that are packed into one row; None without any."""
-    inputs, own = loaded(images, device)
-    if inputs is None or model.image_positions is None:
+) -> MediaInputs | None:
+    """Return the media of texts that are packed into one row; None without any."""
+    inputs, own = loaded(media, device)
+    if inputs is None or model.media_positions is None:
         return inputs
     each = [positions_of(model, *one) for one in zip(own, map(list, texts), strict=True)]
     return replace(inputs, positions=to_device(torch.cat(each, 1)[:, None], device))
 
 
 def loaded(
-    images: Sequence[PromptImages | None], device: torch.device
-) -> tuple[ImageInputs | None, list[Arrays | None]]:
-    own = [each.load() if each is not None else None for each in images]
+    media: Sequence[PromptMedia | None], device: torch.device
+) -> tuple[MediaInputs | None, list[Arrays | None]]:
+    """Return the media of texts without positions, None without any, and the arrays of each."""
+    own = [each.load() if each is not None else None for each in media]
     arrays = [each for each in own if each is not None]
     if not arrays:
         return None, own
     on_device = {name: to_device(values, device) for name, values in joined(arrays).items()}
-    return ImageInputs(on_device, sum(each.tokens for each in images if each)), own
+    return MediaInputs(on_device, sum(each.tokens for each in media if each)), own
 
 
 def positions_of(model: Decoder, arrays: Arrays | None, text: list[int]) -> Tensor:
-    """Return the positions of a text, [axes, length] int64. arrays: of its images."""
+    """Return the positions of a text, [axes, length] int64. arrays: of its media."""
     if arrays is None:
         return torch.arange(len(text)).expand(AXES, -1)
-    return model.image_positions(torch.tensor(text), arrays)
+    return model.media_positions(torch.tensor(text), arrays)

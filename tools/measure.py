@@ -20,10 +20,12 @@ Columns, per room:
                say what they depend on
     method     files that read the name of the training method; others ask its MethodSpec
     optimizer  files outside optim/ that decide by an optimizer's name; others ask its OptimizerSpec
+    image      files that name images, the first kind of media; others speak of media
     foreign    attributes that are set on another object than self, after its construction
     tall       functions over 80 lines
 
-and of the whole package: the most files that lie directly in one folder; of tests: their tokens for
+and of the whole package: the most files that lie directly in one folder, and the pairs of folders
+that import each other; of tests: their tokens for
 1,000 of the package's.
 
 Limits of the package: there are no circular imports; no class name exists twice; a function has at
@@ -49,9 +51,11 @@ LIMITS = {
     ("all", "whole"): 43,
     ("all", "method"): 4,
     ("all", "optimizer"): 2,
+    ("all", "image"): 31,
     ("all", "foreign"): 194,
     ("all", "tall"): 0,
     ("all", "files in a folder"): 25,
+    ("all", "pairs of folders"): 2,
     ("tests", "unclear"): 0,
     ("tests", "vague"): 0,
     ("tests", "tokens per 1,000"): 545,
@@ -66,7 +70,7 @@ MAX_COLUMNS = 100
 MAX_LINES = 80
 COLUMNS = [
     *("lines", "tokens", "branches", "private", "docs", "unclear", "vague", "wide", "long"),
-    *("whole", "method", "optimizer", "foreign", "tall"),
+    *("whole", "method", "optimizer", "image", "foreign", "tall"),
 ]
 READ_TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp)
@@ -83,6 +87,8 @@ UNCLEAR = re.compile(
 )
 METHOD = re.compile(r"objective\.name|choice\.name\b")
 OPTIMIZER = re.compile(r"""optim\.name\s*(==|!=|in\b|not in\b)|["'](muon|normuon)["']""")
+IMAGE = re.compile(r"\bimages?\b")
+PROSE = re.compile(r'"""[\s\S]*?"""|#.*')
 OWN = {"self", "cls", "ctx"}
 """Names of objects whose attributes a function may set. ctx: state of torch.autograd.Function."""
 PRIVATE = re.compile(
@@ -168,6 +174,7 @@ def measure_file(path: Path, folder: Path, only_room: str | None, figures: Figur
     places += [("method", 1, "")] * bool(METHOD.search(text))
     is_outside = relative.parts[0] != "optim"
     places += [("optimizer", 1, "")] * bool(is_outside and OPTIMIZER.search(text))
+    places += [("image", 1, "")] * bool(IMAGE.search(PROSE.sub("", text)))
     for column, line, what in places:
         room[column] += 1
         figures.places[column].append(f"{relative}:{line} {what}")
@@ -230,6 +237,22 @@ def of_folders(folder: Path) -> Counter:
     return Counter({"files in a folder": max(Counter(path.parent for path in files).values())})
 
 
+def pairs_of_folders(imports: dict[str, set[str]]) -> list[str]:
+    """Return the pairs of folders whose files import each other, but for the package itself.
+
+    imports: as Figures has them. A folder's own `__init__` lies in it.
+    """
+    inner = {name.rpartition(".")[0] for name in imports}
+    folder = {name: name if name in inner else name.rpartition(".")[0] for name in imports}
+    arrows = {(folder[name], folder[used]) for name, known in imports.items() for used in known}
+    return sorted(
+        f"{one} and {other}"
+        for one, other in arrows
+        if one < other and (other, one) in arrows
+        if PACKAGE not in (one, other)
+    )
+
+
 def imported(tree: ast.Module) -> set[str]:
     """Return the names of modules that a file may import; some are names within a module."""
     names = set()
@@ -290,12 +313,15 @@ def main() -> int:
     others = [measure(ROOT / name, name) for name in BESIDE]
     rooms = dict(sorted(package.rooms.items()))
     rooms["all"] = sum(rooms.values(), of_folders(ROOT / PACKAGE))
+    pairs = pairs_of_folders(package.imports)
+    rooms["all"]["pairs of folders"] = len(pairs)
     for figures in others:
         rooms |= figures.rooms
     show(rooms)
     tests, share = rooms["tests"], "tokens per 1,000"
     tests[share] = round(1000 * tests["tokens"] / rooms["all"]["tokens"])
     print(f"files in a folder: {rooms['all']['files in a folder']}")
+    print(f"pairs of folders that import each other: {len(pairs)}: {'; '.join(pairs)}")
     print(f"{share} of the package in tests: {tests[share]}")
     if "--where" in sys.argv[1:]:
         for name, figures in zip([PACKAGE, *BESIDE], [package, *others], strict=True):

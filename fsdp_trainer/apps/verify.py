@@ -39,7 +39,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import VerifyConfig
-from fsdp_trainer.data.media.kinds import processor_of, reader_of
+from fsdp_trainer.data.media.kinds import READ, processor_of, reader_of
 from fsdp_trainer.data.media.media import MediaProcessor
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.token_store import TokenStore
@@ -130,7 +130,7 @@ def compare_with_an_image(
     document, _, media = with_image(ours, picture, tokens[:1])
     given = ours.tower.own_inputs(ours.hf, media, document)
     shown = theirs(input_ids=document, **given).logits
-    what = "logits with an image"
+    what = f"logits with an {READ.name}"
     return max(code, report_difference(ours.logits(document, media), shown, folder, what))
 
 

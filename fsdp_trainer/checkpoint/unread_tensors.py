@@ -59,6 +59,11 @@ class Unread:
     def __str__(self) -> str:
         return f"{self.count:,} tensor{'s' * (self.count > 1)} such as {self.example}"
 
+    @property
+    def of_tower(self) -> str:
+        """The number of further tensors as a text, empty without any."""
+        return f"{self.images:,} tensors for images" if self.images else ""
+
     def fits(self, vocabulary: int) -> bool:
         """Return True if an export with so many tokens can have them."""
         return self.vocabulary in (0, vocabulary)
@@ -167,10 +172,10 @@ def carry(model: Decoder, source: Path, dtype: str | None) -> Carried:
     carried = Carried()
     if unread is None:
         return carried
-    if unread.images:
+    if unread.of_tower:
         carried.notes.append(
-            f"not in the export: {unread.images:,} tensors for images in {unread.folder}, as the"
-            " model is its language model alone"
+            f"not in the export: {unread.of_tower} in {unread.folder}, as the model is its language"
+            " model alone"
         )
     if not unread.count:
         return carried

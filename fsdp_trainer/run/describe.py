@@ -183,8 +183,8 @@ def unread_tensors(unread: Unread | None, vocabulary: int) -> list[str]:
         if not unread.fits(vocabulary):
             exports = f"no export has them, made for {unread.vocabulary:,} tokens"
         lines.append(f"       not read and not trained: {unread}; {exports}")
-    if unread and unread.images:
-        lines.append(f"       {unread.images:,} tensors for images are not read, and not exported")
+    if unread and unread.of_tower:
+        lines.append(f"       {unread.of_tower} are not read, and not exported")
     return lines
 
 

@@ -2,39 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from fsdp_trainer.data.images.image_files import ImageFiles, changed_files
-from fsdp_trainer.data.images.image_processor import ImageProcessor
-from fsdp_trainer.data.images.sample_images import SampleImage
-from fsdp_trainer.data.media.media import MediaFiles, MediaProcessor, MediaReader, SampleMedium
+from fsdp_trainer.data.media.image_kind import IMAGE
+from fsdp_trainer.data.media.media import MediaKind, MediaProcessor, MediaReader
 
-
-class MediaKind(NamedTuple):
-    """One kind. column: of stores; counts: of its samples and tokens, in stores and statistics."""
-
-    name: str
-    column: str
-    counts: tuple[str, str]
-    processor: Callable[[str], MediaProcessor]
-    files: Callable[[Path], MediaFiles]
-    from_json: Callable[[list], SampleMedium]
-    changed: Callable[..., list[str]]
-
-
-KINDS = {
-    "image": MediaKind(
-        "image",
-        "images",
-        ("images", "image_tokens"),
-        ImageProcessor,
-        ImageFiles,
-        SampleImage.from_json,
-        changed_files,
-    ),
-}
+KINDS: dict[str, MediaKind] = {one.name: one for one in (IMAGE,)}
 """By name."""
-READ = KINDS["image"]
+READ = IMAGE
 """The kind that models read: they have towers for one."""
 
 

@@ -4,8 +4,9 @@ What differs from kind to kind are a model's processor, its files and its sample
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -188,3 +189,23 @@ def media_json(media: Sequence[SampleMedium]) -> str:
 def joined(arrays: Sequence[Arrays]) -> Arrays:
     """Return the arrays of several media as one of each name."""
     return {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
+
+
+@dataclass(frozen=True)
+class MediaKind:
+    """One kind of media, from files to a model.
+
+    column: of stores. counts: keys of the numbers of its samples and tokens. processor: of a
+    model's folder. files: in the folder of data.cache. from_json: reads what `as_json` has written.
+    changed: returns the paths of files that are not what was tokenized. findings: sentence and
+    advice for each key in `MediaFile.lost`.
+    """
+
+    name: str
+    column: str
+    counts: tuple[str, str]
+    processor: Callable[[str], Any]
+    files: Callable[[Path], MediaFiles]
+    from_json: Callable[[list], SampleMedium]
+    changed: Callable[[Iterable[Any]], list[str]]
+    findings: dict[str, tuple[str, str]]

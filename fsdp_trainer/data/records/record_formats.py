@@ -200,7 +200,7 @@ HISTORY = Meaning(("history",), is_list)
 CONTEXT = Meaning(("input", "context", "article", "passage"), is_text_or_texts)
 TURNS = Meaning(CHATS, is_turns, required=True, certain=("messages", "conversations"))
 ANSWER = Meaning((*COMPLETIONS, "answers", *REPLY_ROLES), is_answer, required=True)
-MEDIA_MEANINGS = {f"{kind.kind}s": kind for kind in ROW_KINDS.values()}
+MEDIA_MEANINGS = {f"{kind.kind}s": kind for kind in ROW_KINDS.values() if kind.columns}
 """The meaning of a column with a row's media of one kind, in any format with turns."""
 MEDIA_COLUMNS = {
     meaning: Meaning(kind.columns, is_anything) for meaning, kind in MEDIA_MEANINGS.items()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_trainer.base.safe_text import visible
+from fsdp_trainer.data.media.kinds import KINDS as MEDIA_KINDS
 from fsdp_trainer.data.records.messages import BAD_KEY, UNREAD_KEY
 from fsdp_trainer.data.records.unread_columns import CLASS_COLUMN, UNREAD_COLUMN
 from fsdp_trainer.data.tokens.samples import (
@@ -156,22 +157,7 @@ KINDS = {
         "{n} conversation{s} with the text of a turn that the template leaves out",
         "a template that shows it, also next to a tool call, such as  data.template=chatml",
     ),
-    "images_transparent": Kind(
-        "{n} image{s} with transparent pixels, which show the colour that is stored beneath them",
-        "lay them on a background, such as white, before",
-    ),
-    "images_scaled": Kind(
-        "{n} image{s} of more than 8 bits, made 8 bits: white is 65,535, of fractions 1.0",
-        "save those with another white with 8 bits",
-    ),
-    "images_first_frame": Kind(
-        "{n} image{s} with several frames or pages, of which the first is read",
-        "save each frame that the model should see as an image of its own",
-    ),
-    "images_not_turned": Kind(
-        "{n} image{s} with EXIF data that cannot be read, shown as stored",
-        "save them again without EXIF data, turned as they should be",
-    ),
+    **{key: Kind(*texts) for kind in MEDIA_KINDS.values() for key, texts in kind.findings.items()},
     "split": Kind(
         "{n} document{s} longer than batch.seq_len={seq_len}, cut into pieces: no token is lost",
         warns_from=None,

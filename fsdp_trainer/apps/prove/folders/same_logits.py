@@ -85,9 +85,9 @@ def logits_of(proof: ProvedFolder) -> Tensor | None:
 
 def tokens_of(proof: ProvedFolder) -> Tensor:
     """Return the tokens, without that in whose place images are put."""
-    image = proof.content.get("image_token_id", proof.content.get("image_token_index"))
+    placeholder = proof.content.get("image_token_id", proof.content.get("image_token_index"))
     tokens = proof.tokens
-    return torch.where(tokens == image, 0, tokens) if type(image) is int else tokens
+    return torch.where(tokens == placeholder, 0, tokens) if type(placeholder) is int else tokens
 
 
 def loaded(proof: ProvedFolder) -> tuple[Any, list[str]]:

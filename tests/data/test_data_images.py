@@ -21,7 +21,7 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.data_statistics import summary_lines
 from fsdp_trainer.data.images.image_files import ImageFiles
 from fsdp_trainer.data.images.image_processor import ImageProcessor
-from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.media.kinds import reader_of
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.prepared_data import build_template
 from fsdp_trainer.data.records.images import Image as Named
@@ -53,7 +53,7 @@ def prepared(model, folder, jsonl):
             jsonl(*rows, name=name)
         data = Data(**{"path": str(folder / name), **keys})
         tokenizer = load_tokenizer(str(model))
-        reader = ImageReader(ImageProcessor(str(model)), folder / "cache")
+        reader = reader_of(ImageProcessor(str(model)), folder / "cache")
         template, root = build_template(data, tokenizer), folder / "cache"
         kind = keys.get("kind")
         return prepare(data, Batch(seq_len=256), tokenizer, template, root, None, kind, reader)

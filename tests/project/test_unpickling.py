@@ -57,7 +57,7 @@ ALLOWED = {
     ("data/store/tokenize_workers.py", "multiprocessing.connection.Connection"): OF_PROCESSES,
     ("data/store/tokenize_workers.py", "multiprocessing.connection.Pipe"): OF_PROCESSES,
     ("data/store/tokenize_workers.py", "multiprocessing.connection.wait"): OF_PROCESSES,
-    ("training/image_loader.py", "multiprocessing.connection.Connection"): OF_PROCESSES,
+    ("training/media_loader.py", "multiprocessing.connection.Connection"): OF_PROCESSES,
     ("base/forked.py", "multiprocessing.connection.Connection"): OF_PROCESSES,
     ("base/forked.py", "multiprocessing.get_context"): OF_PROCESSES,
     ("base/forked.py", "multiprocessing.get_all_start_methods"): OF_PROCESSES,

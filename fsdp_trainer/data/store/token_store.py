@@ -277,7 +277,7 @@ class StoreWriter:
     """Appends samples to the columns of a store."""
 
     def __init__(self, folder: Path, with_media: bool = False):
-        """with_images: whether samples may have media."""
+        """with_media: whether samples may have some."""
         folder.mkdir()
         self._with_media = with_media
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115

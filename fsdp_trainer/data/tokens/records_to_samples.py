@@ -140,7 +140,7 @@ def choose_reader(
     kind: str | None = SINGLE,
     with_media: bool = False,
 ) -> Reader:
-    """Return a reader for rows with these columns. kind, with_images: passed to `make_reader`.
+    """Return a reader for rows with these columns. kind, with_media: passed to `make_reader`.
 
     Raises UserError if they cannot be used, or RecordError if data.on_error=skip.
     """

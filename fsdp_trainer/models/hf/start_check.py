@@ -87,8 +87,8 @@ def with_image(model: Any, picture: Picture, tokens: Tensor) -> tuple[Tensor, Te
     text = torch.where(tokens == token, 0, tokens)
     document = torch.cat([text[:, : LENGTHS[0]], image, text[:, LENGTHS[0] :]], 1)
     positions = None
-    if model.image_positions is not None:
-        positions = model.image_positions(document[0].cpu(), arrays)[:, None].to(tokens.device)
+    if model.media_positions is not None:
+        positions = model.media_positions(document[0].cpu(), arrays)[:, None].to(tokens.device)
     on_device = {name: to_device(values, tokens.device) for name, values in arrays.items()}
     return document, positions_of(document), MediaInputs(on_device, count, positions)
 

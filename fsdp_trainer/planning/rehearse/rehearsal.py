@@ -248,7 +248,7 @@ def described(error: Exception) -> str:
     """Return an error with the last of our own lines that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
-    inside = [f for f in own if not Path(f.filename).is_relative_to(PACKAGE / "rehearse")]
+    inside = [f for f in own if not Path(f.filename).is_relative_to(PACKAGE / "planning/rehearse")]
     place = ""
     if inside:
         file = Path(inside[-1].filename).relative_to(PACKAGE)

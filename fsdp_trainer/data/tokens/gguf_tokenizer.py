@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
-from fsdp_trainer.data.tokens.word_cache import GPT_4O, LLAMA_3, QWEN
+from fsdp_trainer.data.tokens.word_cache import GPT_4O, LLAMA_3, QWEN, QWEN_3_5
 from fsdp_trainer.interop.folders.gguf_header import read_header
 
 TOKENIZER = "tokenizer.ggml."
@@ -18,7 +18,8 @@ SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padd
 """GGUF's names of special tokens, and those of tokenizer_config.json."""
 LLAMA_CUTS = ("llama-bpe", "llama3", "llama-v3")
 CUTS = {
-    **dict.fromkeys(LLAMA_CUTS, LLAMA_3), "qwen2": QWEN, "deepseek-r1-qwen": QWEN, "gpt-4o": GPT_4O,
+    **dict.fromkeys(LLAMA_CUTS, LLAMA_3), "qwen2": QWEN, "deepseek-r1-qwen": QWEN,
+    "qwen35": QWEN_3_5, "gpt-4o": GPT_4O,
 }  # fmt: skip
 """How a text is cut, by llama.cpp's name of it."""
 CONTROL, USER_DEFINED = 3, 4

@@ -11,6 +11,13 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file
 
+from fsdp_trainer.checkpoint.formats.gguf_file import (
+    NUMBERS,
+    require_family,
+    require_same,
+    rotated_heads,
+)
+from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, model_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
@@ -32,7 +39,8 @@ def write_gguf_adapter(folder: Path, file: Path, numbers: str) -> None:
     about = json.loads((folder / ADAPTER_CONFIG).read_text())
     base = model_folder(folder)
     config = read_architecture(base)
-    require_known(config, base)
+    require_family(config, MODELS)
+    require_same(config, base)
     tensors = named_tensors(folder, about, config)
     partial = file.with_name(f".{file.name}.partial")
     writer = GGUFWriter(None, gguf.MODEL_ARCH_NAMES[MODELS[config.family].architecture])

@@ -6,9 +6,11 @@ converted and written one after another.
 
 import json
 import logging
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,21 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from safetensors import safe_open
 
-from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN
+from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN, QWEN_3_5
+from fsdp_trainer.checkpoint.formats.gguf_hybrids import (
+    HYBRIDS,
+    Change,
+    architecture_of,
+    changed_names,
+    described,
+    same,
+)
+from fsdp_trainer.checkpoint.formats.gguf_models import GgufModel, MODELS
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.gguf_models import MODELS
 from fsdp_trainer.interop.weights.tensor_names import GGUF, is_norm
-from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_unread
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
@@ -36,12 +47,31 @@ NUMBERS = {
     "q8_0": (Type.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 """Number formats of matrices, and the type of a file with them. All vectors are float32."""
-REGEXES = {QWEN: "qwen2", LLAMA_3: "llama-bpe"}
+REGEXES = {QWEN: "qwen2", QWEN_3_5: "qwen35", LLAMA_3: "llama-bpe"}
 """llama.cpp's names of how a text is cut before its pieces are encoded, by the expression."""
 # it warns of each token that a pair of texts begins with, as Llama 3's
 logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
 BPE = 2
 """SentencePiece's number of a model that merges pairs."""
+KNOWN: dict[str, GgufModel] = {**MODELS, **HYBRIDS}
+"""Types of models by model_type."""
+EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+"""An expert's matrix in a folder: numbers of block and expert, and which matrix it is."""
+PARTS = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w2": "down",
+    "w3": "up",
+}
+TOWER = "model.visual."
+"""How the names of a tower for images begin, of which llama.cpp has a file of its own."""
+ENDS = (".weight", ".bias")
+names_known = lru_cache(gguf.get_tensor_name_map)
+GATE = "shared_expert_gate.weight"
+WHOLE = ("ssm_conv1d.weight", "shortconv.conv.weight", "norm.weight", "ssm_a", "ssm_d")
+"""Ends of the names of matrices that are float32."""
 SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"
 """llama.cpp's names of tokenizers."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = (
@@ -80,38 +110,56 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
     be written, and OSError.
     """
     config = read_architecture(folder)
-    require_known(config, folder)
+    require_family(config, KNOWN)
+    if config.family in HYBRIDS:
+        config = described(config, folder)
+    require_same(config, folder)
     vocabulary = vocabulary_of(folder, config.vocab_size)
-    partial = file.with_name(f".{file.name}.partial")
-    writer = Writer(None, gguf.MODEL_ARCH_NAMES[MODELS[config.family].architecture])
+    unfinished = file.with_name(f".{file.name}.partial")
+    writer = Writer(None, gguf.MODEL_ARCH_NAMES[architecture_named(config)])
     try:
         add_facts(writer, config, folder, numbers)
-        add_vocabulary(writer, vocabulary, folder, MODELS[config.family].space)
+        add_vocabulary(writer, vocabulary, folder, KNOWN[config.family].space)
         tensors, left_out = names_of(config, folder)
         for name, source in tensors.items():
             add_shape(writer, name, source, numbers)
         add_rope_factors(writer, config)
-        writer.write_header_to_file(partial)
+        writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for source in tensors.values():
-            number = number_of(source.shape, numbers)
+        for name, source in tensors.items():
+            number = number_of(name, source.shape, numbers)
             writer.write_tensor_data(gguf.quants.quantize(source.read(), number))
         for factors in rope_factors(config):
             writer.write_tensor_data(factors)
         writer.close()
-        partial.replace(file)
+        unfinished.replace(file)
         return left_out
     finally:
         writer.close()
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
-def require_known(config: ModelConfig, folder: Path) -> None:
-    if config.family not in MODELS or config.by_transformers:
-        reason = f"is not written as GGUF: only {' '.join(MODELS)} are.\n{BY_LLAMA_CPP}"
-        raise UserError("there is no GGUF of it", [Problem(f"model_type={config.family}", reason)])
-    for difference in MODELS[config.family].differences(config):
+def architecture_named(config: ModelConfig) -> gguf.MODEL_ARCH:
+    """Return the package's name of a model's type."""
+    is_hybrid = config.family in HYBRIDS
+    return architecture_of(config) if is_hybrid else MODELS[config.family].architecture
+
+
+def require_family(config: ModelConfig, known: Collection[str]) -> None:
+    """Raise UserError for a model of a type that is not among these."""
+    is_known = config.family in known and config.by_transformers == (config.family in HYBRIDS)
+    if not is_known or not config.predicts:
+        kind = f"model_type={config.family}" + (
+            "" if config.predicts else " without a head of tokens"
+        )
+        reason = f"is not written as GGUF in this version. There are: {' '.join(known)}"
+        raise UserError("there is no GGUF of it", [Problem(kind, reason)])
+
+
+def require_same(config: ModelConfig, folder: Path) -> None:
+    """Raise UserError for a model that llama.cpp would compute in another way."""
+    for difference in KNOWN[config.family].differences(config):
         reason = "is not what llama.cpp assumes of these models: it would compute something else"
         raise UserError("there is no GGUF of it", [Problem(f"{folder}: {difference}", reason)])
     kind = (config.rope_scaling or {}).get("rope_type", "default")
@@ -147,7 +195,7 @@ def add_facts(writer: GGUFWriter, config: ModelConfig, folder: Path, numbers: st
     if scaling.get("rope_type") == "yarn":
         original = scaling.get("original_max_position_embeddings")
         writer.add_rope_scaling_orig_ctx_len(int(original or config.max_position_embeddings))
-    MODELS[config.family].add(writer, config)
+    KNOWN[config.family].add(writer, config)
 
 
 def rope_factors(config: ModelConfig) -> Iterator[np.ndarray]:
@@ -176,25 +224,17 @@ def add_rope_factors(writer: GGUFWriter, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file.
-
-    heads: rotated ones in it, 0: none. offset: is added to all numbers.
-    """
+    """A tensor of a safetensors file. change: makes of it what the GGUF file has, of this shape."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    heads: int = 0
-    offset: float = 0.0
+    change: Change = same
 
     def read(self) -> np.ndarray:
-        """Return the numbers as float32, in the order of llama.cpp."""
+        """Return the numbers as float32."""
         with safe_open(self.file, framework="pt") as opened:
-            tensor = opened.get_tensor(self.name).to(torch.float32)
-        if self.offset:
-            tensor += self.offset
-        if self.heads:
-            tensor = in_pairs(tensor, self.heads)
+            tensor = self.change(opened.get_tensor(self.name).to(torch.float32))
         return tensor.contiguous().numpy().reshape(self.shape)
 
 
@@ -220,9 +260,6 @@ def names_of(config: ModelConfig, folder: Path) -> tuple[dict[str, Source], list
 
     Raises UserError for one without a name.
     """
-    architecture = MODELS[config.family].architecture
-    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    experts = expert_places(config)
     tensors: dict[str, Source] = {}
     left_out = []
     for file in sorted(folder.glob("*.safetensors")):
@@ -231,40 +268,45 @@ def names_of(config: ModelConfig, folder: Path) -> tuple[dict[str, Source], list
         for name, shape in shapes.items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            if is_unread(name, config):
+            if is_unread(name, config) or name.startswith(TOWER):
                 left_out.append(name)
                 continue
-            if name in experts:
-                whole, number = experts[name]
+            if expert := EXPERT.fullmatch(name):
+                whole = f"blk.{expert[1]}.ffn_{PARTS[expert[3]]}_exps.weight"
                 stack = tensors.setdefault(whole, StackedExperts({}))
                 assert isinstance(stack, StackedExperts)
-                stack.experts[number] = StoredTensor(file, name, shape)
+                stack.experts[int(expert[2])] = StoredTensor(file, name, shape)
                 continue
-            new = known.get_name(name, try_suffixes=(".weight", ".bias"))
-            if new is None:
-                problem = Problem(f"{file}: {name}", "has no name in GGUF")
-                raise UserError("there is no GGUF of it", [problem])
-            # llama.cpp keeps a gate of one row as a vector
-            shape = shape[1:] if shape[:1] == (1,) and len(shape) == 2 else shape
-            offset = config.family_spec.norm_offset if is_norm(name) else 0.0
-            tensors[new] = StoredTensor(file, name, shape, rotated_heads(config, name), offset)
+            tensors |= tensors_from(config, file, name, shape)
     return tensors, left_out
 
 
-def expert_places(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return, by the name of an expert's matrix in a folder, its stack in GGUF and its number."""
-    family = config.family_spec
-    if EXPERTS not in config.feed_forwards:
-        return {}
-    return {
-        family.stored_expert(f"model.layers.{block}.mlp.experts.{part}_proj", expert): (
-            f"blk.{block}.ffn_{part}_exps.weight",
-            expert,
-        )
-        for block in range(config.num_hidden_layers)
-        for part in ("gate", "up", "down")
-        for expert in range(config.num_experts)
-    }
+def tensors_from(
+    config: ModelConfig, file: Path, name: str, shape: tuple[int, ...]
+) -> dict[str, Source]:
+    """Return what a GGUF file has of a tensor in a folder. Raises UserError if it has no name."""
+    known = names_known(architecture_named(config), config.num_hidden_layers)
+    tensors: dict[str, Source] = {}
+    for other, change in changes_of(config, name):
+        new = other if other.startswith("blk.") else known.get_name(other, ENDS)
+        if new is None:
+            problem = Problem(f"{file}: {name}", "has no name in GGUF")
+            raise UserError("there is no GGUF of it", [problem])
+        own = tuple(change(torch.empty(shape, device="meta")).shape)
+        # llama.cpp keeps a gate of one row as a vector
+        own = own[1:] if len(own) == 2 and name.endswith(GATE) else own
+        tensors[new] = StoredTensor(file, name, own, change)
+    return tensors
+
+
+def changes_of(config: ModelConfig, name: str) -> list[tuple[str, Change]]:
+    """Return the names that take the place of a tensor's, and how its numbers change."""
+    if config.family in HYBRIDS:
+        return changed_names(config, name.replace("model.language_model.", "model."))
+    offset = config.family_spec.norm_offset if is_norm(name) else 0.0
+    if heads := rotated_heads(config, name):
+        return [(name, partial(in_pairs, heads=heads))]
+    return [(name, partial(torch.add, other=offset) if offset else same)]
 
 
 def rotated_heads(config: ModelConfig, name: str) -> int:
@@ -276,20 +318,21 @@ def rotated_heads(config: ModelConfig, name: str) -> int:
     return config.num_key_value_heads if ".k_proj." in name else 0
 
 
-def number_of(shape: tuple[int, ...], numbers: str) -> Type:
-    """Return the number format of a tensor.
+def number_of(name: str, shape: tuple[int, ...], numbers: str) -> Type:
+    """Return the number format of a tensor, by its name in GGUF.
 
     Vectors are float32; rows that are no whole number of blocks are float16.
     """
     number = NUMBERS[numbers][0]
-    if len(shape) < 2:
+    if len(shape) < 2 or name.endswith(WHOLE):
         return Type.F32
     block, _ = gguf.GGML_QUANT_SIZES[number]
     return number if shape[-1] % block == 0 else Type.F16
 
 
 def add_shape(writer: GGUFWriter, name: str, source: Source, numbers: str) -> None:
-    number = number_of(source.shape, numbers)
+    """Announce a tensor."""
+    number = number_of(name, source.shape, numbers)
     example = gguf.quants.quantize(np.zeros((1, source.shape[-1]), np.float32), number)
     shape = (*source.shape[:-1], example.shape[-1])
     size = int(np.prod(shape)) * example.itemsize

@@ -97,6 +97,12 @@ def expert_differences(normalized: bool, config: ModelConfig) -> Iterator[str]:
         yield "dense feed-forwards in some blocks"
 
 
+def olmo2_differences(config: ModelConfig) -> Iterator[str]:
+    """Yield the difference of an OLMo 2 whose head is its embedding, which llama.cpp asks for."""
+    if config.tie_word_embeddings:
+        yield "tie_word_embeddings=true"
+
+
 def olmoe_differences(config: ModelConfig) -> Iterator[str]:
     """Yield the differences of an OLMoE, whose heads all have keys of their own."""
     yield from expert_differences(False, config)
@@ -119,7 +125,7 @@ MODELS = {
     "gemma3_text": GgufModel(
         ARCH.GEMMA3, add_gemma, partial(gemma_differences, GEMMA3_27B), space=False
     ),
-    "olmo2": GgufModel(ARCH.OLMO2),
+    "olmo2": GgufModel(ARCH.OLMO2, differences=olmo2_differences),
     "olmoe": GgufModel(ARCH.OLMOE, add_experts, olmoe_differences),
     "phi3": GgufModel(ARCH.PHI3, add_phi3),
 }

@@ -140,7 +140,11 @@ def convert(value: Any, kind: Any) -> Any:
     if origin is dict and isinstance(value, dict):
         if inside[1] is Any:
             return {str(name): item for name, item in value.items()}
-        return {str(name): convert(item, inside[1]) for name, item in value.items()}
+        is_empty = {name for name, item in value.items() if item == "" and inside[1] is str}
+        return {
+            str(name): "" if name in is_empty else convert(item, inside[1])
+            for name, item in value.items()
+        }
     if origin is Literal and value in inside:
         return value
     if kind in SCALARS:

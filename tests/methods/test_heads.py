@@ -250,7 +250,12 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     pairs = [tokenizer(row["query"], one, return_tensors="pt") for one in row["documents"]]
     scores = [ranker(**pair).logits[0, 0].sigmoid().item() for pair in pairs]
     assert reader.relevance(texts).tolist() == pytest.approx(scores, rel=1e-6)
-    tagger, _ = theirs(folders["tags"], AutoModelForTokenClassification)
+    # a literal separator is text, and begins no second one
+    pair = tokenizer("a [SEP] b", "c", split_special_tokens=True, return_tensors="pt")
+    score = ranker(**pair).logits[0, 0].sigmoid().item()
+    literal = reader.relevance(reader.encode_ranked("a [SEP] b", ["c"]))
+    assert literal.tolist() == pytest.approx([score], rel=1e-6)
+    tagger = AutoModelForTokenClassification.from_pretrained(folders["tags"]).eval()
     loss = loss_of_tags(tagger, tokenizer, rows_of(ledger, "tags"), tagger.config.label2id)
     assert runs["tags"]["objective"] == pytest.approx([loss], rel=1e-5)
     model, _ = theirs(folders["queries"], AutoModel)
@@ -351,7 +356,7 @@ def test_queries_are_compared_with_all_documents_of_the_step(ledger, words):
     assert_learns(ledger, "queries", start, model, loss, *own.split(), prefix="model.")
 
 
-def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger, tmp_path):
+def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger, capsys):
     data = "DATA/classes.jsonl"
     run = run_of(
         ledger, "classes", "adapter=lora", "adapter.rank=4", "objective.class_weights={root: 3}",
@@ -360,6 +365,8 @@ def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger, tmp_path
     assert "labels fruit" in run.out
     last = run.metrics[-1]
     folder = str(run.folder / "adapter")
+    assert main(["chat", folder]) == 2
+    assert "does not describe the head.\n" in capsys.readouterr().err
     model = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     right = losses = 0
@@ -525,7 +532,7 @@ def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
 
 
 def test_peft_and_sentence_transformers_read_what_embeds_texts(ledger):
-    prompts = "data.prompts={query: 'q: '}"
+    prompts = "data.prompts={query: 'q: ', document: ''}"
     adapter = ["adapter=lora", "adapter.rank=4", "checkpoint.merge=true"]
     run = run_of(ledger, "queries", prompts, *adapter, "optim.lr=0.1")
     tokens = torch.tensor([[64, 65, 70]])

@@ -268,12 +268,28 @@ class TextTokenizer:
 
         most: tokens of each, at most; the longer text is cut, before that is added.
         """
-        published = self._cutting(most)
-        return [np.array(one.ids, np.int32) for one in published.encode_batch(texts)]
+        return [np.array(one.ids, np.int32) for one in self._encoded(texts, most)]
 
     def encode_published_with_places(self, text: str, most: int | None = None) -> Encoding:
         """Return the tokens of a text, as `encode_published` does, with their positions in it."""
-        return encoding_of(self._cutting(most).encode(text))
+        return encoding_of(self._encoded([text], most)[0])
+
+    def _encoded(self, texts: Sequence[str | tuple[str, str]], most: int | None) -> list[Any]:
+        """Return what the tokenizer, as published, makes of texts. See `encode_published`.
+
+        A literal [SEP] is text, and no token that would seem to begin a second text.
+        """
+        end = self.ends_first_of_two
+        published = self._cutting(most)
+        encoded = published.encode_batch(texts)
+        for i, one in enumerate(encoded if end >= 0 else ()):
+            is_end = np.array(one.ids) == end
+            types = np.minimum(np.cumsum(is_end) - is_end, 1)
+            if types.tolist() != one.type_ids:
+                published.encode_special_tokens = True
+                encoded[i] = published.encode_batch([texts[i]])[0]
+                published.encode_special_tokens = False
+        return encoded
 
     def _cutting(self, most: int | None) -> Tokenizer:
         """Return the tokenizer as published, which cuts texts to `most` tokens."""
@@ -288,7 +304,7 @@ class TextTokenizer:
         """True if the tokenizer, as published, ends each text with the token that pads."""
         return self._published.encode("a").ids[-1:] == [self.pad_id]
 
-    @property
+    @cached_property
     def ends_first_of_two(self) -> int:
         """The token before the second of two texts, if that one has a type of its own; else -1."""
         encoded = self._cutting(None).encode("a", "a")

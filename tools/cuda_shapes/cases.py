@@ -87,6 +87,7 @@ RECIPES = {
     "experts 4 of DeepSeek": [
         *of_model("deepseek_v3"), "sharding.expert=4", "activation_checkpoint=full",
     ],
+    "MTP of DeepSeek": [*of_model("deepseek_v3"), "sharding.expert=8", "objective.mtp=0.3"],
 }  # fmt: skip
 OTHERS = {
     "lora": ["adapter=lora"],

@@ -389,7 +389,7 @@ def test_keys_that_contradict_the_adapter_are_refused(train, ledger, base, tmp_p
     adapter, none = f"adapter.init_from={tmp_path / 'adapter'}", f"adapter.init_from={base}"
     merge = "checkpoint.merge=true"
     for words, reasons in (
-        ([adapter, "adapter=dora adapter.rank=4"], ["adapter=lora adapter.rank=4"]),
+        ([adapter, "adapter=dora adapter.rank=4"], ["adapter=lora", "adapter.rank=4"]),
         ([merge], [f"{merge}  merges an adapter, and there is none"]),
         ([none], ["model.init_from"]),
     ):

@@ -1,4 +1,4 @@
-"""Figures that `plan` prints before a rehearsal corrects them."""
+"""Prints of `plan` about its figures, which no rehearsal corrects."""
 
 import json
 

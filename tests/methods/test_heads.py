@@ -356,7 +356,7 @@ def test_queries_are_compared_with_all_documents_of_the_step(ledger, words):
     assert_learns(ledger, "queries", start, model, loss, *own.split(), prefix="model.")
 
 
-def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger, capsys):
+def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger):
     data = "DATA/classes.jsonl"
     run = run_of(
         ledger, "classes", "adapter=lora", "adapter.rank=4", "objective.class_weights={root: 3}",
@@ -365,8 +365,7 @@ def test_peft_computes_what_an_adapter_and_its_head_have_learnt(ledger, capsys):
     assert "labels fruit" in run.out
     last = run.metrics[-1]
     folder = str(run.folder / "adapter")
-    assert main(["chat", folder]) == 2
-    assert "does not describe the head.\n" in capsys.readouterr().err
+    assert "does not describe the head.\n" in cli("chat", folder, code=2).err
     model = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     right = losses = 0

@@ -11,17 +11,15 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file
 
-from fsdp_trainer.checkpoint.formats.gguf_file import (
+from fsdp_trainer.config.paths import ADAPTER_CONFIG, model_folder
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
+from fsdp_trainer.interop.weights.gguf_file import (
     NUMBERS,
     require_family,
     require_same,
     rotated_heads,
 )
-from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
-from fsdp_trainer.config.paths import ADAPTER_CONFIG, model_folder
-from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
-from fsdp_trainer.interop.weights.gguf_file import NUMBERS, require_known, rotated_heads
 from fsdp_trainer.interop.weights.gguf_models import MODELS
 from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 from fsdp_trainer.models.config import ModelConfig

@@ -22,7 +22,9 @@ from gguf import GGUFWriter
 from safetensors import safe_open
 
 from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN, QWEN_3_5
-from fsdp_trainer.checkpoint.formats.gguf_hybrids import (
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
+from fsdp_trainer.interop.weights.gguf_hybrids import (
     HYBRIDS,
     Change,
     architecture_of,
@@ -30,10 +32,7 @@ from fsdp_trainer.checkpoint.formats.gguf_hybrids import (
     described,
     same,
 )
-from fsdp_trainer.checkpoint.formats.gguf_models import GgufModel, MODELS
-from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
-from fsdp_trainer.interop.weights.gguf_models import MODELS
+from fsdp_trainer.interop.weights.gguf_models import MODELS, GgufModel
 from fsdp_trainer.interop.weights.tensor_names import GGUF, is_norm
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_unread

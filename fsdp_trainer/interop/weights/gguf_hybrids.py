@@ -14,8 +14,8 @@ import torch
 from gguf import GGUFWriter
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.formats.gguf_models import GgufModel
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
+from fsdp_trainer.interop.weights.gguf_models import GgufModel
 from fsdp_trainer.models.config import FULL, Json, ModelConfig
 
 Change = Callable[[Tensor], Tensor]

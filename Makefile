@@ -26,7 +26,7 @@ quickstart-rl: setup  ## a tiny model that adds badly learns to add from rewards
 	$(BIN)/fsdp-trainer quickstart task=sums
 
 pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoint, and see that the run ends the same
-	$(BIN)/python tests/faults/pull_the_plug.py
+	$(BIN)/python tools/pull_the_plug.py
 
 test: $(VENV)/.for-developers  ## all tests that run before a change lands: 15 to 30 minutes on two quiet cores
 	$(BIN)/python -m pytest -q $(TESTS) -m "not faults"
@@ -58,7 +58,7 @@ mutants: $(VENV)/.for-developers  ## plant 66 faults, one at a time, and see whi
 	$(BIN)/python tools/mutants.py --jobs $(JOBS) --out tools/mutants.json
 
 soak: $(VENV)/.for-developers  ## random faults in runs of every method and layout, for MINUTES=10: each must end as an undisturbed run; SEED=N begins with episode N
-	$(BIN)/python tests/faults/soak.py $(MINUTES) $(SEED)
+	$(BIN)/python tools/soak.py $(MINUTES) $(SEED)
 
 prove-faults: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## plant faults in folders and runs: `prove` must name each, and nothing on honest ones; ONLY=WORD
 	ONLY="$(ONLY)" PYTHONPATH=. $(BIN)/python tests/inputs/prove_faults.py

@@ -2,15 +2,15 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from folders import REPO
 
 
 @pytest.mark.faults
 def test_the_plug_is_pulled_and_the_digest_is_equal(tmp_path):
     process = subprocess.run(
-        [sys.executable, Path(__file__).with_name("pull_the_plug.py")],
+        [sys.executable, REPO / "tools/pull_the_plug.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,8 +1,13 @@
 """Episodes of soak.py: a disturbed run ends as an undisturbed one, and what differs is found."""
 
 import copy
+import sys
 
 import pytest
+from folders import REPO
+
+sys.path.insert(0, str(REPO / "tools"))
+
 from soak import Soak, differences
 from soak_faults import read_safely
 

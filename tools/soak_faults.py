@@ -18,8 +18,8 @@ from world import alive, ranks_below
 
 from fsdp_trainer.observe.records import whole_lines
 
-HERE = Path(__file__).parent
-INJECT, ROOT = HERE / "inject", HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+INJECT = ROOT / "tests/faults/inject"
 POLL_SECONDS = 0.01
 EVERY = 2
 """Steps between two checkpoints."""

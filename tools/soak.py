@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1].iterdir())
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/ranks"))
 
 from same import RUNS, SMALL, TIMES, write_data
 from soak_faults import (
@@ -40,7 +39,7 @@ from soak_faults import (
 )
 from world import alive, read_lines, write_lines
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8
 KEEP = 2
 """Newest checkpoints that stay."""

@@ -38,7 +38,6 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum over the categories, in bytes."""
         return sum(self.bytes.values())
 
 
@@ -118,12 +117,10 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def counts(self) -> bool:
-        """True if tensors that operators create are counted."""
         return self._counts
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Count nothing that operators create inside."""
         self._counts = False
         try:
             yield
@@ -152,7 +149,6 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._gone, key)
 
     def put_on_host(self, tensor: Tensor) -> None:
-        """Count a tensor's storage no longer: it stands for one in host memory."""
         for part in plain_parts(tensor):
             self.add(part)
             key = part.untyped_storage()._cdata
@@ -161,7 +157,6 @@ class LiveBytes(TorchDispatchMode):
                 self._on_host.add(key)
 
     def move(self, tensor: Tensor, category: str) -> None:
-        """Count a tensor's storage in another category from now on."""
         self.add(tensor, category)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = local.untyped_storage()._cdata

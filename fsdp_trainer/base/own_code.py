@@ -18,7 +18,6 @@ def place_of(error: BaseException) -> str:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Return the module of a user's file. Raises what its code raises."""
     name = f"own_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec

@@ -38,7 +38,6 @@ class ThreadPhase:
     spent: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """End the current phase and begin another."""
         now = time.monotonic()
         ended = self.phase
         times, seconds = self.spent.get(ended, (0, 0.0))
@@ -77,13 +76,11 @@ def enter(phase: str, step: int | None = None) -> None:
 
 
 def add_listener(listener: Listener) -> None:
-    """Call `listener` from now on whenever a phase begins, in the thread that begins it."""
     global _listeners
     _listeners = (*_listeners, listener)
 
 
 def remove_listener(listener: Listener) -> None:
-    """Stop calling `listener`, if it is registered."""
     global _listeners
     _listeners = tuple(other for other in _listeners if other != listener)
 
@@ -112,7 +109,6 @@ class Compiling:
     interrupted = "start"
 
     def begins(self, _: object) -> None:
-        """Enter `compile`."""
         self.interrupted = training.phase
         training.enter("compile")
 

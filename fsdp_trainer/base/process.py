@@ -35,12 +35,10 @@ STOPPED = 75
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -18,7 +18,6 @@ class FromEnvironment(str):
     """A text from an environment variable. written: as the configuration has it."""
 
     def __new__(cls, text: str, written: str = "") -> "FromEnvironment":
-        """Return a new one."""
         return super().__new__(cls, text)
 
     def __init__(self, text: str, written: str = ""):

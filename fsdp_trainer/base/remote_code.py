@@ -1,4 +1,4 @@
-"""Whether this process may run Python code that comes with a model's folder."""
+"""The permission of this process to run Python code that comes with a model's folder."""
 
 from typing import Any
 

@@ -32,7 +32,6 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the relative names of all files below `folder`."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -142,7 +141,6 @@ def fault_of(path: Path, entry: dict[str, int]) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a small file for people and programs to read."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -183,7 +181,6 @@ def complete_folder(target: Path) -> Iterator[Path]:
 
 
 def make_empty(folder: Path) -> None:
-    """Make an empty folder, deleting what a crash left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 

@@ -63,7 +63,6 @@ class Bucket:
         self.files_sent = 0
 
     def require_writable(self) -> None:
-        """Write, read and delete a small object."""
         # groups of ranks may do so at the same time
         probe = f"{self._run}/.probe-{secrets.token_hex(4)}"
         self._system.pipe_file(probe, b"probe")
@@ -151,19 +150,16 @@ class Bucket:
         return target
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint, its manifest first."""
         manifest = self._place(name, MANIFEST)
         if self._system.exists(manifest):
             self._system.rm_file(manifest)
         self._system.rm(f"{self._checkpoints}/{name}", recursive=True)
 
     def put_records(self, run: Path) -> None:
-        """Upload the records of a run as they are."""
         for file in (path for pattern in RECORDS for path in run.glob(pattern)):
             self._system.put_file(str(file), f"{self._run}/{file.name}")
 
     def get_records(self, run: Path) -> None:
-        """Fetch the records that a run's folder lacks."""
         listed = [Path(place) for place in self._system.ls(self._run, detail=False)]
         for place in listed:
             file = run / place.name

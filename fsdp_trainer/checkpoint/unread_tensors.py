@@ -71,7 +71,7 @@ class Unread:
 
 @dataclass
 class Carried:
-    """What an export has of them.
+    """The unread tensors of an export.
 
     tensors: as the export holds them; sources: what is read for them; both by name. config: the
     folder's config.json. notes: lines on what the export does not have.

@@ -245,7 +245,6 @@ def unused_of(task: Any, cfg: Evaluation, template: Template) -> Iterator[str]:
 
 
 def names_tasks(spec: Any) -> bool:
-    """Return True for the content of a group that has tasks by their names."""
     members = spec.get("task") if isinstance(spec, dict) else None
     if isinstance(members, str) and "group" in spec:
         return True
@@ -407,7 +406,6 @@ def is_fetched(metric: Any, options: dict[str, Any]) -> bool:
 
 
 def data_file_of(spec: dict[str, Any]) -> str:
-    """Return a task's first data file, or "" if it has none of its own."""
     files = (spec.get("dataset_kwargs") or {}).get("data_files") or ""
     while not isinstance(files, str):
         files = next(iter(files.values() if isinstance(files, dict) else files), "")

@@ -66,7 +66,6 @@ def read_retrieval(path: str, kind: str, data: Data, limit: int | None) -> Retri
 
 
 def rows_of(path: str, kind: str, data: Data) -> Iterator[LabelledTexts]:
-    """Yield the rows of a file. Raises UserError."""
     problems = Problems("fail")
 
     def refuse(row: Record, reason: str) -> None:
@@ -144,7 +143,6 @@ def why_unusable(has_query: bool, has_document: bool, score: str) -> str:
 
 
 def by_id(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a file with their identity. Raises UserError."""
     for row in read_records(str(file)):
         if row.error or "_id" not in row.columns:
             problem = Problem(f"{row.where[0]}:{row.where[1]}", row.error or "has no _id")
@@ -158,7 +156,6 @@ def full_text(row: dict[str, Any]) -> str:
 
 
 def relevance_file(folder: Path) -> Path:
-    """Return the file that says which documents answer which query. Raises UserError."""
     names = [f"qrels/{split}.{suffix}" for split in SPLITS for suffix in ("tsv", "jsonl")]
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
@@ -203,7 +200,6 @@ def list_metrics_of(ranks: dict[int, int], relevant: dict[int, float]) -> dict[s
 
 
 def means(each: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of the metrics over queries."""
     return {name: sum(one[name] for one in each) / len(each) for name in each[0]} if each else {}
 
 

@@ -134,7 +134,6 @@ class Scorer:
 
     @property
     def context(self) -> int:
-        """Length of the model's context in tokens."""
         return self.model.config.max_position_embeddings
 
     def likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:

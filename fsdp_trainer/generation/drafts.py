@@ -1,4 +1,4 @@
-"""How many tokens of greedy answers a model's MTP head drafts, so that a server accepts them."""
+"""Count of the tokens of greedy answers that a model's MTP head drafts and a server accepts."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -175,7 +175,6 @@ class PairObjective:
 
 
 def no_reference(batch: MicroBatch) -> MicroBatch:
-    """Return the batch unchanged: the objective has no reference."""
     return batch
 
 
@@ -218,11 +217,9 @@ class PairForwardBackward(DocumentForwardBackward):
         return self.reference(batch)
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
-        """Return the objective of a micro-batch, Σ loss / count."""
         return PairObjective(batch, self.choice, count, self.dims)
 
     def weight(self, plan: StepPlan) -> float:
-        """Return the number of pairs in the step. See ForwardBackward."""
         return plan.documents / len(ANSWERS)
 
     def own_weight(self, batch: MicroBatch) -> Tensor:
@@ -324,8 +321,6 @@ class ChosenWatch:
 
 
 class PreferenceMethod(Method):
-    """Training on preference pairs."""
-
     def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
         """See Method. A reference that is stored reads all rows; `model` may keep its weights."""
         if self.second is None or self.second.mode != "stored":

@@ -40,7 +40,6 @@ class ReferenceModel(FrozenModel):
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> Tensor:
-        """Return the log-probability of each target, [supervised]. Collective."""
         try:
             scores = self.model(replace(batch, token_share=None)).scores
         finally:

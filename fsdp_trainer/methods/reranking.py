@@ -133,7 +133,7 @@ class RankingForwardBackward(DocumentForwardBackward):
 
 
 class RankingMetrics:
-    """How near the wanted documents are to the first place of their lists.
+    """The rank metrics of lists: how near the wanted documents are to the first place.
 
     Sums: number of lists; lists whose best document is first; reciprocal rank of the best; NDCG of
     the first documents, with the data's scores as gains. A list without any gain is left out.

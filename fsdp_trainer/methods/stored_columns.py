@@ -231,7 +231,6 @@ class ReferenceColumn(StoredColumn):
 
 
 def alone(order: RowOrder) -> Mixture:
-    """Return a mixture of a single order."""
     return Mixture([Component("", order)])
 
 

@@ -70,7 +70,6 @@ class ListedTeacher:
 
     @contextmanager
     def reading(self, batch: MicroBatch) -> Iterator[MicroBatch]:
-        """Yield the batch with soft targets."""
         choice = self.choice
         top = TopTokens(*(self._column(batch, name) for name in TOP_K))
         soft = ListedTargets(top, self.vocabulary, choice.temperature, choice.divergence)
@@ -119,7 +118,6 @@ class TeacherColumn(StoredColumn):
 
     @property
     def count(self) -> int:
-        """The number of tokens listed for each supervised token: k."""
         return self.cfg.objective.top_k or 0
 
     def prepare(self, digest: str) -> RunRows:

@@ -75,7 +75,7 @@ class TagForwardBackward(LabelForwardBackward):
 
 @dataclass(frozen=True)
 class EntityLabels:
-    """What each label says of its word, [labels]: its entity's type, -1 outside of entities, and
+    """The meaning of each label, [labels]: its entity's type, -1 outside of entities, and
     whether it is certainly the first, or the last, word of one."""
 
     types: list[str]

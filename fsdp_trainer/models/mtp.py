@@ -20,7 +20,7 @@ LOGPROBS = "mtp"
 
 
 class MtpBlock(nn.Module):
-    """What is put before the class of a block, which then is such a head.
+    """Base class put before the class of a block, which then is such a head.
 
     Names are as in the folders of DeepSeek-V3 and GLM-4.5.
     """

@@ -1,4 +1,4 @@
-"""What a tracker has of a run: its id, its last step and its name, which the run's folder keeps.
+"""A tracker's record of a run: its id, its last step and its name, which the run's folder keeps.
 
 So each step is logged once, over stops, crashes and steps that are taken back.
 """

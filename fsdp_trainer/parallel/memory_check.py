@@ -50,7 +50,7 @@ class MemoryItem(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a rank keeps states, gradients, and copies to compute with: device, host or disk.
+    """Places of a rank's states, gradients, and copies to compute with: device, host or disk.
 
     copies: None if it computes with the states' weights.
     """

@@ -49,7 +49,7 @@ from fsdp_trainer.parallel.tensor_ranks import TensorRanks
 
 
 class ShardedForm(NamedTuple):
-    """What a module becomes: its class, and the placements of its parameters by name.
+    """The sharded form of a module: its class, and the placements of its parameters by name.
 
     A module may lack some of the parameters.
     """

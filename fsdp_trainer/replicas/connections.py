@@ -1,4 +1,4 @@
-"""How ranks of different groups reach each other, and whether their settings are the same."""
+"""Connections between ranks of different groups, and the comparison of their settings."""
 
 import hashlib
 import hmac

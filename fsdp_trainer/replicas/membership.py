@@ -46,7 +46,7 @@ WITHOUT_SECRET = (
 
 
 class Met(NamedTuple):
-    """What became of a meeting of the groups.
+    """The outcome of a meeting of the groups.
 
     was_behind: True if this group has taken over the state of another one. source_exchanges: True
     if that one is about to exchange what it has changed.

@@ -1,4 +1,4 @@
-"""Where the states of the model in training are kept: optim.offload."""
+"""Places of the states of the model in training: optim.offload."""
 
 import hashlib
 import shutil

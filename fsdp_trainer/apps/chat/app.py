@@ -62,12 +62,12 @@ class AnsweringModel:
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """What answers at each address that this model has."""
+        """Handlers by address, of those that this model has."""
         raise NotImplementedError
 
     @property
     def kind(self) -> str:
-        """What the model is, for messages."""
+        """The kind of model, for messages."""
         raise NotImplementedError
 
     def page(self) -> Response:
@@ -112,7 +112,7 @@ class Served(AnsweringModel):
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """What answers at each address: the next turn, or more text."""
+        """Handlers by address: for the next turn, or for more text."""
         readers: dict[str, ReadRequest] = {
             "/v1/chat/completions": read_request,
             "/v1/completions": read_text_request,
@@ -121,7 +121,7 @@ class Served(AnsweringModel):
 
     @property
     def kind(self) -> str:
-        """What the model is, for messages."""
+        """The kind of model, for messages."""
         return "a language model, which writes text"
 
     def page(self) -> Response:

@@ -52,7 +52,7 @@ class ServedReader(AnsweringModel):
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """What answers at each address."""
+        """Handlers by address."""
         config = self.reader.model.config
         own: dict[str, Compute] = {}
         if config.pooling:
@@ -67,7 +67,7 @@ class ServedReader(AnsweringModel):
 
     @property
     def kind(self) -> str:
-        """What the model is, for messages."""
+        """The kind of model, for messages."""
         return "a model of scores or embeddings, which writes no text"
 
     def page(self) -> Response:

@@ -1,4 +1,4 @@
-"""What groups of ranks that share a run cost and save, in the output of `plan`."""
+"""The costs and savings of groups of ranks that share a run, in the output of `plan`."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Whether the model would see the tools of objective.environment, for the preview."""
+"""A check for the preview: that the model would see the tools of objective.environment."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -25,7 +25,7 @@ SHOWN = 12  # most runs with their own summary at the terminal, and most differi
 
 
 class Confusion(NamedTuple):
-    """How many validation texts, or words, with each label are given each label.
+    """Numbers of validation texts, or words, by their label and by the label that they are given.
 
     counts: a row for each label that they have.
     """

@@ -25,7 +25,6 @@ CACHED_TENSORS = 8
 
 
 def adapted_model(config: ModelConfig, spec: AdapterSpec | None) -> Decoder:
-    """Return a model on the meta device with adapters in float32."""
     model = meta_decoder(config)
     if spec:
         add_adapters(model, spec, torch.float32)

@@ -25,11 +25,9 @@ class OurB(TensorOnDisk):
     cache: PartCache
 
     def as_matrix(self) -> TensorOnDisk:
-        """Return this tensor, which is a matrix already."""
         return self
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         rank = self.shape[1]
         rows = self.shape[0] // self.experts
         out = self.source.shape[0]
@@ -65,7 +63,6 @@ class PeftA(TensorOnDisk):
     placed: list[PlacedStack]
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         start, stop = first // self.ranks, -(-last // self.ranks)  # experts
         experts = torch.empty(stop - start, self.ranks, self.shape[1], dtype=self.dtype)
         for part in self.placed:
@@ -87,7 +84,6 @@ class PeftB(TensorOnDisk):
     cache: PartCache
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1])).zero_()
         by_rank = rows.view(last - first, -1, self.experts)
         for part in self.placed:

@@ -38,7 +38,6 @@ class MergedWeight(TensorOnDisk):
     scale: float
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read and merge rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
         a = read_whole(self.a, 0, self.a.shape[0]).double()
         for start in range(first - first % BLOCK_ROWS, last, BLOCK_ROWS):
@@ -75,11 +74,9 @@ class MergedStack(TensorOnDisk):
     is_transposed: bool
 
     def as_matrix(self) -> TensorOnDisk:
-        """Return this tensor, which is a matrix already."""
         return self
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read and merge rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
         height = self.shape[0] // self.experts
         for expert in range(first // height, -(-last // height)):

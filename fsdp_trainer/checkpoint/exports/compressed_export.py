@@ -41,7 +41,6 @@ GROUPS = (128, 64, 32)
 
 
 def export_compressed(cfg: ExportConfig) -> int:
-    """Write the folder `out` and return the exit code. Raises UserError and RunFailed."""
     if importlib.util.find_spec("compressed_tensors") is None:
         reason = "needs the package of its authors:  pip install 'fsdp_trainer[compressed]'"
         raise UserError("it cannot be exported", [Problem("form=compressed", reason)])
@@ -123,7 +122,6 @@ def scheme_of(preset: str, folder: Path, files: list[Path], config: ModelConfig)
 
 
 def compressed(name: str, matrix: Tensor, scheme: Any, stored_as: str) -> dict[str, Tensor]:
-    """Return the tensors that a matrix is stored as, by name."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 

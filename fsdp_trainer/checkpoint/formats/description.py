@@ -243,7 +243,6 @@ def _numbers(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _tensor(name: str, dtype: Any, shape: list[int], parts: list[StoredPart]) -> TensorEntry:
-    """Return a tensor of parts that lie within it. Raises ValueError."""
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor has no name, or no number format that is known")
     size = _numbers(shape)

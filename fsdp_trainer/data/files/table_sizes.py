@@ -1,4 +1,4 @@
-"""How much memory the rows of a table take as values of Python, before they are made."""
+"""The memory that the rows of a table will take as values of Python."""
 
 import struct
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ USUAL = (224, 224)
 
 
 class ImageProcessor:
-    """What a model does with images before its tower. folder: of the model, with its processor."""
+    """The preparation of images for a model's tower. folder: of the model, with its processor."""
 
     kind = "image"
 

@@ -1,4 +1,4 @@
-"""Where epochs end, for steps that end with them. Does not import torch."""
+"""The ends of epochs, for steps that end with them. Does not import torch."""
 
 import math
 from dataclasses import dataclass

@@ -39,7 +39,7 @@ class LinkedTokens:
 
     @cached_property
     def is_linked(self) -> np.ndarray:
-        """For each sample, whether its tokens are in another file: [samples] bool."""
+        """True for each sample whose tokens are in another file: [samples] bool."""
         return np.asarray(self.types) > 0
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -52,7 +52,7 @@ def open_megatron_dataset(path: Path, content: np.ndarray, is_mapped: bool) -> T
 
 @dataclass(frozen=True)
 class Index:
-    """What an index file holds."""
+    """The content of an index file."""
 
     dtype: np.dtype
     lengths: np.ndarray  # [sequences] int64: tokens

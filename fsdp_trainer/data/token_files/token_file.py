@@ -45,7 +45,7 @@ class MappedTokens:
 
 @dataclass(frozen=True)
 class ListedDocuments:
-    """Where some documents of a file lie, in its order."""
+    """The places of some documents of a file, in its order."""
 
     numbers: np.ndarray  # [documents] int64 from 1: their own, or those of their first tokens
     begins: np.ndarray  # [documents] int64: byte of the first token

@@ -27,7 +27,7 @@ class DescriptionError(ValueError):
 
 @dataclass
 class AddedByDescription:
-    """What a description has added.
+    """The additions of a description.
 
     special: texts of the special tokens by name. new: texts of the tokens that the tokenizer did
     not have. notes: what was not used, each as a sentence.
@@ -40,7 +40,7 @@ class AddedByDescription:
 
 @dataclass
 class TokenDescription:
-    """What the files beside a tokenizer say about its tokens: their content.
+    """The content of the files beside a tokenizer that describe its tokens.
 
     usual: special tokens by name, if the files say nothing about a name; a tokenizer.json gets none
     that it lacks. is_json: True for a tokenizer.json, whose ids are right where the description

@@ -30,7 +30,7 @@ OF_NODES = ("nnodes", "num_nodes")
 
 @dataclass
 class StartedTrainer:
-    """What a command line starts.
+    """The program that a command line starts.
 
     tool: whose program it is; None if its settings say. method: the trainer that its script is
     for. settings: its options and the launcher's, by name; files: configuration files that it

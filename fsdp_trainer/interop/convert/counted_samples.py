@@ -1,4 +1,4 @@
-"""How many samples another trainer's data has, and which columns, where its files are here."""
+"""Counts samples and columns of another trainer's data, where its files are here."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How long another trainer trains: samples of a step, steps of an epoch and of the run."""
+"""The length of another trainer's run: samples of a step, steps of an epoch and of the run."""
 
 import math
 

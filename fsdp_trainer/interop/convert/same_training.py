@@ -1,4 +1,4 @@
-"""What another trainer would train, beside what the recipe trains: a table at its end."""
+"""A table at a recipe's end: what another trainer would train, and what the recipe trains."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself and of its tensors. Does not import torch.
+"""The header of a GGUF file: its metadata and its tensors. Does not import torch.
 
 The package gguf makes an object of each value of each list, and believes every count.
 """

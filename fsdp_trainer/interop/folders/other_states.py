@@ -1,4 +1,4 @@
-"""Where other tools keep the states of an optimizer. Does not import torch."""
+"""The places of an optimizer's states in other tools' folders. Does not import torch."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ QUERY_KEY_VALUE = ("attention.wq", "attention.wk", "attention.wv")
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How a tool names the tensors of a decoder.
+    """A tool's names of the tensors of a decoder.
 
     block: what is before the number of a block. outside, inside: its names of the modules outside
     and inside of blocks, and Hugging Face's. pairs: model types whose queries and keys it rotates

@@ -27,7 +27,7 @@ INSTALL = "pip install 'fsdp_trainer[fla]' has them (docs/any-model.md)"
 
 
 class Boundaries(NamedTuple):
-    """How a model's layers compute packed documents on a device.
+    """The way in which a model's layers compute packed documents on a device.
 
     arguments: one of ARGUMENTS; empty: document by document. reason: why, for people.
     """

@@ -41,7 +41,7 @@ class DocumentCalls:
 
     @cached_property
     def boundaries(self) -> dict[str, Tensor]:
-        """By name: where documents begin and end in one row of all tokens, and each token's number.
+        """Boundaries of the documents in one row of all tokens, and each token's number, by name.
 
         [documents + 1] int64, as flash-linear-attention takes it, and [1, tokens] int32, as
         causal-conv1d does. Padding at the end of a row is a document.
@@ -90,7 +90,7 @@ class DocumentCalls:
 
 
 class DocumentLayer(nn.Module):
-    """What is put before the class of a layer that mixes the tokens of a row.
+    """Base class put before the class of a layer that mixes the tokens of a row.
 
     rows: of the micro-batch, set by its block; None: each row is one document.
     """
@@ -118,7 +118,7 @@ class DocumentLayer(nn.Module):
 
 
 class DocumentBlock(nn.Module):
-    """What is put before the class of a block with such layers.
+    """Base class put before the class of a block with such layers.
 
     The rows are an argument, as a block that is computed again in backward gets its arguments
     again, and a later micro-batch may have been computed since then.

@@ -57,7 +57,7 @@ def head_of(hf: Any, name: str) -> nn.Module:
 
 
 class RecordedRotations:
-    """What the module of a model's rotations gets and returns in a forward.
+    """Recorder of what the module of a model's rotations gets and returns in a forward.
 
     embedded: of all tokens, those of images included, [rows, length, hidden]. rotations: cosines
     and sines, as blocks take them.

@@ -1,4 +1,4 @@
-"""What is refused for a model that transformers' own class computes. Does not import torch."""
+"""Rules for a model that transformers' own class computes. Does not import torch."""
 
 from collections.abc import Iterator
 from typing import Any

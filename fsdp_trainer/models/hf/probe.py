@@ -1,4 +1,4 @@
-"""What a model of transformers does with packed rows and with its logits, tried on a small copy.
+"""Trials, on a small copy, of what a model of transformers does with packed rows and logits.
 
 Nothing is looked up in a list of architectures: a model with fewer and narrower blocks is built
 from the same configuration, with random weights, and its results are compared.
@@ -73,7 +73,7 @@ SET = {
 
 
 class Probed(NamedTuple):
-    """What was found out about an architecture.
+    """The findings about an architecture.
 
     documents_attention: our attention over documents gives transformers' results. mixing: largest
     relative change of a document's states by other documents in its row; 0: equal but for rounding;

@@ -33,7 +33,7 @@ def routers(hf: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> dict[int, n
 
 
 class RouterWatch:
-    """What the routers return in a forward, and the auxiliary values of it.
+    """Recorder of what the routers return in a forward, and of the auxiliary values from it.
 
     values: [experts, logits] of each block: [tokens, k] int64 and [tokens, experts].
     """

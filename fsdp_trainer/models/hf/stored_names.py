@@ -1,4 +1,4 @@
-"""How transformers stores a model's weights: its own renaming, and tensors that it joins.
+"""The form in which transformers stores weights: its own renaming, and tensors that it joins.
 
 Uses names that transformers does not promise to keep, all in this file.
 """

@@ -1,4 +1,4 @@
-"""What groups of ranks that share a run exchange with each other, and how long it takes."""
+"""The exchange between groups of ranks that share a run: its bytes and its time."""
 
 import math
 from dataclasses import dataclass, replace

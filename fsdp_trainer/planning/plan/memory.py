@@ -157,7 +157,7 @@ def least_of_run(run: PlannedRun) -> LeastMemory:
 
 
 class RankMemory:
-    """What a rank with some stages of a pipeline surely holds."""
+    """The bytes that a rank with some stages of a pipeline surely holds."""
 
     def __init__(
         self, run: PlannedRun, least: LeastMemory, stages: RankStages, device: str, load: float

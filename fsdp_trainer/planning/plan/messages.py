@@ -221,7 +221,7 @@ class PlannedMessages:
 
     @property
     def _freed_images(self) -> FsdpUnit:
-        """What backward gathers again of a tower for images, as one unit."""
+        """The part of a tower for images that backward gathers again, as one unit."""
         tower = self.model.tower
         if tower is None or not tower.trains_anything:
             return FsdpUnit()

@@ -177,12 +177,12 @@ class StageTimes:
 
     @property
     def gathers(self) -> int:
-        """How often a step gathers the weights."""
+        """Number of times that a step gathers the weights."""
         return 1 if self.run.layout.gathers_once else self.run.layout.micro_batches
 
     @property
     def forwards(self) -> int:
-        """How many forwards of a micro-batch the messages are of: recorded ones are of all."""
+        """Number of forwards of a micro-batch whose messages these are: recorded ones are of all."""
         return 1 + self.run.further_forwards * (self.recorded is not None)
 
     @property

@@ -19,7 +19,7 @@ FUSED = {aten.cat, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatte
 
 
 class TensorCounter(NamedTuple):
-    """What counts the tensors of a graph.
+    """Counter of the tensors of a graph.
 
     uncounted: a context in which operators create tensors that no kernel writes to memory; add:
     counts a tensor that one has written.

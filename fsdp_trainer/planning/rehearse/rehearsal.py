@@ -86,7 +86,7 @@ class RehearsedKind:
 
     @property
     def calls(self) -> dict[Collective, int]:
-        """How often each collective is called, in forward and backward together."""
+        """Calls of each collective, in forward and backward together."""
         calls: Counter[Collective] = Counter()
         for one, count in self.counts.items():
             calls[one._replace(backward=False)] += count

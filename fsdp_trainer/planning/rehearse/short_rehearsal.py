@@ -42,7 +42,7 @@ LONGEST_PERIOD = 16
 
 @dataclass(frozen=True)
 class Division:
-    """How many blocks each stage has in a rehearsal: without a pipeline there is one stage.
+    """Number of blocks of each stage in a rehearsal: without a pipeline there is one stage.
 
     alone: how many of them, the first ones, come before those that repeat; period: after how many
     they do; times: how often the difference of the two short rehearsals is to be added to the

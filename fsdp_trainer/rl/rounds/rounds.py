@@ -21,7 +21,7 @@ Check = Callable[[], None]
 
 @dataclass
 class RoundWork:
-    """What is to be done in a round; the same on all ranks.
+    """The work of a round; the same on all ranks.
 
     version: optimizer steps done by the weights. requests: of rollouts to begin. stored: rollouts
     to go on with that a checkpoint has brought; those of earlier rounds are with the ranks already.

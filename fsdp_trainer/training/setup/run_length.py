@@ -1,4 +1,4 @@
-"""How long a run is: its steps, and whether they are enough for its learning rate to rise."""
+"""The length of a run: its steps, and a check that its learning rate has time to rise."""
 
 import math
 from dataclasses import dataclass

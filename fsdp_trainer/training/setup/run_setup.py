@@ -50,7 +50,6 @@ class RunSetup:
 
     @property
     def device(self) -> torch.device:
-        """The device that computes."""
         return self.world.device
 
     @property
@@ -66,7 +65,6 @@ class RunSetup:
 
     @property
     def timeout(self) -> float:
-        """Seconds after which a collective fails."""
         return parse_duration(self.cfg.launch.timeout)
 
     def write_assets(self, folder: Path, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What config.json, the tokenizer and the settings of generation promise, and if that is kept."""
+"""Checks of what config.json, the tokenizer and the settings of generation promise."""
 
 import re
 from collections import Counter

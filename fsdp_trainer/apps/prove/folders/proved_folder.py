@@ -36,7 +36,7 @@ WITH_BLOCKS = "compressed-tensors"
 
 @dataclass
 class ProvedFolder:
-    """What is proved. reference: the model that it was made from, if that is known.
+    """A folder that is proved. reference: the model that it was made from, if that is known.
 
     words: of the command line. scratch: an empty folder. say: shows progress.
     """

@@ -10,6 +10,8 @@ COMMANDS = re.compile(
     re.MULTILINE,
 )
 """The beginning of a block of commands that names no language."""
+LISTS = ("configuration.md", "mistakes.md")
+"""Pages that have every word; a search shows them last, as it does the other language."""
 MOVED = {"what-works.html": "reference/support.html"}
 """New address of each page that is gone."""
 MOVED_SECTIONS = {
@@ -66,7 +68,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
     Links out of docs/ become paths. Blocks of commands are coloured, and wrapped by site.css.
     """
-    if is_chinese(page):  # a query that both languages know finds the English page first
+    if is_chinese(page) or page.file.src_uri in LISTS:
         page.meta["search"] = {"boost": 0.1}
     return COMMANDS.sub("```bash\n", OUTSIDE.sub(r"\1 (`\2`)", markdown))
 

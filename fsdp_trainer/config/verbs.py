@@ -390,7 +390,7 @@ class GenerateConfig:
     image: str | list[str] | None = key(
         None,
         "an image of the prompt, or a list: files or URLs, for a model that reads images; "
-        "<image> in the prompt marks its place",
+        "`<image>` in the prompt marks its place",
     )
     system: str | None = key(None, "a system turn before the prompt")
     raw: bool = key(False, "continue the prompt as plain text, without the chat template")

@@ -147,6 +147,8 @@ EXPECTED = {
     "many nodes": "launching", "slurm": "clusters", "checkpoint": "checkpoints",
     "evaluate": "evaluation", "hang": "watchdog", "sweep": "sweeps",
     "float8": "precision", "muon": "optimizers", "distillation": "distillation",
+    "batch size": "command-line", "gradient accumulation": "command-line", "csv": "data",
+    "nan loss": "anomalies", "early stopping": "checkpoints", "multi gpu": "launching",
 }  # fmt: skip
 """The page that a search of the site should show first."""
 

@@ -37,7 +37,7 @@ class Cache(Protocol):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values, and return all that the new queries attend to.
 
-        All are [batch, tokens, kv heads, head_dim].
+        All [batch, tokens, kv heads, head_dim].
         """
 
 
@@ -67,7 +67,7 @@ class PackedAttention:
     def in_both_directions(self) -> "PackedAttention":
         """Return a layout of the same documents whose tokens attend to all of their document.
 
-        Must be called on a layout without a window. It is prepared once.
+        Only for a layout without a window. Prepared once.
         """
         if self._in_both_directions is None:
             turned = copy(self)
@@ -99,9 +99,9 @@ class PackedAttention:
         return to_device(lengths, positions.device)
 
     def document_numbers(self, padding: int) -> np.ndarray:
-        """Return the index of each position's document within its row: [rows, row] int64.
+        """Return each position's document within its row: [rows, row] int64.
 
-        padding: largest number of tokens in a document of padding.
+        padding: most tokens in a document of padding.
         """
         return np.stack([np.repeat(np.arange(len(row)), row) for row in self.sizes(padding)])
 
@@ -112,9 +112,9 @@ class PackedAttention:
         return all(len(row) <= 1 for row in self.lengths) and needed >= WHOLE_SHARE * whole
 
     def sizes(self, padding: int) -> list[np.ndarray]:
-        """Return for each row the lengths of its documents, followed by documents of padding.
+        """Return for each row the lengths of its documents, then of documents of padding.
 
-        padding: largest number of tokens in a document of padding.
+        padding: most tokens in one of these.
         """
         sizes = []
         for documents in self.lengths:
@@ -292,8 +292,8 @@ LAYOUTS: dict[str, type[PackedAttention]] = {
 def _gather(x: Tensor, index: Tensor, positions: list[np.ndarray]) -> list[Tensor]:
     """Return the part of `x` at the positions of each call: [pieces, width, heads, head_dim].
 
-    index: positions of all calls. A single index_select for all calls, since the backward of each
-    allocates a gradient for all rows.
+    A single index_select for all calls, since the backward of each allocates a gradient for all
+    rows.
     """
     rows = x.flatten(0, 1).index_select(0, index)
     parts = rows.split([call.size for call in positions])

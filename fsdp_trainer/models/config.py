@@ -545,7 +545,7 @@ class ModelConfig:
     def parameters(self, active: bool = False) -> int:
         """Return the number of weights, without padding; a tied head is counted once.
 
-        active: count only the weights that one token uses, with num_experts_per_tok experts.
+        active: only those that one token uses.
         """
         if self.by_transformers:
             return self.counted[active]
@@ -613,7 +613,7 @@ class ModelConfig:
     def from_hf(cls, folder: str | Path) -> "ModelConfig":
         """Read `folder/config.json`. See also `read_architecture`.
 
-        Raises UserError that lists everything in it that the decoder does not support.
+        Raises UserError with everything that the decoder does not support.
         """
         path = Path(folder) / "config.json"
         raw = _without_mxfp4(_text_part(read_config_file(path)))
@@ -798,7 +798,7 @@ def _wrong_reader(config: ModelConfig) -> Iterator[Problem]:
 
 
 def read_config_file(path: Path) -> Json:
-    """Return the content of a config.json, or what describes another tool's weights in its place.
+    """Return the content of a config.json, or what describes another tool's weights.
 
     Raises UserError if it is no JSON object.
     """
@@ -808,10 +808,7 @@ def read_config_file(path: Path) -> Json:
 
 
 def needs_transformers(raw: Json, implementation: str) -> bool:
-    """Return True if transformers' own class computes a model.
-
-    raw: content of its config.json; implementation: value of model.implementation.
-    """
+    """Return True if transformers' own class computes the model of a config.json."""
     if implementation == AUTO and raw.get(COMPUTED_BY) == TRANSFORMERS:
         return True
     kind = _text_part(raw).get("model_type")
@@ -980,7 +977,7 @@ def stored_pooling(folder: Path, otherwise: str = "last") -> str:
 
 
 def stored_labels(raw: Json) -> tuple[tuple[str, ...], str]:
-    """Return the labels of a classifier's config.json in the order of its scores, and its problem.
+    """Return a classifier's labels in the order of its scores, and its problem.
 
     Without names they are transformers' own, LABEL_0 and LABEL_1 unless num_labels says otherwise.
     """
@@ -1196,7 +1193,7 @@ def factors_misfit(config: ModelConfig) -> list[Problem]:
 def _is_sound(name: str, value: Any, factors: set[str]) -> bool:
     """Return True unless an entry of a RoPE scaling should be a factor and is none.
 
-    factors: the entries that must be above 0; other known ones may also be 0.
+    factors: entries above 0; other known ones may be 0.
     """
     if name in factors:
         return _is_factor(value, is_list=name in LISTS_OF_FACTORS)
@@ -1204,9 +1201,8 @@ def _is_sound(name: str, value: Any, factors: set[str]) -> bool:
 
 
 def _is_factor(value: Any, is_list: bool = False) -> bool:
-    """Return True for a value of a RoPE scaling: a finite positive number, null, true or false.
-
-    is_list: True for a value that is a list of such numbers.
+    """Return True for a value of a RoPE scaling: a finite positive number, null, true or false;
+    `is_list`: a list of such numbers.
     """
     if is_list and isinstance(value, list):
         return all(map(_is_factor, value))

@@ -108,9 +108,9 @@ class MicroBatch:
 class DecoderOutput(NamedTuple):
     """Result of a forward pass.
 
-    value: a scalar, the objective plus the blocks' auxiliary losses; None without an objective.
-    scores: scores of the supervised tokens in the order of `batch.index`, without a gradient.
-    auxiliary: auxiliary values of all blocks combined, without a gradient.
+    value: the objective plus the blocks' auxiliary losses; None without an objective. scores: in
+    the order of `batch.index`. Scores and auxiliary values (of all blocks combined) have no
+    gradient.
     """
 
     value: Tensor | None
@@ -192,9 +192,8 @@ returns a tensor, or a tensor and an `Auxiliary` whose names are listed in the c
 
 
 class Block(nn.Module):
-    """Decoder layer: mixer, then feed-forward, each added to the residual stream.
-
-    Norms are before each of the two, after each, or both.
+    """Decoder layer: mixer, then feed-forward, each added to the residual stream, with norms
+    before, after, or both.
     """
 
     def __init__(self, config: ModelConfig, number: int):
@@ -214,9 +213,10 @@ class Block(nn.Module):
         cache: Cache | None = None,
         balancing: Balancing | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """Return the residual stream after the block, shaped as x, and its auxiliary values.
+        """Return the residual stream after the block, [batch, length, hidden], and its auxiliary
+        values.
 
-        x: [batch, length, hidden]; balancing: inputs of the losses of a block with experts.
+        balancing: inputs of the losses of a block with experts.
         """
         before_mixer, after_mixer, before_mlp, after_mlp = self.norms
         mixed = self.self_attn(self._norm(before_mixer, x), cos_sin, layout, cache)
@@ -290,9 +290,8 @@ class Decoder(nn.Module):
         an attribute would be a part of this one. `parallel.pipeline` sets it."""
 
     def tie_weights(self) -> None:
-        """Make a tied head and the embedding one parameter.
-
-        Must be repeated after to_empty, which separates them.
+        """Make a tied head and the embedding one parameter, again after to_empty, which separates
+        them.
         """
         if self.config.tie_word_embeddings and self.lm_head is not None:
             self.lm_head.weight = self.embedding.weight
@@ -330,9 +329,9 @@ class Decoder(nn.Module):
 
     @property
     def whole(self) -> "Decoder":
-        """The complete model: the model itself, or for a pipeline stage the model it was cut from.
+        """The complete model; for a pipeline stage the one it was cut from.
 
-        In the second case its parameters have no storage, and the shapes from before sharding.
+        Its parameters then have no storage, and the shapes from before sharding.
         """
         return self.cut_from[0] if self.cut_from else self
 
@@ -413,7 +412,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Auxiliary]:
         """Return the states after the last block, [supervised, hidden], and auxiliary values.
 
-        Norm and head are computed for these positions only. token_share: as in MicroBatch.
+        Norm and head are computed for these positions only.
         """
         media: Any = {} if batch.media is None else {"media": batch.media}
         if media and not self.config.reads_images:
@@ -432,10 +431,10 @@ class Decoder(nn.Module):
         caches: Mapping[str, Cache] = MappingProxyType({}),
         token_share: Tensor | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """Return the residual stream after the last block and the blocks' auxiliary values.
+        """Return the residual stream after the last block, [batch, length, hidden], and auxiliary
+        values.
 
-        The stream is [batch, length, hidden]. caches: caches by block name; token_share: as in
-        MicroBatch.
+        caches: by block name; token_share: as in MicroBatch.
         """
         x = self.embed(tokens)
         x, auxiliary = self.run_blocks(x, positions, layout, self.blocks(), caches, token_share)
@@ -463,7 +462,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Auxiliary]:
         """Return the residual stream after these consecutive blocks, and their auxiliary values.
 
-        blocks, caches: blocks and caches by block name; token_share: as in MicroBatch.
+        blocks, caches: by block name; token_share: as in MicroBatch.
         """
         if not self.config.is_causal:
             layout = layout.in_both_directions()
@@ -494,7 +493,7 @@ class Decoder(nn.Module):
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits [batch, length, vocabulary] for tokens [batch, length] int64.
 
-        Used for inference on an unsharded model; each row is one document.
+        For inference on an unsharded model; each row is one document.
         """
         length = tokens.shape[1]
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
@@ -510,10 +509,9 @@ class Decoder(nn.Module):
         index: Tensor,
         caches: Mapping[str, Cache] = MappingProxyType({}),
     ) -> Tensor:
-        """Return the next-token logits at some positions: [index, vocabulary].
+        """Return the next-token logits at the flat positions `index`: [index, vocabulary].
 
-        tokens, positions: [rows, length]; index: int64, flat positions. Calls the forward of both
-        norm and head, as is required if they are sharded as one FSDP unit.
+        Calls the forward of norm and head, as is required if they are one FSDP unit.
         """
         hidden = self.inference_hidden(tokens, positions, layout, caches)
         return self.logits_of(hidden.flatten(0, 1).index_select(0, index))

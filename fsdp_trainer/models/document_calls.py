@@ -36,9 +36,9 @@ class KernelCall(NamedTuple):
 class CallPlan(NamedTuple):
     """All kernel calls of a micro-batch.
 
-    queries, keys: int64, concatenated over all calls. order: [rows · row] int64, the index of each
-    position's result in the concatenated results. width: length of the only call if every row has
-    a single document and none needs a mask, so that nothing must be gathered; otherwise None.
+    queries, keys: int64, concatenated over all calls. order: [rows · row] int64, each position's
+    place in the concatenated results. width: length of the only call if rows are single documents
+    without a mask, so that nothing is gathered; else None.
     """
 
     calls: list[KernelCall]
@@ -53,8 +53,8 @@ def plan_calls(
 ) -> CallPlan:
     """Group documents into kernel calls.
 
-    A document longer than the window is cut into pieces of the window's length. The first piece
-    is causal, each later one also sees the preceding piece.
+    A longer document than the window is cut into pieces of its length. The first is causal, each
+    later one also sees the preceding piece.
     """
     # compute one token for an empty micro-batch, so that keys and values get gradients: without
     # them this rank's gradient reduction would have fewer entries than that of other ranks
@@ -126,7 +126,7 @@ def _without_padding(sizes: np.ndarray, call: KernelCall, device: torch.device) 
 def group_by_cost(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
     """Return groups of indices of pieces that are in one call, most expensive first.
 
-    queries, keys: number of queries and of keys of each piece.
+    queries, keys: numbers of each piece.
     """
     groups: list[list[int]] = []
     most_queries = most_keys = needed = 0

@@ -198,6 +198,12 @@ def test_pictures_fetch_nothing():
     assert [picture.name for picture in pictures if "url(http" in picture.read_text()] == []
 
 
+def test_no_page_has_a_tag_that_is_meant_as_text():
+    known = re.compile(r"<(?!/?(?:picture|source|img|sup|sub)\b|!--|https?:)[a-z]\w*>")
+    texts = {page: re.sub(r"`[^`\n]*`", "", without_blocks(page)) for page in PAGES}
+    assert [(page.name, tag) for page, text in texts.items() for tag in known.findall(text)] == []
+
+
 def test_every_page_that_the_program_names_exists():
     files = [
         file for name in ("fsdp_trainer", "conf", "recipes") for file in (REPO / name).rglob("*")

@@ -88,21 +88,23 @@ FILE = re.compile(
 )
 
 
+PATH = re.compile(
+    r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.py\b|(?<![\w./-])(?:benchmarks|conf|tests)/[\w./-]+"
+)
+FOLDER = re.compile(r"(?<![\w./-])(?:[a-z_]+/)+(?=[\s:,;)`])")
+
+
 def test_a_file_in_a_sentence_is_in_the_repository_or_written_by_the_program():
-    places = [f"/{file.relative_to(REPO)}/" for file in TRACKED]
-    rooms = "|".join(f.name for f in (REPO / "fsdp_trainer").iterdir() if f.is_dir())
-    inside = re.compile(rf"(?:{rooms}|fsdp_trainer|tests|benchmarks|conf|tools|examples)/[\w./-]+")
+    places = "".join(f"/{file.relative_to(REPO)}/\n" for file in TRACKED)
     wrong = set()
     for page in PAGES:
-        for one in code(page) * (page.name != "comparison.md"):
-            wrong |= {(page.name, n) for n in FILE.findall(one) if n not in program()}
-            paths = [one] if inside.fullmatch(one) and not one.startswith("tokenizer/") else []
-            wrong |= {
-                (page.name, path)
-                for path in paths
-                if not any(f"/{path.rstrip('/')}/" in place for place in places)
-            }
-    wrong = {(page, name) for page, name in wrong if name not in OTHERS}
+        codes = code(page) if page.name != "comparison.md" else []
+        named = {one for text in codes for one in FILE.findall(text) if one not in program()}
+        paths = {one for text in codes for one in PATH.findall(text)}
+        if page.name == "architecture.md":
+            paths |= {*FOLDER.findall(page.read_text())}
+        named |= {one for one in paths if f"/{one.rstrip('/')}/" not in places}
+        wrong |= {(page.name, one) for one in named if one not in OTHERS}
     assert not wrong, sorted(wrong)
 
 

@@ -50,9 +50,8 @@ class AdapterSpec:
 
 
 def scale_divisor(rank: int, is_rslora: bool) -> float:
-    """Return the number by which alpha is divided for the scale of B·A.
-
-    It is the rank, or √rank with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732).
+    """Return what alpha is divided by: the rank, or √rank with rsLoRA (Kalajdzievski 2023, arXiv
+    2312.03732).
     """
     return math.sqrt(rank) if is_rslora else rank
 
@@ -62,10 +61,9 @@ def matrix_name(layer: str) -> str:
 
 
 def adapter_name(layer: str, tensor: str) -> str:
-    """Return the name of a parameter of a layer's adapter. tensor: A, B or MAGNITUDE.
+    """Return the name of a parameter of an adapter. tensor: A, B or MAGNITUDE.
 
-    Adapters of experts are stacked like the experts' matrices: A [experts, rank, in],
-    B [experts, out, rank].
+    Those of experts are stacked like their matrices: A [experts, rank, in], B [experts, out, rank].
     """
     if is_stacked(layer):
         experts, _, matrix = layer.rpartition(".")

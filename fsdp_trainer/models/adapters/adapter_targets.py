@@ -38,8 +38,7 @@ WIDTH = 90  # columns of a line of names in a message
 def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     """Return the adapters of the configuration; None: all weights are trained.
 
-    Raises UserError for targets that the model does not have, and for ranks larger than a side of
-    the matrix.
+    Raises UserError for unknown targets and for ranks larger than a side of the matrix.
     """
     if cfg.init_from:
         return continued_adapters(Path(cfg.init_from), config, cfg.base)
@@ -115,9 +114,9 @@ def model_layout(config: ModelConfig) -> ModelNames:
 
 
 def expert_modules(name: str, count: int, config: ModelConfig) -> list[str]:
-    """Return the module name of each expert's matrix in a Hugging Face folder.
+    """Return the module names of the experts in a Hugging Face folder.
 
-    name: name of the stacked matrices. Empty if the folder has one tensor for all experts.
+    name: of the stacked matrices. Empty if the folder has one tensor for all experts.
     """
     if config.family_spec.clamped_experts:
         return []
@@ -224,7 +223,7 @@ def by_pattern(
 ) -> dict[str, Any]:
     """Return the value of each target that matches a pattern; the first match wins, as in PEFT.
 
-    key: rank_pattern or alpha_pattern, for the messages added to `problems`.
+    key: rank_pattern or alpha_pattern.
     """
     values: dict[str, Any] = {}
     for pattern, value in patterns.items():
@@ -286,9 +285,9 @@ def dora_on_experts(cfg: Adapter, targets: list[str]) -> list[Problem]:
 def too_high_ranks(
     cfg: Adapter, ranks: dict[str, int], shapes: dict[str, list[int]]
 ) -> list[Problem]:
-    """Return the problem of ranks larger than a side of their matrix, if there are any.
+    """Return the problem of ranks larger than a side of their matrix.
 
-    ranks: ranks from adapter.rank_pattern by layer. shapes: matrix shapes of all adapted layers.
+    ranks: adapter.rank_pattern by layer. shapes: of all adapted layers.
     """
     shapes = {name: shape[-2:] for name, shape in shapes.items()}  # shape for one expert
     high = [n for n, shape in shapes.items() if ranks.get(n, cfg.rank) > min(shape)]

@@ -104,8 +104,8 @@ MAX_MISFITS = 20
 class PeftFolder:
     """An adapter in PEFT's format.
 
-    config: content of adapter_config.json. shapes: shapes of the tensors by name without PREFIX.
-    fused_ranks: see FUSED_RANKS; empty for files that are not ours.
+    config: adapter_config.json. shapes: by name without PREFIX. fused_ranks: see FUSED_RANKS; empty
+    for files that are not ours.
     """
 
     folder: Path
@@ -123,7 +123,7 @@ class PeftFolder:
     def pattern(self, key: str, default: str, module: str) -> Any:
         """Return a module's value in rank_pattern or alpha_pattern, by PEFT's rules.
 
-        key: name of the pattern; default: name of the key for modules without a match.
+        default: the key for modules without a match.
         """
         if self.targets_parameter(f"{module}.weight"):
             module = f"{module}.weight"
@@ -275,7 +275,7 @@ def ends_of(name: str) -> list[str]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
-    Raises UserError that lists everything in it that is not supported here.
+    Raises UserError with everything that is not supported here.
     """
     path = folder / ADAPTER_CONFIG
     config = read_object(path, "cannot read the adapter's configuration")
@@ -379,10 +379,7 @@ def _why_not(key: str, values: tuple) -> str:
 
 
 def read_folder(folder: Path) -> PeftFolder:
-    """Read a PEFT folder: its configuration and the shapes of its tensors.
-
-    Raises UserError for an adapter that is not supported here, and for broken files.
-    """
+    """Read a PEFT folder: its configuration and the shapes of its tensors. Raises UserError."""
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
     try:

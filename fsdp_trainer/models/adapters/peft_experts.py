@@ -21,8 +21,8 @@ BASE_LAYER = "base_layer"
 class Stack:
     """The stacked matrices of all experts of a block. shape: [experts, out, in].
 
-    layer: the parameter's name. names: name of each expert's module in a Hugging Face folder; empty
-    if the folder has one tensor for all experts.
+    layer: the parameter. names: each expert's module in a Hugging Face folder; empty if the folder
+    has one tensor for all.
     """
 
     layer: str
@@ -42,8 +42,7 @@ class Stack:
 class StackedParameter:
     """A parameter of transformers in which rows of some of our matrices are concatenated.
 
-    name: full name of the parameter. module: module of its adapter in PEFT's file. parts: our
-    matrices.
+    module: of its adapter in PEFT's file. parts: our matrices.
     """
 
     name: str
@@ -70,9 +69,9 @@ def by_experts(stacks: Iterable[Stack]) -> dict[str, list[Stack]]:
 
 
 def stacked_parameters(stacks: list[Stack], adapted: set[str]) -> list[StackedParameter]:
-    """Return the adapted ones of transformers' parameters of a block's experts.
+    """Return the adapted ones of transformers' parameters of one block's experts.
 
-    stacks: stacks of one block. adapted: names of our matrices or of transformers' parameters.
+    adapted: names of our matrices or of transformers' parameters.
     """
     experts = stacks[0].experts
     parameters = []
@@ -97,7 +96,7 @@ def whole_parameters(stacks: list[Stack]) -> list[StackedParameter]:
 class StackedRows:
     """Source of a stacked matrix that was trained in full: rows of a tensor in PEFT's file.
 
-    tensor: name of the tensor. row, rows: first row and number of rows in each expert's matrix.
+    row, rows: first row and number of rows in each expert's matrix.
     """
 
     tensor: str
@@ -116,9 +115,8 @@ class SeparateTensors:
 class StackedTensor:
     """Source of a stacked adapter matrix: a part of a tensor of all experts in PEFT's file.
 
-    is_b: the tensor is B, with ranks as columns; otherwise it is A, with ranks as rows. whole: rank
-    of each expert's adapter in the tensor. first, rank: the first of the ranks to use and their
-    number. row, rows: first row and number of rows to use of B.
+    is_b: ranks are columns (B), else rows (A). whole: rank of each expert's adapter in the tensor.
+    first, rank: the ranks to use. row, rows: the rows to use of B.
     """
 
     tensor: str

@@ -37,7 +37,7 @@ from fsdp_trainer.models.adapters.peft_experts import (
 class Part:
     """Rows of a matrix in a Hugging Face folder that are one parameter: all, or a part if fused.
 
-    layer: name of the parameter's module. first, rows: first row and number of rows.
+    layer: the parameter's module. first, rows: first row and number of rows.
     """
 
     layer: str
@@ -49,9 +49,8 @@ class Part:
 class ModelNames:
     """The matrices and other parameters of a model, by their names in a Hugging Face folder.
 
-    linears: modules of the blocks' linear layers, with shape and parts. parameters: all parameters,
-    with shape and parts, which are our parameters that make up the rows. tied: the head is the
-    embedding. stacks: the matrices of experts, by our name of the parameter.
+    linears, parameters: shape and the parts that make up the rows. tied: the head is the embedding.
+    stacks: the matrices of experts, by our name.
     """
 
     linears: dict[str, tuple[Shape, list[Part]]]
@@ -64,8 +63,7 @@ class ModelNames:
 class PeftRows:
     """Source of a parameter: rows and columns of a tensor in PEFT's file.
 
-    tensor: name of the tensor. first, rows: first row and number of rows. columns: start and end;
-    None: all.
+    first, rows: first row and number of rows. columns: start and end; None: all.
     """
 
     tensor: str
@@ -96,7 +94,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def resolve(peft: PeftFolder, layout: ModelNames, base: str) -> Resolved:
     """Return the adapters in a PEFT folder, matched to a model. base: as in AdapterSpec.
 
-    Raises UserError that lists everything that does not fit the model.
+    Raises UserError with everything that does not fit.
     """
     modules, others = by_module(peft.shapes)
     problems: list[Problem] = []
@@ -196,8 +194,8 @@ def adopt(
 ) -> None:
     """Add the adapters of a matrix's parts to `layers`, and their sources to `sources`.
 
-    An adapter of a fused matrix becomes one of the same rank for each part. In our own files it
-    is split into the adapters that were fused.
+    A fused matrix's adapter becomes one of the same rank for each part; in our own files it is
+    split again.
     """
     whole = tensors[A][0]
     scale = peft.scale(whole, peft.pattern("alpha_pattern", "lora_alpha", module))
@@ -363,9 +361,8 @@ def fully_trained(
 def adopt_whole(
     parameter: StackedParameter, shape: Shape, sources: dict[str, Source], problems: list[Problem]
 ) -> list[str]:
-    """Add the sources of our matrices in a parameter of experts that was trained in full.
-
-    Returns the names of the matrices.
+    """Add the sources of our matrices in a parameter of experts that was trained in full; return
+    their names.
     """
     problems += other_shape(parameter.name, shape, parameter.shape)
     for part in parameter.parts:

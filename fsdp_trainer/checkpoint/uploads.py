@@ -69,9 +69,9 @@ class Uploads:
             if self.bucket.files_sent > sent:
                 sent, until = self.bucket.files_sent, time.monotonic() + seconds
             if time.monotonic() >= until:
-                why = self._failure or "the upload takes longer than checkpoint.patience"
+                reason = self._failure or "the upload takes longer than checkpoint.patience"
                 where = f"{committed[-1]} is on this machine alone, not in {self.bucket.address}"
-                return f"{where}: {why}.\nThe same command uploads it"
+                return f"{where}: {reason}.\nThe same command uploads it"
             beat()
             with self._changed:
                 self._changed.wait_for(lambda: not self.pending, 1.0)
@@ -148,12 +148,12 @@ class Uploads:
 
     def _report(self, error: Exception) -> None:
         """Record a failure, the first one of several in a row."""
-        why = mirror_error(self.bucket.url, error).problems[0].reason.partition("\n")[0]
+        reason = mirror_error(self.bucket.url, error).problems[0].reason.partition("\n")[0]
         if not self._failure and not self._closed:
-            self._event("mirror_failed", error=why)
+            self._event("mirror_failed", error=reason)
             self._say(
-                f"mirror {self.bucket.address}: {why}\n"
+                f"mirror {self.bucket.address}: {reason}\n"
                 "       Training continues, and the upload is tried again; until it succeeds, no "
                 "checkpoint is deleted"
             )
-        self._failure = why
+        self._failure = reason

@@ -260,7 +260,7 @@ class HarnessModel(TemplateLM):
 
         asked = [Prompt(self.tok_encode(text)[-room:], media) for text, media in prompts]
         stop_ids = self.text_tokenizer.stop_ids
-        answers = self.scorer.continuations(asked, stop_ids, sampling, is_over)
+        answers = self.scorer.continuations(shortened, stop_ids, sampling, is_over)
         return [postprocess_generated_text(decode(answer), until, None) for answer in answers]
 
 

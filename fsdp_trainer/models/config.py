@@ -1079,9 +1079,9 @@ def _why_no_number(name: str, is_whole: bool, value: Any) -> str:
         return "is not a whole number"
     if type(value) not in (int, float):
         return "is not a number"
-    least = 1 if name in DIVISORS else 0
-    most = LARGEST.get(name, 2**24)
-    return "" if least <= value <= most else f"is not from {least} to {most:,}"
+    smallest = 1 if name in DIVISORS else 0
+    largest = LARGEST.get(name, 2**24)
+    return "" if smallest <= value <= largest else f"is not from {smallest} to {largest:,}"
 
 
 def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:

@@ -57,13 +57,13 @@ def checkpoint_activations(
         return
     # a block has no randomness, so there is no random state to preserve
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    kept = frozenset(cfg.save) if cfg.mode == "selective" else None
+    saved = frozenset(cfg.save) if cfg.mode == "selective" else None
     of_text = [*model.blocks().values()]
     others = [*model.mtp_heads(), *model.image_blocks()]
     for blocks, mover in (of_text, offloader), (others, None):
         of_mode: dict[str, Any] = {}
-        if kept is not None:
-            of_mode["context_fn"] = partial(selective_contexts, kept, mover, splits_backward)
+        if saved is not None:
+            of_mode["context_fn"] = partial(selective_contexts, saved, mover, splits_backward)
         for block in blocks[:: cfg.every]:
             recompute_in_backward(block, options | of_mode)
 

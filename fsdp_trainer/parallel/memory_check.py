@@ -307,10 +307,10 @@ def suggestions(fits: Callable[[StateSetup], bool], setup: StateSetup, cuda: boo
     if cuda and not optim.spec.has_owners:  # the host would compute matrix products
         offloaded = replace(shards, sharding=replace(shards.sharding, cpu_offload=True))
         others["sharding.cpu_offload=true"] = setup._replace(layout=offloaded)
-    kept = replace(shards, sharding=replace(shards.sharding, cpu_offload=False))
+    on_device = replace(shards, sharding=replace(shards.sharding, cpu_offload=False))
     for place in ("cpu", "disk") if cuda else ("disk",):
         if not optim.spec.whole_matrices:
-            elsewhere = setup._replace(layout=kept, optim=replace(optim, offload=place))
+            elsewhere = setup._replace(layout=on_device, optim=replace(optim, offload=place))
             others[f"optim.offload={place}"] = elsewhere
     overrides = [override for override, other in others.items() if fits(other)]
     inner = sharding.pipeline * sharding.context * sharding.tensor

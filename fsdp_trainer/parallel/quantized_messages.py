@@ -75,8 +75,8 @@ class QuantizedReduceScatter(Messages):
         size = len(output_tensor)
         addends = input_tensor.view(group.size(), size)
         if self.feedback:
-            kept = 0.0 if self._cut_off is None else self._cut_off
-            addends = addends.float() + kept
+            cut_off = 0.0 if self._cut_off is None else self._cut_off
+            addends = addends.float() + cut_off
         own = encode(addends)
         if self.feedback:
             sent = torch.empty_like(addends)

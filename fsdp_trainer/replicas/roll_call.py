@@ -53,8 +53,8 @@ class RollCall:
         if met.was_behind:
             self.leads = False
             self._observer.stand_by()
-            taken = f"took over step {progress.step:,} of another group"
-            self._observer.say(f"groups: {taken}, after its own step {step:,}")
+            text = f"took over step {progress.step:,} of another group"
+            self._observer.say(f"groups: {text}, after its own step {step:,}")
         return met
 
     def _too_few(self, alone_until: float) -> bool:

@@ -82,13 +82,13 @@ def named_tensors(
     known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors = {}
     for name, tensor in load_file(folder / WEIGHTS_FILE).items():
-        found = TENSOR.fullmatch(name)
-        new = known.get_name(found[1]) if found else None
-        if found is None or new is None:
+        parsed = TENSOR.fullmatch(name)
+        new = known.get_name(parsed[1]) if parsed else None
+        if parsed is None or new is None:
             what = "DoRA's magnitudes have" if "magnitude" in name else f"{name} has"
             reason = f"{what} no place in a GGUF adapter. Use  form=gguf , which merges it"
             raise UserError("there is no GGUF of it", [Problem(str(folder), reason)])
-        if found[2] == "B" and (heads := rotated_heads(config, f"{found[1]}.")):
+        if parsed[2] == "B" and (heads := rotated_heads(config, f"{parsed[1]}.")):
             tensor = in_pairs(tensor, heads)
-        tensors[f"{new}.weight.lora_{found[2].lower()}"] = tensor.contiguous()
+        tensors[f"{new}.weight.lora_{parsed[2].lower()}"] = tensor.contiguous()
     return tensors

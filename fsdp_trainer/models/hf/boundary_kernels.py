@@ -60,10 +60,10 @@ def try_boundaries(config: ModelConfig, device: torch.device, dtype: str) -> Bou
         except Exception as error:  # whatever a class raises for an argument that it lacks
             reasons.append(first_line(error))
             continue
-        apart = max(difference(a, b) for a, b in zip(packed, alone, strict=True))
-        if apart <= LARGEST[dtype]:
+        change = max(difference(a, b) for a, b in zip(packed, alone, strict=True))
+        if change <= LARGEST[dtype]:
             return Boundaries(arguments, f"kernels that get boundaries ({', '.join(arguments)})")
-        reasons.append(f"with {arguments[0]} documents change each other by {show(apart)}")
+        reasons.append(f"with {arguments[0]} documents change each other by {show(change)}")
     return Boundaries((), f"no kernel for packed documents ({reasons[0]}); {INSTALL}")
 
 

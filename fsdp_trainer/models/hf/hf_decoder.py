@@ -252,8 +252,8 @@ class TransformersDecoder(Decoder):
         both_ways = media is not None and self.tower is not None and self.tower.both_ways
         if self.config.packs and not both_ways:
             return None
-        most = max(map(len, layout.lengths))
-        return OneDocumentRows(tokens, layout) if most > (0 if both_ways else 1) else None
+        in_one_row = max(map(len, layout.lengths))
+        return OneDocumentRows(tokens, layout) if in_one_row > (0 if both_ways else 1) else None
 
     def states_alone(self, alone: OneDocumentRows, media: MediaInputs | None) -> Tensor:
         """Return the states of documents that are in rows of their own."""
@@ -291,9 +291,9 @@ class TransformersDecoder(Decoder):
 
     def places(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[Place], list[str]]:
         """Return where a folder's tensors belong, and those that are not part of this model."""
-        found, unused = places(self.hf, stored, self.named_weights())
+        placed, unused = places(self.hf, stored, self.named_weights())
         passed_over = {*self.passed_over(unused), *copies_in_head(self.config)}
-        return found, [n for n in unused if n not in passed_over and not self.repeats_head(n)]
+        return placed, [n for n in unused if n not in passed_over and not self.repeats_head(n)]
 
     def passed_over(self, names: Iterable[str]) -> set[str]:
         """Return those of a folder's tensors that it may hold although nothing reads them."""

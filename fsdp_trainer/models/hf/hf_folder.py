@@ -68,13 +68,13 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
     if encoder:
         config = replace(config, max_position_embeddings=described.positions, mixing=math.inf)
         return with_own_head(config, Path(folder), "mean")
-    found = probe(config)
+    facts = probe(config)
     config = replace(
         config,
-        documents_attention=found.documents_attention,
-        mixing=found.mixing,
-        logit_factor=found.logit_factor,
-        document_layers=found.document_layers,
+        documents_attention=facts.documents_attention,
+        mixing=facts.mixing,
+        logit_factor=facts.logit_factor,
+        document_layers=facts.document_layers,
     )
     return with_own_head(config, Path(folder), "last")
 

@@ -122,14 +122,14 @@ def changes(model: TransformersDecoder, trial: "Trial", expected: Tensor) -> tup
 
     Infinite: not computed.
     """
-    found = []
+    differences = []
     for ours in (True, False):
         try:
             packed = model.states(trial.tokens, trial.positions, trial.layout, ours=ours)
-            found.append(difference(packed, expected))
+            differences.append(difference(packed, expected))
         except Exception:  # NotComputed, or whatever a class raises for an argument that it lacks
-            found.append(math.inf)
-    return found[0], found[1]
+            differences.append(math.inf)
+    return differences[0], differences[1]
 
 
 def mixing_layers(model: TransformersDecoder, trial: "Trial") -> tuple[str, ...]:
@@ -229,10 +229,10 @@ def shrunk(hf_config: Any, narrow: bool, blocks: int = 2) -> Any:
     for name, value in {**SET, "vocab_size": VOCABULARY}.items():
         if setting(text, name) is not None:
             setattr(text, name, value)
-    for names, most in ((ALL_EXPERTS, 4), (CHOSEN_EXPERTS, 2)):
+    for names, limit in ((ALL_EXPERTS, 4), (CHOSEN_EXPERTS, 2)):
         for name in names:
             if isinstance(count := setting(text, name), int):
-                setattr(text, name, min(count, most))
+                setattr(text, name, min(count, limit))
     by = divisor(text) if narrow else 1
     own_names = {text.attribute_map.get(name, name) for name in DIVIDED}
     for name in own_names:
@@ -279,15 +279,15 @@ def cut_blocks(text: Any, least: int) -> None:
         for name, value in vars(text).items()
         if isinstance(value, list | tuple) and len(value) == layers
     }
-    kept = min(layers, least)
+    blocks = min(layers, least)
     for values in lists.values():
         kinds = {str(value) for value in values}
         if len(kinds) < layers:
             firsts = [next(i for i, v in enumerate(values) if str(v) == kind) for kind in kinds]
-            kept = max(kept, 1 + max(firsts))
+            blocks = max(blocks, 1 + max(firsts))
     for name, value in lists.items():
-        setattr(text, name, value[:kept])
+        setattr(text, name, value[:blocks])
     for value in vars(text).values():
         if isinstance(value, dict) and all(str(key).isdigit() for key in value):
-            drop_from(value, kept)
-    setattr(text, own, kept)
+            drop_from(value, blocks)
+    setattr(text, own, blocks)

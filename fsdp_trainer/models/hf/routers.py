@@ -25,11 +25,11 @@ def routers(hf: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> dict[int, n
             break
     else:
         return {}
-    found = {
+    by_block = {
         int(name): [module for module in block.modules() if isinstance(module, kind)]
         for name, block in blocks.items()
     }
-    return {number: modules[0] for number, modules in found.items() if len(modules) == 1}
+    return {number: modules[0] for number, modules in by_block.items() if len(modules) == 1}
 
 
 class RouterWatch:

@@ -100,12 +100,12 @@ def logits_problems(
 
     what: the logits; does: what the class does differently; page: where to read about it.
     """
-    found = difference(both[0].float(), both[1].float())
-    if found <= LARGEST[dtype]:
+    change = difference(both[0].float(), both[1].float())
+    if change <= LARGEST[dtype]:
         return []
     kind = model.config.family
     reason = (
-        f"{what} differ from transformers' own by {show(found)} of the\n"
+        f"{what} differ from transformers' own by {show(change)} of the\n"
         f"largest: the class of {kind} {does} in a way that is not known here.\n"
         f"Please report it; {page}"
     )
@@ -118,11 +118,11 @@ def packing_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
         return []
     trial = Trial(tokens)
     packed = model.all_states(tokens, trial.positions, trial.layout)
-    found = difference(packed.float(), trial.alone(model.all_states).float())
-    if found <= LARGEST[dtype]:
+    change = difference(packed.float(), trial.alone(model.all_states).float())
+    if change <= LARGEST[dtype]:
         return []
     reason = (
-        f"packed documents change each other by {show(found)} of the largest number, although a\n"
+        f"packed documents change each other by {show(change)} of the largest number, although a\n"
         "small copy of the model kept them apart.\nUse  data.packing=none"
     )
     return [Problem("data.packing=best_fit", reason)]

@@ -69,7 +69,7 @@ def places(
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     of_pattern = {p: each for each in converters for p in each.source_patterns}
     joined: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    found: list[Place] = []
+    placed: list[Place] = []
     unused = []
     for tensor in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(
@@ -79,17 +79,17 @@ def places(
             joined[name][pattern].append(tensor)
         elif tensor in known or name in known:
             name = tensor if tensor in known else name
-            found.append(Place(name, 0, tensor, 0, matrix_rows(stored[tensor])))
+            placed.append(Place(name, 0, tensor, 0, matrix_rows(stored[tensor])))
         else:
             unused.append(tensor)
     for name, sources in joined.items():
         converter = of_pattern[next(iter(sources))]
         own = converted(name, converter, sources, stored)
         if {place.parameter for place in own} <= known.keys():
-            found += own
+            placed += own
         else:
             unused += [tensor for tensors in sources.values() for tensor in tensors]
-    return found, unused
+    return placed, unused
 
 
 def converted(
@@ -123,21 +123,21 @@ def merged_list(name: str, groups: list[list[str]], stored: Mapping[str, Shape])
     groups: for each matrix of an expert the names of all experts' tensors.
     """
     heights = [matrix_rows(stored[group[0]]) for group in groups]
-    found = []
+    placed = []
     for i, (group, height) in enumerate(zip(groups, heights, strict=True)):
         for number, tensor in enumerate(group):
             first = number * sum(heights) + sum(heights[:i])
-            found.append(Place(name, first, tensor, 0, height))
-    return found
+            placed.append(Place(name, first, tensor, 0, height))
+    return placed
 
 
 def concatenated(name: str, tensors: list[str], stored: Mapping[str, Shape]) -> list[Place]:
     """Return the places of tensors one below the other."""
-    found, first = [], 0
+    placed, first = [], 0
     for tensor in tensors:
-        found.append(Place(name, first, tensor, 0, matrix_rows(stored[tensor])))
+        placed.append(Place(name, first, tensor, 0, matrix_rows(stored[tensor])))
         first += matrix_rows(stored[tensor])
-    return found
+    return placed
 
 
 def divided(name: str, targets: list[str], tensor: str, stored: Mapping[str, Shape]) -> list[Place]:

@@ -39,8 +39,8 @@ class DocumentSearch(ToolEnvironment):
         """Return the best passages, each with the name of its file."""
         if others or query is None:
             return "error: search takes one argument, query"
-        found = best(read_passages(str(self.folder)), str(query), self.results)
-        return "\n\n".join(f"{name}: {text}" for name, text in found) or "nothing was found"
+        passages = best(read_passages(str(self.folder)), str(query), self.results)
+        return "\n\n".join(f"{name}: {text}" for name, text in passages) or "nothing was found"
 
     def wrong_settings(self) -> str | None:
         if self.folder is None:

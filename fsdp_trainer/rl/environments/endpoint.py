@@ -259,14 +259,14 @@ class ProgramEnvironment(Environment):
         body = self._next_request()
         if body is None:
             return [], True
-        asked = list(body["messages"])
-        require_same_beginning([*self.seen, messages[-1]], asked)
+        conversation = list(body["messages"])
+        require_same_beginning([*self.seen, messages[-1]], conversation)
         if body.get("tools") != self.tools:
             raise ValueError("the program has other tools than at the beginning")
-        new = asked[len(self.seen) + 1 :]
+        new = conversation[len(self.seen) + 1 :]
         if not new:
             raise ValueError("the program asked for another answer to the same turns")
-        self.seen = asked
+        self.seen = conversation
         return [as_turn(message) for message in new], False
 
     def reward(self, messages: list[Message]) -> Any:
@@ -299,11 +299,11 @@ class ProgramEnvironment(Environment):
             self.session.requests.put(ProgramEnd(error=error))
 
     def _next_request(self) -> dict[str, Any] | None:
-        asked = self.session.requests.get()
-        if isinstance(asked, ProgramEnd):
-            self.ended = asked
+        request = self.session.requests.get()
+        if isinstance(request, ProgramEnd):
+            self.ended = request
             return None
-        return asked
+        return request
 
 
 @dataclass
@@ -355,12 +355,12 @@ def text_of(content: Any) -> str:
     return str(content or "")
 
 
-def require_same_beginning(before: list[Message], asked: list[Message]) -> None:
+def require_same_beginning(before: list[Message], conversation: list[Message]) -> None:
     """Raise ValueError unless a conversation goes on from earlier turns.
 
     The model's own are compared by their role: programs write tool calls in different forms.
     """
-    there = asked[: len(before)]
+    there = conversation[: len(before)]
     same = len(there) == len(before) and all(
         old["role"] == new.get("role")
         and (old["role"] == "assistant" or text_of(old.get("content")) == text_of(new["content"]))

@@ -70,8 +70,8 @@ def find_environment(entry: Entry) -> EnvironmentSpec:
     file = Path(path)
     kind = _attribute(_imported(entry, file), attribute, entry)
     make = partial(kind, **options)
-    made = _made(entry, make, attribute)
-    return EnvironmentSpec(attribute, make, callable(getattr(made, "reward", None)), file)
+    environment = _made(entry, make, attribute)
+    return EnvironmentSpec(attribute, make, callable(getattr(environment, "reward", None)), file)
 
 
 def environment_problems(entry: Entry) -> Iterator[str]:
@@ -150,14 +150,14 @@ def _attribute(module: Any, name: str, entry: Entry) -> Any:
 def _made(entry: Entry, make: Callable[[], Any], name: str) -> Any:
     """Return a user's environment. Raises UserError if it cannot be made, or lacks a method."""
     try:
-        made = make()
+        environment = make()
     except Exception as error:
         raise _bad(entry, f"{name} cannot be made: {type(error).__name__}: {error}") from error
-    missing = [method for method in METHODS if not callable(getattr(made, method, None))]
+    missing = [method for method in METHODS if not callable(getattr(environment, method, None))]
     if missing:
         has = "reset(row), step(messages) and, if rewards do not score all, reward(messages)"
         raise _bad(entry, f"{name} has no {' and no '.join(missing)}. An environment has {has}")
-    return made
+    return environment
 
 
 def _bad(entry: Entry, reason: str) -> UserError:

@@ -401,14 +401,14 @@ def messages_of(text: str) -> Iterator[tuple[str, str, str]]:
     """
     begin = 0
     while (at := text.find(CHANNEL, begin)) >= 0:
-        found = MESSAGE.match(text, at)
-        if not found:
+        message = MESSAGE.match(text, at)
+        if not message:
             begin = at + 1
             continue
         before = text[max(begin, text.rfind("<", begin, at) + 1) : at]
-        end = END.search(text, found.end())
+        end = END.search(text, message.end())
         last = end.start() if end else len(text)
-        yield found["channel"], before + found["to"], text[found.end() : last]
+        yield message["channel"], before + message["to"], text[message.end() : last]
         begin = end.end() if end else last
 
 

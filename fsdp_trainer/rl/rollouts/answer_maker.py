@@ -60,8 +60,9 @@ class AnswerPlayer:
 
     def go_on(self, episodes: list[Episode], step: int, check: Callable[[], None]) -> None:
         running = [episode for episode in episodes if episode.can_go_on]
-        asked = [episode.request_more(self.longest) for episode in running]
-        for episode, answer in zip(running, self.sampler.sample(asked, step, check), strict=True):
+        requests = [episode.request_more(self.longest) for episode in running]
+        answers = self.sampler.sample(requests, step, check)
+        for episode, answer in zip(running, answers, strict=True):
             episode.add_answer(answer, self.longest)
             if not episode.is_paused:
                 episode.end()

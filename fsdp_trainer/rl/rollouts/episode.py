@@ -86,9 +86,9 @@ class Episode:
 
     def request_more(self, longest: int) -> Request:
         """Return the request for the model's next tokens. longest: tokens of an answer at most."""
-        left = longest - (self.turns[-1] if self.is_paused else 0)
-        left = left if self.budget is None else min(left, self.budget)
-        return Request(self.context, *self.key, left)
+        room = longest - (self.turns[-1] if self.is_paused else 0)
+        room = room if self.budget is None else min(room, self.budget)
+        return Request(self.context, *self.key, room)
 
     def add_answer(self, answer: SampledAnswer, longest: int) -> None:
         """Append tokens of the model.

@@ -91,9 +91,9 @@ class EpisodePlayer:
             running = [e for e in episodes if e.require_room(self.longest, longest)]
             if not any(self.share(len(running))):
                 return
-            asked = [episode.request_more(longest) for episode in running]
+            requests = [episode.request_more(longest) for episode in running]
             self.enter("rollouts")
-            answers = self.sampler.sample(asked, step, check)
+            answers = self.sampler.sample(requests, step, check)
             for episode, answer in zip(running, answers, strict=True):
                 episode.add_answer(answer, longest)
             self.enter("environments")
@@ -160,7 +160,7 @@ class EpisodePlayer:
     def _reply(self, episodes: list[Episode]) -> Updates:
         """Return the environments' replies to the newest answers, but to those that were cut."""
         updates: Updates = {}
-        asked = []
+        waiting = []
         for episode in episodes:
             before, text = self._prompt_end(episode), self._text(episode)
             parsed = parse_answer(text, self.format, episode.tools, before)
@@ -168,12 +168,12 @@ class EpisodePlayer:
             if not episode.is_open:
                 continue
             if parsed.problem is None:
-                asked.append(episode)
+                waiting.append(episode)
                 continue
             episode.count_wrong_call()
             error = {"role": "user", "content": TRY_AGAIN.format(problem=parsed.problem)}
             updates[episode.key] = self._following(episode, [error], self._is_last(episode))
-        for episode, value in self._called(asked, Episode.step):
+        for episode, value in self._called(waiting, Episode.step):
             updates[episode.key] = self._replied(episode, value)
         return updates
 

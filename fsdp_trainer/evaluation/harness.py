@@ -258,14 +258,14 @@ class HarnessModel(TemplateLM):
         def is_over(tokens: list[int]) -> bool:
             return has_stop(tokens[-longest:]) and has_stop(tokens)
 
-        asked = [Prompt(self.tok_encode(text)[-room:], media) for text, media in prompts]
+        shortened = [Prompt(self.tok_encode(text)[-room:], media) for text, media in prompts]
         stop_ids = self.text_tokenizer.stop_ids
         answers = self.scorer.continuations(shortened, stop_ids, sampling, is_over)
         return [postprocess_generated_text(decode(answer), until, None) for answer in answers]
 
 
 def as_files(visual: Any) -> Any:
-    """Return what doc_to_image gives, with Pillow's media as the bytes of files."""
+    """Return what doc_to_image gives, with Pillow's images as the bytes of files."""
     if isinstance(visual, list):
         return [as_files(each) for each in visual]
     if not hasattr(visual, "tobytes"):

@@ -33,7 +33,10 @@ class TorchArchive:
     """A file of torch.save. content: what it holds, without the numbers of its tensors."""
 
     def __init__(self, file: Path, what: str, ignored: tuple[str, ...] = ()):
-        """Open the file. what: is read of it, for messages. ignored: see fake_load. Raises UserError."""
+        """Open the file. what: is read of it, for messages. ignored: see fake_load.
+
+        Raises UserError.
+        """
         self.file = file
         self._what = what
         try:

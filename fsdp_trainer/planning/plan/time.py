@@ -182,7 +182,7 @@ class StageTimes:
 
     @property
     def forwards(self) -> int:
-        """Number of forwards of a micro-batch whose messages these are: recorded ones are of all."""
+        """Number of forwards with these messages in a micro-batch; recorded ones are of all."""
         return 1 + self.run.further_forwards * (self.recorded is not None)
 
     @property

@@ -14,7 +14,7 @@ from fsdp_trainer.base.remote_code import allow_remote_code
 from fsdp_trainer.config.check import as_value
 from fsdp_trainer.config.composing.compose import compose, config_flag
 from fsdp_trainer.config.paths import run_folder
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.extensions import CALLBACKS, Callback, import_modules
 from fsdp_trainer.launch.start import starts_ranks
 from fsdp_trainer.observe.records import whole_lines
@@ -83,7 +83,7 @@ def train(
             "Register callbacks in a module:  train(…, imports=['my_module'])  or use  "
             "launch.nproc_per_node=1"
         )
-        raise UserError("the callbacks would not be called", [Problem("callbacks", text)])
+        raise UserError("the callbacks would not be called", "callbacks", text)
     with called_by_this_run(callbacks), own_excepthook():
         exit_code = train_verb(cfg, [*config_flag(config_dir), *words])
     return TrainResult(exit_code, run_folder(cfg))
@@ -105,7 +105,7 @@ def called_by_this_run(callbacks: Sequence[Callback]) -> Iterator[None]:
     wrong = [callback for callback in callbacks if not isinstance(callback, Callback)]
     if wrong:
         text = "is no fsdp_trainer.Callback: derive its class from that, and pass an object of it"
-        raise UserError("a callback cannot be called", [Problem(repr(wrong[0]), text)])
+        raise UserError("a callback cannot be called", repr(wrong[0]), text)
     names = {f"callback {i}": callback for i, callback in enumerate(callbacks)}
     CALLBACKS.update(names)
     try:

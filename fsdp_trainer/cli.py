@@ -23,7 +23,7 @@ from fsdp_trainer.config.composing.source_words import (
 )
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import YAML_FILE
-from fsdp_trainer.errors import Problem, RunFailed, UserError, report
+from fsdp_trainer.errors import RunFailed, UserError, report
 from fsdp_trainer.extensions import import_modules
 from fsdp_trainer.version import __version__
 
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno != errno.ENAMETOOLONG:
             raise
         reason = "is too long for a file or a folder here. Use a shorter name"
-        report(UserError("a name is too long", [Problem(str(error.filename), reason)]))
+        report(UserError("a name is too long", str(error.filename), reason))
         return UserError.exit_code
     except KeyboardInterrupt:
         return 130
@@ -180,7 +180,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unreadable(what: str, reason: str) -> UserError:
-    return UserError("the command line cannot be read", [Problem(what, reason)])
+    return UserError("the command line cannot be read", what, reason)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -213,7 +213,7 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
         if YAML_FILE.fullmatch(first):
             first, rest = None, words
         elif first not in VERBS:
-            raise UserError("no such verb", [Problem(first, _why_no_verb(first))])
+            raise UserError("no such verb", first, _why_no_verb(first))
     for misplaced in VERBS.keys() & rest:
         others = [word for word in rest if word != misplaced]
         line = shlex.join(["fsdp-trainer", misplaced, *others])
@@ -285,8 +285,11 @@ def _sweep(verb: str, overrides: list[str], config_dir: str | None) -> int:
 
     if verb != "train":
         line = shlex.join(["fsdp-trainer", verb, *config_flag(config_dir), *overrides])
-        problem = Problem(f"-m {verb}", f"only training is swept. Without -m:  {line}")
-        raise UserError("the sweep cannot be started", [problem])
+        raise UserError(
+            "the sweep cannot be started",
+            f"-m {verb}",
+            f"only training is swept. Without -m:  {line}",
+        )
     return sweep(overrides, config_dir)
 
 
@@ -325,6 +328,5 @@ def _complete(words: list[str]) -> int:
             hydra_main.shell_completion("train", words)
         except ValueError as error:
             reason = f"{error}\nUse  -sc install=bash  (zsh, fish)"
-            problem = Problem(shlex.join(["-sc", *words]), reason)
-            raise UserError("no such completion", [problem]) from None
+            raise UserError("no such completion", shlex.join(["-sc", *words]), reason) from None
     return 0

@@ -46,9 +46,12 @@ class UserError(Exception):
     exit_code = 2
     reported = False
 
-    def __init__(self, title: str, problems: list[Problem] | None = None):
+    def __init__(self, title: str, problems: list[Problem] | str = "", reason: str = ""):
+        """problems: all mistakes; of a single one its `what`, and its `reason`."""
         self.title = safe(title)
-        self.problems = problems or []
+        if isinstance(problems, str):
+            problems = [Problem(problems, reason)] if problems or reason else []
+        self.problems = problems
         super().__init__(self.title, self.problems)  # both arguments, so that it can be unpickled
 
     def __str__(self) -> str:

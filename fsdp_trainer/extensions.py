@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_trainer.base.own_code import import_file, names_in
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 IMPORTS = "FSDP_TRAINER_IMPORT"
 """Environment variable with the modules of --import, separated by commas. Ranks and jobs that this
@@ -166,15 +166,19 @@ def register(kind: str, name: str, what: Any = None) -> Any:
     Raises UserError for another kind, and for a name that is in use.
     """
     if kind not in KINDS:
-        problem = Problem(f"register({kind!r}, …)", f"there are {', '.join(KINDS)}")
-        raise UserError("nothing of this kind can be registered", [problem])
+        raise UserError(
+            "nothing of this kind can be registered",
+            f"register({kind!r}, …)",
+            f"there are {', '.join(KINDS)}",
+        )
     if what is None:
         return lambda decorated: register(kind, name, decorated)
     if name in KINDS[kind] or name in BUILT_IN.get(kind, ()):
-        problem = Problem(
-            f"register({kind!r}, {name!r})", "is registered already: use another name"
+        raise UserError(
+            "the name is already in use",
+            f"register({kind!r}, {name!r})",
+            "is registered already: use another name",
         )
-        raise UserError("the name is already in use", [problem])
     is_class = isinstance(what, type)
     KINDS[kind][name] = what() if kind == "callback" and is_class else what
     return what
@@ -202,8 +206,7 @@ def import_modules(names: Sequence[str]) -> None:
                 f"{type(error).__name__}: {error}\nA module is named as in `import`, without .py, "
                 "and must be in this folder or on PYTHONPATH"
             )
-            problem = Problem(f"--import {name}", text)
-            raise UserError("a module cannot be imported", [problem]) from error
+            raise UserError("a module cannot be imported", f"--import {name}", text) from error
 
 
 def registered_by_user(choice: ObjectiveChoice) -> Callable[..., Any] | None:

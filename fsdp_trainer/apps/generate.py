@@ -24,7 +24,7 @@ from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.drafts import Drafts, drafts_of, sum_of_drafts
@@ -90,8 +90,9 @@ class Speaker:
                 return self._ask_with_media(messages, text_of)
             return Asked(text_of(messages, ""))
         except RecordError as error:
-            problem = Problem(messages[-1]["content"][:60], str(error))
-            raise UserError("the conversation cannot be rendered", [problem]) from None
+            raise UserError(
+                "the conversation cannot be rendered", messages[-1]["content"][:60], str(error)
+            ) from None
 
     def _ask_with_media(self, messages: list[dict], text_of: TextOf) -> Asked:
         if self.media is None:
@@ -135,11 +136,14 @@ class Speaker:
         tokens = self.tokenizer.encode(text)
         context = self.model.config.max_position_embeddings
         if not tokens:
-            problem = Problem(f"prompt={text!r}", "has no tokens: there is nothing to continue")
-            raise UserError("the prompt is empty", [problem])
+            raise UserError(
+                "the prompt is empty",
+                f"prompt={text!r}",
+                "has no tokens: there is nothing to continue",
+            )
         if len(tokens) >= context:
             reason = f"has {len(tokens):,} tokens, the model's context {context:,}: use a shorter"
-            raise UserError("the prompt is too long", [Problem(f"prompt={text[:60]}…", reason)])
+            raise UserError("the prompt is too long", f"prompt={text[:60]}…", reason)
         return tokens
 
 
@@ -190,7 +194,7 @@ def require_measurable(cfg: GenerateConfig, prompts: list[str]) -> None:
     reason = reason or ("only counts without images" if cfg.image else "")
     reason = reason or ("needs a prompt:  prompt='…'  or  prompts=FILE" if not prompts else "")
     if reason:
-        raise UserError("drafts are not counted", [Problem("mtp=true", reason)])
+        raise UserError("drafts are not counted", "mtp=true", reason)
 
 
 def read_prompts(cfg: GenerateConfig) -> list[str]:
@@ -204,11 +208,12 @@ def read_prompts(cfg: GenerateConfig) -> list[str]:
         as_json = file.suffix in (".jsonl", ".json")
         read = [json.loads(line)["prompt"] if as_json else line for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        problem = Problem(f"prompts={file}", f"cannot be read: {error}")
-        raise UserError("there are no prompts", [problem]) from None
+        raise UserError(
+            "there are no prompts", f"prompts={file}", f"cannot be read: {error}"
+        ) from None
     except (ValueError, KeyError, TypeError):
         reason = 'a line is no JSON object with a text "prompt".\nUse a .txt file of one a line'
-        raise UserError("a prompt cannot be read", [Problem(f"prompts={file}", reason)]) from None
+        raise UserError("a prompt cannot be read", f"prompts={file}", reason) from None
     return [*given, *map(str, read)]
 
 
@@ -220,7 +225,7 @@ def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
     try:
         return IMAGES.placed(turns, IMAGES.read_all(cfg.image))
     except RecordError as error:
-        raise UserError("images do not fit", [Problem(f"prompt={prompt}", str(error))]) from None
+        raise UserError("images do not fit", f"prompt={prompt}", str(error)) from None
 
 
 def reader_of_media(config: ModelConfig, source: str | Path) -> MediaReader | None:

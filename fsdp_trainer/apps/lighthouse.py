@@ -10,7 +10,7 @@ import socket
 from fsdp_trainer.base.process import PARENT, die_with_parent
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.verbs import LighthouseConfig
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 EVERYWHERE = ("0.0.0.0", "[::]")
 """Values of `host` with which all addresses of this machine are listened at."""
@@ -35,8 +35,9 @@ def lighthouse(cfg: LighthouseConfig) -> int:
         )
     except RuntimeError as error:
         reason = f"cannot listen there: {error}. Use  port=0  for any that is free"
-        problem = Problem(f"host={cfg.host} port={cfg.port}", reason)
-        raise UserError("the lighthouse cannot start", [problem]) from None
+        raise UserError(
+            "the lighthouse cannot start", f"host={cfg.host} port={cfg.port}", reason
+        ) from None
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     port = server.address().rpartition(":")[2]

@@ -50,9 +50,9 @@ def push(cfg: PushConfig) -> int:
 def repository(name: str | None) -> str:
     """Return the name of a repository. Raises UserError if it is none."""
     if name is None:
-        raise UserError(TITLE, [Problem("to", "is missing: a repository, as  to=org/name")])
+        raise UserError(TITLE, "to", "is missing: a repository, as  to=org/name")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}", name):
-        raise UserError(TITLE, [Problem(f"to={name}", "is no repository, which is  org/name")])
+        raise UserError(TITLE, f"to={name}", "is no repository, which is  org/name")
     return name
 
 
@@ -63,7 +63,7 @@ def pushed_folder(source: str | None) -> Path:
     """
     if source is None:
         text = "is missing: a run or an export, as  fsdp-trainer push runs/x to=org/name"
-        raise UserError(TITLE, [Problem("source", text)])
+        raise UserError(TITLE, "source", text)
     folder = Path(source).expanduser()
     candidates = [folder, folder / "hf", folder / "adapter"]
     exports = [each for each in candidates if is_export(each)]
@@ -72,10 +72,10 @@ def pushed_folder(source: str | None) -> Path:
             "is neither an export nor a run with one. Write it:"
             f"  fsdp-trainer export {source} out={folder.name}-hf"
         )
-        raise UserError(TITLE, [Problem(f"source={source}", text)])
+        raise UserError(TITLE, f"source={source}", text)
     if len(exports) > 1 and exports[0] != folder:
         text = f"has a whole model and an adapter: say which,  {exports[0]}  or  {exports[1]}"
-        raise UserError(TITLE, [Problem(f"source={source}", text)])
+        raise UserError(TITLE, f"source={source}", text)
     return exports[0]
 
 
@@ -111,7 +111,7 @@ def with_base(folder: Path, base: str | None) -> dict[str, bytes]:
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         if base:
-            raise UserError(TITLE, [Problem(f"base={base}", "only counts for an adapter")])
+            raise UserError(TITLE, f"base={base}", "only counts for an adapter")
         return {}
     config = read_object(folder / ADAPTER_CONFIG, TITLE)
     named = str(config.get("base_model_name_or_path") or "")
@@ -122,7 +122,7 @@ def with_base(folder: Path, base: str | None) -> dict[str, bytes]:
             f"its base model is {named or 'nowhere'}, which nobody else has.\n"
             "Name it on the hub,  base=org/name ; a base of your own is pushed first"
         )
-        raise UserError(TITLE, [Problem(str(folder / ADAPTER_CONFIG), text)])
+        raise UserError(TITLE, str(folder / ADAPTER_CONFIG), text)
     config["base_model_name_or_path"] = repository(base)
     changed = {ADAPTER_CONFIG: json.dumps(config, indent=2).encode()}
     card = folder / "README.md"
@@ -183,20 +183,20 @@ def send(repo: str, contents: dict[str, str | bytes], private: bool) -> str:
         from huggingface_hub import CommitOperationAdd, HfApi
     except ImportError:
         text = "needs the hub's own client:  pip install 'fsdp_trainer[hub]'"
-        raise UserError(TITLE, [Problem(f"to={repo}", text)]) from None
+        raise UserError(TITLE, f"to={repo}", text) from None
     api = HfApi(library_name="fsdp_trainer")
     url = str(ask_hub(repo, lambda: api.create_repo(repo, private=private, exist_ok=True)))
     there = ask_hub(repo, lambda: api.model_info(repo))
     if private and not there.private:
         text = "exists and everybody can read it. Use  private=false  to push there"
-        raise UserError(TITLE, [Problem(f"to={repo}", text)])
+        raise UserError(TITLE, f"to={repo}", text)
     old = {file.rfilename for file in there.siblings or ()} - contents.keys()
     if weights := sorted(name for name in old if name.endswith(WEIGHTS) and "/" not in name):
         text = (
             f"has other weights, which may be loaded in place of these: {', '.join(weights)}.\n"
             "Delete them there, or use another name"
         )
-        raise UserError(TITLE, [Problem(f"to={repo}", text)])
+        raise UserError(TITLE, f"to={repo}", text)
     files = [CommitOperationAdd(name, content) for name, content in contents.items()]
     message = "A model trained with fsdp_trainer"
     ask_hub(repo, lambda: api.create_commit(repo, files, commit_message=message))
@@ -213,6 +213,6 @@ def ask_hub(repo: str, request: Callable[[], Any]) -> Any:
         if status in (401, 403):
             text += "\nLog in by  hf auth login  with a token that may write there"
         if (status or 500) < 500 or isinstance(error, ValueError):
-            raise UserError(TITLE, [Problem(f"to={repo}", text)]) from None
+            raise UserError(TITLE, f"to={repo}", text) from None
         again = "Type the same again to go on: what has arrived is not sent again"
         raise RunFailed(f"the upload to {repo} broke off: {text}.\n{again}") from None

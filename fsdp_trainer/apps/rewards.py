@@ -16,7 +16,7 @@ from fsdp_trainer.data.files.sources import Problems, find_sources
 from fsdp_trainer.data.prepared_data import build_tokenizer, cache_root
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.tokens.questions import DataQuestion, read_questions
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.rl.rewards.model import ModelReward
 from fsdp_trainer.rl.rewards.reward import Attempt, Reward, score, totals
@@ -46,7 +46,7 @@ def rewards(cfg: RewardsConfig) -> int:
     questions = dict(islice(questions_of(cfg, chosen, problems, console), cfg.limit))
     if not questions:
         reason = "there is no prompt in it"
-        raise UserError("nothing can be scored", [Problem(f"data.path={cfg.data.path}", reason)])
+        raise UserError("nothing can be scored", f"data.path={cfg.data.path}", reason)
     pairs = answered(questions, cfg.answers)
     attempts = with_lengths(cfg, chosen, [attempt for _, attempt in pairs])
     scores = score(chosen, attempts)
@@ -120,7 +120,7 @@ def answered(questions: dict[int, DataQuestion], answers: str | None) -> list[tu
             "A line is an answer to the row of the same number, or an object with `prompt`, the"
             " row's last user turn, and `text`, as  generate format=json  writes it"
         )
-        raise UserError("nothing can be scored", [Problem(f"answers={answers}", reason)])
+        raise UserError("nothing can be scored", f"answers={answers}", reason)
     return pairs
 
 
@@ -133,9 +133,7 @@ def require_one_reference(questions: list[DataQuestion], answers: str) -> None:
         f"has an answer to the prompt of {places}, whose references differ.\n"
         "Write the answers without `prompt`, in the order of the rows"
     )
-    raise UserError(
-        "it is not known which row is answered", [Problem(f"answers={answers}", reason)]
-    )
+    raise UserError("it is not known which row is answered", f"answers={answers}", reason)
 
 
 def read_answers(path: Path) -> list[tuple[str | None, str]]:
@@ -147,7 +145,7 @@ def read_answers(path: Path) -> list[tuple[str | None, str]]:
     try:
         lines = text_lines(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("nothing can be scored", [Problem(f"answers={path}", str(error))]) from None
+        raise UserError("nothing can be scored", f"answers={path}", str(error)) from None
     if path.suffix not in (".jsonl", ".json", ".ndjson"):
         return [(None, line) for line in lines]
     return [_read_line(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()]
@@ -166,7 +164,7 @@ def _read_line(path: Path, number: int, line: str) -> tuple[str | None, str]:
         if name:
             return prompt if isinstance(prompt, str) else None, value[name]
     reason = f"is no JSON object with an answer under one of: {' '.join(ANSWER_KEYS)}"
-    raise UserError("nothing can be scored", [Problem(f"{path}:{number}", reason)])
+    raise UserError("nothing can be scored", f"{path}:{number}", reason)
 
 
 def with_lengths(

@@ -45,7 +45,7 @@ from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.prompt_media import PromptMedia, packed_media
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -155,11 +155,11 @@ def peft_model(auto: Any, folder: Path) -> Any:
         from peft import PeftModel
     except ImportError:
         how = "is an adapter, which is compared by peft:  pip install peft"
-        raise UserError("peft is not installed", [Problem(f"hf={folder}", how)]) from None
+        raise UserError("peft is not installed", f"hf={folder}", how) from None
     base = base_folder(folder)
     if find_checkpoint(base):
         how = f"has {base} as base model, which peft cannot read: name an export of it there"
-        raise UserError("the adapter's base is a checkpoint", [Problem(f"hf={folder}", how)])
+        raise UserError("the adapter's base is a checkpoint", f"hf={folder}", how)
     model = auto.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     return PeftModel.from_pretrained(model, folder).eval()
 
@@ -171,7 +171,7 @@ def _require_transformers(source: Path, folder: Path) -> Any:
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
         how = "is compared by transformers:  pip install transformers"
-        raise UserError("transformers is not installed", [Problem(f"hf={folder}", how)]) from None
+        raise UserError("transformers is not installed", f"hf={folder}", how) from None
     disable_progress_bar()
     reads_images = model_config(source).reads_images
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
@@ -228,8 +228,9 @@ def with_variables(value: Any, source: Path) -> Any:
         text = os.environ.get(variable[1], variable[2])
         if text is None:
             reason = f"is in the configuration of {source}: write  {variable[1]}=VALUE  before"
-            problem = Problem(variable[0], f"{reason} the command")
-            raise UserError("an environment variable is not set", [problem])
+            raise UserError(
+                "an environment variable is not set", variable[0], f"{reason} the command"
+            )
         return text
 
     return VARIABLE.sub(look_up, value) if isinstance(value, str) else value

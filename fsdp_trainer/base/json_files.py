@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 DEEPEST = 100
 """Levels of lists and objects in each other. Python's own limit depends on who calls."""
@@ -19,9 +19,9 @@ def read_object(path: Path, title: str) -> dict[str, Any]:
         if is_deeper(content, DEEPEST):
             raise ValueError(TOO_DEEP)
     except RecursionError:
-        raise UserError(title, [Problem(str(path), TOO_DEEP)]) from None
+        raise UserError(title, str(path), TOO_DEEP) from None
     except (OSError, ValueError) as error:
-        raise UserError(title, [Problem(str(path), str(error))]) from None
+        raise UserError(title, str(path), str(error)) from None
     return content
 
 

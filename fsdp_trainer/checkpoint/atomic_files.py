@@ -80,7 +80,7 @@ def named_checkpoint(source: str) -> Path:
         checkpoint = path
     if checkpoint is None:
         none = "is neither a checkpoint nor a run with a committed one"
-        raise UserError("there is no checkpoint", [Problem(f"source={source}", none)])
+        raise UserError("there is no checkpoint", f"source={source}", none)
     return checkpoint
 
 

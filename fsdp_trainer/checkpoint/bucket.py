@@ -19,7 +19,7 @@ from fsdp_trainer.checkpoint.atomic_files import complete_folder, read_manifest,
 from fsdp_trainer.config.data_files import is_url
 from fsdp_trainer.config.paths import MANIFEST
 from fsdp_trainer.data.files.remote_files import BLOCK, nothing, shown, user_error
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 
 AT_ONCE = 4
 """Files that are on their way at once."""
@@ -39,7 +39,7 @@ def mirror_error(url: str, error: Exception, key: str = "checkpoint.mirror") -> 
     """Return what a Bucket has raised as an error with its address and the cause."""
     title = "the mirror cannot be used"
     if isinstance(error, Torn):
-        return UserError(title, [Problem(f"{key}={shown(url)}", str(error))])
+        return UserError(title, f"{key}={shown(url)}", str(error))
     return user_error(url, key, error, title=title)
 
 

@@ -44,7 +44,7 @@ from fsdp_trainer.config.paths import (
     model_folder,
 )
 from fsdp_trainer.config.schema import Precision
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.adapter_spec import NF4, AdapterSpec, frozen_dtype
 from fsdp_trainer.models.adapters.adapters import is_adapted
 from fsdp_trainer.models.config import AUTO, ModelConfig
@@ -117,8 +117,11 @@ def read_base(checkpoint: Path) -> Base:
         adapters = stored.get("adapters")
         return Base(**stored | {"adapters": AdapterSpec.from_json(adapters) if adapters else None})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        problem = Problem(str(checkpoint / PROGRESS), f"frozen cannot be read: {error}")
-        raise UserError("the checkpoint cannot be read", [problem]) from None
+        raise UserError(
+            "the checkpoint cannot be read",
+            str(checkpoint / PROGRESS),
+            f"frozen cannot be read: {error}",
+        ) from None
 
 
 def base_of_new_run(
@@ -168,7 +171,7 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
             f"was trained with other base weights: {len(different):,} of {len(both):,} differ,"
             f" such as {min(different)}.\nIts base model was {trained_beside}"
         )
-        raise UserError("this is not the adapter's base model", [Problem(str(adapter), text)])
+        raise UserError("this is not the adapter's base model", str(adapter), text)
 
 
 def base_to_resume(checkpoint: Path, named: WeightSource | None) -> Base:
@@ -212,8 +215,7 @@ def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str
             f"freezes what this run has trained before, such as {trained_before[0]}."
             f"\nA new run can do that:  run.name=NEW model.init_from={checkpoint}"
         )
-        problem = Problem(freezing_key(model), text)
-        raise UserError("a run cannot freeze what it has trained", [problem])
+        raise UserError("a run cannot freeze what it has trained", freezing_key(model), text)
     return set(read_base(checkpoint).digests)
 
 
@@ -239,7 +241,7 @@ def require_trained_rows(model: Decoder, known: int) -> None:
         )
         if is_adapted(model):
             text += ".\nUse  adapter.also=[embedding,head]"
-        raise UserError("new tokens would not be trained", [Problem(freezing_key(model), text)])
+        raise UserError("new tokens would not be trained", freezing_key(model), text)
 
 
 def load_weights(
@@ -414,7 +416,7 @@ def base_folder(adapter: Path) -> Path:
         return Path(name)
     text = "names no base model" if not name else f"names a base model that is not there: {name}"
     text += f"\nWrite its folder into  {adapter / ADAPTER_CONFIG}  as  base_model_name_or_path"
-    raise UserError("the adapter's base model is not there", [Problem(str(adapter), text)])
+    raise UserError("the adapter's base model is not there", str(adapter), text)
 
 
 def base_weights(config: ModelConfig, base: Base) -> dict[str, TensorOnDisk]:
@@ -451,7 +453,7 @@ def frozen_in_adapter(config: ModelConfig, base: Base) -> dict[str, TensorOnDisk
             "is not there, and the checkpoint does not hold the frozen parts of the adapter "
             "(train.freeze)\nthat are in it. Put it back, or a symbolic link to where it is now"
         )
-        raise UserError("the frozen weights are not there", [Problem(str(source), text)])
+        raise UserError("the frozen weights are not there", str(source), text)
     _, tensors = adapter_on_disk(config, source, base.adapters.base)
     return {name: tensors[name] for name in base.digests if name in tensors}
 
@@ -562,7 +564,7 @@ def _locate(base: Base) -> Path:
         "\nthat are in it. Put it back, or a symbolic link to where it is now."
         "\nA run resumes with it in another folder:  model.init_from=FOLDER"
     )
-    raise UserError("the frozen weights are not there", [Problem(base.source, text)])
+    raise UserError("the frozen weights are not there", base.source, text)
 
 
 def _require_same(base: Base, actual: dict[str, str]) -> None:
@@ -579,7 +581,7 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
     what = base.source or f"random weights of run.seed={base.seed}"
     if base.adapter_source and is_of_adapter(changed[0], base.adapters):
         what = base.adapter_source
-    raise UserError("the frozen weights have changed", [Problem(what, text)])
+    raise UserError("the frozen weights have changed", what, text)
 
 
 def _known_rows(config: ModelConfig, name: str, weight: Tensor) -> int:

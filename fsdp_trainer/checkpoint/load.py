@@ -16,7 +16,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
 )
 from fsdp_trainer.checkpoint.huggingface import read_parameters
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, find_checkpoint, is_adapter
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.mtp_architecture import with_mtp_head
@@ -52,7 +52,7 @@ def load_model(
             kind = "a model of scores or embeddings, which writes no text"
             if not config.tags:
                 use += f", or  fsdp-trainer chat {path}  , which answers {endpoint_of(config)}"
-        raise UserError(WRONG_HEAD, [Problem(str(path), f"is {kind}.\nUse  {use}")])
+        raise UserError(WRONG_HEAD, str(path), f"is {kind}.\nUse  {use}")
     return read_model(path, device, dtype, merge_into, implementation=implementation, mtp=mtp)
 
 
@@ -69,7 +69,7 @@ def load_reader(
         reason = f"is {kind}.\nUse  one trained with  objective=embed, rerank or classify"
         if config.tags:
             reason += ", or transformers' pipeline('token-classification') with its export"
-        raise UserError(WRONG_HEAD, [Problem(str(path), reason)])
+        raise UserError(WRONG_HEAD, str(path), reason)
     return read_model(path, device, dtype, implementation=implementation)
 
 
@@ -86,7 +86,7 @@ def whole_config(path: str | Path, implementation: str) -> ModelConfig:
     if kind in OF_OTHER_HEADS and not (config.scores or config.pooling):
         reason = f"is an adapter of {kind}, and PEFT's folder does not describe the head.\n"
         reason += "Use  the run that wrote it"
-        raise UserError(WRONG_HEAD, [Problem(str(path), reason)])
+        raise UserError(WRONG_HEAD, str(path), reason)
     return config
 
 
@@ -126,7 +126,7 @@ def with_stored_head(config: ModelConfig, path: Path) -> ModelConfig:
     """Return the architecture of a source of weights with its MTP head. Raises UserError."""
     if find_checkpoint(path) and not config.mtp_heads:
         reason = f"{path} was trained without its MTP head.\nUse an export of it"
-        raise UserError("there is no MTP head", [Problem("mtp=true", reason)])
+        raise UserError("there is no MTP head", "mtp=true", reason)
     return with_mtp_head(config, "mtp=true", "mtp=false")
 
 

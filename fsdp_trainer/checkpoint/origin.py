@@ -6,7 +6,7 @@ from typing import Any
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.atomic_files import checksum, read_manifest
 from fsdp_trainer.config.paths import MANIFEST, find_checkpoint, is_adapter
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 
 ORIGIN = "fsdp_trainer.json"
@@ -57,4 +57,4 @@ def refuse_merging_twice(adapter: Path, base: Path) -> None:
             f"already contains the adapter in {adapter}: merging it twice would give another model."
             "\nUse it without the adapter, or name the base model that was trained"
         )
-        raise UserError("the adapter would be merged twice", [Problem(str(base), text)])
+        raise UserError("the adapter would be merged twice", str(base), text)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base.torch_private import dtensor_like
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.decoder import stored_buffers
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
@@ -93,4 +93,4 @@ def _require_same_keys(name: str, ours: set[str], stored: set[str], checkpoint: 
 8-bit moments cannot be turned into others, nor others into them. Keep optim.state_dtype, or start
 from the weights alone:  run.name=NEW model.init_from={checkpoint}"""
         title = f"the optimizer's state is not that of {checkpoint}"
-        raise UserError(title, [Problem(name, text)])
+        raise UserError(title, name, text)

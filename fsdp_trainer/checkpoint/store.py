@@ -369,8 +369,7 @@ def load(
                 raise RunFailed(f"cannot read the checkpoint {checkpoint}: {cause}") from None
             line = str(cause).partition("\n")[0]
             reason = f"is damaged, or not as its files describe it: {line}"
-            problem = Problem(str(checkpoint), reason)
-            raise UserError("cannot read the checkpoint", [problem]) from None
+            raise UserError("cannot read the checkpoint", str(checkpoint), reason) from None
 
 
 class DescribedReader(FileSystemReader):

@@ -30,7 +30,7 @@ from fsdp_trainer.config.paths import (
     is_hub_id,
     is_whole_model,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import described_at
 from fsdp_trainer.models.config import Json, has_tower, read_config_file
 from fsdp_trainer.models.decoder import Decoder
@@ -106,8 +106,11 @@ def _recorded(record: Any, checkpoint: Path) -> Unread | None:
     try:
         return Unread(**record) if record else None
     except TypeError as error:
-        problem = Problem(str(checkpoint / PROGRESS), f"unread cannot be read: {error}")
-        raise UserError("the checkpoint cannot be read", [problem]) from None
+        raise UserError(
+            "the checkpoint cannot be read",
+            str(checkpoint / PROGRESS),
+            f"unread cannot be read: {error}",
+        ) from None
 
 
 def _begun_from(checkpoint: Path) -> Path | None:

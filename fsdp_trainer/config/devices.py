@@ -168,7 +168,7 @@ def device(name: str) -> Device:
         "Any other, with its memory and dense bfloat16 TFLOP/s:  "
         "plan.memory_gib=48 plan.tflops=150"
     )
-    raise UserError("there is no such GPU", [Problem(f"plan.gpu={name}", reason)])
+    raise UserError("there is no such GPU", f"plan.gpu={name}", reason)
 
 
 def gpu_names(named: str | list[str] | None) -> list[str]:
@@ -223,7 +223,7 @@ def nothing_to_plan_for() -> UserError:
         "Any other:  plan.memory_gib=48 plan.tflops=150 ; "
         "this machine's memory:  launch.device=cpu"
     )
-    return UserError("there is no device to plan for", [Problem("plan.gpu=null", reason)])
+    return UserError("there is no device to plan for", "plan.gpu=null", reason)
 
 
 def named_by_driver(name: str) -> Device | None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 FORM = "is not a host: write  name , user@name  or  name:port , behind it perhaps  slots=8"
 # no part may begin with a dash, which ssh would take for an option
@@ -52,8 +52,7 @@ def hosts_of(value: str | list[str]) -> list[Host]:
     try:
         return read_hosts(value)
     except ValueError as error:
-        problem = Problem("launch.hosts", str(error))
-        raise UserError("a problem in the configuration", [problem]) from None
+        raise UserError("a problem in the configuration", "launch.hosts", str(error)) from None
 
 
 def ranks_of(host: Host, nproc_per_node: int | str) -> int | None:

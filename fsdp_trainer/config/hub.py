@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.config.paths import base_of_adapter, is_adapter, is_hub_id
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 TEXTS = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHTS = ["*.safetensors"]
@@ -34,7 +34,7 @@ def download(name: str, weights: bool, key: str) -> Path:
             "looks like a hub id; to fetch it:  pip install 'fsdp_trainer[hub]'.  "
             "Or give a folder that exists"
         )
-        raise UserError("cannot fetch the model", [Problem(f"{key}={name}", reason)]) from None
+        raise UserError("cannot fetch the model", f"{key}={name}", reason) from None
     patterns = [*TEXTS, *(WEIGHTS if weights else []), *(CODE if remote_code_is_allowed() else [])]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
@@ -45,4 +45,4 @@ def download(name: str, weights: bool, key: str) -> Path:
             f"Where there is one:  hf download {name} --local-dir DIR  , "
             f"then here  {key}=DIR"
         )
-        raise UserError("cannot fetch the model", [Problem(f"{key}={name}", reason)]) from None
+        raise UserError("cannot fetch the model", f"{key}={name}", reason) from None

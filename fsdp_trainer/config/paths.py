@@ -15,7 +15,7 @@ import yaml
 from fsdp_trainer.base.folders import is_possible
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_description import gguf_files, open_gguf
 from fsdp_trainer.interop.folders.other_weights import described_at, kind_of_weights
 
@@ -93,8 +93,9 @@ def checkpoint_configuration(checkpoint: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("it has no keys")
     except (ValueError, yaml.YAMLError) as error:
-        problem = Problem(str(file), f"is no configuration: {error}")
-        raise UserError("the checkpoint cannot be read", [problem]) from None
+        raise UserError(
+            "the checkpoint cannot be read", str(file), f"is no configuration: {error}"
+        ) from None
     return content
 
 

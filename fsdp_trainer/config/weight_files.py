@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fsdp_trainer.base.folders import is_inside
 from fsdp_trainer.base.json_files import read_object
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 
 def weight_files(folder: Path, single: str, index: str) -> list[Path]:
@@ -27,11 +27,11 @@ def _names_in(table: Path) -> set[str]:
     names = read_object(table, title).get("weight_map")
     if not isinstance(names, dict):
         reason = "has no weight_map, an object with the file of each tensor"
-        raise UserError(title, [Problem(str(table), reason)])
+        raise UserError(title, str(table), reason)
     others = [name for name in names.values() if not isinstance(name, str)]
     files = set() if others else {*names.values()}  # each is checked once: tensors are many
     others += sorted(name for name in files if not is_inside(name))
     if others:
         reason = f"{str(others[0])[:80]!r} is not a file of this folder"
-        raise UserError(title, [Problem(str(table), reason)])
+        raise UserError(title, str(table), reason)
     return files

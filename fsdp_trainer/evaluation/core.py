@@ -21,7 +21,7 @@ from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.config.schema import CORE_FILES
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.scoring import Ending, Likelihood, Metrics, Scorer
 
 CORE = "core"
@@ -127,8 +127,9 @@ class Core:
             self.tasks = read_tasks(Path(folder), limit)
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             reason = f"cannot be read: {type(error).__name__}: {error}"
-            problem = Problem(f"core_data={folder}", reason)
-            raise UserError("the data of CORE is incomplete", [problem]) from None
+            raise UserError(
+                "the data of CORE is incomplete", f"core_data={folder}", reason
+            ) from None
         self.tokenizer = tokenizer
 
     def run(self, scorer: Scorer) -> Metrics:

@@ -63,8 +63,7 @@ class EnvironmentTask:
         try:
             given = load_yaml(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            problem = Problem(name, f"cannot be read: {error}")
-            raise UserError("a task cannot be run", [problem]) from None
+            raise UserError("a task cannot be run", name, f"cannot be read: {error}") from None
         problems = [Problem(name, reason) for reason in problems_of(given, code)]
         if problems:
             raise UserError("a task cannot be run", problems)
@@ -140,7 +139,7 @@ class EnvironmentTasks:
         for task, spec, rewards in zip(self.tasks, self.environments, self.rewards, strict=True):
             if not rewards and not (spec and spec.rewards):
                 reason = "has no rewards.\nAdd  rewards: [exact]  or an environment that rewards"
-                raise UserError("nothing scores a task", [Problem(str(task.file), reason)])
+                raise UserError("nothing scores a task", str(task.file), reason)
 
     def run(self, scorer: Scorer) -> dict[str, dict[str, float]]:
         return {task.name: self._run(i, scorer) for i, task in enumerate(self.tasks)}

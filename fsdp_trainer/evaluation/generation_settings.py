@@ -90,8 +90,7 @@ def read_settings(task: str, options: Mapping[str, Any]) -> GenerationSettings:
     lengths = {name: int(options[name]) for name in LENGTHS if options.get(name) is not None}
     if len(set(lengths.values())) > 1:
         shown = f"{task}: generation_kwargs: {'  '.join(lengths)}"
-        problem = Problem(shown, "say different lengths: leave one of them")
-        raise UserError("a task cannot be run", [problem])
+        raise UserError("a task cannot be run", shown, "say different lengths: leave one of them")
     until = options.get("until") or []
     return GenerationSettings(
         _sampling(options, next(iter(lengths.values()), DEFAULT_ANSWER)),

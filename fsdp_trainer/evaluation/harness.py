@@ -113,8 +113,7 @@ class HarnessModel(TemplateLM):
         try:
             return render(chat_history, mark)
         except RecordError as error:
-            problem = Problem("chat=true", str(error))
-            raise UserError("a task cannot be run", [problem]) from None
+            raise UserError("a task cannot be run", "chat=true", str(error)) from None
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -173,7 +172,7 @@ class HarnessModel(TemplateLM):
         if length > self.max_length:
             reason = f"has {length:,} tokens with its {KIND.kind}s, the context {self.max_length:,}"
             name = f"{request.task_name}, item {request.doc_id}"
-            raise UserError("a task cannot be run", [Problem(name, reason)])
+            raise UserError("a task cannot be run", name, reason)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of complete texts, in windows that start with the prefix."""

@@ -74,7 +74,7 @@ class LoadedTasks(TaskManager):
             reason = "two files have a task of this name: give one another `task:`"
             if twice[0] in grouped:
                 reason = "is in two of the groups: run one group at a time"
-            raise UserError("tasks cannot be run together", [Problem(twice[0], reason)])
+            raise UserError("tasks cannot be run together", twice[0], reason)
         self.loaded = super().load(built)
         for name, task in self.loaded["tasks"].items():
             check_task(name, task)
@@ -106,7 +106,7 @@ class LoadedTasks(TaskManager):
             raise
         except Exception as error:  # the harness, datasets and the code of a task may raise any
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError("a task cannot be loaded", [Problem(name, reason)]) from None
+            raise UserError("a task cannot be loaded", name, reason) from None
         return built if isinstance(built, list) else [built]
 
     def _built(self, spec: Any) -> Any:
@@ -291,11 +291,10 @@ def read_task(name: str, code: Collection[str]) -> dict[str, Any]:
             spec = _yaml_loader.load_yaml(Path(name), resolve_func=True)
         except (OSError, ValueError, TypeError, AttributeError, ImportError,
                 yaml.YAMLError) as error:  # fmt: skip
-            problem = Problem(name, f"cannot be read: {error}")
-            raise UserError("a task cannot be run", [problem]) from None
+            raise UserError("a task cannot be run", name, f"cannot be read: {error}") from None
     if not ("task" in spec or "group" in spec):
         reason = "has no `task:`, the name of a task, and no `group:`"
-        raise UserError("a task cannot be run", [Problem(name, reason)])
+        raise UserError("a task cannot be run", name, reason)
     if problems := [Problem(name, reason) for reason in unknown_keys(spec)]:
         raise UserError("a task cannot be run", problems)
     return spec
@@ -315,7 +314,7 @@ def guarded_files(name: str, code: Collection[str]) -> Iterator[None]:
         module = qualified.rpartition(".")[0].replace(".", "/")
         file = (folder / f"{module}.py").resolve()
         if not (file in known or file.is_relative_to(HARNESS)):
-            raise UserError("a task cannot be run", [Problem(name, why_untyped(str(file)))])
+            raise UserError("a task cannot be run", name, why_untyped(str(file)))
         return import_function(qualified, folder)
 
     def load_own(path: Any, *, _seen: Any = None, **options: Any) -> dict[str, Any]:
@@ -326,7 +325,7 @@ def guarded_files(name: str, code: Collection[str]) -> Iterator[None]:
             fetched = next(fetched_metrics(spec), None) if _seen is None else None
             if fetched:
                 reason = f"the metric {fetched} is not the harness's own, and none is fetched"
-                raise UserError("a task cannot be run", [Problem(str(path), f"{reason} as code")])
+                raise UserError("a task cannot be run", str(path), f"{reason} as code")
         return spec
 
     with (

@@ -20,7 +20,7 @@ from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import Problems, Record, find_sources
 from fsdp_trainer.data.records.labelled_texts import QUERIES, QUERY, LabelledTexts
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader, read_texts
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 CORPUS, QUERY_FILE = "corpus.jsonl", "queries.jsonl"
 SPLITS = ("test", "dev", "validation", "train")
@@ -61,7 +61,7 @@ def read_retrieval(path: str, kind: str, data: Data, limit: int | None) -> Retri
     if kind != QUERIES:
         reason = "has all documents for each query, and a reranker reads a query with its own.\n"
         reason += "Use  a file of rows with  query, documents  and  scores"
-        raise UserError("a task cannot be run", [Problem(f"tasks=[{path}]", reason)])
+        raise UserError("a task cannot be run", f"tasks=[{path}]", reason)
     return of_folder(Path(path), limit)
 
 
@@ -120,7 +120,7 @@ def of_folder(folder: Path, limit: int | None) -> RetrievalTask:
         )
         if reason := row.error or why_unusable(query in queries, document in places, score):
             where = f"{row.where[0]}:{row.where[1]}"
-            raise UserError("a task cannot be run", [Problem(where, reason)])
+            raise UserError("a task cannot be run", where, reason)
         if float(score) > 0:
             gains[query][places[document]] = float(score)
     chosen = [*gains][:limit]
@@ -145,8 +145,9 @@ def why_unusable(has_query: bool, has_document: bool, score: str) -> str:
 def by_id(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for row in read_records(str(file)):
         if row.error or "_id" not in row.columns:
-            problem = Problem(f"{row.where[0]}:{row.where[1]}", row.error or "has no _id")
-            raise UserError("a task cannot be run", [problem])
+            raise UserError(
+                "a task cannot be run", f"{row.where[0]}:{row.where[1]}", row.error or "has no _id"
+            )
         yield str(row.columns["_id"]), row.columns
 
 
@@ -160,7 +161,7 @@ def relevance_file(folder: Path) -> Path:
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         reason = "has no qrels/test.tsv with the columns query-id, corpus-id and score"
-        raise UserError("a task cannot be run", [Problem(f"tasks=[{folder}]", reason)])
+        raise UserError("a task cannot be run", f"tasks=[{folder}]", reason)
     return file
 
 

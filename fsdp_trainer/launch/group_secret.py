@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_trainer.base.process import wait_until
 from fsdp_trainer.config.paths import LAG_SECONDS
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 TOKEN = "FSDP_TRAINER_REPLICAS_TOKEN"
 """The environment variable with the secret. No record has its value."""
@@ -36,7 +36,7 @@ def secret_of_groups(run: Path) -> bytes:
         reason = f"is not whole. Delete it, or:  {advice}"
     except OSError as error:
         reason = f"cannot be made or read ({error.strerror}). {advice}"
-    raise UserError("the groups have no secret", [Problem(str(file), reason)])
+    raise UserError("the groups have no secret", str(file), reason)
 
 
 def proof(secret: bytes, *parts: bytes) -> hmac.HMAC:

@@ -127,7 +127,7 @@ def refuse_other_launchers(env: Mapping[str, str]) -> None:
             "srun --ntasks-per-node=1 fsdp-trainer …"
         )
     if reason:
-        raise UserError("the nodes cannot be started", [Problem("launch.hosts", reason)])
+        raise UserError("the nodes cannot be started", "launch.hosts", reason)
 
 
 def node_on(host: Host, number: int) -> "NodeOfHost":
@@ -139,7 +139,7 @@ def node_on(host: Host, number: int) -> "NodeOfHost":
         return LocalNode(host, number)
     if shutil.which("ssh") is None:
         reason = "there is no ssh on this machine: install OpenSSH's client"
-        raise UserError("the nodes cannot be started", [Problem(str(host), reason)])
+        raise UserError("the nodes cannot be started", str(host), reason)
     return SshNode(host, number)
 
 

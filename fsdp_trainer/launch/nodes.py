@@ -23,7 +23,7 @@ from fsdp_trainer.base.process import HOST, STOPPED, arrived_signal
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import Launch
-from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
+from fsdp_trainer.errors import RunFailed, Stopped, UserError
 
 HELLO, ANSWER_SECONDS = "fsdp-trainer", 10.0
 NAME_SECONDS = 30.0  # for a name to appear in the DNS: late for a Kubernetes service
@@ -331,7 +331,7 @@ class Node:
             raise Stopped(arrived)
 
     def _wrong(self, reason: str) -> UserError:
-        return UserError("the nodes cannot meet", [Problem(self.where, reason)])
+        return UserError("the nodes cannot meet", self.where, reason)
 
 
 def where_to_meet(launch: Launch, env: Mapping[str, str]) -> tuple[int, str]:
@@ -351,7 +351,7 @@ def where_to_meet(launch: Launch, env: Mapping[str, str]) -> tuple[int, str]:
         "where do they meet? Name one of them, and a free port there:"
         "  launch.rendezvous=HOST:29500  (the same on all)"
     )
-    raise UserError("the nodes cannot meet", [Problem(f"launch.nodes={launch.nodes}", reason)])
+    raise UserError("the nodes cannot meet", f"launch.nodes={launch.nodes}", reason)
 
 
 def nodes_of_step(env: Mapping[str, str]) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_trainer.base.process import wait_until
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.world import HEARD_SECONDS, World
 
 PIECE_BYTES = 2**22
@@ -137,5 +137,8 @@ def require_training_ranks(world: World, generators: int) -> None:
     """Raise UserError if no rank is left for training."""
     if generators >= world.size:
         reason = f"leaves no rank for training: there are {world.size}.\nUse more ranks, or fewer"
-        problem = Problem(f"launch.rollout_ranks={generators}", f"{reason} of these")
-        raise UserError("the ranks cannot be divided", [problem])
+        raise UserError(
+            "the ranks cannot be divided",
+            f"launch.rollout_ranks={generators}",
+            f"{reason} of these",
+        )

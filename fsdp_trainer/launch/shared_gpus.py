@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 NCCL_THAT_SHARES = (2, 30)
 SETTINGS = {
@@ -27,7 +27,6 @@ def share_gpus(ranks: int) -> None:
             "A newer one:  pip install --no-deps -U 'nvidia-nccl-cu13>=2.30'  (for CUDA 12: -cu12),"
             " or  LD_PRELOAD=…/libnccl.so.2  in the shell"
         )
-        problem = Problem(f"launch.ranks_per_gpu={ranks}", reason)
-        raise UserError("ranks cannot share a GPU", [problem])
+        raise UserError("ranks cannot share a GPU", f"launch.ranks_per_gpu={ranks}", reason)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.base.process import PARENT, die_with_parent
 from fsdp_trainer.base.safe_text import safe
-from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
+from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.launch.nodes import first_host, port_of_job
 from fsdp_trainer.launch.shared_gpus import share_gpus
 
@@ -258,8 +258,11 @@ def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> 
         if not serves or not in_use:
             raise
         reason = "is in use on this node (see  ss -ltnp ): another run, or a process that it left"
-        problem = Problem(f"MASTER_PORT={port}", f"{reason}. Set another, the same for all ranks")
-        raise UserError("the ranks cannot meet", [problem]) from None
+        raise UserError(
+            "the ranks cannot meet",
+            f"MASTER_PORT={port}",
+            f"{reason}. Set another, the same for all ranks",
+        ) from None
 
 
 def device_of_rank(device: str, rank: int, local_rank: int, ranks_per_gpu: int = 1) -> torch.device:
@@ -275,11 +278,10 @@ def device_of_rank(device: str, rank: int, local_rank: int, ranks_per_gpu: int =
             raise unusable_gpus(device)
         if device == "cuda":
             reason = "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch"
-            raise UserError("there is no GPU", [Problem("launch.device=cuda", reason)])
+            raise UserError("there is no GPU", "launch.device=cuda", reason)
         if ranks_per_gpu > 1:
             reason = "torch sees none here. Use  launch.ranks_per_gpu=1 launch.nproc_per_node=2"
-            problem = Problem(f"launch.ranks_per_gpu={ranks_per_gpu}", reason)
-            raise UserError("there is no GPU", [problem])
+            raise UserError("there is no GPU", f"launch.ranks_per_gpu={ranks_per_gpu}", reason)
         return torch.device("cpu")
     number = local_rank // ranks_per_gpu
     if number >= (gpus := torch.cuda.device_count()):
@@ -292,8 +294,7 @@ def device_of_rank(device: str, rank: int, local_rank: int, ranks_per_gpu: int =
         if "SLURM_LOCALID" in os.environ:
             reason += "\nUnder srun every task must see all GPUs of its node: --gpus-per-node, not "
             reason += "--gpus-per-task or --gpu-bind"
-        problem = Problem("launch.nproc_per_node", reason)
-        raise UserError("there are fewer GPUs than ranks", [problem])
+        raise UserError("there are fewer GPUs than ranks", "launch.nproc_per_node", reason)
     if ranks_per_gpu > 1:
         share_gpus(ranks_per_gpu)
     torch.cuda.set_device(number)
@@ -317,7 +318,7 @@ def unusable_gpus(device: str) -> UserError:
         f"them: {reason}\nInstall a newer driver, or a torch for an older CUDA; to train on the "
         "CPU:  launch.device=cpu"
     )
-    return UserError("the GPUs cannot be used", [Problem(f"launch.device={device}", reason)])
+    return UserError("the GPUs cannot be used", f"launch.device={device}", reason)
 
 
 def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:

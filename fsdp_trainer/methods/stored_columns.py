@@ -28,7 +28,7 @@ from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.stored_values import REFERENCE, SampleColumns, read_sums, write_sums
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.from_config.setup import WeightSource
 from fsdp_trainer.parallel.convert import precompute_float8_scales
@@ -163,7 +163,7 @@ class ReferenceColumn(StoredColumn):
                 f"the weights of the reference are not those that {checkpoint} was trained with."
                 "\nGive  model.init_from  and  objective.reference  as they were"
             )
-            raise UserError("the reference is another one", [Problem(second.setting, text)])
+            raise UserError("the reference is another one", second.setting, text)
         return self.prepare(digest), digest
 
     def _is_named_in(self, checkpoint: Path | None) -> bool:

@@ -38,7 +38,7 @@ from fsdp_trainer.data.store.stored_values import (
     read_top_k,
     top_k_types,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.stored_columns import RunRows, StoredColumn, alone, read_all
 from fsdp_trainer.methods.teacher import Teacher, require_fitting, shard_teacher, with_second_model
@@ -124,8 +124,9 @@ class TeacherColumn(StoredColumn):
         if self.count > self.vocabulary:
             reason = f"is more than the {self.vocabulary:,} tokens of the vocabulary.\nUse  "
             fix = f"objective.top_k={min(64, self.vocabulary)}"
-            problem = Problem(f"objective.top_k={self.count}", reason + fix)
-            raise UserError("so many tokens cannot be listed", [problem])
+            raise UserError(
+                "so many tokens cannot be listed", f"objective.top_k={self.count}", reason + fix
+            )
         return super().prepare(digest)
 
     def decisive(self, order: RowOrder, digest: str) -> list[Any]:
@@ -164,7 +165,7 @@ class TeacherColumn(StoredColumn):
         if columns is None:
             folder = self.place(self.rows.stored[0][0], digest).parent
             reason = "what was written there is not there now: is the disk shared, and whole?"
-            raise UserError("the teacher's lists cannot be kept", [Problem(str(folder), reason)])
+            raise UserError("the teacher's lists cannot be kept", str(folder), reason)
         return columns
 
     def _store(self, order: RowOrder, digest: str, teacher: Teacher) -> None:

@@ -77,7 +77,7 @@ class FrozenModel:
                 f"{cls.advice}, or begin a new run:  run.name=NEW"
             )
             what = second.setting if second else ""
-            raise UserError(f"the {cls.name} is another one", [Problem(what, text)])
+            raise UserError(f"the {cls.name} is another one", what, text)
 
 
 @dataclass
@@ -286,5 +286,8 @@ def _first_beyond(tokenizer: TextTokenizer, rows: int) -> str:
 def _other_vocabulary(second: SecondModel | None, reason: str) -> UserError:
     assert second
     instead = "\nUse one of the same vocabulary: its probabilities are of its own tokens"
-    problem = Problem(second.setting, reason + instead)
-    return UserError(f"the {second.role} knows other tokens than the trained model", [problem])
+    return UserError(
+        f"the {second.role} knows other tokens than the trained model",
+        second.setting,
+        reason + instead,
+    )

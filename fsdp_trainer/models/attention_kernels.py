@@ -10,7 +10,7 @@ import torch
 import torch.nn.attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.attention_choice import FLASH, SDPA_ONLY, AttentionChoice, AttentionContext
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.sdpa import sdpa
@@ -114,5 +114,8 @@ def _try(
             f"does not compute this model's attention in {dtype} here: "
             f"{str(error).splitlines()[0]}\nUse  model.attention_kernel=auto"
         )
-        problem = Problem(f"model.attention_kernel={choice.kernel}", reason)
-        raise UserError("attention cannot be computed like this", [problem]) from None
+        raise UserError(
+            "attention cannot be computed like this",
+            f"model.attention_kernel={choice.kernel}",
+            reason,
+        ) from None

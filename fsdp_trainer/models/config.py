@@ -634,8 +634,11 @@ class ModelConfig:
         if problems := factors_misfit(config):
             raise UserError(f"{path} describes a model that is not supported", problems)
         if config.parameters() > MOST_PARAMETERS:
-            problem = Problem(str(path), f"describes {config.parameters():.1e} parameters")
-            raise UserError("there is no model of this size", [problem])
+            raise UserError(
+                "there is no model of this size",
+                str(path),
+                f"describes {config.parameters():.1e} parameters",
+            )
         if is_embedding(raw):
             config = config.with_pooling(stored_pooling(Path(folder)))
         elif is_classifier(raw):

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fsdp_trainer.base import phases
 from fsdp_trainer.config.durations import parse_steps
 from fsdp_trainer.config.schema import Profile
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock
 from fsdp_trainer.observe.step_phases import PhaseTimes, phases_of, read_trace, table
@@ -41,8 +41,7 @@ class Profiler:
         """
         if missing := [r for r in cfg.ranks or [] if r >= ranks]:
             reason = f"there is no rank {missing[0]}: the last of {ranks} is {ranks - 1}"
-            problem = Problem(f"profile.ranks={cfg.ranks}", reason)
-            raise UserError("no such rank to profile", [problem])
+            raise UserError("no such rank to profile", f"profile.ranks={cfg.ranks}", reason)
         self.first, self.last = parse_steps(cfg.steps) if cfg.steps else (0, -1)
         self.folder, self.rank = run / "profile", rank
         self.observer, self.clock = observer, clock

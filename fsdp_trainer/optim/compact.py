@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.base.torch_private import dtensor_like
 from fsdp_trainer.config.formats import block_size
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.optim.eight_bit import decode, encode
 from fsdp_trainer.optim.footprint import CHUNKS
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
@@ -224,8 +224,11 @@ def require_whole_blocks(parameter: Tensor, block: int) -> None:
     columns = local_part(parameter).shape[-1]
     if columns % block:
         cut = f"column shards of {columns} numbers would cut blocks of {block}"
-        problem = Problem("optim.state_dtype=8bit", f"{cut}.\nUse  optim.state_dtype=bfloat16")
-        raise UserError("8-bit moments do not fit this sharding", [problem])
+        raise UserError(
+            "8-bit moments do not fit this sharding",
+            "optim.state_dtype=8bit",
+            f"{cut}.\nUse  optim.state_dtype=bfloat16",
+        )
 
 
 def zeros_like_part(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.parts.optimizers import Optim
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import WeightNames
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
 from fsdp_trainer.optim.footprint import is_matrix
@@ -111,7 +111,7 @@ def require_matrices(model: nn.Module, cfg: Optim) -> None:
     matrices, _ = of_muon(parameter_groups(model, cfg))
     if not matrices:
         text = "train.freeze leaves no matrix of a block to train.\nUse  optim=adamw"
-        raise UserError("there is nothing for Muon", [Problem("optim.name=muon", text)])
+        raise UserError("there is nothing for Muon", "optim.name=muon", text)
 
 
 def of_muon(groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -49,7 +49,7 @@ def can_compile(
             f"the compiler decides what is computed again, and {missing[0]}.\n"
             "Use  activation_checkpoint=selective"
         )
-        raise UserError("there is no compiler", [Problem("activation_checkpoint=budget", reason)])
+        raise UserError("there is no compiler", "activation_checkpoint=budget", reason)
     note = f"compile: {missing[0]}; all ranks run without it (compile=disabled: the same, unasked)"
     return False, note
 

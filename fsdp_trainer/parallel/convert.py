@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.config.schema import Precision
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.decoder import Decoder
 
 CAPABILITY = (8, 9)  # Ada; the first GPUs with float8 matrix products
@@ -33,8 +33,11 @@ def require_float8(precision: Precision, device: torch.device) -> None:
             return
         this = f"{torch.cuda.get_device_name(device)} has capability {major}.{minor}"
     needs = "needs a GPU of compute capability 8.9 or higher (H100, L40S, RTX 4090)"
-    problem = Problem(f"precision.float8={precision.float8}", f"{needs}; {this}.\n{INSTEAD}")
-    raise UserError("there is no float8 on this device", [problem])
+    raise UserError(
+        "there is no float8 on this device",
+        f"precision.float8={precision.float8}",
+        f"{needs}; {this}.\n{INSTEAD}",
+    )
 
 
 def convert_linears(
@@ -66,8 +69,9 @@ def convert_linears(
     )
     if not float8_layers(model):
         reason = "no matrix of this model is large enough to gain by float8, or divisible by 16"
-        problem = Problem(f"precision.float8={recipe}", f"{reason}.\n{INSTEAD}")
-        raise UserError("no layer gains from float8", [problem])
+        raise UserError(
+            "no layer gains from float8", f"precision.float8={recipe}", f"{reason}.\n{INSTEAD}"
+        )
 
 
 def worth_float8(module: nn.Module, recipe: str, by_rows: int = 1, by_columns: int = 1) -> bool:

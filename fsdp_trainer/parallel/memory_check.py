@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Adapter, Optim, Precision, Sharding
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -280,8 +280,9 @@ def check_memory(
         if fits(setup._replace(adapters=other.adapters), CountedModel.of(other.model))
     ]
     lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
-    problem = Problem(f"{setup.layout.ranks} × {device.type}", "\n".join(lines))
-    raise UserError("the model's states cannot fit", [problem])
+    raise UserError(
+        "the model's states cannot fit", f"{setup.layout.ranks} × {device.type}", "\n".join(lines)
+    )
 
 
 def arithmetic(items: list[MemoryItem], available: str) -> list[str]:

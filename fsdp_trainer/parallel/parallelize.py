@@ -65,7 +65,7 @@ from fsdp_trainer.config.schema import (
     Sharding,
     TrainConfig,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights
 from fsdp_trainer.models.decoder import Decoder
@@ -341,7 +341,7 @@ def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:
     key = f"sharding.messages={cfg.messages}"
     instead = "Use  sharding.messages=ordinary"
     if cfg.messages != "ordinary" and dims.mesh.device_type != "cuda":
-        raise UserError("there is no NCCL", [Problem(key, f"{NEEDS_NCCL}.\n{instead}")])
+        raise UserError("there is no NCCL", key, f"{NEEDS_NCCL}.\n{instead}")
     roots: list[Any] = [part.root for part in parts_of(model)]
     for root in roots if cfg.separate_reduce_scatter else []:
         root.set_separate_reduce_scatter_group(True)
@@ -354,8 +354,9 @@ def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:
         for module in fsdp_modules(model):
             COMM_BUFFERS[cfg.messages](module)
     except RuntimeError as error:  # not supported by this torch or driver
-        problem = Problem(key, f"{error}\n{instead}")
-        raise UserError("these GPUs cannot communicate like that", [problem]) from None
+        raise UserError(
+            "these GPUs cannot communicate like that", key, f"{error}\n{instead}"
+        ) from None
 
 
 def prefetch(units: list[Any], ahead: int) -> None:

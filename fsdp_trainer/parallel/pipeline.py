@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.base.torch_private import accumulate_gradients
 from fsdp_trainer.config.pipeline_schedules import Stages, divide_blocks
-from fsdp_trainer.errors import WHAT_GOES_TOGETHER, Problem, UserError
+from fsdp_trainer.errors import WHAT_GOES_TOGETHER, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
@@ -219,8 +219,9 @@ def require_no_auxiliary(model: Decoder, ranks: int) -> None:
         values = ", ".join(model.auxiliary_names)
         reason = f"blocks that return {values} are not cut into stages: {WHAT_GOES_TOGETHER}.\n"
         key = f"sharding.pipeline={ranks}"
-        problem = Problem(key, f"{reason}Use  sharding.pipeline=1")
-        raise UserError("this model cannot be cut into stages", [problem])
+        raise UserError(
+            "this model cannot be cut into stages", key, f"{reason}Use  sharding.pipeline=1"
+        )
 
 
 def require_training(whole: Decoder, stages: Stages, parts: list[list[int]]) -> None:
@@ -239,8 +240,9 @@ def require_training(whole: Decoder, stages: Stages, parts: list[list[int]]) -> 
                 f"leaves rank {rank} of the pipeline, with blocks {blocks}, nothing to train.\n"
                 "Train some of it, or use  sharding.pipeline=1"
             )
-            problem = Problem(f"sharding.pipeline={stages.ranks}", reason)
-            raise UserError("a stage has nothing to train", [problem])
+            raise UserError(
+                "a stage has nothing to train", f"sharding.pipeline={stages.ranks}", reason
+            )
 
 
 def is_tied_to_itself(model: Decoder) -> bool:

@@ -19,7 +19,7 @@ from torchft.manager import Manager
 
 from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.config.schema import Replicas
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.group_secret import TOKEN
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.replicas.connections import (
@@ -179,8 +179,11 @@ class Membership(Manager):
             raise self._no_meeting("does not answer") from None
         except Stranger:
             if self._is_new:
-                problem = Problem(f"replicas.lighthouse={self._lighthouse}", WITHOUT_SECRET)
-                raise UserError("the groups have no common secret", [problem]) from None
+                raise UserError(
+                    "the groups have no common secret",
+                    f"replicas.lighthouse={self._lighthouse}",
+                    WITHOUT_SECRET,
+                ) from None
             return False
         except OtherSettings as error:
             if self._is_new:

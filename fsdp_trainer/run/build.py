@@ -27,7 +27,7 @@ from fsdp_trainer.data.media.kinds import processor_of
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.store.tokenize_workers import cores
 from fsdp_trainer.data.stream.row_stream import StreamedData
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.method import Method, StepParts
@@ -427,7 +427,7 @@ def new_start(setup: RunSetup) -> Start:
             f"the states in {path} are of step {states.step:,}, and steps count on from there.\n"
             f"To train as many more:  {more}"
         )
-        raise UserError("there is nothing left to train", [Problem(f"train.steps={last}", reason)])
+        raise UserError("there is nothing left to train", f"train.steps={last}", reason)
     progress = Progress(step=states.step, first_step=states.step)
     rate = None
     if last is not None:

@@ -22,7 +22,7 @@ from fsdp_trainer.config.paths import (
     step_of,
 )
 from fsdp_trainer.data.files.remote_files import Unreachable
-from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
+from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.run.run_lock import lock_folder
 from fsdp_trainer.training.trainer import Trainer
@@ -110,7 +110,7 @@ def empty_mirror(bucket: Bucket, overwrite: bool) -> None:
             "holds an earlier run of this name. Use  run.name=NEW,  run.overwrite=true  to delete "
             "it,  or  checkpoint.resume=auto  to resume"
         )
-        raise UserError("the mirror is in use", [Problem(bucket.address, reason)])
+        raise UserError("the mirror is in use", bucket.address, reason)
     for name in listed:
         bucket.delete(name)
 

@@ -20,7 +20,7 @@ from fsdp_trainer.config.verbs import (
     VerifyConfig,
 )
 from fsdp_trainer.data.files.remote_files import shown
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.run.mirrored import MIRROR_LOCK, opened
 from fsdp_trainer.run.run_lock import lock_folder
 
@@ -48,7 +48,7 @@ def local_copy(cfg: Any, url: str) -> str:
     found = ADDRESS.fullmatch(url)
     if not found:
         reason = "is no run in a mirror, such as  s3://bucket/runs/NAME  , or checkpoint of one"
-        raise UserError("there is nothing to read", [Problem(f"source={shown(url)}", reason)])
+        raise UserError("there is nothing to read", f"source={shown(url)}", reason)
     root, name, step = found.groups()
     parts = [urlsplit(url).scheme, *place(f"{root}/{name}").split("/")]
     run = user_cache().joinpath("mirrors", *(short_name(part) for part in parts if part.strip(".")))
@@ -56,7 +56,7 @@ def local_copy(cfg: Any, url: str) -> str:
         lock = lock_folder(run, MIRROR_LOCK, LONGEST_FETCH)
     except OSError as error:
         reason = f"cannot be kept in {run}: {error}.\nUse another folder:  XDG_CACHE_HOME=FOLDER"
-        raise UserError("there is no copy", [Problem(f"source={shown(url)}", reason)]) from None
+        raise UserError("there is no copy", f"source={shown(url)}", reason) from None
     with lock, opened(root, name, "source") as bucket:
         for file in (path for pattern in RECORDS for path in run.glob(pattern)):
             file.unlink()
@@ -64,7 +64,7 @@ def local_copy(cfg: Any, url: str) -> str:
         try:
             return str(fetched(bucket, run, step))
         except Torn as error:
-            failure = UserError("the checkpoint is damaged", [Problem(bucket.address, str(error))])
+            failure = UserError("the checkpoint is damaged", bucket.address, str(error))
             failure.exit_code = 3 if isinstance(cfg, VerifyConfig) else failure.exit_code
             raise failure from None
 
@@ -78,8 +78,9 @@ def fetched(bucket: Bucket, run: Path, step: str | None) -> Path:
     name = step or (whole or [""])[-1]
     if name not in whole:
         what = f"there is no {step}; there are:  {'  '.join(whole)}" if whole else "there is none"
-        problem = Problem(bucket.address, f"{what}, or its upload has not ended")
-        raise UserError("there is no checkpoint", [problem])
+        raise UserError(
+            "there is no checkpoint", bucket.address, f"{what}, or its upload has not ended"
+        )
     copy, calls = run / "checkpoints" / name, count(1)
 
     def tell(line: str) -> None:

@@ -122,8 +122,11 @@ def named_checkpoint(path: str) -> Path:
     """Return the checkpoint that checkpoint.resume=PATH names. Raises UserError if it has none."""
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
-        problem = Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")
-        raise UserError("there is no checkpoint to resume from", [problem])
+        raise UserError(
+            "there is no checkpoint to resume from",
+            f"checkpoint.resume={path}",
+            "is neither a checkpoint nor a run with one",
+        )
     return checkpoint
 
 

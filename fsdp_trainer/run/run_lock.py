@@ -16,7 +16,7 @@ from fsdp_trainer.base.process import wait_until
 from fsdp_trainer.checkpoint.atomic_files import put_back, replaced
 from fsdp_trainer.config.paths import CERTIFICATE, LAG_SECONDS
 from fsdp_trainer.config.schema import Run
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 LOCK = ".lock"
 LOCK_SECONDS = 120.0
@@ -80,8 +80,11 @@ class RunLock:
                 self._write(file)
                 return files.pop_all()
         except OSError as error:
-            problem = Problem(f"run.root={cfg.root}", f"{error}. Use  run.root=FOLDER")
-            raise UserError("the run's folder cannot be used", [problem]) from None
+            raise UserError(
+                "the run's folder cannot be used",
+                f"run.root={cfg.root}",
+                f"{error}. Use  run.root=FOLDER",
+            ) from None
 
     def _write(self, file: TextIO) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -133,7 +136,7 @@ def lock_folder(
             stack.enter_context(file)
             if not wait_until(partial(try_lock, file, mode), patience):
                 reason = f"{describe_holder(run / name)}. Use  run.name=NEW  or wait"
-                raise UserError("the run's folder is in use", [Problem(str(run), reason)])
+                raise UserError("the run's folder is in use", str(run), reason)
             if is_open_file(run / name, file):
                 stack.pop_all()
                 return file
@@ -192,7 +195,7 @@ def empty_folder(run: Path, overwrite: bool) -> None:
             "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  "
             "or  checkpoint.resume=auto  to resume"
         )
-        raise UserError("the run's folder is in use", [Problem(str(run), reason)])
+        raise UserError("the run's folder is in use", str(run), reason)
     for path in used:
         is_folder = path.is_dir() and not path.is_symlink()
         shutil.rmtree(path) if is_folder else path.unlink()

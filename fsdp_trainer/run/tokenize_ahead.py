@@ -18,7 +18,7 @@ from fsdp_trainer.data.prepared_data import (
 )
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.token_cache import Reporter, component_stores
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.run.write_prepared import require_form, write_prepared
 
@@ -81,7 +81,5 @@ def parse_shard(shard: str | None) -> tuple[int, int] | None:
             "is not one of the machines, counted from 0, and their number: with eight of them"
             "  prepare.shard=0/8  to  prepare.shard=7/8"
         )
-        raise UserError(
-            "the configuration cannot be used", [Problem(f"prepare.shard={shard}", reason)]
-        )
+        raise UserError("the configuration cannot be used", f"prepare.shard={shard}", reason)
     return int(numbers[1]), int(numbers[2])

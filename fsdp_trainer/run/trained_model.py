@@ -16,7 +16,7 @@ from fsdp_trainer.data.records.labelled_texts import LABELLED, QUERIES, TAGGED
 from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.labels import labelled
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
@@ -140,8 +140,11 @@ def require_positions(config: ModelConfig, stores: Sequence[TokenStore]) -> None
         if len(lengths) and lengths.max() > positions:
             where, size = store.where(int(lengths.argmax())), lengths.max()
             reason = f"has {size:,} tokens, and {config.family} has {positions:,} positions.\n"
-            problem = Problem(where, f"{reason}Use  batch.seq_len={positions}")
-            raise UserError("a text is longer than the model's context", [problem])
+            raise UserError(
+                "a text is longer than the model's context",
+                where,
+                f"{reason}Use  batch.seq_len={positions}",
+            )
 
 
 def with_head(
@@ -154,16 +157,16 @@ def with_head(
     """
     method, what = choice.method, f"model.init_from={source}"
     if reason := why_no_head(config, method):
-        raise UserError("this model is not trained so", [Problem(what, reason)])
+        raise UserError("this model is not trained so", what, reason)
     if not method.scores:
         if reason := why_no_text(config):
-            raise UserError("the model writes no text", [Problem(what, reason)])
+            raise UserError("the model writes no text", what, reason)
         return with_trained_head(config, choice.mtp)
     if method.reads == QUERIES:
         own = config.pooling or ("mean" if config.encoder else "last")
         return config.with_pooling(own if choice.pooling == "auto" else choice.pooling)
     if reason := why_another_head(config, method):
-        raise UserError("the model has another head", [Problem(what, reason)])
+        raise UserError("the model has another head", what, reason)
     if method.reads in (LABELLED, TAGGED):
         return labelled(config, choice, stores)
     return config.with_labels()

@@ -26,11 +26,10 @@ def require_form(cfg: PrepareConfig) -> None:
         given, missing = (
             (f"out={cfg.out}", forms) if cfg.out else (f"form={cfg.form}", "out=FOLDER")
         )
-        problem = Problem(given, f"needs  {missing}")
-        raise UserError("token files have a folder and a format", [problem])
+        raise UserError("token files have a folder and a format", given, f"needs  {missing}")
     if cfg.out and cfg.prepare.shard:
         reason = f"needs the whole data; prepare it without  prepare.shard={cfg.prepare.shard}"
-        raise UserError("the configuration cannot be used", [Problem(f"out={cfg.out}", reason)])
+        raise UserError("the configuration cannot be used", f"out={cfg.out}", reason)
     if cfg.out:
         new_folder(cfg.out)
 

@@ -11,7 +11,7 @@ from fsdp_trainer.apps.generate import Speaker, device_of
 from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.config.composing.compose import compose, config_flag
 from fsdp_trainer.config.verbs import GenerateConfig
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.start import launcher, start_ranks
 
 LONGEST_ANSWER = 64  # tokens
@@ -69,6 +69,6 @@ def read_questions(file: Path) -> list[list[dict[str, Any]]]:
             is_answered = False
         if not is_answered:
             reason = 'is no {"messages": […]} that ends with an assistant turn'
-            raise UserError("a question cannot be asked", [Problem(f"{file}:{number}", reason)])
+            raise UserError("a question cannot be asked", f"{file}:{number}", reason)
         questions.append(messages)
     return questions

@@ -66,7 +66,7 @@ def plan_chain(cfg: ChainConfig, words: list[str]) -> Chain:
         cfg = as_demo(cfg, folder)
     if not cfg.good and of_stages.get("mid"):
         reason = "there is no mid-training without  good=PATH"
-        raise UserError("a stage is left out", [Problem(f"mid.{of_stages['mid'][0]}", reason)])
+        raise UserError("a stage is left out", f"mid.{of_stages['mid'][0]}", reason)
     return Chain(cfg, folder, of_stages)
 
 
@@ -147,7 +147,7 @@ def start_again(planned: Chain, record: ChainRecord) -> None:
     again = str(planned.cfg.again)
     if launcher(os.environ):
         reason = "deletes folders that other ranks may read: type it once without torchrun"
-        raise UserError("a stage is not done again", [Problem(f"again={again}", reason)])
+        raise UserError("a stage is not done again", f"again={again}", reason)
     names = [stage.name for stage in STAGES]
     for name in names[names.index(again) :]:
         shutil.rmtree(planned.folder_of(name), ignore_errors=True)

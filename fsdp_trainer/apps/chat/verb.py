@@ -55,8 +55,9 @@ def listen(cfg: ChatConfig) -> socket.socket:
     except OSError as error:
         listening.close()
         reason = f"{error.strerror or error}. Use another one, or  port=0  for any that is free"
-        problem = Problem(f"host={cfg.host} port={cfg.port}", reason)
-        raise UserError("the server cannot be started", [problem]) from None
+        raise UserError(
+            "the server cannot be started", f"host={cfg.host} port={cfg.port}", reason
+        ) from None
     return listening
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.config.evaluation_inputs import MTEB
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.scoring import Metrics
 
 Vectors = Callable[[Sequence[str], str], Tensor]
@@ -56,8 +56,7 @@ def run_mteb(name: str, encoder: MtebEncoder, data: str | None) -> Metrics:
     try:
         task = mteb.get_task(name.removeprefix(MTEB))
     except KeyError as error:
-        problem = Problem(f"tasks=[{name}]", str(error.args[0]))
-        raise UserError("mteb has no such task", [problem]) from None
+        raise UserError("mteb has no such task", f"tasks=[{name}]", str(error.args[0])) from None
     if data is not None:
         task.metadata.dataset["path"] = str(local_data(data, task.metadata.dataset["path"], name))
     result = mteb.evaluate(encoder, task, cache=None, show_progress_bar=False)
@@ -71,7 +70,7 @@ def local_data(folder: str, hub_name: str, task: str) -> Path:
     if not path.is_dir():
         reason = f"has no folder {path.name} with the data of {task}.\nFetch it:  hf download"
         reason += f" {hub_name} --repo-type dataset --local-dir {path}"
-        raise UserError("the data is not there", [Problem(f"mteb_data={folder}", reason)])
+        raise UserError("the data is not there", f"mteb_data={folder}", reason)
     return path.resolve()
 
 

@@ -76,13 +76,11 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
                 "is there with other contents, perhaps your own changes: delete it, or write"
                 " elsewhere with  out=FOLDER"
             )
-            raise UserError("nothing was written", [Problem(str(file), reason)])
+            raise UserError("nothing was written", str(file), reason)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except (OSError, UnicodeError) as error:  # UnicodeError: an argument that is no text
-        raise UserError(
-            "nothing was written", [Problem(f"out={file.parent}", str(error))]
-        ) from None
+        raise UserError("nothing was written", f"out={file.parent}", str(error)) from None
     path, folder = (shlex.quote(str(each)) for each in (file, file.parent))
     print(f"wrote  {file}\nstart  {START[kind].format(path, folder=folder)}")
     if kind == "docker" and cfg.nodes > 1:

@@ -38,7 +38,7 @@ from fsdp_trainer.data.stream.row_stream import StreamedData, StreamedRow
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.samples import MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.labels import FEW, counts_by_name, in_words
 from fsdp_trainer.models.from_config.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
@@ -98,7 +98,7 @@ def length_of(cfg: PreviewConfig, order: Mixture) -> RunLength:
 
 
 def _cannot_write(html: str, reason: str) -> UserError:
-    return UserError("the preview cannot be written", [Problem(f"preview.html={html}", reason)])
+    return UserError("the preview cannot be written", f"preview.html={html}", reason)
 
 
 def _print_json(cfg: PreviewConfig, order: StreamedData | Mixture) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from fsdp_trainer.apps.preview.preview_page import SOURCE_COLUMNS, Page, TextPiece
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 HERE = Path(__file__).parent
 
@@ -34,7 +34,7 @@ def write(page: Page, file: Path) -> None:
         file.write_text(html, encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(
-            "the preview cannot be written", [Problem(f"preview.html={file}", str(error))]
+            "the preview cannot be written", f"preview.html={file}", str(error)
         ) from None
 
 

@@ -29,7 +29,7 @@ from fsdp_trainer.apps.report.run_summary import (
 )
 from fsdp_trainer.base.phases import CHECKPOINT
 from fsdp_trainer.base.unpacked import FULL
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.observe.records import replace
 
 HERE = Path(__file__).parent
@@ -112,7 +112,7 @@ def write_page(html: str, file: Path) -> None:
         if error.errno in (*FULL, errno.EIO):
             raise RunFailed(f"the report {file} cannot be written: {error.strerror}") from None
         raise UserError(
-            "the report cannot be written", [Problem(f"out={file}", f"{error}. Use  out=FILE")]
+            "the report cannot be written", f"out={file}", f"{error}. Use  out=FILE"
         ) from None
 
 

@@ -19,7 +19,7 @@ from fsdp_trainer.base.process import OWN_ENDING, PARENT, SIGNALS, STOPPED
 from fsdp_trainer.config.composing.overrides import require_no_secrets
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU, SLURM_TEXTS, Slurm
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.observe.records import replace
 
 LOOK_SECONDS = 2.0  # between polls of a job's result on the shared disk
@@ -46,7 +46,8 @@ class OnSlurm:
             )
             raise UserError(
                 "the sweep cannot be started",
-                [Problem("hydra/launcher=slurm", f"{reason}  hydra.launcher.dry_run=true")],
+                "hydra/launcher=slurm",
+                f"{reason}  hydra.launcher.dry_run=true",
             )
         from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 

@@ -21,7 +21,7 @@ from optuna.trial import Trial, TrialState
 from fsdp_trainer.apps.sweep.jobs import Job, job_id
 from fsdp_trainer.config.composing.sweep_overrides import Space
 from fsdp_trainer.config.sweep_keys import Optuna
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -71,7 +71,7 @@ class Study:
                 f"cannot be read: {error}. Move it away to search from the start; jobs that have"
                 " finished count again"
             )
-            raise UserError("the sweep cannot continue", [Problem(str(journal), reason)]) from None
+            raise UserError("the sweep cannot continue", str(journal), reason) from None
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.distributions.keys():
                 self._again.append(Trial(self.study, trial._trial_id))
@@ -198,7 +198,7 @@ def distribution(override: Any, integer: bool) -> BaseDistribution:
         return CategoricalDistribution(list(override.sweep_string_iterator()))
     except ValueError as error:
         raise UserError(
-            "the sweep cannot be set up", [Problem(str(override.input_line), str(error))]
+            "the sweep cannot be set up", str(override.input_line), str(error)
         ) from None
 
 

@@ -95,7 +95,7 @@ def refuse_launcher(words: list[str], config_dir: str | None) -> None:
     reason = (
         f"a sweep starts the ranks of each job itself, on one node. Type, without {under}:\n{typed}"
     )
-    raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", reason)])
+    raise UserError("the sweep cannot be started", f"-m under {under}", reason)
 
 
 class JobSearch(Protocol):
@@ -335,13 +335,12 @@ class Jobs:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             reason = "another sweep runs there. Use  run.name=NEW  or wait"
-            raise UserError(
-                "the sweep's folder is in use", [Problem(str(self.folder), reason)]
-            ) from None
+            raise UserError("the sweep's folder is in use", str(self.folder), reason) from None
         except OSError as error:
             raise UserError(
                 "the sweep's folder cannot be used",
-                [Problem(f"run.root={self.line.root}", f"{error}. Use  run.root=FOLDER")],
+                f"run.root={self.line.root}",
+                f"{error}. Use  run.root=FOLDER",
             ) from None
 
     def _check(self, job: Job, overrides: list[str]) -> None:
@@ -365,7 +364,7 @@ class Jobs:
                 "a sweep starts its jobs on this node, or as Slurm jobs. "
                 "Leave it out; over several nodes each:  hydra/launcher=slurm"
             )
-            raise UserError("the sweep cannot be started", [Problem("launch.hosts", reason)])
+            raise UserError("the sweep cannot be started", "launch.hosts", reason)
         self._backend = self._backend or SWEEP_BACKENDS[self.line.launcher](
             self.line.launcher_settings, cfg.launch
         )

@@ -14,7 +14,7 @@ from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_fil
 from fsdp_trainer.config.devices import gpus
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweep_keys import Local
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.start import ranks_to_start, start_process
 
 
@@ -65,8 +65,7 @@ class OnThisNode:
                 "jobs run on this node. Over several nodes each:"
                 f"  hydra/launcher=slurm hydra.launcher.nodes={cfg.nodes}"
             )
-            problem = Problem(f"launch.nodes={cfg.nodes}", reason)
-            raise UserError("the sweep cannot be started", [problem])
+            raise UserError("the sweep cannot be started", f"launch.nodes={cfg.nodes}", reason)
         self.devices = devices(cfg)
         possible = len(self.devices) // ranks_to_start(cfg) if self.devices else 1
         self.at_once = settings.jobs or max(1, possible)

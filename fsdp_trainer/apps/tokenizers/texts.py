@@ -23,7 +23,7 @@ from fsdp_trainer.data.records.conversations import (
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.store.tokenize_tasks import content_place, first_reader
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader, read_texts
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 UNIT_BYTES = 4 << 20
 """Bytes that are read in one go. Units are shuffled, so a limit on the text cuts off no file."""
@@ -175,7 +175,7 @@ def texts_of(row: Readable) -> list[str]:
     if isinstance(row, Conversation):
         return [text for message in row.messages for text in said(message)]
     reason = "holds tokens, and a tokenizer learns from text. Name the text that they were made of"
-    raise UserError("the data cannot be used", [Problem(f"{row.where[0]}:{row.where[1]}", reason)])
+    raise UserError("the data cannot be used", f"{row.where[0]}:{row.where[1]}", reason)
 
 
 def said(message: Message) -> Iterator[str]:

@@ -14,7 +14,7 @@ from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
 from fsdp_trainer.data.tokens.word_cache import LLAMA_3
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 BYTES = 256
 PLAIN_TOKENS = {
@@ -156,7 +156,7 @@ def refused(size: int, message: str) -> UserError:
             f"the text has so many characters that {needed[1]} tokens are needed at least.\n"
             f"Use  vocab_size={needed[1]}  or more, or  kind=bpe , which begins with bytes"
         )
-    return UserError("the tokenizer cannot be trained", [Problem(f"vocab_size={size}", reason)])
+    return UserError("the tokenizer cannot be trained", f"vocab_size={size}", reason)
 
 
 def special(text: str) -> AddedToken:

@@ -134,9 +134,7 @@ def with_progress(
         reason = f"there is no text in it: {corpus.rows:,} rows"
         if corpus.held_out.bytes:
             reason = "all of its text is held out: use a smaller  data.validation"
-        raise UserError(
-            "the tokenizer cannot be trained", [Problem(f"data.path={cfg.data.path}", reason)]
-        )
+        raise UserError("the tokenizer cannot be trained", f"data.path={cfg.data.path}", reason)
     progress("training")
 
 

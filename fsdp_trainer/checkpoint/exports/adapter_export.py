@@ -32,7 +32,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
 )
 from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, MANIFEST
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, AdapterSpec, B
 from fsdp_trainer.models.adapters.adapter_targets import model_layout
 from fsdp_trainer.models.adapters.peft_config import BARE_PREFIX, FUSED_RANKS, PREFIX, WEIGHTS_FILE
@@ -170,7 +170,7 @@ def peft_files(
         tensors |= trained_experts(spec, layout, merged)
     if not ranks and not of_experts.ranks:
         text = "trains parts of all adapted matrices in full.\nUse  form=merged"
-        raise UserError("the adapter cannot be written", [Problem("adapter.also", text)])
+        raise UserError("the adapter cannot be written", "adapter.also", text)
     metadata = {FUSED_RANKS: json.dumps(fused_ranks)} if fused_ranks else {}
     described = adapter_config(spec, ranks, of_experts, tensors, layout, base)
     return of_task(PeftFiles(described, tensors, metadata), config)

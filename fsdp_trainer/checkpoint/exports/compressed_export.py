@@ -43,10 +43,11 @@ GROUPS = (128, 64, 32)
 def export_compressed(cfg: ExportConfig) -> int:
     if importlib.util.find_spec("compressed_tensors") is None:
         reason = "needs the package of its authors:  pip install 'fsdp_trainer[compressed]'"
-        raise UserError("it cannot be exported", [Problem("form=compressed", reason)])
+        raise UserError("it cannot be exported", "form=compressed", reason)
     if cfg.quantization is None:
-        problem = Problem("form=compressed", f"needs  quantization={'|'.join(PRESETS)}")
-        raise UserError("it cannot be exported", [problem])
+        raise UserError(
+            "it cannot be exported", "form=compressed", f"needs  quantization={'|'.join(PRESETS)}"
+        )
     source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def scheme_of(preset: str, folder: Path, files: list[Path], config: ModelConfig)
             reason = (
                 f"has matrices of {min(columns)} columns, no multiple of {GROUPS[-1]}: use int8"
             )
-            raise UserError("it cannot be exported", [Problem("quantization=int4", reason)])
+            raise UserError("it cannot be exported", "quantization=int4", reason)
         weights = scheme.weights.model_copy(update={"group_size": group})
         scheme = scheme.model_copy(update={"weights": weights})
     return scheme

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fsdp_trainer.checkpoint.adapters.expert_tensors import PeftA, PeftB, PlacedStack
 from fsdp_trainer.checkpoint.formats.derived import PartCache, Stacked, rows_of, stack_of
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.adapter_spec import A, AdapterSpec, B, adapter_name
 from fsdp_trainer.models.adapters.peft_experts import (
     STACKED_PARTS,
@@ -50,7 +50,7 @@ def separate_experts(spec: AdapterSpec, layout: ModelNames, weights: Weights) ->
             continue
         if not stack.names:
             text = "in this family's folders one tensor holds all experts.\nUse  experts=stacked"
-            raise UserError("the experts have no form of this name", [Problem(SEPARATE, text)])
+            raise UserError("the experts have no form of this name", SEPARATE, text)
         for tensor in (A, B):
             matrix = weights[adapter_name(layer, tensor)].as_matrix()
             rows = matrix.shape[0] // len(stack.names)

@@ -11,7 +11,7 @@ from fsdp_trainer.checkpoint.exports.hf_folder import exportable
 from fsdp_trainer.checkpoint.exports.other_tools import as_folder
 from fsdp_trainer.config.paths import is_adapter
 from fsdp_trainer.config.verbs import GGUF_NUMBERS, ExportConfig
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 
 SAME = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """GGUF's names of torch's number formats."""
@@ -22,7 +22,7 @@ def export_gguf(cfg: ExportConfig) -> int:
     """Write `out`, a FILE.gguf, and return the exit code. Raises UserError and RunFailed."""
     if importlib.util.find_spec("gguf") is None:
         reason = "needs the package of llama.cpp's authors:  pip install 'fsdp_trainer[gguf]'"
-        raise UserError("GGUF cannot be written", [Problem("form=gguf", reason)])
+        raise UserError("GGUF cannot be written", "form=gguf", reason)
     # an optional package
     from fsdp_trainer.interop.weights.gguf_file import write_gguf
 
@@ -50,8 +50,11 @@ def export_gguf_adapter(cfg: ExportConfig, source: Path, out: Path) -> int:
 
     numbers = SAME.get(cfg.dtype or "f32", cfg.dtype or "f32")
     if numbers == "q8_0":
-        problem = Problem("dtype=q8_0", "an adapter's matrices are narrow: use f32, f16 or bf16")
-        raise UserError("there is no GGUF of it", [problem])
+        raise UserError(
+            "there is no GGUF of it",
+            "dtype=q8_0",
+            "an adapter's matrices are narrow: use f32, f16 or bf16",
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if is_adapter(source):
@@ -70,15 +73,24 @@ def export_gguf_adapter(cfg: ExportConfig, source: Path, out: Path) -> int:
 
 def require_new_file(out: Path) -> None:
     if out.suffix != ".gguf":
-        problem = Problem(f"out={out}", "is no FILE.gguf, such as  out=model.gguf")
-        raise UserError("an export as GGUF is one file", [problem])
+        raise UserError(
+            "an export as GGUF is one file",
+            f"out={out}",
+            "is no FILE.gguf, such as  out=model.gguf",
+        )
     if out.exists():
-        problem = Problem(f"out={out}", "exists; choose another file or delete it")
-        raise UserError("something would be overwritten", [problem])
+        raise UserError(
+            "something would be overwritten",
+            f"out={out}",
+            "exists; choose another file or delete it",
+        )
 
 
 def require_number_format(cfg: ExportConfig) -> None:
     """Raise UserError for a number format that only GGUF has, with another form."""
     if cfg.dtype in GGUF_NUMBERS:
-        problem = Problem(f"dtype={cfg.dtype}", "only counts with  form=gguf")
-        raise UserError("a Hugging Face folder has torch's number formats", [problem])
+        raise UserError(
+            "a Hugging Face folder has torch's number formats",
+            f"dtype={cfg.dtype}",
+            "only counts with  form=gguf",
+        )

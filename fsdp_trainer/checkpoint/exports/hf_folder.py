@@ -48,7 +48,7 @@ from fsdp_trainer.config.paths import (
     tokenizer_folder,
 )
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import kind_of_weights
 from fsdp_trainer.models.config import COMPUTED_BY, TRAINED_MTP, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, stored_buffers
@@ -65,23 +65,27 @@ def exportable(source: str, form: str) -> Path:
     folder = Path(source).expanduser()
     if is_adapter(folder):
         if form == "adapter":
-            problem = Problem(f"source={source}", "has PEFT's format already: copy it")
-            raise UserError("the source is an adapter already", [problem])
+            raise UserError(
+                "the source is an adapter already",
+                f"source={source}",
+                "has PEFT's format already: copy it",
+            )
         return folder
     if is_whole_model(folder):
         text = "is a whole model in Hugging Face's format already: there is nothing to merge"
         if merged_into(folder):
             text = "is an export with its adapter already merged: use it without the adapter"
-        raise UserError("there is nothing to export", [Problem(f"source={source}", text)])
+        raise UserError("there is nothing to export", f"source={source}", text)
     if kind_of_weights(folder):
         if form == "adapter":
-            problem = Problem(f"source={source}", "is a whole model. Use  form=merged")
-            raise UserError("there is no adapter", [problem])
+            raise UserError(
+                "there is no adapter", f"source={source}", "is a whole model. Use  form=merged"
+            )
         return folder
     checkpoint = require_checkpoint(source)
     if form == "adapter" and not read_base(checkpoint).adapters:
         text = f"{checkpoint} has no adapter: all of its weights were trained.\nUse  form=merged"
-        raise UserError("there is no adapter", [Problem("form=adapter", text)])
+        raise UserError("there is no adapter", "form=adapter", text)
     return checkpoint
 
 

@@ -103,8 +103,9 @@ def weights(
     for name, on_disk in tensors.items():
         new = META.from_huggingface(name)
         if new is None:
-            problem = Problem(f"{folder}: {name}", "has no name in this form")
-            raise UserError("it cannot be exported", [problem])
+            raise UserError(
+                "it cannot be exported", f"{folder}: {name}", "has no name in this form"
+            )
         tensor = read_whole(on_disk, 0, on_disk.shape[0])
         if config.family in META.pairs and (".wq." in new or ".wk." in new):
             tensor = in_pairs(tensor, len(tensor) // config.head_dim).contiguous()
@@ -205,7 +206,7 @@ def meta_params(config: ModelConfig) -> dict[str, Any]:
         if not config.rope_scaling:
             what = f"head_dim={config.head_dim}"
         reason = "has no place in Meta's params.json"
-        raise UserError("it cannot be exported", [Problem(what, reason)])
+        raise UserError("it cannot be exported", what, reason)
     return params
 
 

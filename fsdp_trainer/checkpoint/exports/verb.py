@@ -11,7 +11,7 @@ from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint, exporta
 from fsdp_trainer.checkpoint.exports.other_tools import WRITERS, export_other
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 
 
 def export(cfg: ExportConfig) -> int:
@@ -49,12 +49,21 @@ def write_export(cfg: ExportConfig) -> int:
 def require_settings_of_form(cfg: ExportConfig) -> None:
     """Raise UserError for a setting that only counts with another form."""
     if cfg.form != "merged" and cfg.merge_into != "original":
-        problem = Problem(f"merge_into={cfg.merge_into}", "only counts with  form=merged")
-        raise UserError("nothing is merged in this way", [problem])
+        raise UserError(
+            "nothing is merged in this way",
+            f"merge_into={cfg.merge_into}",
+            "only counts with  form=merged",
+        )
     if cfg.form != "adapter" and cfg.experts != "stacked":
-        problem = Problem(f"experts={cfg.experts}", "only counts with  form=adapter")
-        raise UserError("a merged model has no adapters", [problem])
+        raise UserError(
+            "a merged model has no adapters",
+            f"experts={cfg.experts}",
+            "only counts with  form=adapter",
+        )
     if cfg.form != "compressed" and cfg.quantization:
-        problem = Problem(f"quantization={cfg.quantization}", "only counts with  form=compressed")
-        raise UserError("nothing is quantised in this form", [problem])
+        raise UserError(
+            "nothing is quantised in this form",
+            f"quantization={cfg.quantization}",
+            "only counts with  form=compressed",
+        )
     require_number_format(cfg)

@@ -27,7 +27,7 @@ from fsdp_trainer.base.folders import is_inside
 from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.formats.inert_pickles import DTYPES, Pickled, read_pickle
 from fsdp_trainer.checkpoint.formats.tensor_files import dtype_name
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import METADATA
 
 TENSORS = "tensors.json"
@@ -77,7 +77,7 @@ class TensorEntry:
         if any(corners.values()):
             some = f"{held // max(1, prod(self.shape[1:])):,} of {rows:,} rows"
             reason = f"holds {some} of {name}, or some of them twice"
-            raise UserError("cannot read the checkpoint", [Problem(str(checkpoint), reason)])
+            raise UserError("cannot read the checkpoint", str(checkpoint), reason)
 
 
 def _add_corners(
@@ -105,9 +105,7 @@ class Description:
             size = (checkpoint / file).stat().st_size
             if end > size:
                 reason = f"has {size:,} bytes, and tensors of it would end at byte {end:,}"
-                raise UserError(
-                    "cannot read the checkpoint", [Problem(str(checkpoint / file), reason)]
-                )
+                raise UserError("cannot read the checkpoint", str(checkpoint / file), reason)
 
     def as_metadata(self) -> Metadata:
         """Return the tensors as torch describes them, without other values: torch runs those."""
@@ -162,7 +160,7 @@ def require_safe_for_others(checkpoint: Path) -> None:
     own = read_description(checkpoint)
     if own != described_by_torch(checkpoint, "the checkpoint"):
         reason = f"describes other tensors than {TENSORS}, and other tools would read those"
-        raise UserError("the checkpoint is damaged", [Problem(str(checkpoint / METADATA), reason)])
+        raise UserError("the checkpoint is damaged", str(checkpoint / METADATA), reason)
 
 
 def _read(file: Path, parse: Callable[[bytes], Description], what: str) -> Description:
@@ -173,7 +171,7 @@ def _read(file: Path, parse: Callable[[bytes], Description], what: str) -> Descr
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         reason = f"is no description of a checkpoint, or holds more than that: {said:.300}"
-        raise UserError(f"cannot read {what}", [Problem(str(file), reason)]) from None
+        raise UserError(f"cannot read {what}", str(file), reason) from None
 
 
 def _of_json(content: bytes) -> Description:

@@ -26,8 +26,9 @@ def places_of(model: Any, stored: Mapping[str, Shape]) -> tuple[list[Any], list[
     try:
         return model.places(stored)
     except ValueError as error:
-        problem = Problem(model.config.family, str(error))
-        raise UserError("the model's weights cannot be converted", [problem]) from None
+        raise UserError(
+            "the model's weights cannot be converted", model.config.family, str(error)
+        ) from None
 
 
 def check_places(
@@ -117,8 +118,11 @@ def one_dtype(name: str, tensors: list[TensorOnDisk]) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         formats = " and ".join(sorted(map(dtype_name, dtypes)))
-        problem = Problem(name, f"has experts in {formats}: convert the folder to one format")
-        raise UserError("the experts of a block differ in their number format", [problem])
+        raise UserError(
+            "the experts of a block differ in their number format",
+            name,
+            f"has experts in {formats}: convert the folder to one format",
+        )
     return next(iter(dtypes))
 
 

@@ -13,7 +13,7 @@ from fsdp_trainer.base.torch_private import bounded_copies, numbers_in
 from fsdp_trainer.checkpoint.formats.description import Description, StoredPart, read_description
 from fsdp_trainer.checkpoint.formats.inert_pickles import plain_tensor
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_number
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 LARGEST_VALUE = 2**26  # bytes
 
@@ -72,8 +72,9 @@ class StoredTensors:
         Raises UserError if the checkpoint holds fewer or is damaged, and OSError.
         """
         if name not in self.entries:
-            problem = Problem(str(self.checkpoint), f"does not hold {name}")
-            raise UserError("cannot read the checkpoint", [problem])
+            raise UserError(
+                "cannot read the checkpoint", str(self.checkpoint), f"does not hold {name}"
+            )
         entry = self.entries[name]
         rows = next(iter(entry.shape), 1) if rows is None else rows
         entry.require_rows(rows, name, self.checkpoint)
@@ -97,13 +98,16 @@ class StoredTensors:
             if (tensor.first + prod(part.sizes)) * dtype.itemsize > numbers.length:
                 raise ValueError("fewer numbers")
         except (FileNotFoundError, IsADirectoryError):
-            problem = Problem(str(file), f"is not there, and {name} is in it: copy it again")
-            raise UserError("the checkpoint is not complete", [problem]) from None
+            raise UserError(
+                "the checkpoint is not complete",
+                str(file),
+                f"is not there, and {name} is in it: copy it again",
+            ) from None
         except (ValueError, RuntimeError) as error:
             line = str(error).partition("\n")[0]
             reason = (
                 f"is damaged, or not as the checkpoint describes it. In place of {name}: {line}"
             )
-            raise UserError("cannot read the checkpoint", [Problem(str(file), reason)]) from None
+            raise UserError("cannot read the checkpoint", str(file), reason) from None
         position = tuple(map(slice, part.offsets, map(add, part.offsets, part.sizes)))
         return Chunk(file, numbers.offset + tensor.first * dtype.itemsize, position)

@@ -180,7 +180,7 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
         raise UserError("a problem in the configuration", [not_yaml(error)]) from None
     except NOT_COMPOSED as error:
         raise UserError(
-            "a problem in the configuration", [Problem("composing", hydra_message(error))]
+            "a problem in the configuration", "composing", hydra_message(error)
         ) from None
 
 
@@ -377,7 +377,8 @@ def _checked(own: Path, config_dir: str | None) -> Path:
     if not own.is_dir():
         raise UserError(
             "a problem in the configuration",
-            [Problem(f"--config-dir {config_dir}", "there is no such folder")],
+            f"--config-dir {config_dir}",
+            "there is no such folder",
         )
     groups = [folder for folder in CONF.iterdir() if folder.is_dir()]
     packaged = {f"{group.name}/{name}.yaml" for group in groups for name in _names_in(group)}

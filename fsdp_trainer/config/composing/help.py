@@ -12,7 +12,7 @@ from fsdp_trainer.config.key_texts import comment, on_lines, written
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 USED_MOST = (
     *("data.path", "model.init_from", "tokenizer.path", "data.validation", "batch.seq_len"),
@@ -99,7 +99,7 @@ def _of_group(cls: Any, verb: str, group: str, config_dir: str | None) -> str:
     if not keys:
         names = " ".join(dict.fromkeys(key.split(".")[0] for key in flatten(cls) if "." in key))
         reason = f"{verb} has no such group of keys" + (f". It has: {names}" if names else "")
-        raise UserError("there is no help on that", [Problem(group, reason)])
+        raise UserError("there is no help on that", group, reason)
     lines = [f"keys of {group}", *map(_line, keys.items())]
     if group in GROUPS:
         names = " ".join(options("train", config_dir)[group])

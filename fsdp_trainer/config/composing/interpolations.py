@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 PLAIN_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}")
@@ -34,7 +34,7 @@ def require_few_interpolations(composed: Any) -> None:
     count = sum(text.count(START) - text.count(ENVIRONMENT) for text in rest)
     if count > MOST:
         reason = f"{count} of them refer to values with others, or to none: write the values out"
-        raise UserError("a problem in the configuration", [Problem("${…}", reason)])
+        raise UserError("a problem in the configuration", "${…}", reason)
 
 
 def _texts(node: Any) -> Iterator[str]:

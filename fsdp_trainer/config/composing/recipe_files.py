@@ -49,8 +49,9 @@ def read_yaml(path: Path) -> YamlFile:
     except yaml.MarkedYAMLError as error:
         raise UserError("a problem in the configuration", [not_yaml(error, path)]) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # no text, or control characters
-        problem = Problem(str(path), f"is not YAML: {error}")
-        raise UserError("a problem in the configuration", [problem]) from None
+        raise UserError(
+            "a problem in the configuration", str(path), f"is not YAML: {error}"
+        ) from None
     lines: dict[str, int] = {}
     if node:
         _collect_lines(node, "", lines)
@@ -168,8 +169,9 @@ def _register(path: Path) -> str:
             ConfigStore.instance().store(name, tree, group="recipe", package="_global_")
         except (OmegaConfBaseException, RecursionError) as error:
             line = str(error).partition("\n")[0]
-            problem = Problem(str(path), f"cannot be read: {line}")
-            raise UserError("a problem in the configuration", [problem]) from None
+            raise UserError(
+                "a problem in the configuration", str(path), f"cannot be read: {line}"
+            ) from None
     return name
 
 

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from fsdp_trainer.config.verbs import PRIMARY, ReportConfig
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 
 def is_path(word: str) -> bool:
@@ -26,7 +26,7 @@ def require_quotes(words: list[str]) -> None:
     if words and words[0] in STARTERS and not Path(words[0]).exists():
         line = shlex.join(["fsdp-trainer", "convert", shlex.join(words)])
         reason = f"a command line to convert is one word, in quotes:  {line}"
-        raise UserError("the command line cannot be read", [Problem(shlex.join(words), reason)])
+        raise UserError("the command line cannot be read", shlex.join(words), reason)
 
 
 def is_convertible(word: str) -> bool:
@@ -46,8 +46,7 @@ def as_source(verb: str, paths: list[str], words: list[str]) -> str:
         line = shlex.join(["fsdp-trainer", verb, paths[0], *others])
         reason = "`source` is given twice" if named else f"{verb} reads one at a time"
         raise UserError(
-            "the command line cannot be read",
-            [Problem(" ".join([*paths, *named]), f"{reason}:  {line}")],
+            "the command line cannot be read", " ".join([*paths, *named]), f"{reason}:  {line}"
         )
     if several:
         return f"source=[{','.join(map(_quoted, paths))}]"

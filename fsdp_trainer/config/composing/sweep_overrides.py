@@ -103,8 +103,9 @@ class SweepLine:
         try:
             self._hydra_sweeper.sweep([word for _, word in self.settings])
         except (HydraException, OmegaConfBaseException) as error:
-            problem = Problem("composing", hydra_message(error))
-            raise UserError("the sweep cannot be set up", [problem]) from None
+            raise UserError(
+                "the sweep cannot be set up", "composing", hydra_message(error)
+            ) from None
         finally:
             self._unused_folder.cleanup()
 
@@ -247,8 +248,7 @@ class SweepLine:
                 "nothing varies. Write a key with values to choose from, as"
                 "  'optim.lr=tag(log,interval(1e-6,1e-4))'  or  batch.rows=16,32"
             )
-            problem = Problem(f"hydra/sweeper={self.sweeper}", reason)
-            raise UserError("the sweep cannot be set up", [problem])
+            raise UserError("the sweep cannot be set up", f"hydra/sweeper={self.sweeper}", reason)
         self.swept |= {o.key_or_group: str(o.input_line) for o in varied.values()}
         keys = flatten(PRIMARY["train"])
         integer = {
@@ -289,8 +289,7 @@ def _require_lines(*place: str) -> None:
     """Raise UserError for a line break in the sweep's folder. place: the values of `PLACE`."""
     for key, text in zip(PLACE, place, strict=True):
         if "\n" in text:  # it would begin a command in a batch script
-            problem = Problem(f"{key}={text}", "must be one line")
-            raise UserError("the sweep cannot be set up", [problem])
+            raise UserError("the sweep cannot be set up", f"{key}={text}", "must be one line")
 
 
 def _listed(value: Any) -> list[str]:

@@ -32,8 +32,12 @@ from fsdp_trainer.config.key_texts import (
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
-from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, RecipesConfig
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.config.verbs import (
+    PRIMARY,
+    ConfigConfig,
+    RecipesConfig,
+)
+from fsdp_trainer.errors import UserError
 
 WIDTH = 140
 
@@ -200,7 +204,7 @@ def _print_schema(cfg: ConfigConfig, overrides: list[str], config_dir: str | Non
     others = ([f"key={cfg.key}"] if cfg.key else []) + overrides
     if others:
         reason = "does not go with schema=true, which describes all keys: leave it out"
-        raise UserError("a problem in the configuration", [Problem(others[0], reason)])
+        raise UserError("a problem in the configuration", others[0], reason)
     print(json.dumps(recipe_schema(options("train", config_dir)), indent=1))
     return 0
 
@@ -217,8 +221,7 @@ def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
     wanted = wanted or [key for key in keys if key == meant or key.startswith(f"{meant}.")]
     if not wanted:
         raise UserError(
-            "no such key",
-            [Problem(f"key={name}", why_unknown(str(name), None, keys, dict.fromkeys(GROUPS)))],
+            "no such key", f"key={name}", why_unknown(str(name), None, keys, dict.fromkeys(GROUPS))
         )
     return wanted
 

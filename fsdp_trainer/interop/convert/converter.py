@@ -377,8 +377,9 @@ def recipe_text(result: Conversion) -> str:
     lines += ["#   " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     text = "\n".join(lines).rstrip("#\n ") + "\n"
     if as_yaml(read_back(text)) != as_yaml(settings_of(result)):
-        problem = Problem(str(result.file.path), "has settings that a recipe cannot hold")
-        raise UserError("nothing is converted", [problem])
+        raise UserError(
+            "nothing is converted", str(result.file.path), "has settings that a recipe cannot hold"
+        )
     return text
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from fsdp_trainer.base.json_files import DEEPEST, is_deeper
 from fsdp_trainer.config.yaml_text import load_yaml
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.convert.command_line import (
     StartedTrainer,
     command_words,
@@ -75,8 +75,9 @@ def read_source(source: str) -> ForeignFile:
     if command_words(source) and not path.exists():
         return of_text(Path("the command line"), source)
     if not path.exists():
-        problem = Problem(f"source={source}", "there is no such file or folder")
-        raise UserError("there is nothing to convert", [problem])
+        raise UserError(
+            "there is nothing to convert", f"source={source}", "there is no such file or folder"
+        )
     return read_foreign_file(path)
 
 
@@ -95,14 +96,15 @@ def of_text(path: Path, text: str) -> ForeignFile:
         started = read_command_line(text)
         tree, path = with_files(started, path)
     if not isinstance(tree, dict) or not tree:
-        problem = Problem(str(path), f"holds no settings: {WHAT_IS_READ}")
-        raise UserError("there is nothing to convert", [problem])
+        raise UserError(
+            "there is nothing to convert", str(path), f"holds no settings: {WHAT_IS_READ}"
+        )
     settings = dict(flat(tree))
     tool = started.tool or tool_of(settings, bool(started.settings))
     if tool is None and started.method is None:
         known = "\n".join(f"{tool}: {' or '.join(signs)}" for tool, signs in SIGNS.items())
         reason = f"has none of the settings by which a trainer's file is known:\n{known}"
-        raise UserError("there is nothing to convert", [Problem(str(path), reason)])
+        raise UserError("there is nothing to convert", str(path), reason)
     file = with_trainer(path, tool or OWN_TOOL, settings, started.method)
     return replace(file, ranks=ranks_of(started.settings))
 
@@ -152,8 +154,9 @@ def found_near(path: Path, name: str) -> Path:
 
 def unreadable(path: Path, reason: str) -> UserError:
     """Return the error for a file that cannot be read."""
-    problem = Problem(str(path), f"cannot be read: {reason.splitlines()[0]}")
-    return UserError("there is nothing to convert", [problem])
+    return UserError(
+        "there is nothing to convert", str(path), f"cannot be read: {reason.splitlines()[0]}"
+    )
 
 
 def with_trainer(

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_header import GgufHeader, GgufTensor, read_header
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -41,13 +41,17 @@ def gguf_files(path: Path) -> list[Path]:
 def open_gguf(file: Path) -> GgufHeader:
     """Return what a file holds. Raises UserError."""
     if not find_spec("gguf"):
-        problem = Problem(str(file), "needs the package gguf:  pip install 'fsdp_trainer[gguf]'")
-        raise UserError("cannot read the model", [problem])
+        raise UserError(
+            "cannot read the model",
+            str(file),
+            "needs the package gguf:  pip install 'fsdp_trainer[gguf]'",
+        )
     try:
         return _opened(file, os.stat(file).st_mtime_ns)
     except (OSError, ValueError) as error:
-        problem = Problem(str(file), f"is no GGUF file, or not the whole of it: {error}")
-        raise UserError("cannot read the model", [problem]) from None
+        raise UserError(
+            "cannot read the model", str(file), f"is no GGUF file, or not the whole of it: {error}"
+        ) from None
 
 
 @lru_cache(maxsize=4)
@@ -66,7 +70,7 @@ def described_by_gguf(path: Path) -> dict[str, Any] | None:
     kind = facts.get("general.architecture")
     if kind not in DESCRIPTIONS or "token_embd.weight" not in tensors:
         reason = f"holds {kind}; read are whole models of  {' '.join(DESCRIPTIONS)}"
-        raise UserError("cannot read the model", [Problem(str(files[0]), reason)])
+        raise UserError("cannot read the model", str(files[0]), reason)
     own = {name.removeprefix(f"{kind}."): value for name, value in facts.items()}
     try:
         for name in (*NUMBERS, *OTHER_NUMBERS):
@@ -77,7 +81,7 @@ def described_by_gguf(path: Path) -> dict[str, Any] | None:
         reason = f"does not say {kind}.{error.args[0]}"
     except (ValueError, ArithmeticError, TypeError) as error:
         reason = f"describes no model: {error}"
-    raise UserError("cannot read the model", [Problem(str(files[0]), reason)])
+    raise UserError("cannot read the model", str(files[0]), reason)
 
 
 def _config(facts: dict[str, Any], tensors: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_trainer.base.folders import LONGEST_NAME, is_inside
 from fsdp_trainer.base.json_files import read_object
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_description import described_by_gguf, gguf_files
 
 METADATA = ".metadata"
@@ -123,8 +123,9 @@ def described_by_meta(folder: Path) -> dict[str, Any] | None:
     try:
         return _llama_config(read_object(file, title))
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        problem = Problem(str(file), f"is not Meta's: {type(error).__name__} {error}")
-        raise UserError(title, [problem]) from None
+        raise UserError(
+            title, str(file), f"is not Meta's: {type(error).__name__} {error}"
+        ) from None
 
 
 def _llama_config(params: dict[str, Any]) -> dict[str, Any]:

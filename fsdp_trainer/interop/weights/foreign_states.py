@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 """States that AdamW keeps of a parameter, as torch names them."""
@@ -39,7 +39,8 @@ def _is_option(value: Any) -> bool:
 
 def unusable_states(place: Path, reason: str) -> UserError:
     """Return the error about states that cannot be used."""
-    problem = Problem(
-        str(place), f"{reason}.\nTo begin with the weights alone, drop  optim.init_from"
+    return UserError(
+        "cannot read the optimizer's states",
+        str(place),
+        f"{reason}.\nTo begin with the weights alone, drop  optim.init_from",
     )
-    return UserError("cannot read the optimizer's states", [problem])

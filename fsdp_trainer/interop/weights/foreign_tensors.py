@@ -15,7 +15,7 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     dtype_name,
     read_whole,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.weights.tensor_names import TensorNames
 from fsdp_trainer.models.config import ModelConfig
 
@@ -149,5 +149,6 @@ def _misfit(tensor: TensorOnDisk, needed: str) -> UserError:
     """Return the error about a tensor that is not what its name says."""
     form = f"{list(tensor.shape)} in {dtype_name(tensor.dtype)}"
     file = next((str(chunk.file) for chunk in tensor.chunks), "the weights")
-    problem = Problem(file, f"has a tensor of {form} in place of {needed}")
-    return UserError("the weights do not fit the model", [problem])
+    return UserError(
+        "the weights do not fit the model", file, f"has a tensor of {form} in place of {needed}"
+    )

@@ -69,7 +69,7 @@ def alpha_of(about: dict[str, Any]) -> float:
     for key in ("rank_pattern", "alpha_pattern"):
         if about.get(key):
             reason = "a GGUF adapter has one scale for all layers. Use  form=gguf , which merges it"
-            raise UserError("there is no GGUF of it", [Problem(f"{key}={about[key]}", reason)])
+            raise UserError("there is no GGUF of it", f"{key}={about[key]}", reason)
     alpha, rank = float(about["lora_alpha"]), int(about["r"])
     return alpha * math.sqrt(rank) if about.get("use_rslora") else alpha
 

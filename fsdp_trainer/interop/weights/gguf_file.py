@@ -160,7 +160,7 @@ def require_same(config: ModelConfig, folder: Path) -> None:
     """Raise UserError for a model that llama.cpp would compute in another way."""
     for difference in KNOWN[config.family].differences(config):
         reason = "is not what llama.cpp assumes of these models: it would compute something else"
-        raise UserError("there is no GGUF of it", [Problem(f"{folder}: {difference}", reason)])
+        raise UserError("there is no GGUF of it", f"{folder}: {difference}", reason)
     kind = (config.rope_scaling or {}).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn", "llama3"):
         reason = f"is a scaling of positions that is not written as GGUF.\n{BY_LLAMA_CPP}"
@@ -350,7 +350,7 @@ def vocabulary_of(folder: Path, size: int) -> Vocabulary:
         return sentencepiece_vocabulary(folder, size)
     if not (folder / "tokenizer.json").is_file():
         reason = "has no tokenizer, which a GGUF file includes. Copy the model's tokenizer.json"
-        raise UserError("there is no GGUF of it", [Problem(str(folder), reason)])
+        raise UserError("there is no GGUF of it", str(folder), reason)
     stored = json.loads((folder / "tokenizer.json").read_text())
     cut = name_of_cut(stored)
     if stored["model"]["type"] != "BPE" or cut is None:
@@ -358,7 +358,7 @@ def vocabulary_of(folder: Path, size: int) -> Vocabulary:
             "has a tokenizer for which llama.cpp has no name.\nThere are SentencePiece's, GPT-2's,"
             " Llama 3's and Qwen's"
         )
-        raise UserError("there is no GGUF of it", [Problem(str(folder), reason)])
+        raise UserError("there is no GGUF of it", str(folder), reason)
     texts = {number: text for text, number in stored["model"]["vocab"].items()}
     types = dict.fromkeys(texts, NORMAL)
     for added in stored.get("added_tokens", []):
@@ -400,7 +400,7 @@ def sentencepiece_vocabulary(folder: Path, size: int) -> Vocabulary:
     }
     if reasons := [what for what, differs in differences.items() if differs]:
         reason = f"{' and '.join(reasons)}, which llama.cpp does not follow: answers would differ"
-        raise UserError("there is no GGUF of it", [Problem(str(file), reason)])
+        raise UserError("there is no GGUF of it", str(file), reason)
     vocab = gguf.vocab.SentencePieceVocab(folder)
     rows = list(vocab.all_tokens())[:size]
     rows += [(f"[PAD{i}]".encode(), -10000.0, UNUSED) for i in range(len(rows), size)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor, read
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_description import ROPE_FACTORS, gguf_files, open_gguf
 from fsdp_trainer.interop.folders.gguf_header import GgufTensor
 from fsdp_trainer.interop.weights.foreign_tensors import (
@@ -114,7 +114,7 @@ def _require_decoder(stored: GgufTensor) -> None:
     except NotImplementedError:
         form = f"{list(stored.shape)} in {stored.kind.name}"
         reason = f"has {stored.name} with {form}, which is not read"
-        raise UserError("cannot read the model", [Problem(str(stored.file), reason)]) from None
+        raise UserError("cannot read the model", str(stored.file), reason) from None
 
 
 def _require_factors(stored: GgufTensor, config: ModelConfig) -> None:
@@ -128,4 +128,4 @@ def _require_factors(stored: GgufTensor, config: ModelConfig) -> None:
             f"scales positions by {ROPE_FACTORS} in another way than Llama 3.1 does.\nWrite the"
             " model's config.json beside it"
         )
-        raise UserError("cannot read the model", [Problem(str(stored.file), reason)])
+        raise UserError("cannot read the model", str(stored.file), reason)

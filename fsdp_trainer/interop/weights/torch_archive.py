@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_number
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 ZIP, NAMED = b"PK\x03\x04", re.compile(r"GLOBAL (\S+)")
 """First bytes of a file, and how torch names what it does not unpickle."""
@@ -81,7 +81,7 @@ class TorchArchive:
         return read_number(self.file, on_disk.chunks[0].offset, on_disk.dtype)
 
     def _error(self, reason: str) -> UserError:
-        return UserError(f"cannot read {self._what}", [Problem(str(self.file), reason)])
+        return UserError(f"cannot read {self._what}", str(self.file), reason)
 
 
 def _is_plain(tensor: Tensor) -> bool:

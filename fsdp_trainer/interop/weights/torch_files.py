@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.config.weight_files import weight_files
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import (
     META_FILES,
     TORCH_INDEX,
@@ -42,7 +42,7 @@ def torch_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]
         if twice := tensors.keys() & further.keys():
             other = tensors[min(twice)].chunks[0].file.name
             reason = f"has {min(twice)} too, as {other}: move the files of another model away"
-            raise UserError("the weights are not clear", [Problem(str(file), reason)])
+            raise UserError("the weights are not clear", str(file), reason)
         tensors |= further
     return huggingface_names(tensors, config)
 
@@ -54,8 +54,11 @@ def meta_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     for name, first in parts[0].items():
         held = [part[name] for part in parts if name in part]
         if len(held) != len(parts):
-            problem = Problem(str(folder), f"not each of {META_FILES} has {name}: copy them again")
-            raise UserError("the weights are not complete", [problem])
+            raise UserError(
+                "the weights are not complete",
+                str(folder),
+                f"not each of {META_FILES} has {name}: copy them again",
+            )
         if len(held) > 1 and len(first.shape) == 2:
             whole[name] = joined(held, _cut_dimension(name, first, config))
         else:
@@ -73,8 +76,11 @@ def _named_files(folder: Path) -> list[Path]:
     files = weight_files(folder, TORCH_SINGLE, TORCH_INDEX) or torch_files(folder)
     missing = [file for file in files if not file.is_file()]
     if missing:
-        problem = Problem(str(missing[0]), f"is not there, and {TORCH_INDEX} names it")
-        raise UserError("the weights are not complete", [problem])
+        raise UserError(
+            "the weights are not complete",
+            str(missing[0]),
+            f"is not there, and {TORCH_INDEX} names it",
+        )
     return files
 
 
@@ -87,7 +93,7 @@ def tensors_of(file: Path) -> dict[str, TensorOnDisk]:
         if isinstance(name, str) and isinstance(tensor, Tensor) and tensor.is_floating_point():
             tensors[name] = archive.tensor(name, tensor)
     if not tensors:
-        raise UserError("cannot read the weights", [Problem(str(file), "holds no weights")])
+        raise UserError("cannot read the weights", str(file), "holds no weights")
     return tensors
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.weights.foreign_tensors import (
     ForeignTensor,
     equal_parts,
@@ -39,8 +39,11 @@ def huggingface_names(tensors: Tensors, config: ModelConfig) -> dict[str, Foreig
     for name, tensor in tensors.items():
         short = WRAPPERS.sub("", name)
         if short in plain:
-            problem = Problem(name, f"is there without the names of torch's wrappers too: {short}")
-            raise UserError("the weights are not clear", [problem])
+            raise UserError(
+                "the weights are not clear",
+                name,
+                f"is there without the names of torch's wrappers too: {short}",
+            )
         plain[short] = tensor
     for embedding, translate in BY_EMBEDDING.items():
         found = [name for name in plain if name == embedding or name.endswith(f".{embedding}")]

@@ -26,7 +26,7 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     dtype_name,
     read,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import ZERO_MODEL, ZERO_STATES, zero_folder
 from fsdp_trainer.interop.weights.foreign_states import (
     MOMENTS,
@@ -134,7 +134,7 @@ def _of_its_form(checkpoint: Path) -> Iterator[None]:
         yield
     except WRONG_FORM as error:
         reason = f"is no checkpoint of ZeRO, or not the whole of it: {_said(error)}"
-        raise UserError("cannot read the weights", [Problem(str(checkpoint), reason)]) from None
+        raise UserError("cannot read the weights", str(checkpoint), reason) from None
 
 
 def _said(error: Exception) -> str:
@@ -194,7 +194,7 @@ def opened(checkpoint: Path) -> Partitions:
     missing = next(rank for rank in count() if rank not in files)
     if missing < ranks:
         reason = f"has the parts of {len(files)} of {ranks} ranks: rank {missing} is missing"
-        raise UserError("the weights are not complete", [Problem(str(checkpoint), reason)])
+        raise UserError("the weights are not complete", str(checkpoint), reason)
     archives = [_opened(files[rank]) for rank in range(ranks)]
     parts = [(archive, archive.content["optimizer_state_dict"]) for archive in archives]
     return Partitions(about["param_shapes"], about.get("frozen_param_shapes") or {}, parts)

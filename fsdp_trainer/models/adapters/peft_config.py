@@ -263,7 +263,7 @@ def matched(text: str, name: str, whole: bool = False) -> re.Match[str] | None:
 
 def _unusable(text: str, reason: str) -> UserError:
     title = "the adapter's configuration cannot be used"
-    return UserError(title, [Problem(text[:200], reason)])
+    return UserError(title, text[:200], reason)
 
 
 def ends_of(name: str) -> list[str]:
@@ -391,10 +391,10 @@ def read_folder(folder: Path) -> PeftFolder:
                 f"is not there, only {OTHER_WEIGHTS}, which may run code. Load and save it once:"
                 "\nPeftModel.from_pretrained(…).save_pretrained(DIR)"
             )
-        raise UserError("there are no weights", [Problem(str(path), text)]) from None
+        raise UserError("there are no weights", str(path), text) from None
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         text = f"is no safetensors file, or was copied in part: do it again ({error})"
-        raise UserError("the adapter cannot be read", [Problem(str(path), text)]) from None
+        raise UserError("the adapter cannot be read", str(path), text) from None
 
 
 def _read_header(path: Path) -> tuple[dict[str, Shape], dict[str, int]]:

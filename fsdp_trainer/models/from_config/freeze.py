@@ -51,8 +51,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError("train.freeze names parameters that the model does not have", unmatched)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         text = "fits every parameter: nothing would be trained. Leave some out"
-        problem = Problem(f"train.freeze={list(patterns)}", text)
-        raise UserError("nothing would be trained", [problem])
+        raise UserError("nothing would be trained", f"train.freeze={list(patterns)}", text)
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

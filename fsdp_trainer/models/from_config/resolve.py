@@ -119,8 +119,9 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool, added: int = 
             f"the tokenizer has {tokens:,} tokens, more than the model's embedding has rows.\n"
             f"Use the model's own tokenizer, or add rows with  model.vocab_size={tokens}"
         )
-        problem = Problem(f"model.vocab_size={config.vocab_size}", reason)
-        raise UserError("tokenizer and model do not fit", [problem])
+        raise UserError(
+            "tokenizer and model do not fit", f"model.vocab_size={config.vocab_size}", reason
+        )
     return config
 
 

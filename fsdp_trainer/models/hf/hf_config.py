@@ -97,8 +97,9 @@ def config_object(raw: Json, folder: str) -> Any:
         return transformers.CONFIG_MAPPING[kind].from_dict(DECODE(copy.deepcopy(raw)))
     except Exception as error:  # any, from transformers' checks of the values
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        problem = Problem(f"model_type={kind}", "\n".join(lines[:6]))
-        raise UserError(f"transformers cannot read {path}", [problem]) from None
+        raise UserError(
+            f"transformers cannot read {path}", f"model_type={kind}", "\n".join(lines[:6])
+        ) from None
 
 
 def absurd_count(raw: Json) -> Problem | None:
@@ -261,8 +262,9 @@ def describe(hf: PreTrainedModel) -> Described:
     if head is None and is_encoder(hf.config.to_dict()):
         return describe_encoder(hf)
     if head is None:
-        problem = Problem(type(hf).__name__, "has no head that makes logits")
-        raise UserError("the model writes no text", [problem])
+        raise UserError(
+            "the model writes no text", type(hf).__name__, "has no head that makes logits"
+        )
     named = {id(module): name for name, module in hf.named_modules()}
     names = WeightNames(
         embedding=f"{named[id(embedding)]}.weight",
@@ -345,8 +347,11 @@ def block_list(hf: PreTrainedModel) -> tuple[str, dict[str, nn.Module]]:
     }
     candidates = named or lists
     if not candidates:
-        problem = Problem(type(hf).__name__, "has no list of blocks to shard one by one")
-        raise UserError("the model has no blocks", [problem])
+        raise UserError(
+            "the model has no blocks",
+            type(hf).__name__,
+            "has no list of blocks to shard one by one",
+        )
     longest = max(candidates, key=lambda name: len(candidates[name]))
     blocks = [each for each in candidates[longest] if not isinstance(each, MtpBlock)]
     return longest, {str(i): module for i, module in enumerate(blocks)}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
@@ -391,8 +391,7 @@ def new_head(config: ModelConfig, before: Any) -> Head:
 def require_classifier(config: ModelConfig) -> None:
     if not hasattr(transformers, config.architecture):
         reason = f"transformers has no {config.architecture}, which would read the model"
-        problem = Problem(f"model_type={config.family}", reason)
-        raise UserError("there is no such model of scores", [problem])
+        raise UserError("there is no such model of scores", f"model_type={config.family}", reason)
 
 
 def replace_module(root: nn.Module, before: nn.Module, after: nn.Module | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.decoder import MediaInputs
 
 PROJECTORS = (
@@ -55,8 +55,11 @@ class ImageTower:
                 f"the images of {type(hf).__name__} are computed in a way that is not known.\n"
                 f"transformers is {transformers.__version__}; images need 5.23 or newer"
             )
-            problem = Problem(f"model_type={hf.config.model_type}", reason)
-            raise UserError("the model's images are not computed here", [problem])
+            raise UserError(
+                "the model's images are not computed here",
+                f"model_type={hf.config.model_type}",
+                reason,
+            )
         self.tower: nn.Module = tower
         self.takes = set(inspect.signature(features).parameters)
         self.both_ways = TOKEN_TYPES in forward

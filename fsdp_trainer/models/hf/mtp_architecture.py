@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.further_blocks import HEADS, stored_heads
 
@@ -16,7 +16,7 @@ def with_mtp_head(config: ModelConfig, setting: str, without: str) -> ModelConfi
     if config.mtp_heads:
         return config
     if problem := why_no_head(config, f"Use  {without}"):
-        raise UserError("there is no MTP head that is computed", [Problem(setting, problem)])
+        raise UserError("there is no MTP head that is computed", setting, problem)
     config = replace(config, mtp_heads=1)
     if not config.by_transformers:
         return config

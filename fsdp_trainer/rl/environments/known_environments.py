@@ -12,7 +12,7 @@ from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.environments.calculator import Calculator
 from fsdp_trainer.rl.environments.document_search import DocumentSearch
 from fsdp_trainer.rl.environments.endpoint import UserProgram
@@ -161,4 +161,4 @@ def _made(entry: Entry, make: Callable[[], Any], name: str) -> Any:
 
 
 def _bad(entry: Entry, reason: str) -> UserError:
-    return UserError("the environment cannot be used", [Problem(f"{KEY}={as_text(entry)}", reason)])
+    return UserError("the environment cannot be used", f"{KEY}={as_text(entry)}", reason)

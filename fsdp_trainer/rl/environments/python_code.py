@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fsdp_trainer.config.keys import key
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.environments.environment import Start, ToolEnvironment, tool
 from fsdp_trainer.rl.rewards.code import NOT_CONFINED, run_confined
 from fsdp_trainer.rl.rewards.sandbox import UNPROTECTED
@@ -51,7 +51,7 @@ class Python(ToolEnvironment):
         with tempfile.TemporaryDirectory(prefix="fsdp_trainer_python_") as folder:
             verdict = run_confined(job, [token], folder, self.seconds)
         if verdict == UNPROTECTED:
-            raise UserError("Python cannot be run", [Problem("python", NOT_CONFINED)])
+            raise UserError("Python cannot be run", "python", NOT_CONFINED)
         given, _, rest = verdict.partition(" ")
         if given != token:
             return f"error: the code was ended: at most {self.cpu_seconds} s, {self.memory_mib} MiB"

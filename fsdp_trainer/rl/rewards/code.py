@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from fsdp_trainer.base.process import cores
 from fsdp_trainer.config.keys import key
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.rewards.reward import Attempt, Reward
 from fsdp_trainer.rl.rewards.sandbox import UNPROTECTED
 
@@ -105,7 +105,7 @@ class Code(Reward):
         }
         verdict = run_confined(job, [*tests, token], folder, self.seconds)
         if verdict == UNPROTECTED:
-            raise UserError("code cannot be scored", [Problem("code", NOT_CONFINED)])
+            raise UserError("code cannot be scored", "code", NOT_CONFINED)
         given, _, passed = verdict.partition(" ")
         if given != token or not passed.isdecimal():
             return 0.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fsdp_trainer.config.keys import key
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.rewards.reward import Attempt, Reward
 
 
@@ -45,7 +45,7 @@ class Length(Reward):
     def _length(self, attempt: Attempt) -> int:
         if self.unit == "tokens":
             if attempt.tokens is None:
-                raise UserError("answers cannot be scored", [Problem("unit: tokens", NO_TOKENIZER)])
+                raise UserError("answers cannot be scored", "unit: tokens", NO_TOKENIZER)
             return attempt.tokens
         return len(attempt.answer.split() if self.unit == "words" else attempt.answer)
 

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.extensions import REWARDS as REGISTERED
 from fsdp_trainer.rl.rewards.code import Code
 from fsdp_trainer.rl.rewards.exact import Exact
@@ -40,8 +40,9 @@ def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
     problems = list(entry_problems(entries))
     if problems:
         reason = "\n".join(problems)
-        problem = Problem(f"objective.rewards={as_text(list(entries))}", reason)
-        raise UserError("the rewards cannot be used", [problem])
+        raise UserError(
+            "the rewards cannot be used", f"objective.rewards={as_text(list(entries))}", reason
+        )
     return [_make(entry) for entry in entries]
 
 

@@ -12,7 +12,7 @@ from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.template_forms import convert_turns
 from fsdp_trainer.data.templates.template_probes import ASK, CALL, TOOL
 from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.rl.environments.bounded_calls import call_all
 from fsdp_trainer.rl.environments.environment import Message, row_of
 from fsdp_trainer.rl.environments.known_environments import EnvironmentSpec
@@ -153,7 +153,7 @@ class EpisodePlayer:
             reason = UNREAD_CALLS.format(shown=self.unread_call)
             title = "the model's tool calls cannot be read"
             name = f"the chat template {self.turn_tokens.template.name}"
-            raise UserError(title, [Problem(name, reason)])
+            raise UserError(title, name, reason)
         episode.show(self._bounded(messages), tools or None)
         return self._tokens(lambda: self.turn_tokens.prompt(episode.messages, episode.tools))
 

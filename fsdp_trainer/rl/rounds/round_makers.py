@@ -8,7 +8,7 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.environments.known_environments import KEY, EnvironmentSpec, find_environment
@@ -53,7 +53,7 @@ class RoundMakers:
             use = (
                 "Use  objective.rewards=[exact]  or another, or give it a method  reward(messages)"
             )
-            raise UserError("nothing rewards the answers", [Problem(KEY, reason + use)])
+            raise UserError("nothing rewards the answers", KEY, reason + use)
         return cls(setup, open_models(rewards, setup.device) if scores else rewards, environment)
 
     @property

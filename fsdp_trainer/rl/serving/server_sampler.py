@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.web import RequestFailed
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.rl.rollouts.sampler import Request, SampledAnswer
 from fsdp_trainer.rl.serving.policy_server import Completion, PolicyServer, ServedModel
 from fsdp_trainer.rl.serving.policy_weights import PolicyWeights
@@ -168,8 +168,9 @@ def find_served(server: PolicyServer, wanted: str, exactly: bool) -> ServedModel
         outcome = _ask_for_model(server, wanted, exactly)
     served, reason = gather(outcome)[0]
     if served is None:
-        problem = Problem(f"objective.server={server.url}", reason)
-        raise UserError("the server cannot answer prompts", [problem])
+        raise UserError(
+            "the server cannot answer prompts", f"objective.server={server.url}", reason
+        )
     return served
 
 

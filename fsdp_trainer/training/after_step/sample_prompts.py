@@ -10,7 +10,7 @@ from fsdp_trainer.config.schema import Train, TrainConfig
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.continuations import generate_tokens
 from fsdp_trainer.generation.prompt_ranks import SamePrompts
 from fsdp_trainer.generation.sampling import Sampling
@@ -77,12 +77,12 @@ def encode_prompt(
         text = template.ask([{"role": "user", "content": prompt}]) if template else prompt
     except RecordError as error:
         reason = f"{error}\nUse  train.sample_raw=true  to continue plain text"
-        raise UserError("a sample prompt cannot be rendered", [Problem(name, reason)]) from None
+        raise UserError("a sample prompt cannot be rendered", name, reason) from None
     tokens = tokenizer.encode(text)
     if len(tokens) >= context:
         reason = (
             f"has {len(tokens):,} tokens, the model's context {context:,}: "
             "there is no room for an answer. Use a shorter one"
         )
-        raise UserError("a sample prompt is too long", [Problem(name, reason)])
+        raise UserError("a sample prompt is too long", name, reason)
     return tokens

@@ -54,7 +54,7 @@ from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.batches import Batches, BatchOptions
 from fsdp_trainer.training.objective import CrossEntropy
 
 SEQ_LEN = 1024
@@ -295,10 +295,7 @@ def batches_of(store: TokenStore, seq_len: int, ranks: int = 1) -> Batches:
     """Return batches of shuffled best-fit rows, with one row in a micro-batch."""
     return Batches(
         Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]),
-        1,
-        0,
-        ranks,
-        torch.device("cpu"),
+        BatchOptions(1, 0, ranks, torch.device("cpu")),
     )
 
 

@@ -325,7 +325,7 @@ class PreferenceMethod(Method):
         """See Method. A reference that is stored reads all rows; `model` may keep its weights."""
         if self.second is None or self.second.mode != "stored":
             return self.rows, {}
-        setup, batches = self.setup, partial(Batches, **vars(options))
+        setup, batches = self.setup, partial(Batches, options=options)
         column = ReferenceColumn(
             setup.cfg, self.rows, setup.dims, setup.observer.say, model, batches
         )

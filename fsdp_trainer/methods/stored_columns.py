@@ -188,16 +188,16 @@ class ReferenceColumn(StoredColumn):
     def decisive(self, order: RowOrder, digest: str) -> list[Any]:
         batches = self.batches(alone(order))
         options = {
-            "micro_rows": batches.micro_rows,
-            "attention": batches.attention,
-            "pad_to_multiple": batches.pad_to_multiple,
+            "micro_rows": batches.options.micro_rows,
+            "attention": batches.options.attention,
+            "pad_to_multiple": batches.options.pad_to_multiple,
         }
         return [
             digest,
             order.store.fingerprint,
             [order.packing, order.seq_len, order.shuffle, self.cfg.run.seed],
             asdict(self.cfg.precision),
-            [options, self.cfg.compile.enabled, str(batches.device)],
+            [options, self.cfg.compile.enabled, str(batches.options.device)],
         ]
 
     def compute(self, digest: str) -> list[SampleColumns]:
@@ -217,11 +217,11 @@ class ReferenceColumn(StoredColumn):
     def _sums(self, order: RowOrder, rows: int) -> np.ndarray:
         """Return Σ log-probability of each sample's targets, [samples] float64. Collective."""
         batches = self.batches(alone(order))
-        sums = torch.zeros(len(order.store), dtype=torch.float64, device=batches.device)
+        sums = torch.zeros(len(order.store), dtype=torch.float64, device=batches.options.device)
         try:
             for numbers, batch in read_all(batches, rows):
                 samples = [sample for row in numbers.tolist() for sample, _, _ in order.row(row)]
-                places = torch.tensor(samples, dtype=torch.int64, device=batches.device)
+                places = torch.tensor(samples, dtype=torch.int64, device=batches.options.device)
                 scores = self.model(batch).scores
                 sums[places] = sums_by_document(scores.log_probability, batch)
         finally:
@@ -241,7 +241,7 @@ def read_all(batches: Batches, rows: int) -> Iterator[tuple[np.ndarray, MicroBat
     """
     order = batches.order
     for plan in batches.plans(rows, order.rows_per_epoch):
-        for numbers in batches.assign_rows_to_ranks(plan)[:, batches.rank]:
+        for numbers in batches.assign_rows_to_ranks(plan)[:, batches.options.rank]:
             phases.enter("start")  # a heartbeat
             own = numbers[numbers >= 0]
             yield own, batches.assemble(order.read_rows(own))

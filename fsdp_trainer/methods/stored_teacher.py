@@ -48,7 +48,7 @@ from fsdp_trainer.models.soft_targets import ListedTargets, TeacherLogits, TopTo
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.training.attention_setup import choose_attention
-from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan
 from fsdp_trainer.training.weights import fill
 
 VERSION = 1
@@ -247,14 +247,16 @@ class TeacherColumn(StoredColumn):
         attention = choose_attention(cfg, [config], self.world.device, False, method)
         return Batches(
             mixture,
-            micro_rows=cfg.batch.micro_rows,
-            rank=dims.batch_rank,
-            ranks=dims.batch_ranks,
-            device=self.world.device,
-            pad_to_multiple=cfg.data.pad_to_multiple,
-            same_rows=dims.same_rows,
-            context=context_ranks(dims, method, config.windows),
-            attention=attention.layout,
+            BatchOptions(
+                micro_rows=cfg.batch.micro_rows,
+                rank=dims.batch_rank,
+                ranks=dims.batch_ranks,
+                device=self.world.device,
+                pad_to_multiple=cfg.data.pad_to_multiple,
+                same_rows=dims.same_rows,
+                context=context_ranks(dims, method, config.windows),
+                attention=attention.layout,
+            ),
         )
 
 

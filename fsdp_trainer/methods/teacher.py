@@ -124,7 +124,7 @@ def shard_teacher(
     stay in force.
     """
     model = meta_decoder(config)
-    model.lm_head.forward = lambda hidden: hidden  # the student's head makes the logits
+    model.lm_head.passes_states = True  # the student's head makes the logits
     model = shard_frozen(model, Computation.of(cfg, compiled), dims)
     register_fsdp_forward_method(model, "states_for_head")
     known = min(config.vocab_size, student.vocab_size)

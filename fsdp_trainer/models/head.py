@@ -100,6 +100,8 @@ class Head(nn.Module):
         self.chunk_mib: int | None = None
         self.temperature = 1.0
         """Divisor of the logits for scores; inference does not apply it."""
+        self.passes_states = False
+        """True if it returns the states without targets: another model's head makes the logits."""
         self.is_compiled = False
         """Compiled operators need no float32 logits in memory."""
         self.score: Callable = score_chunk
@@ -120,7 +122,7 @@ class Head(nn.Module):
         logits, [..., vocabulary].
         """
         if targets is None:
-            return self.logits(hidden)
+            return hidden if self.passes_states else self.logits(hidden)
         hidden = self.inputs(hidden)
         if self.temperature != 1:
             hidden = hidden / self.temperature

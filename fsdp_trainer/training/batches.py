@@ -124,20 +124,16 @@ class BatchOptions:
         return replace(self, rank=own, ranks=part.count * self.ranks, groups=part.count)
 
 
-class Assembler(BatchOptions):
+class Assembler:
     """Makes micro-batches from a rank's rows, on its device."""
 
-    def __init__(self, seq_len: int, sources: int, *args: Any, **options: Any):
-        """sources: number of data sources whose losses are reported separately.
-
-        args, options: those of BatchOptions.
-        """
-        super().__init__(*args, **options)
-        self.seq_len, self.sources = seq_len, sources
+    def __init__(self, seq_len: int, sources: int, options: BatchOptions):
+        """sources: number of data sources whose losses are reported separately."""
+        self.seq_len, self.sources, self.options = seq_len, sources, options
 
     def count(self, plan: StepPlan) -> int:
         """Return the number of micro-batches per rank; surplus slots get empty rows."""
-        return math.ceil(plan.rows / (self.micro_rows * self.ranks))
+        return math.ceil(plan.rows / (self.options.micro_rows * self.options.ranks))
 
     def suspects_event(self, ranks: list[int], samples: list[str]) -> dict[str, Any]:
         """Return the fields of an event that name the suspects of a bad step.
@@ -145,13 +141,14 @@ class Assembler(BatchOptions):
         They are at most MAX_SUSPECTS ranks and samples, and the number of further samples. ranks:
         numbered like `rank`; the event has global ranks, those of each group after another.
         """
-        own = self.ranks // self.groups  # positions of a group
-        size = own * self.same_rows  # ranks of a stage
+        stages, same_rows = self.options.stages, self.options.same_rows
+        own = self.options.ranks // self.options.groups  # positions of a group
+        size = own * same_rows  # ranks of a stage
         readers = [
-            (rank // own * self.stages + stage) * size + rank % own * self.same_rows + i
+            (rank // own * stages + stage) * size + rank % own * same_rows + i
             for rank in ranks
-            for stage in range(self.stages)
-            for i in range(self.same_rows)
+            for stage in range(stages)
+            for i in range(same_rows)
         ]
         different = [*dict.fromkeys(samples)]
         event = {"ranks": readers[:MAX_SUSPECTS], "samples": different[:MAX_SUSPECTS]}
@@ -169,11 +166,11 @@ class Assembler(BatchOptions):
         are filled with padding. If rows are divided among ranks, the shape is
         [micro_rows, length / ranks]: rows are cut here, where every token already has its label.
         """
-        if len(rows.documents) < self.micro_rows:
-            given, rows = rows, Rows.empty(self.micro_rows, self.seq_len)
+        if len(rows.documents) < self.options.micro_rows:
+            given, rows = rows, Rows.empty(self.options.micro_rows, self.seq_len)
             rows.put(range(len(given.documents)), given)
-        if self.pooling:
-            rows = at_pooled_tokens(rows, self.pooling)
+        if self.options.pooling:
+            rows = at_pooled_tokens(rows, self.options.pooling)
         length = self.length(rows)
         layout = self.layout(rows.documents, length)
         own = layout.local_positions()
@@ -181,11 +178,11 @@ class Assembler(BatchOptions):
         padding = (0, round_up(max(1, len(index)), INDEX_STEP) - len(index))
 
         def part(values: np.ndarray) -> Tensor:
-            return to_device(np.take_along_axis(values, own, 1), self.device)
+            return to_device(np.take_along_axis(values, own, 1), self.options.device)
 
         def padded(values: np.ndarray, fill: int = 0) -> Tensor:
             sizes = [padding, *[(0, 0)] * (values.ndim - 1)]
-            return to_device(np.pad(values, sizes, constant_values=fill), self.device)
+            return to_device(np.pad(values, sizes, constant_values=fill), self.options.device)
 
         def supervised(values: np.ndarray) -> Tensor:
             in_rows = np.arange(len(own))[:, None]
@@ -194,18 +191,19 @@ class Assembler(BatchOptions):
         def of_documents(values: list[list[Any]] | None, dtype: type) -> Tensor | None:
             if values is None:
                 return None
-            return to_device(np.array([*chain(*values)], dtype), self.device)
+            return to_device(np.array([*chain(*values)], dtype), self.options.device)
 
         documents = groups = reference = label_values = kinds = None
-        if self.number_documents:
+        if self.options.number_documents:
             rows_before = np.arange(len(own))[:, None] * length
             places = (own + rows_before).reshape(-1)[index]
             numbers, group_numbers = number_documents(rows, places, length)
             documents = padded(numbers, fill=len(group_numbers))
-            groups = to_device(group_numbers, self.device)
+            groups = to_device(group_numbers, self.options.device)
             reference = of_documents(rows.reference, np.float64)
             label_values = of_documents(rows.label_values, np.float64)
             kinds = of_documents(rows.kinds, np.int64)
+        loader, device = self.options.media, self.options.device
         return MicroBatch(
             part(rows.tokens),
             part(rows.positions),
@@ -216,27 +214,28 @@ class Assembler(BatchOptions):
             supervised(rows.sources) if self.sources > 1 else None,
             documents,
             groups,
-            part(tokens_of_documents(rows.documents, length)) if self.mark_tokens else None,
+            part(tokens_of_documents(rows.documents, length)) if self.options.mark_tokens else None,
             reference,
             kinds,
             {name: supervised(values) for name, values in rows.columns.items()},
             label_values=label_values,
-            media=self.media.inputs(rows, media, length, self.device) if self.media else None,
+            media=loader.inputs(rows, media, length, device) if loader else None,
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:
         """Return the attention over documents in rows of `length`, for this rank's part of them."""
-        if self.context:
-            return self.context.layout(self.attention, documents, length, self.device)
-        return LAYOUTS[self.attention](documents, length, self.device)
+        kind, device = self.options.attention, self.options.device
+        if self.options.context:
+            return self.options.context.layout(kind, documents, length, device)
+        return LAYOUTS[kind](documents, length, device)
 
     def length(self, rows: Rows) -> int:
         """Return the row length of this micro-batch in tokens, padding included."""
         # flex attention compiles a kernel for each length, so it always gets the same one
-        if self.pad_to_multiple is None or self.attention == "flex":
+        if self.options.pad_to_multiple is None or self.options.attention == "flex":
             return self.seq_len
         longest = max(1, *map(sum, rows.documents))
-        return min(self.seq_len, round_up(longest, self.pad_to_multiple))
+        return min(self.seq_len, round_up(longest, self.options.pad_to_multiple))
 
 
 class PackedRows(Protocol):
@@ -261,25 +260,28 @@ class PackedRows(Protocol):
 class RowBatches(Assembler):
     """This rank's micro-batches of numbered rows."""
 
-    def __init__(self, order: PackedRows, *args: Any, **options: Any):
-        """args, options: arguments of Assembler after `sources`."""
-        super().__init__(order.seq_len, len(order.source_names), *args, **options)
+    def __init__(self, order: PackedRows, options: BatchOptions):
+        super().__init__(order.seq_len, len(order.source_names), options)
         self.order = order
 
     def read(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | MicroBatch]:
         """Yield each plan, followed by this rank's micro-batches of that step."""
         items = self._plans_and_rows(plans)
-        if self.media is None:
+        if self.options.media is None:
             yield from (self.assemble(one) if isinstance(one, Rows) else one for one in items)
             return
-        for item, media in self.media.ahead(items):
+        for item, media in self.options.media.ahead(items):
             yield self.assemble(item, media) if isinstance(item, Rows) else item
 
     def _plans_and_rows(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | Rows]:
         for plan in plans:
             yield plan
             assigned = self.assign_rows_to_ranks(plan)
-            own = np.full_like(assigned[:, 0], -1) if self.rank is None else assigned[:, self.rank]
+            own = (
+                np.full_like(assigned[:, 0], -1)
+                if self.options.rank is None
+                else assigned[:, self.options.rank]
+            )
             for rows in own:
                 yield self.order.read_rows(rows[rows >= 0])
 
@@ -295,15 +297,15 @@ class RowBatches(Assembler):
         dealt to the ranks alternately from first to last and from last to first.
         """
         count, numbers = self.count(plan), np.arange(plan.start, plan.stop)
-        rows = np.full(count * self.micro_rows * self.ranks, -1)
+        rows = np.full(count * self.options.micro_rows * self.options.ranks, -1)
         rows[: len(numbers)] = numbers
-        costs = self.order.attention_costs(numbers) if self.ranks > 1 else np.zeros(1)
+        costs = self.order.attention_costs(numbers) if self.options.ranks > 1 else np.zeros(1)
         if (costs == costs[0]).all():
-            return rows.reshape(count, self.ranks, self.micro_rows)
+            return rows.reshape(count, self.options.ranks, self.options.micro_rows)
         rows[: len(numbers)] = numbers[np.argsort(-costs, kind="stable")]
-        rounds = rows.reshape(-1, self.ranks)
+        rounds = rows.reshape(-1, self.options.ranks)
         rounds[plan.step % 2 :: 2] = rounds[plan.step % 2 :: 2, ::-1].copy()
-        return rounds.reshape(count, self.micro_rows, self.ranks).swapaxes(1, 2)
+        return rounds.reshape(count, self.options.micro_rows, self.options.ranks).swapaxes(1, 2)
 
     def samples_of(
         self, plan: StepPlan, ranks: Sequence[int], micro_batches: Sequence[float]

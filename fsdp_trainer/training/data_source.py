@@ -99,7 +99,7 @@ class StoredRows:
         """last_row: the row at which train.epochs end."""
         cfg = context.cfg
         self.order, self.options, self.rows = order, context.options, cfg.batch.rows
-        self.batches = Batches(order, **vars(self.options))
+        self.batches = Batches(order, self.options)
         self.steps, self.last_row = cfg.train.steps or 0, last_row
         self.prefetch, self.signals = cfg.data.prefetch, context.signals
         ends = EpochEnds(order.start, order.rows_per_epoch)
@@ -148,7 +148,7 @@ class StoredRows:
 
         A rank without data still takes part in the step's collectives.
         """
-        batches = self.batches = Batches(self.order, **vars(self.options.of_group(part)))
+        batches = self.batches = Batches(self.order, self.options.of_group(part))
         plans = self.plans(progress)
         if part.is_own_step:
             plans = (batches.own_part(plan, part) for plan in plans)

@@ -43,11 +43,11 @@ class Feed(Prefetcher):
         number of micro-batches to prefetch; None: the default for the device.
         """
         self.assembler, self.what, self.signals = assembler, what, signals
-        default = PREFETCH_ON_GPU if assembler.device.type == "cuda" else 0
+        default = PREFETCH_ON_GPU if assembler.options.device.type == "cuda" else 0
         depth = default if prefetch is None else prefetch
         self.plan = StepPlan(0, 0, 0)
         """The plan of the current step."""
-        super().__init__(items, depth, assembler.device, counted=MicroBatch)
+        super().__init__(items, depth, assembler.options.device, counted=MicroBatch)
 
     def next_step(self, step: int) -> "StepBatches":
         """Return the next step, whose number is `step`. Raises StopIteration after the last one."""
@@ -113,4 +113,4 @@ class StepBatches:
 
         The first is None on a rank that gets no rows.
         """
-        return self._feed.assembler.rank, self._feed.assembler.ranks
+        return self._feed.assembler.options.rank, self._feed.assembler.options.ranks

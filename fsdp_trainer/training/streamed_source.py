@@ -102,7 +102,7 @@ class StreamedRows:
     ) -> "StreamedRows":
         """Return the source of streamed rows."""
         cfg, dims = context.cfg, context.dims
-        assembler = Assembler(order.seq_len, len(order.source_names), **vars(context.options))
+        assembler = Assembler(order.seq_len, len(order.source_names), context.options)
         workers = cfg.data.workers or context.workers
         cost, signals = context.attention_cost, context.signals
         return cls(cfg, order, assembler, dims, cost, workers, signals, context.observer)
@@ -123,10 +123,10 @@ class StreamedRows:
 
         Consecutive groups of micro_rows streams go to consecutive ranks.
         """
-        rows, streams = self.assembler.micro_rows, self.data.streams
-        assert self.assembler.rank is not None
-        stride = rows * self.assembler.ranks
-        firsts = range(self.assembler.rank * rows, round_up(streams, stride), stride)
+        rows, streams = self.assembler.options.micro_rows, self.data.streams
+        assert self.assembler.options.rank is not None
+        stride = rows * self.assembler.options.ranks
+        firsts = range(self.assembler.options.rank * rows, round_up(streams, stride), stride)
         return [range(first, min(first + rows, streams)) for first in firsts]
 
     def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> "StreamFeed":
@@ -151,7 +151,7 @@ class StreamedRows:
 
         Collective.
         """
-        ranks, rank = ranks_with_highest(report.worst_losses), self.assembler.rank
+        ranks, rank = ranks_with_highest(report.worst_losses), self.assembler.options.rank
         own: list[tuple[str, int, int]] = []
         if rank in ranks and report.plan.start in self.samples:
             own = self.samples[report.plan.start][int(report.worst_micro_batches[rank])]

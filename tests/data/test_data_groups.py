@@ -20,7 +20,7 @@ from fsdp_trainer.data.store.token_store import (
 )
 from fsdp_trainer.data.tokens.samples import Sample
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.batches import Batches, BatchOptions
 
 SEQ_LEN = 16
 GROUPS = st.lists(
@@ -88,7 +88,10 @@ def test_a_group_is_never_split_and_every_supervised_token_knows_its_document_an
     firsts, all_documents = np.cumsum([0, *lengths]), []
     mixture = Mixture([Component("", order)])
     batches = [
-        Batches(mixture, micro_rows, rank, ranks, torch.device("cpu"), number_documents=True)
+        Batches(
+            mixture,
+            BatchOptions(micro_rows, rank, ranks, torch.device("cpu"), number_documents=True),
+        )
         for rank in range(ranks)
     ]
     for plan in batches[0].plans(4, mixture.rows_per_epoch):
@@ -116,7 +119,7 @@ def test_without_groups_nothing_is_written_and_rows_are_what_they_were(tmp_path)
     expected = best_fit(np.array(lengths), SEQ_LEN)
     order = RowOrder(store, SEQ_LEN, "best_fit", True, 0)
     assert order.rows_per_epoch == len(expected.offsets) - 1
-    batches = Batches(Mixture([Component("", order)]), 2, 0, 1, torch.device("cpu"))
+    batches = Batches(Mixture([Component("", order)]), BatchOptions(2, 0, 1, torch.device("cpu")))
     assert batches.assemble(order.read_rows([0, 1])).documents is None
 
 

@@ -28,7 +28,7 @@ from fsdp_trainer.data.order.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.run.resume import describe_data_change, resume_data
-from fsdp_trainer.training.batches import Batches, StepPlan, count_steps, row_ranges
+from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan, count_steps, row_ranges
 from fsdp_trainer.training.data_source import last_row
 from fsdp_trainer.training.progress import Progress
 
@@ -257,7 +257,7 @@ def test_rows_are_dealt_once_each_and_never_less_evenly_than_in_their_order(
 ):
     costs, rows = np.array(costs), np.arange(len(costs))
     order = SimpleNamespace(attention_costs=costs.__getitem__, source_names=[""], seq_len=64)
-    batches = Batches(order, micro_rows, 0, ranks, torch.device("cpu"))
+    batches = Batches(order, BatchOptions(micro_rows, 0, ranks, torch.device("cpu")))
     dealt = batches.assign_rows_to_ranks(StepPlan(step, 0, len(costs), 1.0, 1, 1, 1))
     assert sorted(dealt[dealt >= 0]) == rows.tolist()
     in_order = np.pad(rows, (0, dealt.size - len(rows)), constant_values=-1).reshape(dealt.shape)

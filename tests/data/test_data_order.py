@@ -24,7 +24,7 @@ from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.prepared_data import build_data
 from fsdp_trainer.data.store.token_store import StoreWriter, TokenStore
 from fsdp_trainer.data.tokens.samples import Sample
-from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan
 
 
 def one_by_one(lengths, capacity):
@@ -149,7 +149,7 @@ def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(t
         StepPlan(1, 0, 31, 1.0, 1, 1, 1),
     )
     whole, cut = (
-        [*Batches(order, 3, 0, 1, torch.device("cpu"), multiple).micro_batches(plan)]
+        [*Batches(order, BatchOptions(3, 0, 1, torch.device("cpu"), multiple)).micro_batches(plan)]
         for multiple in (None, 8)
     )
     assert {batch.tokens.shape[1] for batch in whole} == {64}

@@ -16,7 +16,7 @@ from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.batches import Batches, BatchOptions
 
 SEQ_LEN = 16
 MOST_ROWS = 80
@@ -157,7 +157,8 @@ def computed(data, order, world, plan):
     What holds for every micro-batch is looked at on the way.
     """
     ranks = [
-        Batches(order, world.micro_rows, rank, world.ranks, CPU) for rank in range(world.ranks)
+        Batches(order, BatchOptions(world.micro_rows, rank, world.ranks, CPU))
+        for rank in range(world.ranks)
     ]
     dealt = [list(rank.micro_batches(plan)) for rank in ranks]
     assert {len(batches) for batches in dealt} == {rank.count(plan) for rank in ranks}
@@ -224,7 +225,7 @@ def test_epochs_are_complete_and_steps_the_same_in_every_world_and_after_every_i
     """A complete epoch has every token as often as asked, and learns each with its weight."""
     order = data.make()
     last_row = min(epochs * order.rows_per_epoch, MOST_ROWS)
-    plans = list(Batches(order, 1, 0, 1, CPU).plans(rows, last_row))
+    plans = list(Batches(order, BatchOptions(1, 0, 1, CPU)).plans(rows, last_row))
     assert plans[0].start == 0
     assert plans[-1].stop == last_row
     assert all(before.stop == after.start for before, after in pairwise(plans))
@@ -246,7 +247,7 @@ def test_epochs_are_complete_and_steps_the_same_in_every_world_and_after_every_i
     for world in worlds:
         done = draw.draw(st.integers(0, len(plans)))
         again = data.make()
-        batches = Batches(again, world.micro_rows, 0, world.ranks, CPU)
+        batches = Batches(again, BatchOptions(world.micro_rows, 0, world.ranks, CPU))
         rest = list(batches.plans(rows, last_row, done, done and plans[done - 1].stop))
         assert rest == plans[done:]
         assert [computed(data, again, world, plan) for plan in rest] == whole[done:]

@@ -40,7 +40,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate, initialize_magnitudes
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
-from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.batches import Assembler, BatchOptions
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
 from fsdp_trainer.training.weights import draw_weights
@@ -90,7 +90,7 @@ def plain(sizes, settings, rows):
     choose_trained(model, adapters, cfg.train.freeze)
     start(model, settings.get("one_rank"))
     first = whole(dict(model.named_parameters()))
-    assembler = Assembler(ROW, 1, 1, 0, 1, CPU)
+    assembler = Assembler(ROW, 1, BatchOptions(1, 0, 1, CPU))
     return first, *take_steps_on_rows(model, cfg, None, assembler, **settings.get("loss", {}))
 
 
@@ -107,11 +107,12 @@ def on_ranks(sizes, settings, rows):
         if "kernel" in settings:
             patches.enter_context(with_kernel(settings["kernel"]))
         choice = context_method(cfg.sharding, ROW, config.on_tensor_rank(cfg.sharding.tensor))
-        assembler = Assembler(
-            ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
+        options = BatchOptions(
+            1, dims.batch_rank, dims.batch_ranks, CPU,
             attention=settings.get("attention", "documents"),
             same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
         )  # fmt: skip
+        assembler = Assembler(ROW, 1, options)
         pipeline = None
         if cfg.sharding.pipeline > 1:
             pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), CPU)
@@ -267,7 +268,7 @@ def take_steps_on_rows(model, cfg, dims, assembler, pipeline=None, **loss_option
     See take_steps.
     """
     rows = cfg.batch.rows
-    own = range(assembler.rank, rows, assembler.ranks)
+    own = range(assembler.options.rank, rows, assembler.options.ranks)
 
     def weight(step):
         return sum(packed_row(number, step).weights.sum() for number in range(rows))

@@ -30,7 +30,7 @@ from fsdp_trainer.models.soft_targets import ListedTargets, TeacherLogits, likel
 from fsdp_trainer.planning.plan.memory import memory
 from fsdp_trainer.planning.plan.planned_run import PlannedRun
 from fsdp_trainer.planning.plan.second_model import list_bytes
-from fsdp_trainer.training.batches import Assembler, StepPlan
+from fsdp_trainer.training.batches import Assembler, BatchOptions, StepPlan
 
 TEACHER_WIDTH = 24
 
@@ -155,7 +155,7 @@ def test_every_gradient_of_a_model_is_that_of_whole_logits(kind):
     objective = partial(Distillation, share=0.7, temperature=2.0)
     step = DistilForwardBackward(model, objective, *[None] * 3, teacher=teacher)
 
-    batch = Assembler(ROW, 1, 1, 0, 1, torch.device("cpu")).assemble(packed_row(1, 0))
+    batch = Assembler(ROW, 1, BatchOptions(1, 0, 1, torch.device("cpu"))).assemble(packed_row(1, 0))
     weight = batch.weights.sum().item()
     result = step.compute(StepPlan(1, 0, 1, weight=weight), batch)
     own, other = (

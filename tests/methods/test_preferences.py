@@ -25,7 +25,7 @@ from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.store.stored_values import read_sums, write_sums
 from fsdp_trainer.methods.preferences import ChosenWatch, PairObjective, Pairs, orpo
 from fsdp_trainer.observe.step_log import StepReport
-from fsdp_trainer.training.batches import Assembler, StepPlan
+from fsdp_trainer.training.batches import Assembler, BatchOptions, StepPlan
 
 VOCABULARY, LENGTH = 500, 64
 RANDOM = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ def decoder():
 @pytest.fixture(scope="module")
 def batch():
     return Assembler(
-        LENGTH, 1, len(DOCUMENTS), 0, 1, torch.device("cpu"), number_documents=True
+        LENGTH, 1, BatchOptions(len(DOCUMENTS), 0, 1, torch.device("cpu"), number_documents=True)
     ).assemble(packed())
 
 

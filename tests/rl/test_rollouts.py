@@ -28,7 +28,7 @@ from fsdp_trainer.rl.rollouts.rollout import EpisodeFacts, Rollout, decode_rollo
 from fsdp_trainer.rl.rollouts.sampler import SampledAnswer
 from fsdp_trainer.rl.rounds.answers import PackedAnswers, advantages, turn_advantages
 from fsdp_trainer.rl.rounds.rollout_source import turns_of_prompt
-from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.batches import Assembler, BatchOptions
 
 TURNS = [
     {"role": "system", "content": "be brief"},
@@ -241,7 +241,9 @@ def test_every_gradient_is_that_of_whole_logits_in_float64(rollouts, options):
         one.lm_head.temperature = cfg.temperature
         one.lm_head.chunk_mib = 1 / 64
     device = torch.device("cpu")
-    rows = Assembler(24, 1, len(answers), 0, 1, device, number_documents=cfg.compares_answers)
+    rows = Assembler(
+        24, 1, BatchOptions(len(answers), 0, 1, device, number_documents=cfg.compares_answers)
+    )
     batch = rows.assemble(answers.read_rows(range(len(answers))))
     reference = ReferenceModel(other, WeightSource(), stays_gathered=True) if cfg.kl else None
     step = RolloutForwardBackward(model, *[None] * 6, choice=cfg, reference=reference)

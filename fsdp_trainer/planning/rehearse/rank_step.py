@@ -210,7 +210,7 @@ class RankParts:
         part = run.config.on_tensor_rank(cfg.sharding.tensor)
         method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
         options = batch_options(self.setup, run.attention, method, None)
-        assembler = Assembler(cfg.batch.seq_len, 1, **vars(options))
+        assembler = Assembler(cfg.batch.seq_len, 1, options)
         plan = plan_of_step(cfg.batch.rows, run.rows)
         return RehearsedBatches(assembler, plan, run.rows, run.layout.micro_batches)
 

@@ -50,7 +50,7 @@ class RehearsedBatches(StepBatches):
 
     @property
     def reader(self) -> tuple[int | None, int]:
-        return self._assembler.rank, self._assembler.ranks
+        return self._assembler.options.rank, self._assembler.options.ranks
 
 
 def whole_rows(choice: ObjectiveChoice, lengths: Sequence[Sequence[int]], seq_len: int) -> Rows:

@@ -139,7 +139,7 @@ class RolloutSource:
         self.prompts, self.rounds, self.titles = prompts, rounds, titles
         self.tokenizer, self.context = tokenizer, context
         self.cfg: TrainConfig = context.cfg
-        self.assembler = Assembler(prompts.order.seq_len, 1, **vars(context.options))
+        self.assembler = Assembler(prompts.order.seq_len, 1, context.options)
         self.order: Mixture = prompts.order
         self.source_names = [""]
         self.fingerprint, self.first_row = prompts.fingerprint, prompts.first_row
@@ -183,7 +183,7 @@ class RolloutSource:
                 rollouts = self._rollouts[plan.step].ended
                 require_some(rollouts)
                 packed = self._pack(plan, rollouts)
-                batches = RowBatches(packed, **vars(self.context.options))
+                batches = RowBatches(packed, self.context.options)
                 of_packed = StepPlan(plan.step, 0, len(packed))
                 self._remember(plan.step, packed, batches.assign_rows_to_ranks(of_packed))
                 metrics = self._metrics(packed, plan)

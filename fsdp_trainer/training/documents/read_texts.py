@@ -11,7 +11,7 @@ from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.rewards.model import ROW_TOKENS
-from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.batches import Assembler, BatchOptions
 from fsdp_trainer.training.documents.document_sums import document_numbers, document_vectors
 
 Tokens = Sequence[Sequence[int] | np.ndarray]
@@ -33,7 +33,9 @@ def numbers_of_texts(model: Decoder, texts: Tokens, device: torch.device) -> Ten
     for numbers, rows in packed_rows(texts, alone=not model.config.packs):
         length = rows.tokens.shape[1]
         assembler = Assembler(
-            length, 1, 1, 0, 1, device, number_documents=True, pooling=pooling or "last"
+            length,
+            1,
+            BatchOptions(1, 0, 1, device, number_documents=True, pooling=pooling or "last"),
         )
         batch = assembler.assemble(rows)
         read = document_vectors if pooling else document_numbers

@@ -12,7 +12,7 @@ from fsdp_trainer.apps.prove.proof.evidence import TEXTBOOKS, Evidence
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.batches import Assembler, BatchOptions
 
 NAME = "packed = alone"
 LIMIT = 2e-5
@@ -43,8 +43,8 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
 def scores(model: Decoder, rows: Rows, pooling: str) -> Tensor:
     """Return the log-probability of each target, or the numbers of each pooled token."""
     device = torch.device("cpu")
-    given = rows.tokens.shape[1], 1, len(rows.documents), 0, 1, device
-    assembler = Assembler(*given, pooling=pooling)
+    options = BatchOptions(len(rows.documents), 0, 1, device, pooling=pooling)
+    assembler = Assembler(rows.tokens.shape[1], 1, options)
     batch = assembler.assemble(rows)
     own = model(batch).scores
     values = own.log_probability if own.numbers is None else own.numbers

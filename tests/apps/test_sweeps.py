@@ -26,6 +26,7 @@ from world import SMALL, Run, alive, read_lines, wait_until
 from fsdp_trainer.apps.sweep import jobs as jobs_module
 from fsdp_trainer.apps.sweep import sweep as sweeps
 from fsdp_trainer.apps.sweep import sweep_backends
+from fsdp_trainer.apps.sweep.jobs import JobToStart
 from fsdp_trainer.apps.sweep.sweep_backends import OnThisNode
 from fsdp_trainer.base.recorded import recorded
 from fsdp_trainer.cli import main
@@ -441,7 +442,7 @@ def test_jobs_side_by_side_divide_the_devices(monkeypatch, tmp_path):
     assert (place.at_once, place.world(cfg.launch)) == (2, 2)
     for number in (1, 2, 3):
         assert place.has_room(cfg.launch)
-        place.start(cfg, [], tmp_path / f"{number}/output.log")
+        place.start(JobToStart(cfg, [], tmp_path / f"{number}/output.log"))
         if number == 2:
             assert not place.has_room(cfg.launch)
             codes[1] = 1

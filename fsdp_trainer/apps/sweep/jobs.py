@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_trainer.base.recorded import as_recorded_earlier, as_written, recorded
 from fsdp_trainer.base.safe_text import identity, without_secrets
@@ -23,6 +23,18 @@ LONGEST_NAME = 80
 """Characters of a folder's name that show a job's values."""
 UNSAFE = re.compile(r"[^A-Za-z0-9._]+")
 """What needs quotes in a shell or in an override of ours, or means something else there."""
+
+
+class JobToStart(NamedTuple):
+    """A training to start.
+
+    words: the arguments of `train`, from which `cfg` was composed. output: the file that the job
+    prints to, unless the backend runs one at a time.
+    """
+
+    cfg: TrainConfig
+    words: list[str]
+    output: Path
 
 
 @dataclass

@@ -12,12 +12,12 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.apps.sweep.jobs import JobToStart
 from fsdp_trainer.base.process import OWN_ENDING, PARENT, SIGNALS, STOPPED
 from fsdp_trainer.config.composing.overrides import require_no_secrets
-from fsdp_trainer.config.schema import Launch, TrainConfig
+from fsdp_trainer.config.schema import Launch
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU, SLURM_TEXTS, Slurm
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.observe.records import replace
@@ -73,14 +73,15 @@ class OnSlurm:
         self.running = [job for job in self.running if job.poll() is None]
         return len(self.running) < self.at_once
 
-    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "SubmittedJob":
+    def start(self, job: JobToStart) -> "SubmittedJob":
         """Submit a training, unless it is already queued or running.
 
         Raises Shown after a dry run, RunFailed if Slurm rejects the job, UserError for words with
         secrets, which submitit would write to a file.
         """
-        require_no_secrets(words)
-        folder = output.parents[2] / "slurm" / output.parent.name
+        require_no_secrets(job.words)
+        name = job.output.parent.name
+        folder = job.output.parents[2] / "slurm" / name
         submitted = folder / "job_id"
         if submitted.exists() and not self.settings.dry_run:
             earlier = self.job(folder, submitted.read_text())
@@ -96,22 +97,22 @@ class OnSlurm:
             else type("Dry", (submitit.SlurmExecutor,), {"affinity": staticmethod(lambda: 1)})
         )
         slurm = executor(folder=folder, max_num_timeout=0)
-        slurm.update_parameters(**parameters(self.settings, output.parent.name))
+        slurm.update_parameters(**parameters(self.settings, name))
         if self.settings.dry_run:
             print(
                 "# every job is submitted like this one, which does\n#"
-                f"   {shlex.join(['fsdp-trainer', 'train', *words])}"
+                f"   {shlex.join(['fsdp-trainer', 'train', *job.words])}"
             )
             print(slurm._make_submission_file_text(slurm._submitit_command_str, "dry"))
             raise Shown
-        output.parent.mkdir(parents=True, exist_ok=True)
+        job.output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            job = slurm.submit(Training(words, str(output), self.settings.requeue))
+            task = slurm.submit(Training(job.words, str(job.output), self.settings.requeue))
         except submitit.core.utils.FailedJobError as error:
             raise RunFailed(f"Slurm refuses the job: {str(error).strip()}") from None
-        replace(submitted, job.job_id)
-        print(f"submitted: Slurm job {job.job_id}", flush=True)
-        self.running.append(SubmittedJob(self.job(folder, job.job_id)))
+        replace(submitted, task.job_id)
+        print(f"submitted: Slurm job {task.job_id}", flush=True)
+        self.running.append(SubmittedJob(self.job(folder, task.job_id)))
         return self.running[-1]
 
 

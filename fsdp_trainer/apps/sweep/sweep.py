@@ -20,6 +20,7 @@ from fsdp_trainer.apps.sweep.jobs import (
     Board,
     Job,
     JobProgress,
+    JobToStart,
     finished,
     job_folder,
     job_id,
@@ -433,7 +434,8 @@ class Jobs:
     def _start(self, job: Job, cfg: TrainConfig, backend: SweepBackend) -> None:
         words, began = [*self.line.config_flag, *self._words[job.job]], time.time()
         try:
-            handle = backend.start(cfg, words, Path(job.folder) / "output.log")
+            output = Path(job.folder) / "output.log"
+            handle = backend.start(JobToStart(cfg, words, output))
         except (RunFailed, OSError) as error:  # Slurm rejected it, or a disk error
             job.state, job.exit_code = "failed", 1
             job.reason = f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"

@@ -5,14 +5,14 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, Protocol
 
+from fsdp_trainer.apps.sweep.jobs import JobToStart
 from fsdp_trainer.apps.sweep.slurm import OnSlurm
 from fsdp_trainer.base.process import OWN_ENDING, PARENT, SIGNALS, cores
 from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.config.devices import gpus
-from fsdp_trainer.config.schema import Launch, TrainConfig
+from fsdp_trainer.config.schema import Launch
 from fsdp_trainer.config.sweep_keys import Local
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.start import ranks_to_start, start_process
@@ -43,12 +43,8 @@ class SweepBackend(Protocol):
     def has_room(self, cfg: Launch) -> bool:
         """Return True if another job like this can be started now."""
 
-    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> JobHandle:
-        """Start a training.
-
-        words: the arguments of `train`, from which `cfg` was composed; output: the file that the
-        job prints to, unless `at_once` is 1.
-        """
+    def start(self, job: JobToStart) -> JobHandle:
+        """Start a training."""
 
 
 class OnThisNode:
@@ -101,9 +97,9 @@ class OnThisNode:
             len(self.running) < self.at_once and (not self.devices or self.world(cfg) <= free)
         )
 
-    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "LocalJob":
+    def start(self, job: JobToStart) -> "LocalJob":
         """Start a process that trains, or that starts ranks."""
-        ranks = self.world(cfg.launch)
+        ranks = self.world(job.cfg.launch)
         own_devices = self.free()[:ranks]
         env = os.environ | {PARENT: str(os.getpid()), OWN_ENDING: "1"}
         for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -114,16 +110,19 @@ class OnThisNode:
         with ExitStack() as closing:
             stream = None
             # a job may be refused before it makes its own folder: it prints the reason there
-            output.parent.mkdir(parents=True, exist_ok=True)
+            job.output.parent.mkdir(parents=True, exist_ok=True)
             if self.at_once > 1:
-                stream = closing.enter_context(output.open("ab"))
-            file = closing.enter_context(configuration_file(cfg))
+                stream = closing.enter_context(job.output.open("ab"))
+            file = closing.enter_context(configuration_file(job.cfg))
             # the new process inherits the mask, and unblocks the signals when it can handle them
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             closing.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
             streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream}
             process = start_process(
-                ["train", *words], env | {DESCRIPTOR: str(file.fileno())}, file.fileno(), **streams
+                ["train", *job.words],
+                env | {DESCRIPTOR: str(file.fileno())},
+                file.fileno(),
+                **streams,
             )
         self.running.append(LocalJob(process, own_devices))
         return self.running[-1]

@@ -124,11 +124,23 @@ OPTION_SYNONYMS = {
         "float8": "fp8",
     },
     "optim": {
-        "adam": "adamw",
-        "adamw_torch": "adamw",
-        "adamw_torch_fused": "adamw",
-        "adamw_bnb_8bit": "adamw_8bit",
-        "paged_adamw_8bit": "adamw_8bit",
+        **dict.fromkeys(
+            (
+                *("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+                *("fusedadam", "deepspeedcpuadam", "paged_adamw", "paged_adamw_32bit"),
+                "pagedadamw",
+            ),
+            "adamw",
+        ),
+        **dict.fromkeys(
+            (
+                *("adamw_bnb_8bit", "paged_adamw_8bit", "pagedadamw8bit", "adamw8bit"),
+                "adamw_torch_8bit",
+            ),
+            "adamw_8bit",
+        ),
+        "lion_pytorch": "lion",
+        "lion_32bit": "lion",
     },
     "adapter": {"peft": "lora", "false": "none", "off": "none", "true": "lora", "rslora": "lora"},
     "sharding": {
@@ -155,6 +167,7 @@ OPTION_SYNONYMS = {
         "warmuplr": "constant",
         "warmupdecaylr": "linear",
         "warmupcosinelr": "cosine",
+        "get_cosine_schedule_with_warmup": "cosine",
     },
 }
 

@@ -22,7 +22,7 @@ from fsdp_trainer.interop.convert.counted_samples import counted
 from fsdp_trainer.interop.convert.data_sets import answers_to_lists
 from fsdp_trainer.interop.convert.defaults import AROUND, with_defaults
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
-from fsdp_trainer.interop.convert.meanings import CLIPPING, RULES, SECTIONS, option, rows
+from fsdp_trainer.interop.convert.meanings import CLIPPING, RULES, SECTIONS, rows
 from fsdp_trainer.interop.convert.named_data import answers_to_names, entries_of_index
 from fsdp_trainer.interop.convert.same_training import comparison, shown_name, trained_parameters
 from fsdp_trainer.interop.convert.trainers import TRAINER
@@ -38,6 +38,7 @@ from fsdp_trainer.interop.convert.translation import (
     is_off,
     is_on,
     nothing,
+    option,
     sets,
 )
 from fsdp_trainer.training.setup.run_length import RunLength
@@ -201,7 +202,7 @@ def by_name(name: str, value: Any) -> Answer:
         return _kept(key, value)
     if not is_off(value) and not is_on(value):
         return impossible(f"it is said by  {known.meant}")
-    return option({key: load_yaml(stated)})(value, NO_FILE)
+    return option(known.meant)(value, NO_FILE)
 
 
 def meant_instead(name: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.config.names import OPTION_SYNONYMS
 from fsdp_trainer.interop.convert import trl
 from fsdp_trainer.interop.convert.data_sets import hub_or_file
 from fsdp_trainer.interop.convert.defaults import AROUND, END, EPOCH, WARM_UP
@@ -35,30 +36,21 @@ from fsdp_trainer.interop.convert.translation import (
     Answer,
     Rule,
     as_number,
-    fixed,
     impossible,
     is_off,
     is_on,
-    lacking,
     nothing,
+    option,
+    rules_of,
     sets,
 )
 
-OPTIMIZERS = {
-    "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
-    "adam": "adamw", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw", "fusedadam": "adamw",
-    "deepspeedcpuadam": "adamw", "adamw_apex_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "pagedadamw8bit": "adamw_8bit",
-    "pagedadamw": "adamw", "adamw8bit": "adamw_8bit", "adamw_torch_8bit": "adamw_8bit",
-    "muon": "muon", "lion": "lion", "lion_pytorch": "lion", "lion_32bit": "lion", "sgd": "sgd",
-    "lamb": "lamb",
-}  # fmt: skip
-SCHEDULES = {
-    "cosine": "cosine", "linear": "linear", "constant": "constant",
-    "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "wsd": "wsd",
-    "warmup_stable_decay": "wsd", "warmupdecaylr": "linear", "warmuplr": "constant",
-    "warmupcosinelr": "cosine", "get_cosine_schedule_with_warmup": "cosine",
-}  # fmt: skip
+OPTIMIZERS = OPTION_SYNONYMS["optim"] | {
+    name: name for name in ("adamw", "adamw_8bit", "muon", "lion", "sgd", "lamb")
+}
+SCHEDULES = OPTION_SYNONYMS["schedule"] | {
+    name: name for name in ("cosine", "linear", "constant", "wsd")
+}
 TEMPLATES = {
     "llama3": "llama3", "llama2": "llama2", "chatml": "chatml", "qwen": "qwen2", "qwen3": "qwen3",
     "qwen_25": "qwen2", "qwen3_nothink": "chatml", "yi": "chatml", "smollm": "chatml",
@@ -77,7 +69,6 @@ METHODS = {"sft": "sft", "dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo
            "simpo": "simpo", "grpo": "grpo", "rm": "reward", "pairwise": "reward"}  # fmt: skip
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-ATTENTION = "attention: the fastest kernel that fits is chosen; model.attention names one"
 DATA_PATH = "data.path=FILE"
 
 
@@ -611,37 +602,10 @@ def reshard(value: Any, file: ForeignFile) -> Answer:
 
 CLIPPING = ("max_grad_norm", "clip_grad_norm", "gradient_clipping", "gradient_clip_val")
 """Names of the largest norm of a gradient, of which null means that there is none."""
-KERNELS = "kernels are chosen here;  compile=enabled  fuses the rest"
-PREFETCH = "sharding.prefetch  says how many units are gathered ahead"
-UNITS = "each block is a unit of sharding, as the model says"
-STATE_DICTS = "checkpoints are always distributed; an export is a Hugging Face folder"
-OPTION: dict[str, dict[str, Any]] = {  # switches that are an option of a group when they are on
-    "gradient_checkpointing": {"activation_checkpoint": "full"},
-    "enable_activation_checkpointing": {"activation_checkpoint": "full"},
-    "fsdp_activation_checkpointing": {"activation_checkpoint": "full"},
-    "fsdp_config.fsdp_activation_checkpointing": {"activation_checkpoint": "full"},
-    "fsdp_config.activation_checkpointing": {"activation_checkpoint": "full"},
-    "torch_compile": {"compile": "enabled"},
-    "compile": {"compile": "enabled"},
-    "use_rslora": {"adapter.scaling": "rslora"},
-    "peft_use_rslora": {"adapter.scaling": "rslora"},
-    "fsdp_config.fsdp_offload_params": {"sharding.cpu_offload": True},
-    "fsdp_config.offload_params": {"sharding.cpu_offload": True},
-    "fsdp_cpu_offload": {"sharding.cpu_offload": True},
-    "enable_activation_offloading": {"activation_checkpoint.offload": True},
-    "activation_offloading": {"activation_checkpoint.offload": True},
-    "use_wandb": {"logging.wandb": "online"},
-    "use_swanlab": {"logging.swanlab": "online"},
-}
-
-
-def option(chosen: dict[str, Any]) -> Rule:
-    """Return a rule for a switch."""
-    return lambda value, file: nothing("off") if is_off(value) else sets(**chosen)
 
 
 RULES: dict[str, Rule] = {
-    **{name: option(chosen) for name, chosen in OPTION.items()},
+    **rules_of("every tool"),
     "optimizer": choose("optim", OPTIMIZERS, "optimizer"),
     "optim": choose("optim", OPTIMIZERS, "optimizer"),
     "optimizer._component_": choose("optim", OPTIMIZERS, "optimizer"),
@@ -662,7 +626,6 @@ RULES: dict[str, Rule] = {
     "float16": on_off_format("fp16"),
     "dtype": number_format,
     "mixed_precision": number_format,
-    "tf32": fixed("matrix products in float32 use TF32 where  precision  allows it"),
     "adapter": adapter,
     "finetuning_type": adapter,
     "load_in_4bit": four_bit,
@@ -673,11 +636,8 @@ RULES: dict[str, Rule] = {
     "target_modules": targets,
     "model.lora_attn_modules": targets,
     "lora_target_linear": all_linear,
-    "model.apply_lora_to_mlp": fixed("in  adapter.targets"),
-    "model.apply_lora_to_output": lacking("the head has no adapter; train it whole: adapter.also"),
     "dataset_name": lambda value, file: sets(data__path=hub_or_file(str(value))),
     "dataset._component_": torchtune_data,
-    "dataset.source": fixed("in  data.path"),
     "dataset.packed": packing,
     "template": template,
     "default_system": system_turn,
@@ -687,13 +647,11 @@ RULES: dict[str, Rule] = {
     "sample_packing": packing,
     "packing": packing,
     "neat_packing": packing,
-    "pad_to_sequence_len": fixed("rows are filled with samples, not padded (data.packing)"),
     "stage": method,
     "rl": method,
     "rlhf_type": method,
     "pref_beta": of_preferences("objective.beta"),
     "rl_beta": of_preferences("objective.beta"),
-    "pref_loss": fixed("in  objective"),
     "deepspeed": deepspeed_file,
     "zero_optimization.stage": zero_stage,
     "deepspeed_config.zero_stage": zero_stage,
@@ -707,27 +665,12 @@ RULES: dict[str, Rule] = {
     "main_process_ip": rendezvous,
     "main_process_port": rendezvous,
     "tokenizer.path": tokenizer_path,
-    "tokenizer.merges_file": fixed("read beside the vocabulary (tokenizer.path)"),
-    "tokenizer.merges_path": fixed("read beside the vocabulary (tokenizer.path)"),
     "tokenizer.vocab_path": tokenizer_path,
-    "log_peak_memory_stats": fixed("metrics.jsonl has the memory of every step"),
-    "processor_type": fixed("the model's own processor is used"),
-    "fp16.loss_scale": fixed("it adapts; where it starts is  precision.loss_scale"),
-    "optimizer_in_bwd": lacking("optim.offload=cpu  or a smaller optimizer saves memory"),
-    "fsdp_config.fsdp_auto_wrap_policy": fixed(UNITS),
-    "fsdp_config.auto_wrap_policy": fixed(UNITS),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": fixed(UNITS),
-    "fsdp_config.transformer_layer_cls_to_wrap": fixed(UNITS),
-    "fsdp_config.fsdp_state_dict_type": fixed(STATE_DICTS),
-    "fsdp_config.state_dict_type": fixed(STATE_DICTS),
-    "fsdp_config.fsdp_version": fixed("FSDP2 is what there is"),
-    "fsdp_version": fixed("FSDP2 is what there is"),
     "save_strategy": strategy("checkpoint.every", "save"),
     "eval_strategy": strategy("train.validate_every", "eval"),
     "evaluation_strategy": strategy("train.validate_every", "eval"),
     "save_steps": interval("checkpoint.every", "save"),
     "eval_steps": interval("train.validate_every", "eval"),
-    "logging_strategy": fixed("logging.every  counts steps"),
     "saves_per_epoch": times_per_epoch("checkpoint.every"),
     "evals_per_epoch": times_per_epoch("train.validate_every"),
     "report_to": trackers,
@@ -736,12 +679,6 @@ RULES: dict[str, Rule] = {
     "seed": seed,
     "model._component_": model_builder,
     "checkpointer.checkpoint_dir": lambda value, file: sets(model__init_from=str(value)),
-    "checkpointer.checkpoint_files": fixed("all files of the folder are read"),
-    "checkpointer._component_": fixed("the folder's format is found out"),
-    "checkpointer.output_dir": fixed("a run's checkpoints are in its folder (run.root)"),
-    "checkpointer.model_type": fixed("config.json says it"),
-    "checkpointer.recipe_checkpoint": fixed("a run goes on from its own last checkpoint"),
-    "tokenizer._component_": fixed("the tokenizer's files say what it is"),
     "tokenizer.max_seq_len": lambda value, file: sets(batch__seq_len=int(value)),
     "loss._component_": torchtune_loss,
     "loss.beta": of_preferences("objective.beta"),
@@ -761,15 +698,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ACCUMULATED, accumulation),
     **dict.fromkeys(MICRO, rows),
     EPOCH: end_of_epoch,
-    WARM_UP: option({"schedule.from_zero": True}),
-    END: option({"checkpoint.export_hf": True}),
-    AROUND: option({"data.template": "none"}),
+    WARM_UP: option("schedule.from_zero=true"),
+    END: option("checkpoint.export_hf=true"),
+    AROUND: option("data.template=none"),
     "enable_thinking": lambda value, file: impossible(
         f"with a template of it:  'data.template_args={{enable_thinking: {str(value).lower()}}}'"
     ),
     "model": lambda value, file: sets(model__init_from=str(value)),
-    "dataset_dir": fixed("the folder of dataset_info.json"),
-    "disable_dropout": fixed("models of these families are trained without dropout"),
     **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), of_hub),
     "project": lambda value, file: nothing("Trackio's default")
     if value == "huggingface"
@@ -788,48 +723,16 @@ RULES: dict[str, Rule] = {
     "dataloader_num_workers": processes,
     "mix_strategy": mixture,
     "train_sampling_strategy": sampling_order,
-    "metric_logger.log_dir": fixed("all of a run is in its folder (run.root)"),
     "max_steps_per_epoch": lambda value, file: sets(train__steps=int(value)),
-    "profiler._component_": fixed("profiles are asked for by  profile.steps=10..12"),
-    "model_type": fixed("config.json of the model says it"),
-    "tokenizer_type": fixed("the tokenizer's files say it"),
-    "is_llama_derived_model": fixed("config.json of the model says it"),
-    "special_tokens": fixed("the tokenizer's own are used; new ones: tokenizer.add_tokens"),
-    "flash_attention": fixed(ATTENTION),
-    "sdp_attention": fixed(ATTENTION),
-    "xformers_attention": fixed(ATTENTION),
-    "attn_implementation": fixed(ATTENTION),
-    "flash_attn": fixed(ATTENTION),
-    "do_train": fixed("the verb  train  trains"),
-    "do_eval": fixed("data.validation  decides"),
-    "trust_remote_code": lacking("a file cannot trust code; type  model.trust_remote_code=true"),
-    "skip_prepare_dataset": fixed("data is prepared once, whatever reads it"),
-    "tokenizer_use_mistral_common": fixed("the tokenizer's files say it"),
-    "use_kernels": fixed(KERNELS),
-    "experts_implementation": fixed(KERNELS),
-    "fused_attn_kernel": fixed(KERNELS),
     "teacher_checkpointer.checkpoint_dir": teacher,
-    "teacher_model._component_": fixed("config.json of the teacher says it (objective.teacher)"),
     "kd_ratio": lambda value, file: sets(objective__share=value),
-    "kd_loss._component_": fixed("in  objective.divergence"),
     "dataset.train_on_input": loss_on,
     "fsdp_config.fsdp_reshard_after_forward": reshard,
-    "lora_dropout": lacking("there is no dropout; PEFT's default is 0 too"),
     "unfrozen_parameters": unfrozen,
-    "overwrite_output_dir": fixed(
-        "a run goes on from its last checkpoint; anew:  checkpoint.resume=never run.overwrite=true"
-    ),
     "ddp_timeout": lambda value, file: sets(launch__timeout=f"{int(value)}s"),
-    "per_device_eval_batch_size": fixed("validation computes as many rows at once as training"),
-    "eval_batch_size": fixed("validation computes as many rows at once as training"),
     "num_train_epochs": epochs,
     "num_epochs": epochs,
     "epochs": epochs,
-    "fsdp_config.fsdp_backward_prefetch": fixed(PREFETCH),
-    "fsdp_config.fsdp_forward_prefetch": fixed(PREFETCH),
-    "group_by_length": fixed("rows are packed (data.packing), so lengths cost nothing"),
-    "max_samples": lacking("all samples are read; keep fewer in the file"),
-    "overwrite_cache": fixed("tokens are made again when the data or a setting changes"),
     "train_on_inputs": loss_on,
     "early_stopping_patience": lambda value, file: sets(train__early_stop=int(value)),
     "resume_from_checkpoint": lambda value, file: nothing("a run goes on from its last checkpoint")
@@ -842,20 +745,10 @@ RULES: dict[str, Rule] = {
     "num_machines": lambda value, file: sets(launch__nodes=int(value))
     if int(value) > 1
     else nothing("one node is the default"),
-    "device": fixed("a GPU is used where there is one (launch.device)"),
     "shuffle": lambda value, file: sets(data__shuffle=bool(value)),
 }  # fmt: skip
 """By dotted name, or by its last part."""
-PROFILES = "profiles are asked for by  profile.steps=10..12"
 SECTIONS: dict[str, Rule] = {
-    "profiler.": fixed(PROFILES),
-    "liger_": fixed("kernels are chosen here; the head never holds all logits (loss.chunk_mib)"),
-    "kernel_config.": fixed(KERNELS),
-    "tokens.": fixed("the tokenizer's own are used; new ones: tokenizer.add_tokens"),
-    "checkpointer.checkpoint_files.": fixed("all files of the folder are read"),
-    "gradient_checkpointing_kwargs.": fixed("activation_checkpoint  has its own keys"),
-    "monitor_config.": fixed("trackers are switched on one by one, by keys of  logging"),
-    "diffusion.": lacking("only models that predict the next token are trained"),
-    "ebft.": lacking("there is  objective=grpo  for rewards"),
+    **rules_of("sections"),
 }
 """By the beginning of a dotted name."""

@@ -1,9 +1,11 @@
-"""The translation of a setting of another trainer."""
+"""The translation of a setting of another trainer. settings.yaml has those of a fixed answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
 
 TRANSLATED, NOTHING, IMPOSSIBLE = "translated", "nothing to set", "not possible"
@@ -73,3 +75,23 @@ def fixed(why: str) -> Rule:
 def lacking(instead: str) -> Rule:
     """Return a rule for a setting that cannot be kept unless it is off."""
     return lambda value, file: nothing("off") if is_off(value) else impossible(instead)
+
+
+def option(setting: str) -> Rule:
+    """Return a rule for a switch that sets key=value when it is on."""
+    key, _, value = setting.partition("=")
+    return lambda on, file: nothing("off") if is_off(on) else sets(**{key: load_yaml(value)})
+
+
+SETTINGS = load_yaml((Path(__file__).parent / "settings.yaml").read_text(encoding="utf-8"))
+
+
+def rules_of(part: str) -> dict[str, Rule]:
+    """Return the rules of a part of settings.yaml, by the name of the setting."""
+    kinds = {"fixed": fixed, "lacking": lacking, "option": option}
+    return {
+        name: kinds[kind](text)
+        for kind, answers in SETTINGS[part].items()
+        for text, names in answers.items()
+        for name in names
+    }

@@ -19,6 +19,7 @@ from fsdp_trainer.interop.convert.translation import (
     is_off,
     lacking,
     nothing,
+    rules_of,
     sets,
 )
 
@@ -276,7 +277,6 @@ SERVER = "only counts with  use_vllm: true"
 CORRECTION = "of a server's answers a token counts  objective.importance_cap  times at most"
 ENTROPY = "there is no reward for entropy, and all tokens are learnt from"
 FIXED_REFERENCE = "the reference stays as it is (objective.reference)"
-SHOWN = "answers of each logging step are in samples.jsonl"
 
 
 def of_server(instead: str) -> Rule:
@@ -313,40 +313,26 @@ OF_VLLM = ("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_timeout", "
            "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_guided_decoding_regex",
            "vllm_device", "vllm_dtype", "vllm_enable_prefix_caching")  # fmt: skip
 REFERENCE: dict[str, Rule] = {
-    "sync_ref_model": lacking(FIXED_REFERENCE),
+    **rules_of("references"),
     "ref_model_mixup_alpha": counts_with("sync_ref_model", (True,), FIXED_REFERENCE),
     "ref_model_sync_steps": counts_with("sync_ref_model", (True,), FIXED_REFERENCE),
-    "precompute_ref_log_probs": fixed("they are computed once, before the first step"),
-    "precompute_ref_batch_size": fixed("the reference reads as many rows at once as training"),
-    "force_use_ref_model": fixed("the reference is the model that the run begins with"),
 }
 ROLLOUTS: dict[str, Rule] = {
+    **rules_of("rollouts"),
     "num_generations": keeps("objective.samples"),
-    "num_generations_eval": fixed("there is no validation on prompts;  evaluation.tasks"),
     "max_completion_length": answer_length,
-    "log_completions_hub_repo": lacking("answers are in samples.jsonl:  hf upload ORG/NAME FILE"),
-    "cast_lm_head_to_fp32": lacking("no part has a format of its own:  precision=fp32"),
     "max_prompt_length": prompt_length,
     "num_iterations": iterations,
     "temperature": keeps("objective.temperature", "of sampling and of the loss, as there"),
     "top_p": same_if(1.0, SAMPLING),
-    "min_p": lacking(SAMPLING),
     "top_k": lambda value, file: (
         nothing("off") if int(value) <= 0 else impossible(SAMPLING)
     ),
     "repetition_penalty": same_if(1.0, SAMPLING),
-    "generation_kwargs": lacking(SAMPLING),
-    "cache_implementation": fixed("the cache of keys and values grows with the answers"),
-    "ds3_gather_for_generation": fixed("weights are gathered once for all answers if they fit"),
-    "use_transformers_paged": fixed("answers are made  objective.answer_rows  at a time"),
-    "use_transformers_continuous_batching": fixed(
-        "answers are made  objective.answer_rows  at a time"
-    ),
     "use_vllm": vllm,
     **{name: of_server("in  objective.server") for name in VLLM},
     **{name: of_server("vLLM is started by hand, with settings of its own") for name in OF_VLLM},
     "vllm_max_model_length": of_server("in  batch.seq_len"),
-    "vllm_structured_outputs_regex": lacking("answers have no grammar"),
     "vllm_importance_sampling_correction": of_server(CORRECTION),
     "vllm_importance_sampling_mode": of_server(CORRECTION),
     "vllm_importance_sampling_clip_max": importance_cap,
@@ -355,7 +341,6 @@ ROLLOUTS: dict[str, Rule] = {
     "beta": divergence,
     "epsilon": clip_low,
     "epsilon_high": clip_high,
-    "delta": lacking("a ratio has no second limit; objective.importance_cap is near it"),
     "importance_sampling_level": importance_level,
     "loss_type": policy_loss,
     "scale_rewards": scale,
@@ -370,22 +355,15 @@ ROLLOUTS: dict[str, Rule] = {
     "mask_truncated_completions": keeps("objective.mask_truncated"),
     "max_tool_calling_iterations": keeps("objective.turns", "with  objective.environment"),
     "top_entropy_quantile": same_if(1.0, ENTROPY),
-    "entropy_coef": lacking(ENTROPY),
-    "use_adaptive_entropy": lacking(ENTROPY),
     **{f"entropy_{name}": counts_with("use_adaptive_entropy", (True,), ENTROPY)
        for name in ("coef_min", "coef_max", "coef_delta", "target")},
     **{name: counts_with("loss_type", (name.split("_")[0],), "there is no such loss")
        for name in ("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_k_neg",
                     "vespo_lambda_pos", "vespo_lambda_neg")},
-    "off_policy_mask_threshold": lacking("no answer is left out for its age"),
     "use_bias_correction_kl": lambda value, file: (
         nothing("as here") if is_off(value) or is_off(file.own("beta") or 0)
         else impossible("the estimate of  objective.kl  has no ratio before it")
     ),
-    "log_completions": fixed(SHOWN),
-    "log_multimodal": fixed(SHOWN),
-    "num_completions_to_print": fixed(SHOWN),
-    "log_unique_prompts": fixed(SHOWN),
     "per_device_train_batch_size": prompts,
     "micro_batch_size": prompts,
     "steps_per_generation": updates,
@@ -474,6 +452,7 @@ def answer_share(value: Any, file: ForeignFile) -> Answer:
 
 
 PAIRS: dict[str, Rule] = {
+    **rules_of("pairs"),
     "beta": keeps("objective.beta"),
     "loss_type": preference_loss,
     "loss_weights": lambda value, file: (
@@ -490,10 +469,7 @@ PAIRS: dict[str, Rule] = {
     "f_alpha_divergence_coef": counts_with(
         "f_divergence_type", ("alpha_divergence", "alpha"), "there is no such divergence"
     ),
-    "ld_alpha": lacking("all tokens of an answer count equally in its log-probability"),
-    "use_weighting": lacking("pairs have no weights"),
     "discopop_tau": counts_with("loss_type", ("discopop",), OTHER_LOSS),
-    "truncation_mode": fixed("a pair that does not fit into a row is left out, not cut"),
     "max_prompt_length": answer_share,
     "max_completion_length": answer_share,
     "max_target_length": answer_share,
@@ -501,13 +477,9 @@ PAIRS: dict[str, Rule] = {
     "undesirable_weight": keeps("objective.undesirable_weight"),
     "simpo_gamma": margin,
     "max_length": pair_length,
-    "cpo_alpha": fixed("in  objective.sft_weight"),
-    "alpha": lacking("AlphaPO is not trained here; docs/reference/methods.md lists what is"),
     "generate_during_eval": lambda value, file: (
         nothing("off") if is_off(value) else sets(train__sample_prompts=["Hello"])
     ),
-    "is_encoder_decoder": lacking("only models that predict the next token are trained"),
-    "padding_free": fixed("rows are packed, and documents never see each other"),
     "center_rewards_coefficient": lambda value, file: sets(objective__center_weight=value),
     **REFERENCE,
 }  # fmt: skip
@@ -551,7 +523,7 @@ def text_column(value: Any, file: ForeignFile) -> Answer:
 
 
 TEXTS: dict[str, Rule] = {
-    "shuffle_dataset": fixed("samples have a new order every epoch, there too"),
+    **rules_of("texts"),
     "assistant_only_loss": learnt_turns,
     "completion_only_loss": learnt_turns,
     "packing_strategy": packing_kind,
@@ -560,7 +532,6 @@ TEXTS: dict[str, Rule] = {
         if is_off(value) == is_off(file.own("packing") or False)
         else impossible("validation is packed as training is")
     ),
-    "padding_free": fixed("rows are packed, and documents never see each other"),
     "dataset_text_field": text_column,
     "truncation_mode": cut_at,
     "loss_type": lambda value, file: (

@@ -39,6 +39,7 @@ from fsdp_trainer.interop.convert.translation import (
     impossible,
     is_off,
     is_on,
+    keeps,
     nothing,
     option,
     rules_of,
@@ -281,11 +282,6 @@ def targets(value: Any, file: ForeignFile) -> Answer:
     if file.value("model.apply_lora_to_mlp") is True:
         names = [*names, *sorted(LINEAR - set(names) - {"q_proj", "k_proj", "v_proj", "o_proj"})]
     return sets(adapter__targets=names)
-
-
-def all_linear(value: Any, file: ForeignFile) -> Answer:
-    """Return that all linear layers have an adapter."""
-    return nothing("off") if is_off(value) else sets(adapter__targets="all")
 
 
 def torchtune_data(value: Any, file: ForeignFile) -> Answer:
@@ -540,11 +536,6 @@ def wandb_project(value: Any, file: ForeignFile) -> Answer:
     return sets(logging__wandb="online", logging__project=str(value))
 
 
-def seed(value: Any, file: ForeignFile) -> Answer:
-    """Return the seed."""
-    return sets(run__seed=int(value))
-
-
 def model_builder(value: Any, file: ForeignFile) -> Answer:
     """Return that the folder of weights says which model it is."""
     if "lora" in str(value):
@@ -635,7 +626,7 @@ RULES: dict[str, Rule] = {
     "lora_target_modules": targets,
     "target_modules": targets,
     "model.lora_attn_modules": targets,
-    "lora_target_linear": all_linear,
+    "lora_target_linear": option("adapter.targets=all"),
     "dataset_name": lambda value, file: sets(data__path=hub_or_file(str(value))),
     "dataset._component_": torchtune_data,
     "dataset.packed": packing,
@@ -676,10 +667,10 @@ RULES: dict[str, Rule] = {
     "report_to": trackers,
     "metric_logger._component_": logger_component,
     "wandb_project": wandb_project,
-    "seed": seed,
+    "seed": keeps("run.seed", kind=int),
     "model._component_": model_builder,
-    "checkpointer.checkpoint_dir": lambda value, file: sets(model__init_from=str(value)),
-    "tokenizer.max_seq_len": lambda value, file: sets(batch__seq_len=int(value)),
+    "checkpointer.checkpoint_dir": keeps("model.init_from", kind=str),
+    "tokenizer.max_seq_len": keeps("batch.seq_len", kind=int),
     "loss._component_": torchtune_loss,
     "loss.beta": of_preferences("objective.beta"),
     "loss.gamma": of_preferences("objective.gamma"),
@@ -704,7 +695,7 @@ RULES: dict[str, Rule] = {
     "enable_thinking": lambda value, file: impossible(
         f"with a template of it:  'data.template_args={{enable_thinking: {str(value).lower()}}}'"
     ),
-    "model": lambda value, file: sets(model__init_from=str(value)),
+    "model": keeps("model.init_from", kind=str),
     **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), of_hub),
     "project": lambda value, file: nothing("Trackio's default")
     if value == "huggingface"
@@ -714,7 +705,7 @@ RULES: dict[str, Rule] = {
     "beta1": betas,
     "beta2": betas,
     "min_lr": lowest_rate,
-    "min_lr_rate": lambda value, file: sets(schedule__min_ratio=value),
+    "min_lr_rate": keeps("schedule.min_ratio"),
     "max_steps": steps,
     "metric_for_best_model": lambda value, file: (
         nothing("as here") if value in ("loss", "eval_loss")
@@ -723,9 +714,9 @@ RULES: dict[str, Rule] = {
     "dataloader_num_workers": processes,
     "mix_strategy": mixture,
     "train_sampling_strategy": sampling_order,
-    "max_steps_per_epoch": lambda value, file: sets(train__steps=int(value)),
+    "max_steps_per_epoch": keeps("train.steps", kind=int),
     "teacher_checkpointer.checkpoint_dir": teacher,
-    "kd_ratio": lambda value, file: sets(objective__share=value),
+    "kd_ratio": keeps("objective.share"),
     "dataset.train_on_input": loss_on,
     "fsdp_config.fsdp_reshard_after_forward": reshard,
     "unfrozen_parameters": unfrozen,
@@ -734,7 +725,7 @@ RULES: dict[str, Rule] = {
     "num_epochs": epochs,
     "epochs": epochs,
     "train_on_inputs": loss_on,
-    "early_stopping_patience": lambda value, file: sets(train__early_stop=int(value)),
+    "early_stopping_patience": keeps("train.early_stop", kind=int),
     "resume_from_checkpoint": lambda value, file: nothing("a run goes on from its last checkpoint")
     if value in (True, False)
     else sets(model__init_from=str(value)),
@@ -745,7 +736,7 @@ RULES: dict[str, Rule] = {
     "num_machines": lambda value, file: sets(launch__nodes=int(value))
     if int(value) > 1
     else nothing("one node is the default"),
-    "shuffle": lambda value, file: sets(data__shuffle=bool(value)),
+    "shuffle": keeps("data.shuffle", kind=bool),
 }  # fmt: skip
 """By dotted name, or by its last part."""
 SECTIONS: dict[str, Rule] = {

@@ -77,6 +77,11 @@ def lacking(instead: str) -> Rule:
     return lambda value, file: nothing("off") if is_off(value) else impossible(instead)
 
 
+def keeps(key: str, note: str = "", kind: Callable[[Any], Any] = as_number) -> Rule:
+    """Return a rule for a setting that keeps its value. kind: makes it a number or a text."""
+    return lambda value, file: sets(note, **{key: kind(value)})
+
+
 def option(setting: str) -> Rule:
     """Return a rule for a switch that sets key=value when it is on."""
     key, _, value = setting.partition("=")

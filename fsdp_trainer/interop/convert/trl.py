@@ -17,8 +17,10 @@ from fsdp_trainer.interop.convert.translation import (
     fixed,
     impossible,
     is_off,
+    keeps,
     lacking,
     nothing,
+    option,
     rules_of,
     sets,
 )
@@ -62,11 +64,6 @@ def trainer(value: Any, file: ForeignFile) -> Answer:
 
 
 # --- kinds of rules -------------------------------------------------------------------------------
-
-
-def keeps(key: str, note: str = "") -> Rule:
-    """Return a rule for a setting that keeps its value."""
-    return lambda value, file: sets(note, **{key: value})
 
 
 def same_if(neutral: Any, instead: str) -> Rule:
@@ -426,11 +423,6 @@ def cut_at(value: Any, file: ForeignFile) -> Answer:
     return impossible("the end of a sample is cut, or the sample left out:  data.too_long")
 
 
-def free_of_reference(value: Any, file: ForeignFile) -> Answer:
-    """Return whether there is a reference."""
-    return nothing("off") if is_off(value) else sets(objective__reference="none")
-
-
 def pair_length(value: Any, file: ForeignFile) -> Answer:
     """Return the tokens of a row, which holds two answers; TRL limits each of them."""
     note = f"{value} for each of the two answers in a row; what is longer is left out, not cut"
@@ -460,8 +452,8 @@ PAIRS: dict[str, Rule] = {
         if preference_loss(file.own("loss_type"), file).sets else impossible(OTHER_LOSS)
     ),
     "label_smoothing": smoothing,
-    "rpo_alpha": lambda value, file: sets(objective__sft_weight=value),
-    "reference_free": free_of_reference,
+    "rpo_alpha": keeps("objective.sft_weight"),
+    "reference_free": option("objective.reference=none"),
     "f_divergence_type": lambda value, file: (
         nothing("as here") if str(value).lower().endswith("reverse_kl")
         else impossible("the divergence from the reference is the reverse KL")
@@ -480,7 +472,7 @@ PAIRS: dict[str, Rule] = {
     "generate_during_eval": lambda value, file: (
         nothing("off") if is_off(value) else sets(train__sample_prompts=["Hello"])
     ),
-    "center_rewards_coefficient": lambda value, file: sets(objective__center_weight=value),
+    "center_rewards_coefficient": keeps("objective.center_weight"),
     **REFERENCE,
 }  # fmt: skip
 

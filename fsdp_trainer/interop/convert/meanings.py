@@ -46,12 +46,11 @@ from fsdp_trainer.interop.convert.translation import (
     sets,
 )
 
-OPTIMIZERS = OPTION_SYNONYMS["optim"] | {
+OPTIMIZERS = {
     name: name for name in ("adamw", "adamw_8bit", "muon", "lion", "sgd", "lamb")
-}
-SCHEDULES = OPTION_SYNONYMS["schedule"] | {
-    name: name for name in ("cosine", "linear", "constant", "wsd")
-}
+} | OPTION_SYNONYMS["optim"]
+SCHEDULES = {name: name for name in ("cosine", "linear", "constant", "wsd")}
+SCHEDULES |= OPTION_SYNONYMS["schedule"]
 TEMPLATES = {
     "llama3": "llama3", "llama2": "llama2", "chatml": "chatml", "qwen": "qwen2", "qwen3": "qwen3",
     "qwen_25": "qwen2", "qwen3_nothink": "chatml", "yi": "chatml", "smollm": "chatml",

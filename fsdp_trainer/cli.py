@@ -9,7 +9,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.remote_code import allow_remote_code
@@ -21,57 +21,12 @@ from fsdp_trainer.config.composing.source_words import (
     is_path,
     require_quotes,
 )
-from fsdp_trainer.config.verbs import PRIMARY
+from fsdp_trainer.config.verbs import PRIMARY, VERBS
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import RunFailed, UserError, report
 from fsdp_trainer.extensions import import_modules
 from fsdp_trainer.version import __version__
 
-
-class Verb(NamedTuple):
-    """A verb's function, MODULE:NAME, which is imported and called with the configuration.
-
-    needs: keys of `further` in `run_verb`, passed as further arguments. inputs: whether files that
-    the configuration names must exist on this machine. starts_ranks: whether the function also runs
-    in each rank that it starts; ranks receive the composed configuration from their parent.
-    """
-
-    function: str
-    needs: tuple[str, ...] = ()
-    inputs: bool = True
-    starts_ranks: bool = False
-
-
-VERBS = {
-    "train": Verb("fsdp_trainer.run.verb:train", ("words",), starts_ranks=True),
-    "plan": Verb("fsdp_trainer.apps.plan.verb:plan", inputs=False),
-    "rehearse": Verb("fsdp_trainer.apps.rehearse.verb:rehearse_verb", inputs=False),
-    "preview": Verb("fsdp_trainer.apps.preview.preview:preview"),
-    "prepare": Verb("fsdp_trainer.run.prepare_verb:prepare", ("words",), starts_ranks=True),
-    # no check of inputs: doctor itself reports on which node something is missing
-    "doctor": Verb("fsdp_trainer.apps.doctor.doctor:doctor", ("words",), False, starts_ranks=True),
-    "launch-files": Verb(
-        "fsdp_trainer.apps.launch_files.launch_files:launch_files", ("words",), inputs=False
-    ),
-    "export": Verb("fsdp_trainer.checkpoint.exports.verb:export"),
-    "convert": Verb("fsdp_trainer.interop.convert.verb:convert_verb"),
-    "verify": Verb("fsdp_trainer.apps.verify:verify"),
-    "prove": Verb("fsdp_trainer.apps.prove.verb:prove", ("words",)),
-    "generate": Verb("fsdp_trainer.apps.generate:generate"),
-    "chat": Verb("fsdp_trainer.apps.chat.verb:chat"),
-    "evaluate": Verb(
-        "fsdp_trainer.apps.evaluate.verb:evaluate", ("words",), False, starts_ranks=True
-    ),
-    "rewards": Verb("fsdp_trainer.apps.rewards:rewards"),
-    "tokenizer": Verb("fsdp_trainer.apps.tokenizers.verb:tokenizer"),
-    "chain": Verb("fsdp_trainer.apps.chain.verb:chain", ("words of stages", "config_dir")),
-    "quickstart": Verb("fsdp_trainer.apps.quickstart.quickstart:quickstart"),
-    "push": Verb("fsdp_trainer.apps.push:push"),
-    "lighthouse": Verb("fsdp_trainer.apps.lighthouse:lighthouse"),
-    "report": Verb("fsdp_trainer.apps.report.verb:report"),
-    "recipes": Verb("fsdp_trainer.config.document:recipes", ("config_dir",)),
-    "config": Verb("fsdp_trainer.config.document:explain", ("explained", "config_dir")),
-}
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 NO_OVERRIDE = re.compile(r"[^=+~-][^=]*")
 WORD_OF_STAGE = re.compile(r"(all|tokenizer|pretrain|mid|sft)\.")

@@ -9,19 +9,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.base.own_code import import_file, names_in
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
+from fsdp_trainer.config.parts.own_parts import KINDS
 from fsdp_trainer.errors import UserError
 
 IMPORTS = "FSDP_TRAINER_IMPORT"
 """Environment variable with the modules of --import, separated by commas. Ranks and jobs that this
 program starts import them too."""
-PARTS = "fsdp_trainer.parts"
-"""Group of entry points by which installed packages offer parts, each named KIND.NAME."""
 
 
 @dataclass(frozen=True)
@@ -133,24 +130,16 @@ class Tracker:
         """Send what is not sent yet. exit_code: 0, too, for a run that will be resumed."""
 
 
-CALLBACKS: dict[str, Callback] = {}
-METRICS: dict[str, Callable[[], Any]] = {}
-OBJECTIVES: dict[str, Callable[..., Any]] = {}
-REWARDS: dict[str, Callable[..., list[float]]] = {}
-TRACKERS: dict[str, type[Tracker]] = {}
+CALLBACKS: dict[str, Callback] = KINDS["callback"]
+METRICS: dict[str, Callable[[], Any]] = KINDS["metric"]
+OBJECTIVES: dict[str, Callable[..., Any]] = KINDS["objective"]
+REWARDS: dict[str, Callable[..., list[float]]] = KINDS["reward"]
 BUILT_IN = {
     "objective": tuple(METHODS),
     "metric": ("loss", "objective", "loss_by_source", "method"),
     "reward": ("exact", "number", "regex", "length", "code", "http", "model"),
 }
 """Names of the program's own extensions, which a user's cannot have."""
-KINDS: dict[str, dict[str, Any]] = {
-    "callback": CALLBACKS,
-    "metric": METRICS,
-    "objective": OBJECTIVES,
-    "reward": REWARDS,
-    "tracker": TRACKERS,
-}
 
 
 def register(kind: str, name: str, what: Any = None) -> Any:
@@ -162,7 +151,7 @@ def register(kind: str, name: str, what: Any = None) -> Any:
     chosen with  objective.name=NAME. reward: a function of a list of attempts (see
     rl/rewards/reward.py) that returns a number for each, used as an entry of objective.rewards; its
     further parameters are keys of that entry. tracker: a subclass of `Tracker`, chosen with
-    logging.trackers=[NAME].
+    logging.trackers=[NAME]. optimizer, schedule, format, form: see docs/extending.md.
     Raises UserError for another kind, and for a name that is in use.
     """
     if kind not in KINDS:
@@ -217,37 +206,3 @@ def registered_by_user(choice: ObjectiveChoice) -> Callable[..., Any] | None:
 def objective_names() -> list[str]:
     """Return the possible values of objective.name."""
     return [*BUILT_IN["objective"], *OBJECTIVES]
-
-
-def own_part(kind: str, name: str) -> Any:
-    """Return the part that `why_no_part` has no problem with. Raises what its code raises."""
-    file, _, attribute = name.rpartition(":")
-    if file:
-        return getattr(import_file(Path(file)), attribute)
-    return KINDS[kind].get(name) or _offered(kind)[name].load()
-
-
-def why_no_part(kind: str, name: str) -> str | None:
-    """Return an error message if no code is named so; None if there is some. Runs none of it.
-
-    name: a registered name, FILE.py:NAME, or NAME of an entry point KIND.NAME.
-    """
-    file, _, attribute = name.rpartition(":")
-    if not file:
-        known = [*KINDS[kind], *_offered(kind)]
-        if name in known:
-            return None
-        there = f"There are: {' '.join(known)}" if known else "None is registered or installed"
-        return f"there is no {kind} {name}. {there}.\nOne in a file is  FILE.py:NAME"
-    try:
-        names = names_in(Path(file))
-    except (OSError, SyntaxError, ValueError) as error:
-        return f"{file} cannot be read: {error}"
-    own = f"{file} has no {attribute}. It has: {' '.join(names) or 'nothing'}"
-    return None if attribute in names else own
-
-
-def _offered(kind: str) -> dict[str, EntryPoint]:
-    """Return the parts of a kind that installed packages offer, by name."""
-    parts = [part for part in entry_points(group=PARTS) if part.name.startswith(f"{kind}.")]
-    return {part.name.removeprefix(f"{kind}."): part for part in parts}

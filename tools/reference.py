@@ -26,6 +26,7 @@ from fsdp_trainer.config.devices import DEVICES
 from fsdp_trainer.config.key_texts import comment, written
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.methods import METHODS
+from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import Optim, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY, ExportConfig
@@ -33,7 +34,6 @@ from fsdp_trainer.data.records.record_formats import FORMATS
 from fsdp_trainer.data.templates.chat_template import BUILT_IN
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
-from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.hf.further_blocks import HEADS
 from fsdp_trainer.observe.metric_groups import GENERAL, TITLES
 from fsdp_trainer.rl.environments.known_environments import ENVIRONMENTS

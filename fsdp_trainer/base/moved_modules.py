@@ -14,8 +14,17 @@ MOVED = {
     "plan": "planning.plan",
     "rehearse": "planning.rehearse",
     "offload": "optim.offload",
+    "models.families": "config.parts.families",
 }
-"""Folder in the package → where it lies now."""
+"""Folder or module in the package → where it lies now."""
+
+
+def moved_to(inner: str) -> str | None:
+    """Return the new name within the package of a module that was moved, else None."""
+    names = (
+        new + inner[len(old) :] for old, new in MOVED.items() if f"{inner}.".startswith(f"{old}.")
+    )
+    return next(names, None)
 
 
 class MovedModules(MetaPathFinder, Loader):
@@ -25,14 +34,13 @@ class MovedModules(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
-        is_moved = package == "fsdp_trainer" and inner.partition(".")[0] in MOVED
+        is_moved = package == "fsdp_trainer" and moved_to(inner)
         return ModuleSpec(name, self) if is_moved else None
 
     def exec_module(self, module: ModuleType) -> None:
-        package, folder, *rest = module.__name__.split(".")
-        moved = ".".join([package, MOVED[folder], *rest])
+        package, _, inner = module.__name__.partition(".")
         # what Python returns is the entry of this table, after this call
-        sys.modules[module.__name__] = importlib.import_module(moved)
+        sys.modules[module.__name__] = importlib.import_module(f"{package}.{moved_to(inner)}")
 
 
 def install() -> None:

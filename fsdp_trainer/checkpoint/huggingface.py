@@ -28,13 +28,13 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     piece_bytes,
     row_ranges,
 )
+from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.config.paths import is_whole_model
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.folders.other_weights import described_at
 from fsdp_trainer.interop.weights.known_weights import other_tensors
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.hf.further_blocks import copies_in_head, is_unread
 from fsdp_trainer.models.hf.new_model import meta_decoder

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import absent, choice_meant
+from fsdp_trainer.config.parts.own_parts import own_names, why_no_part
 from fsdp_trainer.errors import Problem, UserError
 
 KINDS = {
@@ -121,7 +122,8 @@ def takes_text(kind: Any) -> bool:
 def limits(f: Field) -> str:
     """Return a field's choices or bounds in words; "" if there are none."""
     if f.metadata["choices"]:
-        return ", ".join(map(as_text, f.metadata["choices"]))
+        own = ["FILE.py:NAME"] if f.metadata["part"] else []
+        return ", ".join([*map(as_text, f.metadata["choices"]), *own])
     words = {"minimum": "at least", "above": "above", "maximum": "at most"}
     return ", ".join(
         f"{word} {f.metadata[name]:g}"
@@ -218,12 +220,23 @@ def wrong_with(value: Any, f: Field) -> str | None:
     if value is None:
         return None
     items = value if isinstance(value, list) else [value]
-    choices = f.metadata["choices"]
-    if choices and any(item not in choices for item in items):
+    choices, kind = f.metadata["choices"], f.metadata["part"]
+    others = [item for item in items if choices and item not in choices]
+    if kind and others:
+        return why_no_choice(kind, str(others[0]), f)
+    if others:
         return f"is not one of: {limits(f)}"
     if any(_is_out_of_bounds(item, f) for item in items if not isinstance(item, bool | str)):
         return f"must be {limits(f)}" + (", or null" if NoneType in get_args(f.type) else "")
     return None
+
+
+def why_no_choice(kind: str, name: str, f: Field) -> str | None:
+    """Return the reason why a value is neither a choice nor a part of the user's own, or None."""
+    reason = why_no_part(kind, name)
+    if reason is None or ":" in name:
+        return reason
+    return f"is not one of: {', '.join([limits(f), *own_names(kind)])}"
 
 
 def _is_out_of_bounds(number: Any, f: Field) -> bool:
@@ -257,6 +270,8 @@ def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> A
         problem = wrong_with(values[f.name], f)
         if problem:
             report.add(key, raw, f"{problem}{_meant(key, raw, f)}\n{f.metadata['text']}")
+            if f.metadata["part"]:  # rules ask the part that is chosen
+                values[f.name] = default_of(f)
     return cls(**values)
 
 

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel, second_model
+from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.parts.optimizers import Optim
+from fsdp_trainer.config.parts.schedules import SHAPES
 
 FORMATS = (
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "tokens",
@@ -299,22 +301,7 @@ class Model:
     family: str | None = key(
         None,
         "model family, as model_type in config.json",
-        choices=(
-            "llama",
-            "mistral",
-            "qwen2",
-            "qwen3",
-            "qwen3_moe",
-            "qwen2_moe",
-            "mixtral",
-            "olmoe",
-            "deepseek_v3",
-            "gpt_oss",
-            "gemma2",
-            "gemma3_text",
-            "olmo2",
-            "phi3",
-        ),
+        choices=tuple(FAMILIES),
     )
     vocab_size: int | None = key(
         None,
@@ -474,6 +461,7 @@ class Data:
         "auto",
         "format of the rows; `auto` detects it and says so",
         choices=FORMATS,
+        part="format",
     )
     fields: dict[str, Any] | None = key(
         None,
@@ -910,9 +898,7 @@ class Compile:
 class Schedule:
     """The learning rate over the run, as a share of optim.lr."""
 
-    name: str = key(
-        "cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd")
-    )
+    name: str = key("cosine", "shape after the warm-up", choices=tuple(SHAPES), part="schedule")
     warmup_steps: int = key(
         0,
         "number of warm-up steps, with a linear rise of the rate; schedule.warmup is a share of "

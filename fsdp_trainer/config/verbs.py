@@ -4,6 +4,7 @@ The first line of a configuration's docstring is printed by --help.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.keys import key
@@ -317,6 +318,7 @@ class ExportConfig:
             "meta",
             "compressed",
         ),
+        part="form",
     )
     quantization: str | None = key(
         None,
@@ -681,14 +683,65 @@ class LighthouseConfig:
     silence: str = key("3s", "a group without a sign of life for this long has left")
 
 
-PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "plan": PlanConfig, "rehearse": RehearseConfig, "preview": PreviewConfig,
-    "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
-    "verify": VerifyConfig, "prove": ProveConfig, "convert": ConvertConfig,
-    "generate": GenerateConfig, "chat": ChatConfig,
-    "evaluate": EvaluateConfig, "rewards": RewardsConfig,
-    "tokenizer": TokenizerConfig, "report": ReportConfig,
-    "recipes": RecipesConfig, "config": ConfigConfig,
-    "chain": ChainConfig, "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
-    "lighthouse": LighthouseConfig, "push": PushConfig,
-}  # fmt: skip
+class Verb(NamedTuple):
+    """A verb: its configuration, and a function, MODULE:NAME, that is imported and called with it.
+
+    needs: keys of `further` in `run_verb`, passed as further arguments. inputs: whether files that
+    the configuration names must exist on this machine. starts_ranks: whether the function also runs
+    in each rank that it starts; ranks receive the composed configuration from their parent.
+    """
+
+    config: type
+    function: str
+    needs: tuple[str, ...] = ()
+    inputs: bool = True
+    starts_ranks: bool = False
+
+
+VERBS = {
+    "train": Verb(TrainConfig, "fsdp_trainer.run.verb:train", ("words",), starts_ranks=True),
+    "plan": Verb(PlanConfig, "fsdp_trainer.apps.plan.verb:plan", inputs=False),
+    "rehearse": Verb(RehearseConfig, "fsdp_trainer.apps.rehearse.verb:rehearse_verb", inputs=False),
+    "preview": Verb(PreviewConfig, "fsdp_trainer.apps.preview.preview:preview"),
+    "prepare": Verb(
+        PrepareConfig, "fsdp_trainer.run.prepare_verb:prepare", ("words",), starts_ranks=True
+    ),
+    # no check of inputs: doctor itself reports on which node something is missing
+    "doctor": Verb(
+        DoctorConfig, "fsdp_trainer.apps.doctor.doctor:doctor", ("words",), False, starts_ranks=True
+    ),
+    "export": Verb(ExportConfig, "fsdp_trainer.checkpoint.exports.verb:export"),
+    "verify": Verb(VerifyConfig, "fsdp_trainer.apps.verify:verify"),
+    "prove": Verb(ProveConfig, "fsdp_trainer.apps.prove.verb:prove", ("words",)),
+    "convert": Verb(ConvertConfig, "fsdp_trainer.interop.convert.verb:convert_verb"),
+    "generate": Verb(GenerateConfig, "fsdp_trainer.apps.generate:generate"),
+    "chat": Verb(ChatConfig, "fsdp_trainer.apps.chat.verb:chat"),
+    "evaluate": Verb(
+        EvaluateConfig,
+        "fsdp_trainer.apps.evaluate.verb:evaluate",
+        ("words",),
+        False,
+        starts_ranks=True,
+    ),
+    "rewards": Verb(RewardsConfig, "fsdp_trainer.apps.rewards:rewards"),
+    "tokenizer": Verb(TokenizerConfig, "fsdp_trainer.apps.tokenizers.verb:tokenizer"),
+    "report": Verb(ReportConfig, "fsdp_trainer.apps.report.verb:report"),
+    "recipes": Verb(RecipesConfig, "fsdp_trainer.config.document:recipes", ("config_dir",)),
+    "config": Verb(
+        ConfigConfig, "fsdp_trainer.config.document:explain", ("explained", "config_dir")
+    ),
+    "chain": Verb(
+        ChainConfig, "fsdp_trainer.apps.chain.verb:chain", ("words of stages", "config_dir")
+    ),
+    "quickstart": Verb(QuickstartConfig, "fsdp_trainer.apps.quickstart.quickstart:quickstart"),
+    "launch-files": Verb(
+        LaunchFilesConfig,
+        "fsdp_trainer.apps.launch_files.launch_files:launch_files",
+        ("words",),
+        inputs=False,
+    ),
+    "lighthouse": Verb(LighthouseConfig, "fsdp_trainer.apps.lighthouse:lighthouse"),
+    "push": Verb(PushConfig, "fsdp_trainer.apps.push:push"),
+}
+"""In the order of `--help`."""
+PRIMARY: dict[str, type] = {name: verb.config for name, verb in VERBS.items()}

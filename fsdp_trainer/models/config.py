@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.base.round_up import round_up
-from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.interop.folders.other_weights import described_otherwise
-from fsdp_trainer.models.families import (
+from fsdp_trainer.config.parts.families import (
+    ACTIVATIONS,
     FAMILIES,
     FULL,
     GROUPED_OPTIONS,
@@ -27,6 +26,8 @@ from fsdp_trainer.models.families import (
     layer_pattern,
     nearest_family,
 )
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.interop.folders.other_weights import described_otherwise
 
 if TYPE_CHECKING:
     import numpy as np  # not loaded by processes that only start ranks or report an error
@@ -72,7 +73,6 @@ ONE_LABEL = ("score",)
 DENSE = "gated"
 EXPERTS = "experts"
 """Kinds of feed-forward: keys of `decoder.FEED_FORWARDS`."""
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 RANDOM = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 """Keys of config.json for what is random in training. It is left out, and `run.describe` says so:
 the function that the model computes is the same."""

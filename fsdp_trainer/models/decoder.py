@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp_trainer.config.parts.families import LATENT
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
 from fsdp_trainer.models.balance import Balance, Balancing
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.families import LATENT
 from fsdp_trainer.models.feed_forward import MLP
 from fsdp_trainer.models.head import Head, Objective, ScoreHead, Scores, StatesHead
 from fsdp_trainer.models.latent_attention import CosSin, LatentAttention

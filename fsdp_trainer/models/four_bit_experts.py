@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_trainer.models.families import is_stacked
+from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.models.four_bit import decode, encoded_columns, quantize_linears
 from fsdp_trainer.models.grouped import grouped_linear
 

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_trainer.config.parts.families import ACTIVATIONS, BIASED
+from fsdp_trainer.config.parts.own_parts import code_at
 from fsdp_trainer.models.balance import Balancing, auxiliary_values
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.families import BIASED
-from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
+from fsdp_trainer.models.feed_forward import MLP
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.four_bit_experts import DecodedGroups
 from fsdp_trainer.models.grouped import grouped_bias, grouped_linear
@@ -174,7 +175,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = code_at(ACTIVATIONS[config.hidden_act])
 
     def local(self, parameter: Tensor) -> Tensor:
         return parameter

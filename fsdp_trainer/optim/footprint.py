@@ -1,6 +1,6 @@
 """Memory of optimizers by optim.name, for planner and memory check. Does not import torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fsdp_trainer.config.formats import BLOCK, block_size, moments_format
 from fsdp_trainer.config.parts.optimizers import Optim
@@ -17,7 +17,8 @@ for small matrices, little memory for large ones."""
 def state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None = None, in_block: bool = True
 ) -> float:
-    return FOOTPRINTS[optim.name](optim, master_dtype, shape, in_block)
+    """Return bytes of state per number of a parameter. shape: None for a large parameter."""
+    return optim.spec.footprint()(optim, master_dtype, shape, in_block)
 
 
 def is_matrix(name: str, dimensions: int) -> bool:
@@ -26,7 +27,9 @@ def is_matrix(name: str, dimensions: int) -> bool:
     return dimensions >= 2 and not name.endswith("bias")
 
 
-def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -> float:
+def moment_bytes(
+    optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool = True
+) -> float:
     """Return the bytes of a moment per number, including the float32 scale of each 8-bit block."""
     moments = moments_format(optim, master_dtype)
     if moments != "8bit":
@@ -35,7 +38,7 @@ def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -
     return 1 + 4 / block if block > 1 else NUMBER_BYTES["float32"]
 
 
-def adamw_state_bytes(
+def two_moments(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
 ) -> float:
     return 2 * moment_bytes(optim, master_dtype, shape)
@@ -53,20 +56,3 @@ def muon_state_bytes(
         return 2 * momentum
     rows = NUMBER_BYTES["float32"] / shape[-1] if optim.normuon and shape else 0.0
     return momentum + rows
-
-
-def lion_state_bytes(
-    optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
-) -> float:
-    return moment_bytes(optim, master_dtype, shape)
-
-
-FOOTPRINTS: dict[str, Callable[[Optim, str, Sequence[int] | None, bool], float]] = {
-    "adamw": adamw_state_bytes,
-    "lamb": adamw_state_bytes,
-    "lars": lion_state_bytes,
-    "lion": lion_state_bytes,
-    "sgd": lion_state_bytes,
-    "muon": muon_state_bytes,
-}
-"""By optim.name, the function of `state_bytes`."""

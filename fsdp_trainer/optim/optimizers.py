@@ -67,7 +67,8 @@ def build_optimizer(
     if cfg.spec.has_owners:
         # checked for the complete model, since a single pipeline stage may have no matrices
         require_matrices(getattr(model, "whole", model), cfg)
-    return OPTIMIZERS[cfg.name](parameter_groups(model, cfg), cfg, seed, ranks)
+    optimizer: TrainerOptimizer = cfg.spec.builder()(parameter_groups(model, cfg), cfg, seed, ranks)
+    return optimizer
 
 
 def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
@@ -179,15 +180,3 @@ def formats(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> tuple[str, b
     dtype = master_dtype(groups)
     stochastic = cfg.rounding == "stochastic" and rounds(cfg, dtype)
     return moments_format(cfg, dtype), stochastic, seed
-
-
-OPTIMIZERS = {
-    "adamw": build_adamw,
-    "lamb": build_lamb,
-    "lars": build_lars,
-    "lion": build_lion,
-    "muon": build_muon,
-    "sgd": build_sgd,
-}
-"""Optimizers by optim.name. A new one needs a file, a line here, a line in `footprint.FOOTPRINTS`
-and an entry in `config/parts/optimizers.py`."""

@@ -2,6 +2,8 @@
 
 import math
 
+from fsdp_trainer.config.parts.own_parts import usable_part
+from fsdp_trainer.config.parts.schedules import SHAPES
 from fsdp_trainer.config.schema import Batch, Optim, Schedule
 
 
@@ -40,19 +42,8 @@ def learning_rate(
     if step <= warmup:
         return peak * (step - cfg.from_zero) / warmup
     progress = (step - 1 - warmup) / (steps - warmup)
-    return peak * (cfg.min_ratio + (1 - cfg.min_ratio) * SHAPES[cfg.name](progress, cfg))
-
-
-def _wsd(progress: float, cfg: Schedule) -> float:
-    return min(1.0, (1 - progress) / cfg.decay_share) if cfg.decay_share else 1.0
-
-
-SHAPES = {
-    "constant": lambda progress, cfg: 1.0,
-    "linear": lambda progress, cfg: 1 - progress,
-    "cosine": lambda progress, cfg: (1 + math.cos(math.pi * progress)) / 2,
-    "wsd": _wsd,
-}
+    shape = SHAPES.get(cfg.name) or usable_part("schedule", cfg.name)
+    return peak * (cfg.min_ratio + (1 - cfg.min_ratio) * shape(progress, cfg))
 
 
 def steps_between(every: float | None, steps: int | None) -> int | None:

@@ -14,8 +14,8 @@ from world import Run
 from zoo import HF, make_folder
 
 from fsdp_trainer.base.distributed import local_part, local_slice
+from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.models.adapters.adapters import adapter_parameters
-from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.from_config.initialize import draw_part
 
 peft = pytest.importorskip("peft")

@@ -24,6 +24,7 @@ from world import write_json
 from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 
 import fsdp_trainer
+from fsdp_trainer.config.parts.families import FAMILIES, FULL
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
@@ -31,7 +32,6 @@ from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import REFUSED_UNLESS, TRANSFORMERS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.families import FAMILIES, FULL
 from fsdp_trainer.models.from_config.initialize import BLOCK, draw_numbers, initialize_weights
 from fsdp_trainer.models.from_config.resolve import model_problems, resolve_model
 from fsdp_trainer.models.hf.read_architecture import read_architecture, stored_vocabulary

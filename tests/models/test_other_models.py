@@ -27,7 +27,7 @@ from transformers.models.granitemoe.modeling_granitemoe import load_balancing_lo
 from zoo import ZOO, make_model
 
 import fsdp_trainer
-from fsdp_trainer.models.families import FAMILIES
+from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.models.hf.hf_config import absurd_count
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 

@@ -3,8 +3,8 @@
 import pytest
 from layouts import SIZES
 
+from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.parallel.tensor import sharded_form
 

@@ -3,9 +3,9 @@
 import pytest
 
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.parts.optimizers import OPTIMIZERS
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import FAMILIES
-from fsdp_trainer.optim.optimizers import OPTIMIZERS
 from tools.cuda_shapes.cases import KERNELS, MODELS, WAITING, compiled_cases, steps
 
 

@@ -19,8 +19,8 @@ from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import options
 from fsdp_trainer.config.composing.overrides import owner_of, takes
+from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.verbs import PRIMARY
-from fsdp_trainer.models.families import FAMILIES
 
 GENERATED = {"CHANGELOG.md", "mistakes.md", "configuration.md"}
 """Pages that are history, are run by a test of their own, or are written by the program."""

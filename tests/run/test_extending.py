@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 from folders import REPO
 from world import SMALL, read_lines
@@ -135,6 +138,9 @@ def test_the_package_shows_what_there_is():
         (["logging.trackers=[no.py:X]"], "no.py cannot be read"),
         ([f"logging.trackers=[{EXAMPLES}/tracker.py:X]"], "It has: csv fsdp_trainer Table"),
         (["logging.trackers=[diary]"], "there is no tracker diary"),
+        ([f"optim.name={EXAMPLES}/spectral.py:X"], "It has: torch"),
+        ([f"optim.name={EXAMPLES}/tickets.py:conversation"], "is no OptimizerSpec"),
+        (["data.format=ticket"], "is not one of: auto"),
         (["logging.trackers=[comet]"], "logging.comet"),
         (["logging.comet=offline"], "pip install 'fsdp_trainer[comet]'"),
     ],
@@ -151,17 +157,34 @@ def test_a_name_is_registered_once():
     with pytest.raises(UserError, match="already in use"):
         fsdp_trainer.register("objective", "sft", object)
     with pytest.raises(UserError, match="kind"):
-        fsdp_trainer.register("optimizer", "mine", object)
+        fsdp_trainer.register("kernel", "mine", object)
 
 
-def test_an_installed_package_offers_a_tracker(tmp_path, monkeypatch):
-    about = tmp_path / "mine-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[fsdp_trainer.parts]\ntracker.rows = tracker:Table\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert extensions.why_no_part("tracker", "rows") is None
-    assert issubclass(extensions.own_part("tracker", "rows"), fsdp_trainer.Tracker)
+@pytest.mark.slow
+def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeypatch, capsys):
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    shutil.copytree(EXAMPLES, source := tmp_path / "source")
+    built = ["wheel", str(source), "-w", str(tmp_path), "--no-build-isolation"]
+    subprocess.run([*pip, *built, "--no-deps", "--no-index"], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    place = ["install", str(wheel), "--target", str(tmp_path / "site")]
+    subprocess.run([*pip, *place, "--no-deps", "--no-index"], check=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (empty := tmp_path / "empty").mkdir()
+    monkeypatch.chdir(empty)
+    assert not main(["train", "--help", "optim.name"])
+    assert "Yours: spectral" in capsys.readouterr().out
+    notes = [{"by": "staff", "text": "Switch it on."}]
+    ticket = json.dumps({"subject": "No light", "body": "It is dark.", "notes": notes})
+    (empty / "tickets.jsonl").write_text(4 * f"{ticket}\n")
+    own = ["data.path=tickets.jsonl", "data.format=tickets", "optim.name=spectral"]
+    assert main(["plan", *words, *own, "plan.gpu=h100"]) == 0
+    assert main([*words, *own, "logging.trackers=[table]"]) == 0
+    assert main([*words, *own, "logging.trackers=[table]", "train.steps=3"]) == 0  # resumes
+    rows = (tmp_path / "run" / "run.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
+    assert main(["export", str(tmp_path / "run"), "out=exported", "form=numpy"]) == 0
+    assert "model.norm.weight" in np.load(empty / "exported" / "weights.npz")
 
 
 @pytest.mark.slow
@@ -175,10 +198,11 @@ def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, t
     assert "checkpoint" in [line.get("event") for line in lines]
     recipes = tmp_path / "recipe"
     recipes.mkdir()
-    (recipes / "bad.yaml").write_text("# @package _global_\nlogging:\n  command: tee x\n")
     capsys.readouterr()
-    assert main(["--config-dir", str(tmp_path), "+recipe=bad", *words, "run.name=other"]) == 2
-    assert "type it on the command line" in capsys.readouterr().err
+    for code in ("logging:\n  command: tee x\n", "optim:\n  name: mine.py:MINE\n"):
+        (recipes / "bad.yaml").write_text(f"# @package _global_\n{code}")
+        assert main(["--config-dir", str(tmp_path), "+recipe=bad", *words, "run.name=other"]) == 2
+        assert "ype it on the command line" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.derived import rows_of, stacked_like, transposed
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, as_tensor, read_whole
+from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.models.adapters.adapter_spec import (
     MAGNITUDE,
     A,
@@ -17,7 +18,6 @@ from fsdp_trainer.models.adapters.adapter_spec import (
     matrix_name,
 )
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.families import is_stacked
 
 BLOCK_ROWS = 64
 """Rows that are multiplied at once, beginning at a multiple of this number. The last bits of a

@@ -32,6 +32,7 @@ from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 from fsdp_trainer.config.new_folder import new_folder
+from fsdp_trainer.config.parts.own_parts import usable_part
 from fsdp_trainer.config.paths import is_adapter, is_whole_model
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -75,13 +76,26 @@ def export_other(cfg: ExportConfig) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         with as_folder(source, out, cfg.dtype) as folder, complete_folder(out) as partial:
             config = read_architecture(folder)
-            require_names(config, cfg.form)
             dtype = getattr(torch, cfg.dtype) if cfg.dtype else None
-            WRITERS[cfg.form](partial, folder, config, dict(weights(folder, config, dtype)))
+            if cfg.form in WRITERS:
+                require_names(config, cfg.form)
+                WRITERS[cfg.form](partial, folder, config, dict(weights(folder, config, dtype)))
+            else:
+                write = usable_part("form", cfg.form)
+                write(partial, folder, dict(own_weights(folder, config, dtype)))
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
     print(f"exported {source} to {out}")
     return 0
+
+
+def own_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face's name, tensor) of a folder, for a form of the user's own."""
+    for name, on_disk in read_tensors(folder, config).items():
+        tensor = read_whole(on_disk, 0, on_disk.shape[0])
+        yield name, tensor.to(dtype) if dtype else tensor
 
 
 def require_names(config: ModelConfig, form: str) -> None:

@@ -8,7 +8,7 @@ from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.exports.compressed_export import export_compressed
 from fsdp_trainer.checkpoint.exports.gguf_export import export_gguf, require_number_format
 from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint, exportable
-from fsdp_trainer.checkpoint.exports.other_tools import WRITERS, export_other
+from fsdp_trainer.checkpoint.exports.other_tools import export_other
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import RunFailed, UserError
@@ -30,7 +30,7 @@ def write_export(cfg: ExportConfig) -> int:
     require_settings_of_form(cfg)
     if cfg.form == "compressed":
         return export_compressed(cfg)
-    if cfg.form in WRITERS:
+    if cfg.form not in ("merged", "adapter"):
         return export_other(cfg)
     source = exportable(str(cfg.source), cfg.form)
     out = new_folder(str(cfg.out))

@@ -10,6 +10,7 @@ from fsdp_trainer.config.composing.compose import CONF, options
 from fsdp_trainer.config.composing.recipe_heads import first_comments, recipe_heads
 from fsdp_trainer.config.key_texts import comment, on_lines, written
 from fsdp_trainer.config.keys import default_of
+from fsdp_trainer.config.parts.own_parts import own_names
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import UserError
@@ -127,7 +128,9 @@ def examples(verb: str) -> list[str]:
 
 def _line(item: tuple[str, Field]) -> str:
     key, f = item
-    return on_lines(f"  {key}={written(default_of(f))}  ", comment(f))
+    own = own_names(f.metadata["part"]) if f.metadata["part"] else []
+    text = f"{comment(f)} Yours: {' '.join(own)}" if own else comment(f)
+    return on_lines(f"  {key}={written(default_of(f))}  ", text)
 
 
 def first_line(cls: type) -> str:

@@ -1,28 +1,37 @@
 """The optimizers (optim.name): what each needs and refuses, and the group's keys. No torch.
 
 Every other module asks the `OptimizerSpec` of the configured optimizer, and compares no names. A
-new optimizer is an entry of OPTIMIZERS here, a class in `fsdp_trainer/optim/` with a line in
-`optimizers.py` and one in `footprint.py` there, and a file `conf/optim/NAME.yaml`.
+new optimizer is an entry of OPTIMIZERS here, a class in `fsdp_trainer/optim/` with a function in
+`optimizers.py` there, and a file `conf/optim/NAME.yaml`; one of the user's own is an OptimizerSpec.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_trainer.config.keys import key
+from fsdp_trainer.config.parts.own_parts import code_at, usable_part
+
+BUILDERS, FOOTPRINTS = "fsdp_trainer.optim.optimizers:", "fsdp_trainer.optim.footprint:"
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """The needs of an optimizer.
+    """An optimizer: the code that builds it, and its needs.
 
-    whole_matrices: True if the update of a number depends on others of its matrix. has_owners: True
-    if ranks own whole matrices of blocks and multiply them, as Muon's. is_fused: True if torch has
-    a fused kernel for it. takes_states: True if it can begin with another tool's states. in_8_bits,
-    in_bfloat16: overrides that store its moments so. with_fewer_moments: an optimizer with one
-    moment for matrices in place of two. depth_lr: its learning rate for model.depth=12 and 2**19
-    tokens a step; None: unknown. highest_lr: above it no model learns, and `preview` and `train`
-    warn.
+    build: a function, or MODULE:NAME of one, of (groups of parameters, Optim, seed, ranks), as in
+    optim/optimizers.py. state_bytes: one of (Optim, master_dtype, shape, in_block), as in
+    optim/footprint.py. whole_matrices: True if the update of a number depends on others of its
+    matrix. has_owners: True if ranks own whole matrices of blocks and multiply them, as Muon's.
+    is_fused: True if torch has a fused kernel for it. takes_states: True if it can begin with
+    another tool's states. in_8_bits, in_bfloat16: overrides that store its moments so.
+    with_fewer_moments: an optimizer with one moment for matrices in place of two. depth_lr: its
+    learning rate for model.depth=12 and 2**19 tokens a step; None: unknown. highest_lr: above it no
+    model learns, and `preview` and `train` warn.
     """
 
+    build: str | Callable[..., Any]
+    state_bytes: str | Callable[..., float] = f"{FOOTPRINTS}moment_bytes"
     whole_matrices: bool = False
     has_owners: bool = False
     is_fused: bool = False
@@ -33,9 +42,19 @@ class OptimizerSpec:
     depth_lr: float | None = None
     highest_lr: float = 0.1  # of updates that are about as large as the rate
 
+    def builder(self) -> Callable[..., Any]:
+        """Return `build` as a function, which may import torch."""
+        return code_at(self.build)
+
+    def footprint(self) -> Callable[..., float]:
+        """Return `state_bytes` as a function."""
+        return code_at(self.state_bytes)
+
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(
+        f"{BUILDERS}build_adamw",
+        f"{FOOTPRINTS}two_moments",
         is_fused=True,
         takes_states=True,
         in_8_bits="optim=adamw_8bit",
@@ -44,11 +63,22 @@ OPTIMIZERS = {
         depth_lr=1.0e-3,  # as in the recipe chain_pretrain
     ),
     # nanochat's 0.02 for orthogonal updates, in Moonlight's scale: 0.02 / (0.2 · √768)
-    "muon": OptimizerSpec(whole_matrices=True, has_owners=True, depth_lr=3.6e-3),
-    "lion": OptimizerSpec(),
-    "sgd": OptimizerSpec(highest_lr=100.0),
-    "lamb": OptimizerSpec(whole_matrices=True, highest_lr=1.0),
-    "lars": OptimizerSpec(whole_matrices=True, highest_lr=100.0),
+    "muon": OptimizerSpec(
+        f"{BUILDERS}build_muon",
+        f"{FOOTPRINTS}muon_state_bytes",
+        whole_matrices=True,
+        has_owners=True,
+        depth_lr=3.6e-3,
+    ),
+    "lion": OptimizerSpec(f"{BUILDERS}build_lion"),
+    "sgd": OptimizerSpec(f"{BUILDERS}build_sgd", highest_lr=100.0),
+    "lamb": OptimizerSpec(
+        f"{BUILDERS}build_lamb",
+        f"{FOOTPRINTS}two_moments",
+        whole_matrices=True,
+        highest_lr=1.0,
+    ),
+    "lars": OptimizerSpec(f"{BUILDERS}build_lars", whole_matrices=True, highest_lr=100.0),
 }
 
 
@@ -60,6 +90,7 @@ class Optim:
         "adamw",
         "which optimizer; `muon`: for the matrices of the blocks, and AdamW for all else",
         choices=tuple(OPTIMIZERS),
+        part="optimizer",
     )
     implementation: str = key(
         "auto",
@@ -182,5 +213,6 @@ class Optim:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer's entry in OPTIMIZERS."""
-        return OPTIMIZERS[self.name]
+        """The optimizer's entry in OPTIMIZERS, or the user's own. Raises UserError."""
+        own: OptimizerSpec | None = OPTIMIZERS.get(self.name)
+        return own or usable_part("optimizer", self.name, OptimizerSpec)

@@ -87,9 +87,13 @@ def unused_keys(cfg: Any, report: Report) -> Violations:
     """Check that keys of some options of a group are set only with one of these options."""
     for group, selector in SELECTORS.items():
         settings = getattr(cfg, group)
-        for f in fields(settings):
-            key, options = f"{group}.{f.name}", f.metadata["used_by"]
-            if key in report.typed and options and getattr(settings, selector) not in options:
+        keys = {f.name: f.metadata for f in fields(settings)}
+        chosen = getattr(settings, selector)
+        if keys[selector]["part"] and chosen not in keys[selector]["choices"]:
+            continue  # a part of the user's own may read any key
+        for name, about in keys.items():
+            key, options = f"{group}.{name}", about["used_by"]
+            if key in report.typed and options and chosen not in options:
                 ways = "  or  ".join(f"{group}={option}" for option in options)
                 yield key, f"only counts with  {ways}"
 

@@ -20,6 +20,8 @@ RUN_CODE = {
 
 Recipes, converted files and folders with groups may come from anybody.
 """
+OWN_PARTS = {key for key, f in flatten(TrainConfig).items() if f.metadata["part"]}
+"""Keys that take parts of the user's own. An installed one may stand in a file."""
 ENVIRONMENT = "objective.environment"
 CODE_OF_PARTS = {f".{part}" for kind in ENVIRONMENTS.values() for part in kind.names_code}
 SLURM = re.compile(r"hydra\.launcher\.(setup|additional_parameters)\b")
@@ -34,6 +36,9 @@ def typed_code(cfg: TrainConfig, report: Report) -> Violations:
     for key in RUN_CODE.keys() & keys.keys() - report.typed.keys():
         if value_of(cfg, key) != default_of(keys[key]):
             yield key, f"{RUN_CODE[key]}: {TYPE_IT}"
+    for key in OWN_PARTS & keys.keys() - report.typed.keys():
+        if ":" in (name := str(value_of(cfg, key))):
+            yield key, f"a file cannot name code, as {name}: {TYPE_IT}"
     entry = cfg.objective.environment
     # parts may be typed one by one, and a recipe's entry keeps those that are not
     places = {ENVIRONMENT, f"{ENVIRONMENT}.name", *(ENVIRONMENT + part for part in CODE_OF_PARTS)}
@@ -47,7 +52,8 @@ def typed_code(cfg: TrainConfig, report: Report) -> Violations:
 def code_of_sweep(key: str, value: object) -> str | None:
     """Return the reason why a file may not set a key of hydra.*, which would run code, or None."""
     swept = PARAMS.sub("", key)
-    if (SLURM.match(key) and value) or swept in RUN_CODE:
+    names_code = swept in RUN_CODE or (swept in OWN_PARTS and ":" in str(value))
+    if (SLURM.match(key) and value) or names_code:
         return f"a file cannot run code: {TYPE_IT}"
     part = swept.removeprefix(ENVIRONMENT)
     names = {*re.split(r"[\s,()'\"]+", str(value))} - {"", "choice", "null"}

@@ -11,9 +11,10 @@ from fsdp_trainer.config.check import Report, Violations, flatten, value_of
 from fsdp_trainer.config.durations import parse_duration, parse_steps
 from fsdp_trainer.config.host_list import read_hosts
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.parts.own_parts import why_no_part
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
-from fsdp_trainer.extensions import IMPORTS, why_no_part
+from fsdp_trainer.extensions import IMPORTS
 
 # beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
 RUNS_CODE = (

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.own_code import place_of
+from fsdp_trainer.config.parts.own_parts import usable_part
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.files.tables import label_names
 from fsdp_trainer.data.files.turns_and_rows import is_turn, role_key
@@ -173,6 +175,8 @@ class Reader:
     """True if the user said which columns mean what."""
     label_names: dict[str, list[str]] = field(default_factory=dict)
     """Names of the numbers in columns of labels, for heads."""
+    convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """The user's own data.format: returns the columns of a row in a format that is known here."""
     learns: bool = True
     """False if the answers of the rows are not learnt, so that masks and labels do not matter."""
     unused: dict[str, None] = field(default_factory=dict)
@@ -207,6 +211,10 @@ class Reader:
             self.unused |= unused
             self.suspects |= {name: None for name in unused if is_suspect(name)}
         return self._by_columns[key]
+
+    def known(self, row: Record) -> Record:
+        """Return the row as the user's own data.format converts it. RecordError if that fails."""
+        return replace(row, columns=own_columns(self.convert, row.columns)) if self.convert else row
 
     def values(self, row: Record) -> dict[str, Any]:
         """Return the row's values by meaning. RecordError if a required one is missing or null."""
@@ -337,6 +345,35 @@ def _require_fields_of(format: str, fields: dict[str, str]) -> None:
         )
 
 
+def own_columns(
+    convert: Callable[[dict[str, Any]], dict[str, Any]], columns: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the columns that the user's own code makes of a row. RecordError if it fails."""
+    try:
+        return dict(convert(dict(columns)))
+    except Exception as error:
+        name = type(error).__name__
+        raise RecordError(f"cannot be converted: {name}: {error}{place_of(error)}") from None
+
+
+Make = TypeVar("Make", bound=Callable[..., Reader])
+
+
+def of_any_format(make: Make) -> Make:
+    """Return a function like `make` that also takes the user's own data.format."""
+
+    @wraps(make)
+    def reader(columns: dict[str, Any], format: str | None, *more: Any, **options: Any) -> Reader:
+        if format in (None, "auto", *FORMATS):
+            return make(columns, format, *more, **options)
+        convert = usable_part("format", str(format))
+        known = make(own_columns(convert, columns), "auto", *more, **options)
+        return replace(known, convert=convert)
+
+    return cast(Make, reader)
+
+
+@of_any_format
 def make_reader(
     columns: dict[str, Any],
     format: str | None,

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.records.conversations import Conversation, Readable, Reader, make_reader
+from fsdp_trainer.data.records.conversations import (
+    Conversation,
+    Readable,
+    Reader,
+    make_reader,
+    of_any_format,
+)
 from fsdp_trainer.data.records.flags import is_missing, number_of
 from fsdp_trainer.data.records.messages import Message, turns_or_text
 from fsdp_trainer.data.records.preference_records import Preference
@@ -128,6 +134,7 @@ class PromptReader(QuestionReader):
         return Conversation(turns, values.tools(), row.where)
 
 
+@of_any_format
 def make_prompt_reader(
     columns: dict[str, Any], format: str | None, fields: dict[str, str] | None, file: str
 ) -> QuestionReader:

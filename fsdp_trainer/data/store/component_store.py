@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.config.parts.own_parts import identity_of
 from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
@@ -118,8 +119,9 @@ class ComponentStores:
             for source in component.sources
         ]
         data = options.data
-        keys = [data.format, data.fields, data.loss_on, data.too_long, data.on_error]
-        decisive = [read, [*keys, options.seq_len, options.share]]
+        format = identity_of("format", data.format)
+        keys = [format, data.fields, data.loss_on, data.too_long, data.on_error]
+        decisive: list[Any] = [read, [*keys, options.seq_len, options.share]]
         decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS, *OF_HEADS) else []
         decisive += [data.prompts] if options.kind in OF_HEADS else []
         decisive += ["share of each label"] if options.kind == LABELLED and options.share else []

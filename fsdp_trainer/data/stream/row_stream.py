@@ -22,6 +22,7 @@ import numpy as np
 
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.config.data_files import is_url, kind
+from fsdp_trainer.config.parts.own_parts import identity_of
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.files.file_changes import stored_files
@@ -450,7 +451,8 @@ def stream_data(
     parts = -(-streams // len(units))
     streamed = StreamedData(options, streams, sources, units, parts, digests)
     inspected = _inspect(streamed, size)
-    keys = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
+    format = identity_of("format", data.format)
+    keys = [format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
     content = [
         [source.name if len(sources) > 1 else "", [identities[file] for file in source.files]]

@@ -94,7 +94,7 @@ def read_texts(
             reader = reader or choose(row)
             if number < first:
                 continue
-            rendered = render(reader.read(row))
+            rendered = render(reader.read(reader.known(row)))
         except (RecordError, RecursionError) as error:
             if number >= first:
                 refuse(

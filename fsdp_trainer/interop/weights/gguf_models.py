@@ -10,9 +10,9 @@ from functools import partial
 import gguf
 from gguf import GGUFWriter
 
+from fsdp_trainer.config.parts.families import SLIDING, layer_pattern
 from fsdp_trainer.interop.folders.gguf_description import GEMMA2_27B, GEMMA3_27B, gemma_query_scalar
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.models.families import SLIDING, layer_pattern
 
 
 def nothing(writer: GGUFWriter, config: ModelConfig) -> None:

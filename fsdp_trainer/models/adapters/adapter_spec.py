@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.config.schema import Adapter, Precision
-from fsdp_trainer.models.families import is_stacked
 
 ALL_TARGETS = ("all", "all-linear")
 A = "lora_A"

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.config.paths import checkpoint_frozen, find_checkpoint
 from fsdp_trainer.config.schema import Adapter
 from fsdp_trainer.errors import Problem, UserError
@@ -22,7 +23,6 @@ from fsdp_trainer.models.adapters.peft_experts import STACKED_PARTS, Stack
 from fsdp_trainer.models.adapters.peft_names import ModelNames, Part, resolve
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 

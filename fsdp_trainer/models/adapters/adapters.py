@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.models.adapters.adapter_spec import A, AdapterSpec
 from fsdp_trainer.models.adapters.expert_adapters import adapt_experts, adapted_experts
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import Linear4
 
 

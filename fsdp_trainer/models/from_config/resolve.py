@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
+from fsdp_trainer.config.parts.families import BIASED, FAMILIES, LATENT
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import Adapter, Loss, Model, Sharding, TrainConfig
@@ -30,7 +31,6 @@ from fsdp_trainer.models.config import (
     rope_problems,
     why_unknown,
 )
-from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 from fsdp_trainer.models.hf.further_blocks import start_of_names
 from fsdp_trainer.models.hf.hf_rules import transformers_problems, without_folder
 from fsdp_trainer.models.hf.mtp_architecture import with_mtp_head

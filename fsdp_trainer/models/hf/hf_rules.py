@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.schema import Model, Sharding
 from fsdp_trainer.errors import Problem
 from fsdp_trainer.models.config import AUTO, NATIVE, NOT_COMPUTED, TRANSFORMERS
-from fsdp_trainer.models.families import FAMILIES
 
 FREE = (*NOT_COMPUTED, "vocab_size")
 """Keys of the architecture that may be set: all others are read by transformers' class."""

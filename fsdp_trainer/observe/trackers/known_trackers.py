@@ -5,8 +5,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from fsdp_trainer.config.parts.own_parts import own_part
 from fsdp_trainer.config.schema import Logging
-from fsdp_trainer.extensions import TrackedRun, Tracker, own_part
+from fsdp_trainer.extensions import TrackedRun, Tracker
 from fsdp_trainer.observe.trackers.comet_tracker import Comet
 from fsdp_trainer.observe.trackers.mlflow_tracker import MLflow
 from fsdp_trainer.observe.trackers.program_tracker import Program

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 from fsdp_trainer.base.counted import counted
-from fsdp_trainer.config.parts.optimizers import OPTIMIZERS
 from fsdp_trainer.config.schema import Batch, Optim, Schedule, Train
 from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.store.findings import Finding
@@ -57,11 +56,11 @@ class RunLength:
 
     def _rate_findings(self) -> list[Finding]:
         """Return the finding that no model learns at the peak of the learning rate."""
-        peak, name = peak_learning_rate(self.optim, self.batch), self.optim.name
-        if peak <= OPTIMIZERS[name].highest_lr:
+        peak, highest = peak_learning_rate(self.optim, self.batch), self.optim.spec.highest_lr
+        if peak <= highest:
             return []
-        text = f"the learning rate is {peak:g}: with {name} no model learns above "
-        text += f"{OPTIMIZERS[name].highest_lr:g}"
+        text = f"the learning rate is {peak:g}: with {self.optim.name} no model learns above "
+        text += f"{highest:g}"
         return [Finding(text, "use  optim.lr=1e-5  for a trained model,  optim.lr=3e-4  for a new")]
 
     def _length_findings(self) -> list[Finding]:

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
+ACTIVATIONS = {
+    "silu": "torch.nn.functional:silu",
+    "gelu_pytorch_tanh": "fsdp_trainer.models.feed_forward:gelu_tanh",
+    "gelu": "torch.nn.functional:gelu",
+}
+"""Functions of a feed-forward, as MODULE:NAME, by `hidden_act` in config.json."""
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LATENT = "latent_attention"

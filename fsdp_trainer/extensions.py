@@ -45,6 +45,9 @@ class Callback:
     def start(self, run: RunInfo) -> None:
         """Handle the start or resumption of the run, before its first step."""
 
+    def rollouts(self, run: RunInfo, step: int, rollouts: Sequence[Any]) -> None:
+        """Handle the answers of the model that a step trains on, with their rewards."""
+
     def gradients(self, run: RunInfo, step: int) -> None:
         """Handle the gradients of a step before they are clipped.
 

@@ -1,33 +1,47 @@
 """A certificate is right on an honest run, and finds numbers that are planted wrongly."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
+import planted_faults
 import prove_faults
 import pytest
 import torch
+from fsdp_trainer.methods.heads.contrast import StepTexts, loss_of_texts
+from heads import write_classes, write_rows
+from image_models import make_image_folder, write_pictures
 from world import command
 from zoo import HF, make_folder
 
-from fsdp_trainer.apps.prove import registry
+from fsdp_trainer.apps.prove import run_certificate
 from fsdp_trainer.apps.prove.certificate_text import certificate_lines
+from fsdp_trainer.apps.prove.checks import layout, mask, other_program, packing, prompts
 from fsdp_trainer.apps.prove.checks.mask import LearntWords
 from fsdp_trainer.apps.prove.proof import runs
 from fsdp_trainer.apps.prove.proof.certificate import Certificate, Checked, NotProved, compared
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.folding import folded, folded_batch
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
 from fsdp_trainer.apps.prove.proof.recordings import whole_tensors
+from fsdp_trainer.apps.prove.proof.runs import ProofRun
 from fsdp_trainer.apps.prove.proof.trajectories import Trajectory
 from fsdp_trainer.apps.prove.proof.written_rows import WrittenRow
+from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
+from fsdp_trainer.apps.prove.twins.of_embeddings import COMPARED, StepLists
 from fsdp_trainer.apps.report.read import read_run
 from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.extensions import CALLBACKS
 
 pytest.importorskip("transformers")
+
+CONTEXT = {"max_position_embeddings": 256}
 
 
 def train_in_worker(composed):
@@ -40,18 +54,33 @@ def train_in_worker(composed):
 
 
 @pytest.fixture(scope="module")
-def proof(world, tmp_path_factory):
-    """The output of `prove` for a run on a small folder, and the run's folder."""
-    place = tmp_path_factory.mktemp("proof")
-    folder = make_folder(place / "hf", "qwen3", max_position_embeddings=256)
+def pool(world):
+    """Ranks of the pool in place of new ones, and the evidence of the last proof, which stays."""
+    last = []
 
     def start_ranks(cfg, words, **streams):
         own = {runs.FOLDER: runs.os.environ[runs.FOLDER]}
         results = world.call(cfg.launch.nproc_per_node, train_in_worker, cfg, env=own)
+        streams["stdout"].write("".join(result.err for result in results))
         return max(result.code for result in results)
+
+    def remembered(*given):
+        last[:] = [Evidence(*given)]
+        return last[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "start_ranks", start_ranks)
+        patch.setattr(run_certificate, "Evidence", remembered)
+        yield last
+
+
+@pytest.fixture(scope="module")
+def proof(pool, tmp_path_factory):
+    """The output of `prove` for a run on a small folder, the run's folder, and its evidence."""
+    place = tmp_path_factory.mktemp("proof")
+    folder = make_folder(place / "hf", "qwen3", max_position_embeddings=256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_certificate.tempfile, "TemporaryDirectory", lambda prefix: scratch(place))
         result = command(
             [
                 "prove", *HF, f"model.init_from={folder}", f"run.root={place}", "batch.seq_len=128",
@@ -61,11 +90,17 @@ def proof(world, tmp_path_factory):
             ],
             None,
         )  # fmt: skip
-    return result, place
+    return result, place, pool[0]
+
+
+def scratch(place):
+    """A folder for the runs of a proof, which is not deleted."""
+    (place / "scratch").mkdir()
+    return nullcontext(str(place / "scratch"))
 
 
 def test_an_honest_run_has_nothing_that_differs(proof):
-    result, place = proof
+    result, place, _ = proof
     assert result.code == 0, result
     answer = json.loads(result.out)
     assert answer["ok"]
@@ -84,7 +119,7 @@ def test_an_honest_run_has_nothing_that_differs(proof):
 
 
 def test_the_report_of_a_run_shows_its_certificate_and_the_keys_that_differ(proof, tmp_path):
-    _, place = proof
+    _, place, _ = proof
     (tmp_path / "prove.json").write_text((place / "run/prove.json").read_text())
     (tmp_path / "config.yaml").write_text("optim: {lr: 0.5}\nrun: {name: other}\n")
     known = read_run(tmp_path, "run").certificate
@@ -114,10 +149,7 @@ def test_what_cannot_be_proved_is_refused_in_one_message(words, named, tmp_path)
 
 def test_a_difference_ends_with_code_3_and_says_what_to_do(monkeypatch, tmp_path):
     wrong = compared("layout: losses", float("nan"), 1e-5, "step 3", "leave it out")
-    monkeypatch.setattr(registry, "OF_A_RUN", [])
-    monkeypatch.setattr(
-        "fsdp_trainer.apps.prove.run_certificate.OF_A_RUN", [lambda evidence: [wrong]]
-    )
+    monkeypatch.setattr(run_certificate, "OF_A_RUN", [lambda evidence: [wrong]])
     result = command(["prove", "+recipe=quickstart", f"run.root={tmp_path}", "format=json"], None)
     assert result.code == 3
     (check,) = json.loads(result.out)["checks"]
@@ -232,6 +264,107 @@ def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, 
     assert not layout.pipeline_problem
     assert batch.rows <= 64
     assert batch.micro_rows == 2
+
+
+# --- methods beside other programs ----------------------------------------------------------------
+
+TWINS = {
+    "classes.jsonl": "model=qwen3 objective=classify adapter=qlora adapter.rank=4",
+    "prompts.jsonl": "model=qwen3 objective=grpo objective.rewards=[number] objective.kl=0.1"
+    " objective.updates=2 objective.max_new_tokens=64 adapter=lora adapter.rank=4",
+    "verdicts.jsonl": "model=llava objective=kto model.implementation=transformers",
+}
+"""Words of a run by its data."""
+
+
+@pytest.mark.parametrize("data", TWINS)
+def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, data):
+    monkeypatch.setattr(run_certificate, "OF_A_RUN", [other_program.check])
+    model, *words = TWINS[data].split()
+    kind = model.removeprefix("model=")
+    write = make_image_folder if kind == "llava" else partial(make_folder, **CONTEXT)
+    write(tmp_path / "hf", kind)
+    write_classes(tmp_path)
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}+1=", "answer": i} for i in range(20)])
+    shown = [{"type": "image", "image": name} for name in write_pictures(tmp_path, 3)]
+    turns = [[{"role": "user", "content": [shown[i % 3], {"type": "text", "text": str(i)}]}]
+             for i in range(12)]  # fmt: skip
+    answer = [{"role": "assistant", "content": "no."}]
+    rows = [{"prompt": turn, "completion": answer, "label": i % 3 > 0}
+            for i, turn in enumerate(turns)]  # fmt: skip
+    write_rows(tmp_path / "verdicts.jsonl", rows)
+    place = [f"model.init_from={tmp_path / 'hf'}", f"run.root={tmp_path}", "run.name=run"]
+    place += [f"data.path={tmp_path / data}", "batch.seq_len=128", "plan.world_size=2"]
+    result = command(["prove", *HF, *place, "format=json", *words], None)
+    assert result.code == 0, result
+    answer = json.loads(result.out)
+    kinds = [check["name"].partition(": ")[2] for check in answer["checks"]]
+    assert kinds == ["losses", "gradients", "last gradients", "weights"]
+    assert {*FORMULAS} == {*METHODS}
+
+
+@pytest.mark.parametrize("comparison", COMPARED)
+def test_embeddings_have_the_losses_of_their_formulas(comparison):
+    """Texts that are the same, and queries with several answers, or without other documents."""
+    sizes, seed = [(2, 1), (1, 0), (1, 3)], torch.Generator().manual_seed(0)
+    kinds = [kind for good, bad in sizes for kind in (0, *[1] * good, *[2] * bad)]
+    vectors = torch.nn.functional.normalize(
+        torch.randn(len(kinds), 8, dtype=torch.float64, generator=seed), dim=1
+    )
+    scores = torch.rand(len(kinds), dtype=torch.float64, generator=seed)
+    same = [*range(len(kinds))]
+    same[2], same[8] = same[5], same[1]
+    choice = ObjectiveChoice(comparison=comparison, symmetric=True, temperature=0.3)
+    given = StepTexts(vectors, torch.tensor(kinds), scores, torch.tensor(same).double())
+    starts = [i for i, kind in enumerate(kinds) if kind == 0]
+    ends = zip(starts, [*starts[1:], len(kinds)], strict=True)
+    lists = {first: [*range(first + 1, last)] for first, last in ends}
+    good = {query: [i for i in own if kinds[i] == 1] for query, own in lists.items()}
+    tokens = [[one] for one in same]
+    texts = StepLists(vectors @ vectors.T, scores, lists, good, tokens, 0.3, True)
+    loss = torch.stack(COMPARED[comparison](texts)).mean()
+    assert loss.item() == pytest.approx(loss_of_texts(given, choice).item() / len(sizes))
+
+
+# --- faults that are planted in this program, of which the runs are shared ------------------------
+
+PLANTED = {
+    "leak between documents": packing,
+    "wrong mask": mask,
+    "template that differs in chat": prompts,
+    "dropped gradient of one rank": layout,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_faults_planted_in_runs_are_named(proof, name, monkeypatch, tmp_path):
+    known = proof[2]
+    data = replace(known.small.plain.data, cache=str(tmp_path))  # it is tokenized again
+    small = replace(known.small, plain=replace(known.small.plain, data=data))
+    again = Evidence(small, [], known.scratch, lambda line: None)
+    again.__dict__ |= {"plain": known.plain, "planned": known.planned}
+    for place, function in planted_faults.CHANGED:
+        monkeypatch.setattr(place, function, getattr(place, function))
+    if name in planted_faults.PLANTS:
+        planted_faults.PLANTS[name]()
+    else:
+        drop_half_of_gradients(known.planned, monkeypatch)
+    wrong = [one for one in PLANTED[name].check(again) if not getattr(one, "ok", True)]
+    assert any(prove_faults.RUNS[name][1] in one.name for one in wrong)
+    assert all(one.advice and one.detail for one in wrong)
+
+
+def drop_half_of_gradients(planned, monkeypatch):
+    """Let one of two ranks have recorded no gradient of a matrix whose rows they share."""
+    read = ProofRun.gradients
+
+    def dropped(run, step):
+        gradients = read(run, step)
+        first = next(iter(gradients))
+        gradients[first][len(gradients[first]) // 2 :] *= run is not planned
+        return gradients
+
+    monkeypatch.setattr(ProofRun, "gradients", dropped)
 
 
 # --- folders --------------------------------------------------------------------------------------

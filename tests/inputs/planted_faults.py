@@ -18,7 +18,7 @@ from fsdp_trainer.extensions import CALLBACKS, Callback
 from fsdp_trainer.training.batches import Assembler, Batches
 from fsdp_trainer.training.step import ForwardBackward
 
-PLANTED = os.environ["PLANTED"]
+PLANTED = os.environ.get("PLANTED")
 
 
 def ranks() -> int:
@@ -110,5 +110,11 @@ PLANTS = {
     "off by one after resume": resume_a_step_late,
     "template that differs in chat": chat_otherwise,
 }
-PLANTS.get(PLANTED, lambda: CALLBACKS.update(fault=Gradients()))()
-OF_A_RUN[:] = [check for check in OF_A_RUN if check.__module__.endswith(os.environ["CHECK"])]
+CHANGED = [
+    (Assembler, "layout"), (SampleBuilder, "_weigh"), (ForwardBackward, "compute"),
+    (Batches, "plans"), (Speaker, "ask"),
+]  # fmt: skip
+"""What the plants change."""
+if PLANTED:
+    PLANTS.get(PLANTED, lambda: CALLBACKS.update(fault=Gradients()))()
+    OF_A_RUN[:] = [check for check in OF_A_RUN if check.__module__.endswith(os.environ["CHECK"])]

@@ -64,8 +64,8 @@ ALLOWED = {
     ("base/forked.py", "multiprocessing.process.BaseProcess"): OF_PROCESSES,
     ("apps/prove/proof/recordings.py", "torch.load"): WEIGHTS_ONLY,
     ("apps/prove/proof/export_forms.py", "auto.from_pretrained"): OF_PROOF,
-    ("apps/prove/proof/twin_model.py", "auto.from_pretrained"): OF_PROOF,
-    ("apps/prove/proof/twin_model.py", "peft.PeftModel.from_pretrained"): OF_PROOF,
+    ("apps/prove/twins/twin_model.py", "class_of(config).from_pretrained"): OF_PROOF,
+    ("apps/prove/twins/twin_model.py", "peft.PeftModel.from_pretrained"): OF_PROOF,
     (
         "apps/prove/checks/prompts.py",
         "transformers.AutoTokenizer.from_pretrained",

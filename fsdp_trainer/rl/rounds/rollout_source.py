@@ -325,6 +325,7 @@ class RolloutSource:
         equal = float(np.mean([has_equal_rewards(group) for group in packed.rewards]))
         self._warn(equal, plan.step)
         self._record(packed, plan.step)
+        self.context.observer.call("rollouts", plan.step, packed.rollouts)
         return {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std()),

@@ -20,7 +20,7 @@ from fsdp_trainer.apps.prove.proof.export_forms import (
     quiet,
 )
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
-from fsdp_trainer.apps.prove.proof.twin_losses import documents
+from fsdp_trainer.apps.prove.twins.twin_step import TwinData
 from fsdp_trainer.apps.verify import peft_model
 from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.load import read_model
@@ -92,7 +92,7 @@ def texts_of(evidence: Evidence) -> list[Tensor]:
     if evidence.order is None:
         generator = torch.Generator().manual_seed(0)
         return [torch.randint(evidence.config.vocab_size, (LENGTH,), generator=generator)]
-    return [one.tokens[:LENGTH] for one in documents(evidence.rows_of_step(1))][:TEXTS]
+    return [one.tokens[:LENGTH] for one in TwinData(evidence).of_step(1)][:TEXTS]
 
 
 def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved
-from fsdp_trainer.apps.prove.proof.evidence import TEXTBOOKS, Evidence
+from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.trajectories import verdict
-from fsdp_trainer.apps.prove.proof.twin import train_twin
-from fsdp_trainer.apps.prove.proof.twin_model import NoTwin
+from fsdp_trainer.apps.prove.twins.twin import train_twin
+from fsdp_trainer.apps.prove.twins.twin_step import NoTwin
 
+TEXTBOOKS = "python -m pytest tests/methods"
+"""In a checkout: the methods' losses beside those of textbooks."""
 ADVICE = (
     "this program and transformers disagree on the model: compare config.json's keys with the"
     " published folder, upgrade transformers, or train with  model.implementation=transformers ;"

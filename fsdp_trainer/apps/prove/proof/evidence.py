@@ -11,6 +11,7 @@ import numpy as np
 from fsdp_trainer.apps.prove.proof.narrowing import SmallRun
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
 from fsdp_trainer.apps.prove.proof.trajectories import LIMITS, Difference, Trajectory
+from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.prepared import Prepared
@@ -21,8 +22,6 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
-TEXTBOOKS = "python -m pytest tests/methods"
-"""In a checkout: the methods' losses beside those of textbooks."""
 NUDGED = 2e-7
 """Share by which weights differ at the start, to see how much a training amplifies rounding."""
 
@@ -102,8 +101,17 @@ class Evidence:
             return None
         return OrderMaker.of(cfg, packs=self.config.packs).training(cfg.data, prepared)
 
+    def indices_of_step(self, step: int) -> range:
+        """Return the indices of the rows of a step, counted from 1."""
+        assert self.order
+        batch = self.small.plain.batch
+        first, stop = (step - 1) * batch.rows, step * batch.rows
+        if not batch.across_epochs:
+            ends = EpochEnds(0, self.order.rows_per_epoch)
+            first, stop = (ends.row_after(count, batch.rows, 0) for count in (step - 1, step))
+        return range(first, stop)
+
     def rows_of_step(self, step: int) -> Rows:
         """Return the rows of a step, counted from 1."""
         assert self.order
-        count = self.small.plain.batch.rows
-        return self.order.read_rows(np.arange((step - 1) * count, step * count))
+        return self.order.read_rows(np.array(self.indices_of_step(step)))

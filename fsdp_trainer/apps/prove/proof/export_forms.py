@@ -85,6 +85,8 @@ def class_of(config: ModelConfig) -> Any:
     transformers.utils.logging.disable_progress_bar()
     if config.pooling:
         return transformers.AutoModel
+    if config.tags:
+        return transformers.AutoModelForTokenClassification
     if config.scores:
         return transformers.AutoModelForSequenceClassification
     if config.reads_images:

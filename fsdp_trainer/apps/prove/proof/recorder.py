@@ -4,8 +4,11 @@ Every rank writes its own parts, without a message, so that a copy which differs
 shows.
 """
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +36,25 @@ class Recorder(Callback):
         trained = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained}
         write(run, f"gradients-{step}", {name: (True, g) for name, g in gradients.items()})
+
+    def rollouts(self, run: RunInfo, step: int, rollouts: Sequence[Any]) -> None:
+        """Write the answers that a step trains on; those of all ranks are the same."""
+        answers = [
+            {
+                "row": one.row,
+                "prompt": one.prompt,
+                "tokens": one.answer.tokens,
+                "own_turns": [(turn.start, turn.stop) for turn in one.answer.own_turns],
+                "sampled": one.answer.log_probabilities,
+                "finished": one.answer.finished,
+                "reward": one.reward if one.is_used else None,
+                "turn_rewards": one.turn_rewards,
+            }
+            for one in rollouts
+        ]
+        if run.rank == 0:
+            file = Path(os.environ[FOLDER]) / f"rollouts-{step}.json"
+            file.write_text(json.dumps(answers))
 
     def end(self, run: RunInfo, reason: str, exit_code: int) -> None:
         """Write the weights with which the run ends."""

@@ -1,8 +1,8 @@
 """Ten steps of a run by transformers and torch's AdamW alone: the twin that runs are held to."""
 
 import copy
+import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,26 @@ from torch import Tensor, nn
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.recordings import GRADIENTS
 from fsdp_trainer.apps.prove.proof.trajectories import Trajectory
-from fsdp_trainer.apps.prove.proof.twin_losses import PAPERS, pair_losses, token_losses
-from fsdp_trainer.apps.prove.proof.twin_model import NoTwin, Twin, load, open_twin, stored_form
+from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
+from fsdp_trainer.apps.prove.twins.twin_model import Twin, load, open_twin, stored_form
+from fsdp_trainer.apps.prove.twins.twin_step import NoTwin, TwinData, TwinStep
 from fsdp_trainer.config.schema import Loss, ObjectiveChoice, Optim
-from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.extensions import registered_by_user
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 OF_ROUTERS = ("load_balancing", "router_z_loss", "bias_update_speed")
-Losses = Callable[[Any, Any, Rows], Iterator[Tensor]]
 
 
-def twin_losses(cfg: ObjectiveChoice, loss: Loss) -> Losses:
+def formula_of(cfg: ObjectiveChoice, loss: Loss) -> Callable[[TwinStep], Iterator[Tensor]]:
     """Return what yields the parts of a step's loss, by an independent formula. Raises NoTwin."""
     words = [f"loss.{name}=0" for name in OF_ROUTERS if getattr(loss, name)]
     if words:
         raise NoTwin("transformers with other losses of routers", " ".join(words))
-    if registered_by_user(cfg) or (cfg.name not in (*PAPERS, "reward", "sft")):
+    if cfg.mtp:
+        raise NoTwin("transformers with a head for further tokens", "objective.mtp=0")
+    if registered_by_user(cfg) or cfg.name not in FORMULAS:
         raise NoTwin(f"an independent formula of objective={cfg.name}", "")
-    if cfg.method.reads == "pairs":
-        return partial(pair_losses, cfg=cfg)
-    return partial(token_losses, loss=loss)
+    return FORMULAS[cfg.name]
 
 
 def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
@@ -40,26 +39,24 @@ def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
 
     With an optimizer that is not AdamW both are of the first step, without its update.
     """
-    run, cfg, config = evidence.plain, evidence.small.plain, evidence.config
-    losses = twin_losses(cfg.objective, cfg.loss)
-    if evidence.order is None:
+    run, cfg = evidence.plain, evidence.small.plain
+    losses = formula_of(cfg.objective, cfg.loss)
+    if cfg.data.streaming:
         raise NoTwin("transformers on a stream", "data.streaming=false")
-    if config.reads_images:
-        raise NoTwin("transformers on the rows with images", "")
     evidence.say("trains by transformers, one document at a time")
-    twin = open_twin(run, config, evidence.scratch / "twin")
+    twin = open_twin(run, evidence.config, evidence.scratch / "twin")
     ours = ours_as_stored(evidence, twin)
     trained = ours_trained(evidence, twin)
     parameters = twin.trained(trained)
     for name, parameter in twin.model.named_parameters():
         parameter.requires_grad_(name in parameters)
-    reference = reference_of(evidence, twin)
+    step_of = steps_of(evidence, twin)
     steps = len(ours.losses)
     optimizer = adamw(parameters, cfg.optim) if steps > 1 else None
     values, gradients = [], {}
     for step in range(1, steps + 1):
         total = 0.0
-        for part in losses(twin.model, reference, evidence.rows_of_step(step)):
+        for part in losses(step_of(step)):
             part.backward()
             total += float(part.detach())
         values.append(total)
@@ -70,6 +67,21 @@ def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
     whole = {name: p.detach() for name, p in twin.model.named_parameters()}
     end = only(ours.end, twin.as_stored(whole))
     return ours, Trajectory(values, gradients, ours.start, end)
+
+
+def steps_of(evidence: Evidence, twin: Twin) -> Callable[[int], TwinStep]:
+    """Return a function that returns a step, counted from 1."""
+    documents, second = TwinData(evidence), second_of(evidence, twin)
+    exported = evidence.plain.checkpoints[-1] / "hf" / "config.json"
+    described = json.loads(exported.read_text())
+    pooling, stores = evidence.config.pooling, evidence.data[2].train
+
+    def step_of(step: int) -> TwinStep:
+        every = documents.of_step(step)
+        cfg = evidence.small.plain
+        return TwinStep(cfg, twin.model, second, every, described, pooling, stores)
+
+    return step_of
 
 
 def ours_as_stored(evidence: Evidence, twin: Twin) -> Trajectory:
@@ -98,10 +110,10 @@ def ours_trained(evidence: Evidence, twin: Twin) -> dict[str, bool]:
     return dict.fromkeys(stored_form(evidence.config, trained), True)
 
 
-def reference_of(evidence: Evidence, twin: Twin) -> Any:
-    """Return the frozen model that pairs are compared with; None if there is none."""
+def second_of(evidence: Evidence, twin: Twin) -> Any:
+    """Return the frozen model beside the trained one: a teacher or a reference; None: no one."""
     second = evidence.small.plain.second_model
-    if second is None or second.role != "reference":
+    if second is None:
         return None
     if second.is_start:
         return copy.deepcopy(twin.model).requires_grad_(False)

@@ -12,32 +12,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fsdp_trainer.apps.prove.proof.export_forms import class_of
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
+from fsdp_trainer.apps.prove.twins.twin_step import NoTwin
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.formats.headers import SINGLE
 from fsdp_trainer.checkpoint.huggingface import tensor_parts, tensor_shapes
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.four_bit import BLOCK_BYTES, LEVELS, SCALE
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
 OF_ADAPTERS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
-class NoTwin(Exception):
-    """No other program computes this. args: what it is; the words with which one would, or how to
-    install it; "" if nothing would.
-    """
-
-
 @dataclass
 class Twin:
-    """transformers' or PEFT's model, ready to train. names: of its trained parameters, by ours."""
+    """transformers' or PEFT's model, ready to train. names: of its trained parameters, by ours.
+
+    prefix: what folders have before its names, for a model without a head.
+    """
 
     model: Any
     names: dict[str, str] | None
+    prefix: str = ""
 
     def trained(self, ours: Mapping[str, bool]) -> dict[str, nn.Parameter]:
         """Return the parameters to train, by their own names. ours: whether stored names are."""
@@ -54,7 +56,7 @@ class Twin:
         from transformers.core_model_loading import revert_weight_conversion
 
         stored: dict[str, Tensor] = revert_weight_conversion(self.model, dict(tensors))
-        return stored
+        return {self.prefix + name: tensor for name, tensor in stored.items()}
 
 
 def open_twin(run: ProofRun, config: ModelConfig, folder: Path) -> Twin:
@@ -62,39 +64,42 @@ def open_twin(run: ProofRun, config: ModelConfig, folder: Path) -> Twin:
     adapted = {name for name in run.start if name.endswith(OF_ADAPTERS)}
     if not importlib.util.find_spec("transformers"):
         raise NoTwin("transformers, which is not installed", "pip install 'fsdp_trainer[hf]' ; ")
-    if run.cfg.adapter.base == "nf4":
-        raise NoTwin("PEFT on a base in 4 bits", "adapter.base=auto")
     base = {name: tensor for name, tensor in run.start.items() if name not in adapted}
-    write_folder(base, config, run.checkpoints[-1] / "hf" / "config.json", folder)
+    if run.cfg.adapter.base == "nf4":
+        shapes = {name: p.shape for name, p in meta_decoder(config).named_parameters()}
+        base = {n: in_full(t, shapes[n]) if t.dtype == torch.uint8 else t for n, t in base.items()}
+    stored = write_folder(base, config, run.checkpoints[-1] / "hf" / "config.json", folder)
     model = load(config, folder)
+    own = f"{model.base_model_prefix}."
+    is_bare = model.base_model is model and all(name.startswith(own) for name in stored)
+    prefix = own if is_bare else ""
     if run.cfg.adapter.name == "none":
-        return Twin(model, None)
-    return with_adapters(model, run)
+        return Twin(model, None, prefix)
+    return with_adapters(model, run, prefix)
 
 
 def load(config: ModelConfig, folder: Path) -> Any:
     """Return transformers' model of a folder in float32, without what is random in training."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    auto: Any = AutoModelForCausalLM
-    if config.scores:
-        auto = AutoModelForSequenceClassification
-    elif config.reads_images:
-        auto = AutoModelForImageTextToText
     options = {"attn_implementation": "eager", "trust_remote_code": remote_code_is_allowed()}
-    return auto.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, use_cache=False, **options
-    ).eval()
+    return (
+        class_of(config)
+        .from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options)
+        .eval()
+    )
 
 
-def with_adapters(model: Any, run: ProofRun) -> Twin:
-    """Return PEFT's model with the adapters of a run's start. Raises NoTwin."""
+def in_full(encoded: Tensor, shape: torch.Size) -> Tensor:
+    """Return a matrix of NF4 (Dettmers et al. 2023): each block a bfloat16 scale, then codes."""
+    blocks = F.pad(encoded, (0, -encoded.shape[1] % BLOCK_BYTES)).view(
+        len(encoded), -1, BLOCK_BYTES
+    )
+    scales = blocks[..., :SCALE].contiguous().view(torch.bfloat16).float()
+    codes = torch.stack([blocks[..., SCALE:] >> 4, blocks[..., SCALE:] & 15], -1).flatten(2)
+    return (torch.tensor(LEVELS)[codes.long()] * scales).flatten(1)[:, : shape[1]].reshape(shape)
+
+
+def with_adapters(model: Any, run: ProofRun, prefix: str) -> Twin:
+    """Return PEFT's model with the adapters of a run's start. prefix: see Twin. Raises NoTwin."""
     try:
         from peft import PeftModel
     except ImportError:
@@ -104,11 +109,12 @@ def with_adapters(model: Any, run: ProofRun) -> Twin:
     own = dict(peft.named_parameters())
     names = {}
     for name in (name for name, trained in run.trained.items() if trained):
-        module, _, kind = name.rpartition(".")
+        path = name.removeprefix(prefix)
+        module, _, kind = path.rpartition(".")
         in_full = f"base_model.model.{module}.modules_to_save.default.{kind}"
         of_peft = f"base_model.model.{module}.default.{kind}"
         if name.endswith("lora_magnitude_vector"):
-            of_peft = f"base_model.model.{name}.default.weight"
+            of_peft = f"base_model.model.{path}.default.weight"
         known = of_peft if name.endswith(OF_ADAPTERS) else in_full
         if known not in own or own[known].shape != run.start[name].shape:
             raise NoTwin("PEFT on stacked or fused matrices, gradient by gradient", "")
@@ -139,8 +145,8 @@ def stored_form(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def write_folder(
     weights: Mapping[str, Tensor], config: ModelConfig, described: Path, out: Path
-) -> None:
-    """Write weights as a Hugging Face folder. described: its config.json."""
+) -> list[str]:
+    """Write weights as a Hugging Face folder; return their names. described: its config.json."""
     out.mkdir()
     stored = {n: t.contiguous().clone() for n, t in stored_form(config, weights).items()}
     save_file(stored, out / SINGLE, metadata={"format": "pt"})
@@ -148,3 +154,4 @@ def write_folder(
     # one that is also an end of text would be taken for padding where a score is read
     content |= {"pad_token_id": None} if config.scores else {}
     (out / "config.json").write_text(json.dumps(content))
+    return [*stored]

@@ -375,18 +375,25 @@ def folders(tmp_path_factory):
     """Honest folders of `prove_faults`."""
     pytest.importorskip("peft")
     pytest.importorskip("compressed_tensors")
+    pytest.importorskip("gguf")
     place = tmp_path_factory.mktemp("folders")
     prove_faults.write_folders(place)
     return place
 
 
-@pytest.mark.parametrize(("source", "reference"), prove_faults.HONEST[1:4])
+@pytest.mark.parametrize(("source", "reference"), prove_faults.HONEST[1:5])
 def test_a_certificate_says_nothing_of_honest_folders(folders, source, reference):
     assert prove_faults.wrong_in_folder(folders / source, folders / reference) == []
 
 
 @pytest.mark.parametrize(
-    "name", ["transposed export", "misnamed compressed tensor", "merged with another scale"]
+    "name",
+    [
+        "transposed export",
+        "misnamed compressed tensor",
+        "merged with another scale",
+        "RoPE lost in a GGUF file",
+    ],
 )
 def test_faults_planted_in_folders_are_named(folders, name):
     fault = prove_faults.FOLDERS[name]

@@ -75,6 +75,16 @@ def other_marks(folder: Path) -> None:
     file.write_text(file.read_text().replace("<|im_start|>", "<|im_begin|>"))
 
 
+def into_gguf(folder: Path) -> None:
+    """Write a folder's model into a GGUF file, which is all that stays."""
+    from fsdp_trainer.interop.weights.gguf_file import write_gguf
+
+    write_gguf(folder, folder.parent / "model.gguf", "f32")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder.parent / "model.gguf").rename(folder / "model.gguf")
+
+
 def half_merged(tensors: dict, base: dict) -> None:
     """Halve what an adapter has changed."""
     tensors.update({name: base[name] + (t - base[name]) / 2 for name, t in tensors.items()})
@@ -101,6 +111,9 @@ def shifted(tensors: dict) -> None:
     tensors[UP] = tensors[UP].flatten().roll(7).reshape(tensors[UP].shape)
 
 
+other_base_of_rope = set_keys(
+    "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+)
 FOLDERS = {
     "transposed export": FolderFault(
         "base",
@@ -111,7 +124,13 @@ FOLDERS = {
     "shard's offset": FolderFault("base", set_tensors(shifted), "base", "reference: matrices"),
     "RoPE lost in the export": FolderFault(
         "base",
-        set_keys("config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        other_base_of_rope,
+        "base",
+        "reference: config.json",
+    ),
+    "RoPE lost in a GGUF file": FolderFault(
+        "base",
+        lambda folder: [edit(folder) for edit in (other_base_of_rope, into_gguf)],
         "base",
         "reference: config.json",
     ),
@@ -175,7 +194,8 @@ FOLDERS = {
         "merged: other tensors",
     ),
 }
-HONEST = [("base", "base"), ("adapter", "base"), ("merged", "adapter"), ("shards", "base"),
+HONEST = [("base", "base"), ("adapter", "base"), ("merged", "adapter"), ("gguf", "base"),
+          ("base", "gguf"), ("shards", "base"),
           ("compressed", ""), ("merged", "base")]  # fmt: skip
 """Folders and references of which `prove` may say nothing."""
 
@@ -192,6 +212,8 @@ def write_folders(out: Path) -> None:
         make_folder(out / name, "qwen3", shard=size)
         (out / name / "generation_config.json").write_text(ends)
     shutil.copytree(out / "base", out / "merged")
+    shutil.copytree(out / "base", out / "gguf")
+    into_gguf(out / "gguf")
     (out / "compressed").mkdir()
     write_compressed(out / "base", out / "compressed", "int8", None)
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "base")

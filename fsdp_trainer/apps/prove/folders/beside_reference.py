@@ -1,5 +1,6 @@
 """A folder beside the model that it was made from: which tensors differ, and whether they may."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,7 +102,14 @@ def differing_keys(own: ModelConfig, theirs: ModelConfig) -> list[str]:
     names = [name for name in {**known, **ours} if name not in MAY_DIFFER]
     names = [name for name in names if "token_id" not in name]
     values = [(name, ours.get(name), known.get(name)) for name in names]
-    return [f"{n} is {a}, the reference's {b}" for n, a, b in values if a != b]
+    return [f"{n} is {a}, the reference's {b}" for n, a, b in values if not is_same(a, b)]
+
+
+def is_same(own: Any, theirs: Any) -> bool:
+    """Return True for equal values; fractions may be rounded to float32, as in GGUF files."""
+    if isinstance(own, float) and isinstance(theirs, float):
+        return math.isclose(own, theirs, rel_tol=1e-6)
+    return bool(own == theirs)
 
 
 def kind_of(name: str) -> str:

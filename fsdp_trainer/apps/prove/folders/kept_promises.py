@@ -16,6 +16,7 @@ from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.tokens.tokenizer import END_TOKENS, TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.interop.folders.gguf_description import gguf_files
 
 PROMISES, TOKENIZER = "promises", "tokenizer and template"
 ADVICE = "write into config.json what the folder has, or export it anew"
@@ -80,6 +81,8 @@ def misfits(tokenizer: TextTokenizer, proof: ProvedFolder) -> Iterator[str]:
     ends = end_ids(proof)
     if proof.is_adapter and tokenizer.eos_id is not None:  # it has no settings of its own
         ends[tokenizer.eos_id] = None
+    if gguf_files(proof.source):  # servers know them by text
+        ends |= dict.fromkeys(tokenizer.stop_ids)
     yield from (f"{id} ends answers, and vocab_size is {size}" for id in ends if 0 < size <= id)
     last = end_of_answer(tokenizer)
     if last and tokenizer.special_tokens[last] not in ends:

@@ -102,19 +102,6 @@ def test_the_cost_of_a_stage_is_its_hours_on_all_gpus_of_the_chain():
     assert {row[-1] for row in Card("c", results[:1], [], price=3).rows} == {""}
 
 
-@pytest.mark.slow
-def test_a_mistake_in_any_stage_is_told_before_the_first_begins(tmp_path, capsys):
-    for words, parts in {
-        "": ["text=text/", "chats=chats.jsonl", "demo=true"],
-        f"demo=true text={tmp_path}": ["brings texts of its own"],
-        "demo=true sft.optm.lr=3": ["sft.optm.lr=3"],
-    }.items():
-        assert main(["chain", f"root={tmp_path}", *words.split()]) == 2
-        said = capsys.readouterr().err
-        assert not [part for part in parts if part not in said]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_card_has_all_stages_questions_and_samples_on_one_page(done):
     root, card = done
     for stage in ("tokenizer", *TRAININGS, "evaluation"):

@@ -9,7 +9,6 @@ from folders import table
 from texts import CHAT, samples_of, supervised_texts, turn
 
 from fsdp_trainer.apps.tokenizers.texts import LONGEST, Corpus, CorpusPart
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import find_sources
 from fsdp_trainer.data.records.conversations import Conversation
@@ -142,7 +141,7 @@ def test_bytes_per_token_are_those_of_held_out_text(new, tmp_path):
 
 @pytest.mark.slow
 def test_rows_are_held_out_as_in_training_and_those_that_cannot_be_read_left_out(
-    new, data, tmp_path
+    new, data, tmp_path, program
 ):
     (tmp_path / "bad.jsonl").write_text('{"text": 7}\n' * 30)
     words = [
@@ -152,7 +151,7 @@ def test_rows_are_held_out_as_in_training_and_those_that_cannot_be_read_left_out
     folder, printed = new("share", "format=json", *words)
     held_out = json.loads(printed)["text"]["held_out"]
     more = [f"tokenizer.path={folder}", "model=tiny", f"data.cache={tmp_path}", "data=pretrain"]
-    assert main(["prepare", *words, *more]) == 0
+    program("prepare", *words, *more)
     [store] = tmp_path.glob("*/validation")
     text = load_tokenizer(str(folder)).decode(TokenStore(store, "").tokens.tolist())
     assert len(text.encode()) == held_out
@@ -212,6 +211,5 @@ def test_each_mistake_is_one_message(data, tmp_path, program, monkeypatch):
         (tmp_path / name).write_text(lines)
     (tmp_path / "texts").symlink_to(data)
     before = {*tmp_path.iterdir()}
-    refused = table("apps/refused_commands.yaml")["tokenizer"]
-    program.refuses(refused, "tokenizer", f"run.root={tmp_path}/runs")
+    program.refuses(table("apps/refused_tokenizers.yaml"), "tokenizer", f"run.root={tmp_path}/runs")
     assert {*tmp_path.iterdir()} == before

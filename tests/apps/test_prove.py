@@ -10,7 +10,6 @@ import planted_faults
 import prove_faults
 import pytest
 import torch
-from fsdp_trainer.methods.heads.contrast import StepTexts, loss_of_texts
 from heads import write_classes, write_rows
 from image_models import make_image_folder, write_pictures
 from world import command

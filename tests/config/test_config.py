@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from answers import ANSWERS
-from folders import REPO
+from folders import REPO, table
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hypothesis import given, settings
@@ -42,29 +42,19 @@ from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.version import __version__
 
+CASES = table("config/config_cases.yaml")
+
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
 
 
 @pytest.fixture
-def refused(capsys):
+def refused(program):
     """Run a command line that must be refused with exit code 2; gives its message."""
 
-    def run(*argv: str) -> str:
-        assert main(list(argv)) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        return said.err
-
-    return run
-
-
-@pytest.fixture
-def says(capsys):
-    """Return a function that returns what a command line prints."""
-
-    def run(line: str) -> str:
-        assert main(line.split()) == 0
-        return capsys.readouterr().out
+    def run(*words):
+        message = program(*words, code=2)
+        assert program.out == ""
+        return message
 
     return run
 
@@ -156,23 +146,6 @@ def test_durations_are_read_as_people_write_them():
 # --- what is wrong is told, all at once ---------------------------------------------------------
 
 
-def test_all_problems_are_told_at_once(refused):
-    said = refused(
-        "optim.learning_rate=3e-5",
-        "++optm.wd=1",
-        "batch.rows=abc",
-        "batch.seq_len=16384",
-        "data.path=nope.jsonl",
-        "tokenizer.path=demo:bytes",
-    )
-    assert "5 problems in the configuration" in said
-    for part in (
-        "Did you mean  optim.lr=3e-5 ?", "optim.weight_decay=1", "must be a whole number",
-        "context", "no such file",
-    ):  # fmt: skip
-        assert part in said
-
-
 def test_an_unknown_name_is_refused_and_the_right_one_named(refused):
     names = ANSWERS["[other names]"]
     said = answers(refused(*names))
@@ -202,13 +175,6 @@ def test_an_older_torchft_is_named_with_what_to_install(refused, tmp_path, monke
 
 def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
     assert "-m" not in refused("report", "source=a,b")
-    assert "choose one value" in refused("launch-files", "kind=slurm,docker")
-
-
-@pytest.mark.slow
-def test_the_verbs_own_keys_are_meant_before_trainings(refused):
-    assert "Did you mean  plan.memory_gib=80 ?" in refused("plan", "plan.memory=80")
-    assert "Did you mean  kind=slurm ?" in refused("launch-files", "slurm")
 
 
 def test_a_mistake_is_not_told_twice(refused):
@@ -255,7 +221,7 @@ train: {steps: 7}
 
 
 @pytest.mark.slow
-def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, says):
+def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, program):
     folder = own(recipe__mine=MINE)
     file = f"{folder}/recipe/mine.yaml"
     for words in (
@@ -268,7 +234,7 @@ def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, says)
         f"--config-dir {folder} --config-name mine",
         f"--config-dir {folder} --config-name mine.yaml",
     ):
-        cfg = yaml.safe_load(says(f"--cfg job {words} batch.rows=5"))
+        cfg = yaml.safe_load(program(f"--cfg job {words} batch.rows=5"))
         assert (cfg["run"]["name"], cfg["train"]["steps"], cfg["batch"]["rows"]) == ("mine", 7, 5)
         assert cfg["precision"]["param_dtype"] == "float32"
 
@@ -341,12 +307,12 @@ def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
     assert str(CONF / "recipe" / "quickstart.yaml") in said
 
 
-def test_of_two_warm_ups_the_one_that_the_message_names_is_used(own, refused, capsys):
+def test_of_two_warm_ups_the_one_that_the_message_names_is_used(own, refused, program):
     words = ["--config-dir", own(recipe__both="schedule: {warmup: 0.1, warmup_steps: 7}"), *DEMO]
     said = refused(*words, "+recipe=both")
     (change,) = re.findall(r"keep one, as in  (\S+)", said)
-    assert main([*words, "+recipe=both", change, "--cfg", "job"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["schedule"]["warmup_steps"] == 7
+    composed = program(*words, "+recipe=both", change, "--cfg", "job")
+    assert yaml.safe_load(composed)["schedule"]["warmup_steps"] == 7
 
 
 # --- verbs and options --------------------------------------------------------------------------
@@ -372,42 +338,44 @@ def test_python_gets_the_error_itself():
         fsdp_trainer.train(["learning_rate=1"])
 
 
-def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(says, tmp_path, monkeypatch):
+def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(
+    program, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for how in ("--cfg job", "-c job --resolve", "--cfg job data.path=not_there_yet.jsonl"):
-        printed = yaml.safe_load(says(f"{how} +recipe=quickstart sharding=ddp"))
+        printed = yaml.safe_load(program(f"{how} +recipe=quickstart sharding=ddp"))
         assert printed["sharding"]["strategy"] == "ddp"
         assert list(printed) == [*dict.fromkeys(key.split(".")[0] for key in flatten(TrainConfig))]
     assert not list(tmp_path.iterdir())
 
 
-def test_hydras_own_view_is_there(says, monkeypatch):
+def test_hydras_own_view_is_there(program, monkeypatch):
     # it leaves a handler, to what is then captured no more
     monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])
-    assert "recipe/quickstart" in says("--info defaults +recipe=quickstart")
+    assert "recipe/quickstart" in program("--info defaults +recipe=quickstart")
 
 
 @pytest.mark.slow
-def test_help_lists_verbs_groups_and_recipes(says):
-    text = says("--help")
+def test_help_lists_verbs_groups_and_recipes(program):
+    text = program("--help")
     listed = (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b")
     assert not [word for word in listed if word not in text]
     for verb in VERBS:
-        first, _, *lines = says(f"{verb} --help").splitlines()
+        first, _, *lines = program(f"{verb} --help").splitlines()
         assert first[0].isupper()
         assert [line.split()[0] for line in lines[:2]] == ["fsdp-trainer"] * 2
         keys = [re.match(r"  (?:\w+\.)?(\w+)=", line) for line in lines[4:]]
         assert len(flatten(PRIMARY[verb])) == 0 or keys[0]
-    assert "  optim.lr=1e-5  peak learning rate" in says("plan --help optim")
-    assert "  optim.lr=1e-5  peak learning rate" in says("plan --help optim.lr")
-    assert says("chat runs/x --help") == says("chat --help")
-    assert "plan.gpu" in says("plan --help").partition("keys")[2].splitlines()[1]
+    assert "  optim.lr=1e-5  peak learning rate" in program("plan --help optim")
+    assert "  optim.lr=1e-5  peak learning rate" in program("plan --help optim.lr")
+    assert program("chat runs/x --help") == program("chat --help")
+    assert "plan.gpu" in program("plan --help").partition("keys")[2].splitlines()[1]
     assert main(["plan", "--help", "optimizer"]) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
-def test_examples_of_help_have_no_wrong_key(says, verb, capsys):
+def test_examples_of_help_have_no_wrong_key(program, verb, capsys):
     for line in examples(verb):
         verb_typed, *words = line.split()[1:]
         typed = [w for w in (words if verb_typed in VERBS else [verb_typed, *words]) if "=" in w]
@@ -416,22 +384,22 @@ def test_examples_of_help_have_no_wrong_key(says, verb, capsys):
             compose(verb, own, inputs=False)
         except UserError as error:
             assert "there is no such key" not in str(error), line
-    assert __version__ in says("--version")
+    assert __version__ in program("--version")
 
 
-def test_completion_knows_verbs_recipes_keys_and_values(says, own, monkeypatch):
+def test_completion_knows_verbs_recipes_keys_and_values(program, own, monkeypatch):
     monkeypatch.chdir(REPO)
     folder = own(recipe__mine="# @package _global_")
     for typed, offered in ANSWERS["[completed]"].items():
         line = typed.replace("FOLDER", folder)
         monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line} and what follows")
         monkeypatch.setenv("COMP_POINT", str(len(f"fsdp-trainer {line}")))
-        said = says("-sc query=bash").split()
+        said = program("-sc query=bash").split()
         assert offered in said
         assert all(word.startswith(line.split()[-1]) for word in said)
     monkeypatch.setenv("COMP_LINE", "fsdp-trainer --config-dir ")
     monkeypatch.delenv("COMP_POINT")
-    assert says("-sc query=bash").split() == [], "folders are left to the shell"
+    assert program("-sc query=bash").split() == [], "folders are left to the shell"
 
 
 @pytest.mark.slow
@@ -490,7 +458,7 @@ def test_comments_and_values_in_conf_and_on_the_page_are_the_schemas():
 
 
 @pytest.mark.slow
-def test_every_key_is_explained_and_what_sets_it(says, own):
+def test_every_key_is_explained_and_what_sets_it(program, own):
     folder = own(recipe__mine="optim: {lr: 2}")
     keys = flatten(TrainConfig)
     of_lr = ["optim.lr", "peak learning rate [at least 0]", "1e-5", "learning_rate, max_lr"]
@@ -506,7 +474,7 @@ def test_every_key_is_explained_and_what_sets_it(says, own):
         "key=preview.rows preview.rows=7": ["here     7, set by  preview.rows=7"],
         f"key=lr --config-dir {folder} +recipe=mine": ["here     2.0, set by"],
     }.items():
-        said = says(f"config {words}")
+        said = program(f"config {words}")
         assert not [part for part in parts if part not in said], words
 
 
@@ -522,12 +490,12 @@ def test_a_model_without_a_tokenizer_is_known_by_its_folder(refused, tmp_path):
     assert "neither a tokenizer.json" in refused("generate", f"source={tmp_path}")
 
 
-def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(says, own):
+def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(program, own):
     folder = own(recipe__mine="# @package _global_\n# Mine.")
-    text = says(f"--config-dir {folder} recipes")
+    text = program(f"--config-dir {folder} recipes")
     assert "mine  (your own: " in text
     assert f"fsdp-trainer --config-dir {folder} +recipe=mine" in text
-    text = says("recipes")
+    text = program("recipes")
     assert "not said" not in text
     assert all(f"+recipe={name}" in text for name in options("train")["recipe"])
     sizes = ["0_6b", "1b", "8b", "8b", "70b"]
@@ -541,26 +509,15 @@ def test_every_verb_has_a_configuration():
 # --- what strangers write -----------------------------------------------------------------------
 
 TABLE = f"{REPO}/examples/extend/tracker.py:Table"
-NAMES_CODE = {  # settings that run code, as a file has them and as they are typed
-    "logging.command": ("logging: {command: sh}", "logging.command=sh"),
-    "logging.trackers": (f"logging: {{trackers: [{TABLE}]}}", f"logging.trackers=[{TABLE}]"),
-    "model.trust_remote_code": ("model: {trust_remote_code: true}", "model.trust_remote_code=true"),
-    "evaluation.code": ("evaluation: {code: [a.py]}", "evaluation.code=[a.py]"),
-    "objective.environment": (
-        "objective: {environment: own.py:Own}", "objective.environment=own.py:Own",
-    ),
-    "objective.environment={name: endpoint, run: own.py:f}": (
-        "objective: {environment: {name: endpoint, run: own.py:f}}",
-        "objective.environment={name: endpoint, run: own.py:f}",
-    ),
-}  # fmt: skip
+NAMES_CODE = CASES["code"]
 
 
 def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").touch()
     usual = [*DEMO, "objective=grpo", "objective.rewards=[exact]"]
-    for key, (text, typed) in NAMES_CODE.items():
+    for key, parts in NAMES_CODE.items():
+        text, typed = (part.replace("TABLE", TABLE) for part in parts)
         (tmp_path / "mine.yaml").write_text(f"{text}\n")
         with pytest.raises(UserError) as raised:
             compose("train", ["mine.yaml", *usual])
@@ -585,12 +542,7 @@ def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "sweeper: {params: {logging.command: 'a,b'}}",
-        "sweeper: {params: {+objective.environment: 'own.py:Own,calculator'}}",
-        "launcher: {setup: [sh]}",
-        "launcher: {additional_parameters: {wrap: sh}}",
-    ],
+    CASES["sweeps that name code"],
 )
 def test_a_file_of_a_sweep_names_no_code(own, refused, text):
     folder = own(sweep__mine=f"# @package _global_\nhydra: {{{text}}}\n")
@@ -600,14 +552,7 @@ def test_a_file_of_a_sweep_names_no_code(own, refused, text):
 
 @pytest.mark.parametrize(
     ("key", "values", "is_refused"),
-    [
-        ("_seconds", "10,20", False),
-        ("", "choice(calculator, search)", False),
-        (".folder", "a,b", False),
-        ("", "choice(calculator, own.py:Own)", True),
-        (".run", "own.py:f,own.py:g", True),
-        (".name", "own.py:Own", True),
-    ],
+    CASES["environments"],
 )
 def test_a_file_of_a_sweep_varies_an_environment_of_this_program(key, values, is_refused):
     swept = f"hydra.sweeper.params.objective.environment{key}"
@@ -669,15 +614,7 @@ def test_a_message_quotes_the_beginning_of_a_long_text():
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ("see https://me:a@b@host/x?sig=1234&y now", "see https://…@host/x?… now"),
-        ("https://host/x#access_token=abcd", "https://host/x#…"),
-        ("s3://bucket/a?.jsonl what?", "s3://bucket/a?.jsonl what?"),
-        ("az://c/x?sv=2024&sig=abcd", "az://c/x?…"),
-        ("abfs://box@host/x sftp://me@host/y", "abfs://box@host/x sftp://me@host/y"),
-        ("http://host/a?dl=1", "http://host/a?dl=1"),
-        ("a\x1b[31m\u009b\u202e\ud800\tb\n", "a\\u001b[31m\\u009b\\u202e\\ud800\tb\n"),
-    ],
+    CASES["safe"],
 )
 def test_what_is_shown_has_no_secrets_and_no_control_characters(text, shown):
     assert safe(text) == shown

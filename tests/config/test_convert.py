@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
@@ -298,9 +297,9 @@ checkpoint.export_hf: true
 """Content of a file, what its recipe sets for two ranks (as YAML), and what is said about some."""
 
 
-def sets_of(text):
-    """The groups and keys that a recipe sets."""
-    tree = yaml.safe_load(text)
+def sets_of(recipe):
+    """The groups and keys that a recipe sets, given as text or as a tree."""
+    tree = yaml.safe_load(recipe) if isinstance(recipe, str) else recipe
     groups = {}
     for entry in tree.pop("defaults", []):
         ((group, option),) = entry.items()
@@ -318,15 +317,14 @@ def line_after(text, start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tmp_path, capsys):
+def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tmp_path, program):
     content, sets, said = FILES[name]
     (tmp_path / name).write_text(content)
     known = {"known": {"file_name": "k.json"}, "other": {"hf_hub_url": "a/b"}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(known))
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     (tmp_path / "ds_z2_offload.json").write_text(json.dumps({"zero_optimization": zero}))
-    assert main(["convert", str(tmp_path / name), "world_size=2"]) == 0
-    text = capsys.readouterr().out
+    text = program("convert", tmp_path / name, "world_size=2")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     compose("train", [f"+recipe={recipe}"], inputs=False)
@@ -358,12 +356,11 @@ def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
         ("colour: red", "has none of the settings by which a trainer's file is known"),
     ],
 )
-def test_what_is_no_file_of_a_trainers_is_refused(tmp_path, capsys, content, reason):
+def test_what_is_no_file_of_a_trainers_is_refused(tmp_path, program, content, reason):
     file = tmp_path / "a.yml"
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(["convert", str(file)]) == 2
-    assert reason in capsys.readouterr().err
+    assert reason in program("convert", file, code=2)
 
 
 BOMB = "a: &a [x]\n" + "".join(
@@ -382,7 +379,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_yaml_that_is_too_much_is_refused_wherever_it_is_read(name, tmp_path, monkeypatch, capsys):
+def test_yaml_that_is_too_much_is_refused_wherever_it_is_read(name, tmp_path, monkeypatch, program):
     """YAML is read as another trainer's file, as a recipe, in a folder of recipes, as a task.
 
     Each is one message.
@@ -392,10 +389,8 @@ def test_yaml_that_is_too_much_is_refused_wherever_it_is_read(name, tmp_path, mo
     Path("own/model").mkdir(parents=True)
     for file in ("a.yaml", "own/model/mine.yaml"):
         Path(file).write_text(f"{content}\n")
-    for words in (["convert", "a.yaml"], ["config", "a.yaml"],
-                  ["config", "--config-dir", "own", "model=mine"]):  # fmt: skip
-        assert main(words) == 2
-        assert reason in " ".join(capsys.readouterr().err.split())
+    for line in ("convert a.yaml", "config a.yaml", "config --config-dir own model=mine"):
+        assert reason in " ".join(program(line, code=2).split())
     with pytest.raises(UserError, match="a task cannot be run") as raised:
         EnvironmentTask.read("a.yaml")
     assert reason in str(raised.value)
@@ -410,16 +405,15 @@ INTERPOLATIONS = {
 
 
 @pytest.mark.parametrize("name", INTERPOLATIONS)
-def test_interpolations_that_are_too_much_are_refused(name, tmp_path, monkeypatch, capsys):
+def test_interpolations_that_are_too_much_are_refused(name, tmp_path, monkeypatch, program):
     lines, reason = INTERPOLATIONS[name]
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(f"launch:\n  env:\n{lines}")
-    for words in (["config"], ["-m", "run.seed=1,2"]):
-        assert main([*words, "a.yaml"]) == 2
-        assert reason in " ".join(capsys.readouterr().err.split())
+    for line in ("config a.yaml", "-m run.seed=1,2 a.yaml"):
+        assert reason in " ".join(program(line, code=2).split())
 
 
-def test_many_interpolations_of_short_values_are_read(tmp_path, monkeypatch, capsys):
+def test_many_interpolations_of_short_values_are_read(tmp_path, monkeypatch, program):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINE", "runs")
     used = "".join(
@@ -427,8 +421,7 @@ def test_many_interpolations_of_short_values_are_read(tmp_path, monkeypatch, cap
     )
     run = "run: {name: 2026-01-01, root: '${oc.env:MINE}'}\ndata: {path: null}"
     Path("a.yaml").write_text(f"{run}\nlaunch:\n  env:\n{used}")
-    assert main(["config", "a.yaml"]) == 0
-    shown = capsys.readouterr().out
+    shown = program("config a.yaml")
     assert "2026-01-01" in shown
     assert "A99: ${run.root}/99" in shown
     assert "B99: /99None" in shown
@@ -447,14 +440,13 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_no_name_and_no_value_adds_a_key_or_becomes_another(tmp_path, capsys):
+def test_no_name_and_no_value_adds_a_key_or_becomes_another(tmp_path, program):
     texts = {f"{i}{text}": text for i, text in enumerate(HOSTILE)}
     nested = {"datasets": [{"path": text, "type": text} for text in HOSTILE if text], "seed": 7}
     settings = {"base_model": HOSTILE[0], "sequence_len": 64, **texts, **nested}
     file = tmp_path / "a\nrun:\n  name: A.json"
     file.write_text(json.dumps(settings))
-    assert main(["convert", str(file)]) == 0
-    text = capsys.readouterr().out
+    text = program("convert", file)
     assert all(line.isprintable() for line in text.split("\n"))
     sets = sets_of(text)
     assert sets.pop("data.path") == [each["path"] for each in nested["datasets"]]
@@ -464,11 +456,10 @@ def test_no_name_and_no_value_adds_a_key_or_becomes_another(tmp_path, capsys):
     )
 
 
-def test_a_value_that_stands_for_another_is_not_kept(tmp_path, capsys):
+def test_a_value_that_stands_for_another_is_not_kept(tmp_path, program):
     file = tmp_path / "a.yml"
     file.write_text("base_model: a/b\nsequence_len: 64\noutput_dir: ${oc.env:HOME}\n")
-    assert main(["convert", f"source={file}"]) == 0
-    text = capsys.readouterr().out
+    text = program("convert", f"source={file}")
     assert "run.root" not in sets_of(text)
     assert "${…}" in line_after(text, "output_dir")
 

@@ -12,6 +12,7 @@ from fsdp_trainer.interop.convert.converter import convert, first_answers, recip
 from fsdp_trainer.interop.convert.foreign_file import read_foreign_file, read_source
 from fsdp_trainer.interop.convert.translation import IMPOSSIBLE
 from tests.config.test_convert import ARGUMENTS, FILES
+from tests.config.test_convert import sets_of as sets_of_recipe
 
 CASES = yaml.safe_load((Path(__file__).parent / "convert_cases.yaml").read_text())
 
@@ -26,27 +27,10 @@ def converted(folder, settings, ranks=1, name="a.yaml"):
 
 def sets_of(result):
     """Groups and keys that a recipe sets."""
-    tree = settings_of(result)
-    groups = {}
-    for entry in tree.pop("defaults", []):
-        ((group, option),) = entry.items()
-        groups[group.removeprefix("override /")] = option
-    return groups | {f"{node}.{key}": v for node, each in tree.items() for key, v in each.items()}
+    return sets_of_recipe(settings_of(result))
 
 
-GENERATIONS = [
-    # a device, accumulated, ranks, answers to a prompt, more → prompts of a step, steps
-    (8, 4, 1, 8, {}, 4, None),
-    (8, 4, 2, 8, {}, 8, None),
-    (8, 4, 1, 8, {"steps_per_generation": 8}, 4, 2),
-    (4, 2, 1, 8, {"generation_batch_size": 16}, 1, 2),
-    (4, 2, 2, 8, {"generation_batch_size": 32}, 2, 2),
-    (16, 1, 1, 4, {"steps_per_generation": 2}, 4, 2),
-    (8, 4, 1, 4, {"steps_per_generation": 1}, 8, 1),
-    (8, 4, 1, 8, {"generation_batch_size": 64}, 4, 2),
-    (4, 1, 1, 8, {}, None, None),
-    (8, 2, 1, 4, {"steps_per_generation": 3}, 4, None),
-]
+GENERATIONS = CASES["generations"]
 """What trl 1.16's GRPOConfig and RepeatSampler do with these."""
 
 
@@ -176,19 +160,7 @@ def test_a_run_is_as_long_as_the_source_of_its_own_trainer_says(name, tmp_path, 
         assert [there, here] == [unknown if number is None else str(number)] * 2
 
 
-STARTED = [
-    ("accelerate launch --num_processes 4 sft.py --learning_rate=1e-4 --packing --max_steps -1",
-     {"optim.lr": 1e-4, "data.packing": "best_fit", "batch.rows": 32, "launch.nproc_per_node": 4}),
-    ("PORT=1 torchrun --nproc_per_node 2 --nnodes 2 \\\n  run_dpo.py --beta 0.3 --no_bf16 # why",
-     {"objective": "dpo", "objective.beta": 0.3, "batch.rows": 32, "precision": "fp32"}),
-    ("trl grpo --config trl.yaml --num_generations 4", {"objective.samples": 4, "run.seed": 3}),
-    ("set -e\nNPROC_PER_NODE=2 llamafactory-cli train trl.yaml lora_rank=4\necho done",
-     {"adapter.alpha": 8, "run.seed": 3, "batch.rows": 16}),
-    ("python -m axolotl.cli.train trl.yaml --micro-batch-size 3",
-     {"batch.rows": 3, "schedule": "cosine"}),
-    ("deepspeed --num_gpus 2 a.py --per_device_train_batch_size 1 --deepspeed ds_z3.json",
-     {"sharding": "fsdp", "batch.rows": 2}),
-]  # fmt: skip
+STARTED = CASES["command lines"]
 
 
 @pytest.mark.parametrize(("line", "sets"), STARTED)

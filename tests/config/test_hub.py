@@ -7,8 +7,6 @@ import sys
 import pytest
 from zoo import make_folder
 
-from fsdp_trainer.cli import main
-
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
@@ -39,18 +37,17 @@ SHORT = [
 
 
 @pytest.mark.slow
-def test_preview_of_a_hub_model_fetches_no_weights(hub, capsys):
+def test_preview_of_a_hub_model_fetches_no_weights(hub, program):
     words = ["preview.format=json", "preview.rows=1", *SHORT[:2]]
-    assert main(["preview", "model.init_from=org/tiny", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["row"] == 0
+    assert json.loads(program("preview", "model.init_from=org/tiny", *words))["row"] == 0
     assert hub
     assert not any("*.safetensors" in patterns for patterns in hub)
 
 
 @pytest.mark.slow
-def test_training_starts_from_a_hub_model_and_its_adapter_names_it(hub, tmp_path, capsys):
+def test_training_starts_from_a_hub_model_and_its_adapter_names_it(hub, tmp_path, program):
     def losses(name, *words):
-        assert main([f"run.name={name}", *SHORT, *words]) == 0
+        losses.said = program(f"run.name={name}", *SHORT, *words)
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
@@ -63,13 +60,12 @@ def test_training_starts_from_a_hub_model_and_its_adapter_names_it(hub, tmp_path
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/tiny"
     assert len(losses("hub", "model.init_from=org/tiny", *lora, "train.steps=2")) == 2
-    assert main(["export", f"source={adapter}", f"out={tmp_path / 'merged'}"]) == 0
-    capsys.readouterr()
+    program("export", f"source={adapter}", f"out={tmp_path / 'merged'}")
     losses("again", f"adapter.init_from={adapter}", "train.steps=1")
-    assert "from org/tiny" in capsys.readouterr().out
+    assert "from org/tiny" in losses.said
 
 
-def test_without_the_extra_it_says_what_to_install(hub, capsys, monkeypatch):
+def test_without_the_extra_it_says_what_to_install(hub, program, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert main(["model.init_from=org/tiny", "data.path=demo:backwards"]) == 2
-    assert "fsdp_trainer[hub]" in capsys.readouterr().err
+    said = program("model.init_from=org/tiny", "data.path=demo:backwards", code=2)
+    assert "fsdp_trainer[hub]" in said

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import inject
 import pytest
-from folders import REPO
+from folders import REPO, TESTS
 from safetensors.torch import load_file, save_file
 from world import SMALL, command, write_chats
 
@@ -79,36 +79,14 @@ def folder(world, tmp_path_factory):
     (here / "larger.json").write_text(json.dumps(larger))
     for name in ("chats(1).jsonl", "more.jsonl"):
         shutil.copy(here / "chats.jsonl", here / name)
-    for name in ("empty", "tok?v=1", "own/recipe", "runs/locked"):
-        (here / name).mkdir(parents=True)
+    shutil.copytree(TESTS / "config/mistakes", here, dirs_exist_ok=True)
+    for name in ("empty", "tok?v=1", "runs/locked"):
+        (here / name).mkdir()
+    (here / "lock.json").rename(here / "runs/locked/.lock")
     shutil.copy(here / "hf/tokenizer.json", here / "tok?v=1")
     shutil.copy(here / "hf/tokenizer.json", here)
-    (here / "empty.jsonl").touch()
-    (here / "broken.jsonl").write_text(
-        '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "compl\n'
-    )
-    pair = '{"prompt": "a", "chosen": "b", "rejected": "%s"}\n'
-    (here / "pairs.jsonl").write_text(pair % "c" + pair % "d")
-    (here / "wrong_pairs.jsonl").write_text(pair % "c" + pair % "b" + pair % "")
-    label = '{"prompt": "%s", "completion": "%s", "label": %s}\n'
-    labelled = label % ("a", "b", "true") + label % ("c", "d", "false")
-    (here / "labelled.jsonl").write_text(labelled)
-    own = {
-        "good": "optim: {lr: 1e-4}",
-        "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off",
-        "wrong": "defaults:\n  - precision: fp32\n  - override /schedule: lin\n"
-        "  - /recipe: llama8b_sft\n  - quikstart\nbatch:\n  micro_batch_size: 4",
-        "tab": "optim:\n\tlr: 1e-4",
-    }
-    for name, text in own.items():
-        (here / f"own/recipe/{name}.yaml").write_text(f"# @package _global_\n{text}\n")
-    with (here / "runs/locked/.lock").open("w") as lock:
+    with (here / "runs/locked/.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(
-            '{"launchers": [], "attempt": 0, "pid": 4711, "host": "node-a", "since": '
-            '"2026-11-20 17:03:12 UTC"}'
-        )
-        lock.flush()
         yield here
 
 

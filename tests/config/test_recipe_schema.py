@@ -7,7 +7,6 @@ import jsonschema
 import pytest
 import yaml
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.check import Report, build, flatten
 from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.durations import parse_duration, parse_steps
@@ -65,12 +64,12 @@ def problems(key: str, value):
 
 
 @pytest.fixture
-def recipes(capsys, tmp_path):
+def recipes(program, tmp_path):
     own = tmp_path / "precision"
     own.mkdir()
     (own / "mine.yaml").write_text("param_dtype: float32\n")
-    assert main(["config", "schema=true", "--config-dir", str(tmp_path)]) == 0
-    return jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
+    schema = program("config", "schema=true", "--config-dir", tmp_path)
+    return jsonschema.Draft202012Validator(json.loads(schema))
 
 
 def test_a_schema_accepts_recipes_and_refuses_what_the_program_refuses_of_one_key(recipes):
@@ -87,8 +86,3 @@ def test_a_schema_accepts_recipes_and_refuses_what_the_program_refuses_of_one_ke
         assert recipes.is_valid(yaml.safe_load(text)), text
     for text in WRONG.splitlines():
         assert not recipes.is_valid(yaml.safe_load(text)), text
-
-
-def test_a_schema_is_of_all_keys(capsys):
-    assert main(["config", "schema=true", "key=optim.lr"]) == 2
-    assert "key=optim.lr  does not go with schema=true" in capsys.readouterr().err

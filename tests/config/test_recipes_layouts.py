@@ -21,7 +21,6 @@ from benchmarks.recipe_layouts import (
     recorded,
     seconds,
 )
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.depth import VOCABULARY
 from fsdp_trainer.models.from_config.resolve import resolve_model
@@ -104,11 +103,10 @@ def test_memory_on_other_hardware_is_that_of_its_plan(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama8b_sft", "qwen3_0_6b_lora", "olmoe_pretrain"])
-def test_memory_in_the_head_of_a_recipe_is_rehearsed(name, capsys):
+def test_memory_in_the_head_of_a_recipe_is_rehearsed(name, program):
     head = (CONF / "recipe" / f"{name}.yaml").read_text()
     (memory, _) = re.findall(rf"# Memory +({NUMBER}) GiB on (\d+|one GPU)", head)[0]
-    main(["plan", f"+recipe={name}", *hardware(name), "plan.format=json"])
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(program("plan", f"+recipe={name}", *hardware(name), "plan.format=json"))
     assert plan["peak_gib"] == pytest.approx(float(memory), rel=0.01)
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from folders import table
 from heads import write_queries
 from pairs import write_pairs
 
@@ -12,33 +13,7 @@ SMALLER = [
     "model.head_dim=8", "batch.rows=4", "batch.seq_len=128", "train.steps=2",
     "tokenizer.path=demo:bytes", "compile=disabled",
 ]  # fmt: skip
-KINDS = {
-    "two stages of each rank": (
-        "llama405b_pretrain_pp",
-        "text.jsonl",
-        ["model.num_hidden_layers=4", "sharding.tensor=1", "sharding.pipeline=2"],
-    ),
-    "experts on ranks": (
-        "deepseek_v3_sft",
-        "demo:backwards",
-        [
-            "model.num_key_value_heads=4", "model.qk_nope_head_dim=4",
-            "model.qk_rope_head_dim=4", "model.v_head_dim=8", "model.kv_lora_rank=16",
-            "model.q_lora_rank=16", "model.num_experts=8", "model.n_group=2", "model.topk_group=1",
-            "model.num_experts_per_tok=2", "model.moe_intermediate_size=16",
-            "model.first_k_dense_replace=1", "sharding.expert=2",
-        ],
-    ),
-    "states on disk": ("llama8b_sft_24gb", "demo:backwards", []),
-    "a packed base": ("llama70b_qlora", "demo:backwards", []),
-    "pairs": ("qwen3_0_6b_dpo_lora", "pairs.jsonl", []),
-    "queries": ("qwen3_0_6b_embed", "queries.jsonl", []),
-    "answers": (
-        "qwen3_0_6b_grpo",
-        "demo:sums",
-        ["objective.max_new_tokens=8", "objective.samples=2"],
-    ),
-}  # fmt: skip
+KINDS = table("config/recipe_kinds.yaml")
 """Recipe, data, and what makes the model and the mesh smaller."""
 
 

@@ -5,14 +5,13 @@ import json
 import pytest
 import yaml
 
-from fsdp_trainer import cli
 from fsdp_trainer.config.verbs import PRIMARY
 
 VERBS = [verb for verb, config in PRIMARY.items() if "source" in config.__dataclass_fields__]
 
 
 @pytest.fixture
-def composed(tmp_path, monkeypatch, capsys):
+def composed(tmp_path, monkeypatch, program):
     """Return a function that returns the configuration of a command line, given in a folder.
 
     The folder holds two runs and a job of a sweep.
@@ -21,11 +20,7 @@ def composed(tmp_path, monkeypatch, capsys):
         (tmp_path / "runs" / run).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 
-    def compose(*words: str) -> dict:
-        assert cli.main([*words, "--cfg", "job"]) == 0, capsys.readouterr().err
-        return yaml.safe_load(capsys.readouterr().out)
-
-    return compose
+    return lambda *words: yaml.safe_load(program(*words, "--cfg", "job"))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -39,17 +34,7 @@ def test_report_takes_several_paths_among_its_settings(composed):
     assert cfg == composed("report", "source=[runs/a,'runs/b c']", "format=json", "out=x.html")
 
 
-def test_a_path_that_is_one_too_many_is_refused_with_what_to_type(composed, capsys):
-    for words, said in {
-        "chat runs/a runs/sweep port=1": "fsdp-trainer chat runs/a port=1",
-        "report runs/a source=runs/b": "given twice",
-    }.items():
-        assert cli.main(words.split()) == 2
-        assert said in capsys.readouterr().err
-
-
-def test_a_run_is_reported_on_by_its_path(ledger, monkeypatch, capsys):
+def test_a_run_is_reported_on_by_its_path(ledger, monkeypatch, program):
     folder = ledger.run("plain").folder
     monkeypatch.chdir(folder.parent)
-    assert cli.main(["report", folder.name, "format=json"]) == 0
-    assert json.loads(capsys.readouterr().out)
+    assert json.loads(program("report", folder.name, "format=json"))

@@ -13,17 +13,16 @@ class Program:
 
     def __init__(self, capsys: Any):
         self.capsys = capsys
-        self.err = ""
-        """What the last command line wrote to stderr."""
+        self.out, self.err = "", ""
+        """What the last command line wrote."""
 
     def __call__(self, *words: Any, code: int = 0) -> str:
         """Run a command line that ends with `code`; return its output, or its error message."""
         self.capsys.readouterr()
         typed = words_of(words[0]) if len(words) == 1 else [str(word) for word in words]
         assert main(typed) == code, self.capsys.readouterr()
-        printed = self.capsys.readouterr()
-        self.err = printed.err
-        return printed.err if code else printed.out
+        self.out, self.err = self.capsys.readouterr()
+        return self.err if code else self.out
 
     def refuses(self, cases: dict[str, str], *before: Any) -> None:
         """Check that each command line is refused in one message, with what is said of it.
@@ -33,7 +32,7 @@ class Program:
         for words, said in cases.items():
             message = self(*before, *words_of(words), code=2)
             assert said in message, words
-            assert message.count("fsdp-trainer: ") == 1, words
+            assert (message.count("fsdp-trainer: "), self.out) == (1, ""), words
 
 
 def words_of(line: str) -> list[str]:

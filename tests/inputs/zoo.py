@@ -8,24 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 MODELS = json.loads(Path(__file__).with_name("small_models.json").read_text())
+SIZES, FOLDER_SIZES, LLAMA3 = (MODELS[name] for name in ("sizes", "folder_sizes", "llama3_rope"))
 ZOO = MODELS["families"]
 """Prefix of transformers' class names, and options of its config, by name."""
 
@@ -66,14 +50,6 @@ HF = [
     "launch.data_timeout=60s",
 ]
 """Overrides to train a Hugging Face folder."""
-FOLDER_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
 
 
 def store_in_mxfp4(folder):

@@ -54,67 +54,22 @@ def test_hosts_are_listed_or_stand_in_deepspeeds_hostfile(tmp_path):
     ]
 
 
-@pytest.fixture
-def refused(capsys, monkeypatch, tmp_path):
-    """Return what a command line is answered that must not start anything."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*words: str) -> str:
-        assert main([*words, *DEMO]) == 2
-        return capsys.readouterr().err
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["launch.hosts=[a,b]", "launch.nodes=2"], "is 2 as launch.hosts names them"),
-        (["launch.hosts=[a,b,a]"], "a is there more than once"),
-        (["launch.hosts=[]"], "launch.hosts=[node0,node1]"),
-        (["launch.hosts=node0"], "[node0]"),
-        (["launch.hosts=['-oProxyCommand=x']"], "is not a host"),
-        (["launch.hosts=['a slots=many']"], "is not a host"),
-        (["launch.hosts=hosts"], "hosts:2: worker-2 slots= is not a host"),
-        (["launch.hosts=[a,b]", "launch.rendezvous=a"], "is a host and a port"),
-        (["-m", "launch.hosts=[a,b]", "run.seed=1,2"], "starts its jobs on this node"),
-        (["--hostfile=hosts"], "launch.hosts=hosts"),
-        (["machinefile=hosts"], "launch.hosts=hosts"),
-        (["launch.nodes=2"], "launch.rendezvous=HOST:29500"),
-        (["launch.rendezvous=a:29500"], "launch.nodes=2"),
-        (["launch.nodes=2", "launch.rendezvous=a"], "is a host and a port"),
-        (["nnodes=2"], "launch.nodes=2"),
-        (["-m", "launch.nodes=2", "run.seed=1,2"], "hydra.launcher.nodes=2"),
-    ],
-)
-def test_what_names_no_hosts_or_nodes_is_told(refused, words, said):
-    Path("hosts").write_text("worker-1 slots=8\nworker-2 slots=\n")
-    assert said in refused(*words)
-
-
 @pytest.mark.parametrize(
     ("name", "said"), [("RANK", "torchrun starts the ranks"), ("SLURM_JOB_ID", "srun")]
 )
-def test_hosts_are_refused_where_a_launcher_starts_the_ranks(refused, monkeypatch, name, said):
+def test_hosts_are_refused_where_a_launcher_starts_the_ranks(program, monkeypatch, name, said):
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv(name, "0")
-    assert said in refused("launch.hosts=[a,b]")
+    assert said in program(*DEMO, "launch.hosts=[a,b]", code=2)
 
 
 @pytest.mark.slow
-def test_a_plan_counts_the_ranks_of_all_hosts(capsys, tmp_path):
+def test_a_plan_counts_the_ranks_of_all_hosts(program, tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=2")
-    words = [
-        "plan",
-        "plan.rehearse=false",
-        "model=tiny",
-        "data.path=demo:backwards",
-        "tokenizer.path=demo:bytes",
-    ]
-    hosts = [f"launch.hosts={tmp_path / 'hosts'}", "plan.gpu=h100", "plan.format=json"]
-    assert main([*words, *hosts]) == 0
-    assert json.loads(capsys.readouterr().out)["world_size"] == 8
+    usual = "model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"
+    hosts = f"launch.hosts={tmp_path / 'hosts'}", "plan.gpu=h100", "plan.format=json"
+    plan = json.loads(program("plan", "plan.rehearse=false", *usual, *hosts))
+    assert plan["world_size"] == 8
 
 
 @pytest.fixture

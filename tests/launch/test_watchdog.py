@@ -23,7 +23,6 @@ from world import read_lines, wait_until
 from fsdp_trainer.base import phases, slots
 from fsdp_trainer.base.process import pid_namespace, start_ticks
 from fsdp_trainer.base.slots import PhaseVisit, RankSlot
-from fsdp_trainer.cli import main
 from fsdp_trainer.launch.hangs import (
     ALONG,
     Durations,
@@ -527,12 +526,6 @@ def look_for_a_watchdog(run):
     lines = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
     if any("watchdog" in line and f"/{run}" in line for line in lines):
         print("a watchdog is there")
-
-
-@pytest.mark.slow
-def test_a_stall_that_is_no_duration_is_refused(capsys):
-    assert main(["+recipe=quickstart", "launch.stall=soon"]) == 2
-    assert "launch.stall=soon" in capsys.readouterr().err
 
 
 @pytest.fixture

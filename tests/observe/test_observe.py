@@ -24,6 +24,7 @@ import inject
 import pytest
 import torch
 import yaml
+from folders import table
 from named_runs import CHATS
 from rich.text import Text
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,11 +46,14 @@ from fsdp_trainer.observe.console import Console, duration, progress_line, short
 from fsdp_trainer.observe.flops import causal_flops, palm_flops, trained_work
 from fsdp_trainer.observe.metric_groups import group_of
 from fsdp_trainer.observe.records import Records, numbers
-from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
+from fsdp_trainer.observe.step_phases import phases_of, read_trace
+from fsdp_trainer.observe.step_phases import table as table_of_phases
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.observe.tracker_threads import Trackers
 from fsdp_trainer.run.run import repeats_steps
 from fsdp_trainer.training.objective import CrossEntropy
+
+CASES = table("observe/cases.yaml")
 
 FIELDS = {
     "step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "tokens_per_second",
@@ -157,17 +161,7 @@ def test_warnings_and_the_end_are_coloured_in_a_terminal_alone(monkeypatch, plai
     assert starts == (["data "] * 2 + ["done:"] if plain else ["\x1b[33m", "data ", "\x1b[32m"])
 
 
-LINE = {
-    "step": 1240,
-    "loss": 1.83421,
-    "grad_norm": None,
-    "lr": 2.7e-5,
-    "tokens_per_second": 41_234.0,
-    "memory_gib": 61.3,
-    "step_seconds": 2.414,
-    "mfu_palm": 0.412,
-    "mfu_causal": 0.391,
-}
+LINE = CASES["line"]
 
 
 def test_a_progress_line_fits_the_terminal():
@@ -237,19 +231,9 @@ def test_figures_are_short():
     assert [duration(s) for s in (5, 65, 9061)] == ["5s", "1m05s", "2h31m"]
 
 
-UNTIED = {"tie_word_embeddings": False}
-
-
 @pytest.mark.parametrize(
     ("options", "adapter", "freeze", "first"),
-    [
-        ({}, {}, [], 0),
-        (UNTIED, {}, [], 0),
-        ({"family": "qwen3", "head_dim": 16, "num_key_value_heads": 1}, {}, [], 0),
-        (UNTIED, {"name": "lora", "rank": 4}, [], 0),
-        (UNTIED, {}, ["model.embed_tokens.*", "model.layers.0.*", "*.q_proj.*"], 1),
-        (UNTIED, {"name": "lora", "targets": ["model.layers.2.*"], "also": ["head"]}, [], 2),
-    ],
+    CASES["flops"],
 )
 def test_the_formula_of_flops_counts_what_torch_counts(options, adapter, freeze, first):
     """Frozen weights have no product for a gradient of their own.
@@ -352,31 +336,13 @@ def in_trace(kind, name, thread, begin, end, **args):
     return {"ph": "X", "cat": kind, "name": name, "tid": thread, "args": args, **times}
 
 
-PHASES = [  # name, begin, end; milliseconds
-    ("step 7", 0, 150), ("data", 0, 1), ("forward", 1, 18), ("loss", 14, 17), ("backward", 18, 40),
-    ("clip", 40, 50), ("update", 50, 55), ("read", 55, 145), ("log", 145, 150),
-]  # fmt: skip
-KERNELS = [  # name, stream, launched at, begin, end; milliseconds
-    # 10 before the first block, then hidden
-    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 9, 2, 5, 30),
-    ("shorter than the clock's tick", 7, 2, 4, 4),
-    ("gemm of the forward", 7, 3, 15, 50),
-    ("flash_fwd", 7, 12, 50, 60),
-    ("cross_entropy", 7, 16, 60, 65),
-    ("gemm of the backward", 7, 20, 65, 100),
-    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 9, 22, 90, 115),  # 10 hidden, then 15 alone
-    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 9, 42, 115, 120),  # the norm's
-    ("multi_tensor_apply", 7, 51, 120, 140),
-]
-
-
 def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_are_exposed(
     tmp_path,
 ):
     """A made trace, in the form that Kineto writes; the device's time is what counts, by the phase
     that launched it."""
-    events = [in_trace("user_annotation", name, 1, *times) for name, *times in PHASES]
-    for number, (name, stream, launched, *times) in enumerate(KERNELS):
+    events = [in_trace("user_annotation", name, 1, *times) for name, *times in CASES["phases"]]
+    for number, (name, stream, launched, *times) in enumerate(CASES["kernels"]):
         launch = in_trace("cuda_runtime", "launch", 2, launched, launched, correlation=number)
         events += [launch, in_trace("kernel", name, stream, *times, correlation=number)]
     events += [
@@ -402,11 +368,10 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
         "log": (10, 10, 0),
     }
     assert sum(seconds for seconds, _, _ in ms.values()) == 150
-    assert table({0: rows})[-1].split() == ["a", "step", "150.0"]
+    assert table_of_phases({0: rows})[-1].split() == ["a", "step", "150.0"]
 
 
-def test_a_profile_of_steps_or_ranks_that_are_not_there_is_refused(train):
-    assert "write 10 or 10..12" in train("run", "profile.steps=3-2", code=2).err
+def test_a_profile_of_ranks_that_are_not_there_is_refused(train):
     words = ["profile.steps=3", "profile.ranks=[0,2]"]
     assert "there is no rank 2" in train("run", *words, ranks=2, code=2).err
 

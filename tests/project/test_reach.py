@@ -4,33 +4,15 @@ import subprocess
 import sys
 
 import pytest
-from folders import REPO
+from folders import REPO, table
 
 sys.path.insert(0, str(REPO / "tools"))
 
 from reach import AFTER, FAR, changed_since, read_graph, starting_programs, write_record
 
-FILES = {
-    "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["tests/ranks"]\n',
-    "fsdp_trainer/__init__.py": "",
-    "fsdp_trainer/cli.py": 'VERBS = {"train": "fsdp_trainer.run.verb:train"}\n',
-    "fsdp_trainer/run/__init__.py": "",
-    "fsdp_trainer/run/verb.py": "def train():\n    from fsdp_trainer.optim.adam import step\n",
-    "fsdp_trainer/optim/__init__.py": "",
-    "fsdp_trainer/optim/adam.py": "from fsdp_trainer.optim import moments\ndef step(): ...\n",
-    "fsdp_trainer/optim/moments.py": "",
-    "fsdp_trainer/optim/page.js": "",
-    "tests/conftest.py": "",
-    "tests/ranks/world.py": "def run():\n    from fsdp_trainer.cli import main\n",
-    "tests/ranks/texts.py": "",
-    "tests/optim/test_adam.py": "from fsdp_trainer.optim.adam import step\n",
-    "tests/optim/data/numbers.json": "",
-    "tests/optim/test_moments.py": "import texts\nFILE = 'data/numbers.json'\n",
-    "tests/plan/test_step.py": "def test_a(train): train('x', 'optim=adam', '+recipe=small')\n",
-    "tests/plan/test_start.py": 'run([python, "-m", "fsdp_trainer", "plan"])\n',
-    "tests/config/test_config.py": "",
-    "tests/project/test_docs.py": "",
-}
+CASES = table("project/reach_tree.yaml")
+
+FILES = CASES["files"]
 
 
 @pytest.fixture
@@ -64,22 +46,14 @@ def test_imports_count_at_any_place_and_programs_come_after_them(tree):
     assert [choice.test for choice in chosen][:3] == names
 
 
-@pytest.mark.parametrize(
-    ("changed", "tests"),
-    [
-        ("tests/optim/test_adam.py", {"tests/optim/test_adam.py": 0}),
-        ("tests/ranks/texts.py", {"tests/optim/test_moments.py": 1}),
-        ("tests/optim/data/numbers.json", {"tests/optim/test_moments.py": 1}),
-        ("docs/index.md", {"tests/project/test_docs.py": 1}),
-        ("README.md", {"tests/project/test_docs.py": 1}),
-        ("conf/optim/adam.yaml", {"tests/config/test_config.py": 2, "tests/plan/test_step.py": 1}),
-        ("recipes/small.yaml", {"tests/config/test_config.py": 2, "tests/plan/test_step.py": 1}),
-        ("examples/unknown.py", {}),
-        ("pyproject.toml", dict.fromkeys((n for n in FILES if "/test_" in n), FAR)),
-    ],
-)
+@pytest.mark.parametrize(("changed", "tests"), CASES["changes"])
 def test_changes_beside_the_package(tree, changed, tests):
     assert reached(tree, changed) == tests
+
+
+def test_a_change_of_the_project_reaches_all_tests_from_afar(tree):
+    far = dict.fromkeys((name for name in FILES if "/test_" in name), FAR)
+    assert reached(tree, "pyproject.toml") == far
 
 
 def test_what_is_no_module_reaches_the_tests_of_its_folder(tree):

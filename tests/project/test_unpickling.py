@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import yaml
+from folders import table
 
 import fsdp_trainer
 from fsdp_trainer.config import yaml_text
@@ -33,57 +34,7 @@ HARMLESS = re.compile(
     r"|filesystem\._StorageInfo|utils\._create_file_view)"
 )
 """Names of theirs that only write, name a class or read bytes."""
-WEIGHTS_ONLY, NO_PICKLES = "weights_only=True", "arrays with pickles are refused"
-OF_RANKS, OF_PROCESSES = "what other ranks of the run send", "what this program's processes send"
-CONFIGURATION = "JSON"
-OF_PROOF = "safetensors that this program has written for the proof"
-ALLOWED = {
-    ("checkpoint/formats/inert_pickles.py", "pickle._Unpickler"): "stand-ins for all names",
-    ("checkpoint/store.py", "torch.distributed.checkpoint.load"): "plans and tensors alone",
-    ("checkpoint/store.py", "torch.distributed.checkpoint.FileSystemReader"): "has a description",
-    ("checkpoint/formats/stored_tensors.py", "torch.load"): WEIGHTS_ONLY,
-    ("base/torch_private.py", "torch.load"): WEIGHTS_ONLY,
-    ("data/store/mapped_arrays.py", "numpy.load"): NO_PICKLES,
-    ("data/store/stored_values.py", "numpy.load"): NO_PICKLES,
-    ("rl/rollouts/rollout.py", "numpy.load"): NO_PICKLES,
-    ("config/yaml_text.py", "yaml.load"): "with a loader of plain values",
-    ("apps/doctor/speed.py", "torch.distributed.all_gather_object"): OF_RANKS,
-    ("base/distributed.py", "torch.distributed.all_gather_object"): OF_RANKS,
-    ("observe/profiler.py", "torch.distributed.all_gather_object"): OF_RANKS,
-    ("checkpoint/shards.py", "torch.distributed.gather_object"): OF_RANKS,
-    ("checkpoint/shards.py", "torch.distributed.scatter_object_list"): OF_RANKS,
-    ("launch/rollout_link.py", "pickle.loads"): OF_RANKS,
-    ("launch/world.py", "pickle.loads"): OF_RANKS,
-    ("data/store/tokenize_workers.py", "multiprocessing.connection.Connection"): OF_PROCESSES,
-    ("data/store/tokenize_workers.py", "multiprocessing.connection.Pipe"): OF_PROCESSES,
-    ("data/store/tokenize_workers.py", "multiprocessing.connection.wait"): OF_PROCESSES,
-    ("training/media_loader.py", "multiprocessing.connection.Connection"): OF_PROCESSES,
-    ("base/forked.py", "multiprocessing.connection.Connection"): OF_PROCESSES,
-    ("base/forked.py", "multiprocessing.get_context"): OF_PROCESSES,
-    ("base/forked.py", "multiprocessing.get_all_start_methods"): OF_PROCESSES,
-    ("base/forked.py", "multiprocessing.process.BaseProcess"): OF_PROCESSES,
-    ("apps/prove/proof/recordings.py", "torch.load"): WEIGHTS_ONLY,
-    ("apps/prove/proof/export_forms.py", "auto.from_pretrained"): OF_PROOF,
-    ("apps/prove/twins/twin_model.py", "class_of(config).from_pretrained"): OF_PROOF,
-    ("apps/prove/twins/twin_model.py", "peft.PeftModel.from_pretrained"): OF_PROOF,
-    (
-        "apps/prove/checks/prompts.py",
-        "transformers.AutoTokenizer.from_pretrained",
-    ): "a tokenizer has no weights",
-    ("apps/lighthouse.py", "torchft.coordination.LighthouseServer"): "protocol buffers",
-    ("replicas/connections.py", "torchft.process_group.ProcessGroupGloo"): "tensors",
-    ("replicas/connections.py", "torchft.process_group.ProcessGroupNCCL"): "tensors",
-    ("replicas/connections.py", "torchft.process_group.ProcessGroupWrapper"): "tensors",
-    ("replicas/membership.py", "torchft.coordination.ManagerServer"): "protocol buffers",
-    ("replicas/membership.py", "torchft.manager.Manager"): "its transport is state_transfer.py",
-    ("replicas/state_transfer.py", "torchft.checkpointing.transport.CheckpointTransport"):
-        "an interface, implemented here",
-    ("data/images/image_processor.py", "made.from_pretrained"): CONFIGURATION,
-    ("data/images/image_processor.py", "transformers.AutoConfig.from_pretrained"): CONFIGURATION,
-    ("models/hf/hf_config.py", "transformers.AutoConfig.from_pretrained"): CONFIGURATION,
-    ("apps/verify.py", "auto.from_pretrained"): f"transformers reads with {WEIGHTS_ONLY}",
-    ("apps/verify.py", "peft.PeftModel.from_pretrained"): f"peft reads with {WEIGHTS_ONLY}",
-}  # fmt: skip
+ALLOWED = table("project/unpickling.yaml")
 WORDS = re.compile(
     "pickle|dill|joblib|shelve|marshal|multiprocessing|rpc|launcher|elastic|torchft|datasets"
     "|load|Loader|_object|ProcessPool|from_pretrained|distributed.checkpoint|read_array|torch.hub"
@@ -133,7 +84,7 @@ def places():
 
 
 def test_nothing_unpickles_but_what_is_listed_with_a_reason():
-    assert places() == ALLOWED.keys()
+    assert places() == {(file, name) for file, names in ALLOWED.items() for name in names}
 
 
 def calls(name):

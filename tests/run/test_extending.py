@@ -59,9 +59,9 @@ def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, 
 
 
 @pytest.mark.slow
-def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path):
+def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path, program):
     modules = ["--import", "metric", "--import", "objective"]
-    assert main([*modules, *words, "objective.name=focal"]) == 0
+    program(*modules, *words, "objective.name=focal")
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(0 <= line["confident_share"] <= 1 for line in lines)
     assert all(line["own_metrics"] == ["confident_share"] for line in lines)
@@ -128,26 +128,16 @@ def test_the_package_shows_what_there_is():
     assert all(hasattr(fsdp_trainer, name) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["--import", "no_such_module"], "--import no_such_module"),
-        (["objective.name=focal"], "is not one of: sft"),
-        (["launch.env={FSDP_TRAINER_IMPORT: callback}"], "FSDP_TRAINER_IMPORT"),
-        (["logging.command=no_such_program"], "there is no program no_such_program"),
-        (["logging.trackers=[no.py:X]"], "no.py cannot be read"),
-        ([f"logging.trackers=[{EXAMPLES}/tracker.py:X]"], "It has: csv fsdp_trainer Table"),
-        (["logging.trackers=[diary]"], "there is no tracker diary"),
-        ([f"optim.name={EXAMPLES}/spectral.py:X"], "It has: torch"),
-        ([f"optim.name={EXAMPLES}/tickets.py:conversation"], "is no OptimizerSpec"),
-        (["data.format=ticket"], "is not one of: auto"),
-        (["logging.trackers=[comet]"], "logging.comet"),
-        (["logging.comet=offline"], "pip install 'fsdp_trainer[comet]'"),
-    ],
-)
-def test_what_cannot_be_is_refused(words, typed, said, capsys):
-    assert main([*words, *typed]) == 2
-    assert said in capsys.readouterr().err
+def test_what_is_not_in_a_file_or_not_installed_is_told(words, program):
+    trackers = f"logging.trackers=[{EXAMPLES}/tracker.py:X]"
+    for typed, said in {
+        trackers: "It has: csv fsdp_trainer Table",
+        f"optim.name={EXAMPLES}/spectral.py:X": "It has: torch",
+        f"optim.name={EXAMPLES}/tickets.py:conversation": "is no OptimizerSpec",
+        "logging.comet=offline": "pip install 'fsdp_trainer[comet]'",
+    }.items():
+        assert said in program(*words, typed, code=2)
+    assert "--import no_such_module" in program(*words, "--import", "no_such_module", code=2)
 
 
 def test_a_name_is_registered_once():
@@ -188,9 +178,9 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, tmp_path, capsys):
+def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, tmp_path, program):
     copy = f"logging.command=tee {tmp_path / 'copy.jsonl'}"
-    assert main([*words, copy, f"logging.trackers=[{EXAMPLES}/tracker.py:Table]"]) == 0
+    program(*words, copy, f"logging.trackers=[{EXAMPLES}/tracker.py:Table]")
     table = (tmp_path / "run" / "run.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in table[1:]] == ["1", "2"]
     lines = read_lines(tmp_path / "copy.jsonl")
@@ -198,11 +188,10 @@ def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, t
     assert "checkpoint" in [line.get("event") for line in lines]
     recipes = tmp_path / "recipe"
     recipes.mkdir()
-    capsys.readouterr()
+    bad = "--config-dir", tmp_path, "+recipe=bad", *words, "run.name=other"
     for code in ("logging:\n  command: tee x\n", "optim:\n  name: mine.py:MINE\n"):
         (recipes / "bad.yaml").write_text(f"# @package _global_\n{code}")
-        assert main(["--config-dir", str(tmp_path), "+recipe=bad", *words, "run.name=other"]) == 2
-        assert "ype it on the command line" in capsys.readouterr().err
+        assert "ype it on the command line" in program(*bad, code=2)
 
 
 @pytest.mark.slow

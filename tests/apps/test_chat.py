@@ -32,7 +32,6 @@ from fsdp_trainer.apps.chat.requests import (
     read_text_request,
 )
 from fsdp_trainer.apps.generate import Asked
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.verbs import ChatConfig, GenerateConfig
 from fsdp_trainer.data.records.messages import read_turns
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
@@ -214,9 +213,9 @@ def image_server(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_openais_client_gets_the_answers_of_generate(server, folder, capsys):
-    assert main(["generate", f"source={folder}", "prompt=Hi", "max_tokens=8", "format=json"]) == 0
-    text = json.loads(capsys.readouterr().out)["text"]
+def test_openais_client_gets_the_answers_of_generate(server, folder, program):
+    asked = program("generate", folder, "prompt=Hi", "max_tokens=8", "format=json")
+    text = json.loads(asked)["text"]
     assert [model.id for model in server.client().models.list()] == ["model"]
     create = server.create
     whole = create(model="model", messages=HI)

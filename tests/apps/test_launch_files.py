@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from folders import REPO, table
+from folders import REPO, TESTS, table
 from world import wait_until
 
-from fsdp_trainer.cli import VERBS, main
+from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.composing.compose import compose, options
 from fsdp_trainer.config.composing.overrides import require_no_secrets
 from fsdp_trainer.config.composing.source_words import as_source
@@ -96,13 +96,12 @@ def with_source(verb: str, words: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def write(monkeypatch, tmp_path, capsys):
+def write(monkeypatch, tmp_path, program):
     """`write("slurm", *words, code=0)`: the text of the file; `write.said`: what was printed."""
     monkeypatch.chdir(tmp_path)
 
     def run(kind: str, *words: str, code: int = 0) -> str:
-        assert main(["launch-files", f"kind={kind}", *words]) == code
-        run.said = capsys.readouterr()
+        run.said = program("launch-files", f"kind={kind}", *words, code=code)
         kinds = (".sbatch", ".yaml", ".sh", ".py")
         files = [file for file in tmp_path.rglob("*") if file.suffix in kinds]
         return files[0].read_text() if code == 0 else ""
@@ -167,14 +166,14 @@ def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
     expected = asdict(compose("train", NASTY, inputs=False))
     assert started(tmp_path, script_of(kind, text)) == expected
     assert expected["run"]["name"] == "llama8b_sft"
-    assert "here/" in write.said.out
+    assert "here/" in write.said
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\x85", "\r", "\x01", "\ud800"])
 def test_a_character_that_ends_a_line_in_yaml_is_refused(write, character):
     prompts = f"train.sample_prompts=['a{character}b: 1']"
     write("kubernetes", "+recipe=quickstart", prompts, "claim=shared", code=2)
-    assert f"U+{ord(character):04X}" in write.said.err
+    assert f"U+{ord(character):04X}" in write.said
 
 
 @pytest.mark.parametrize("claim", ["123", "@disk", "a,b"])
@@ -188,7 +187,7 @@ def test_any_name_of_a_claim_is_a_text(write, claim):
 def test_nodes_in_containers_meet(write, tmp_path):
     launch = started(tmp_path, write("docker", "+recipe=quickstart", "nodes=3"))["launch"]
     assert (launch["nodes"], launch["rendezvous"]) == (3, "node0:29500")
-    assert "HEAD" in write.said.out
+    assert "HEAD" in write.said
 
 
 @pytest.mark.slow
@@ -202,53 +201,19 @@ def test_nodes_in_a_cloud_meet_at_the_first_one(write, tmp_path):
     assert task["workdir"] == "."
 
 
-@pytest.mark.slow
-def test_a_task_for_skypilot_is_whole(write):
-    words = ["+recipe=llama8b_sft", "data.path=demo:backwards", "run.name=My run", "restarts=5"]
-    text = write("skypilot", *words, "nodes=2", "gpus_per_node=4", "gpu=A100-80GB", "claim=disk")
-    task = yaml.safe_load(text)
-    assert (task["name"], task["num_nodes"]) == ("my-run", 2)
-    assert task["resources"] == {
-        "accelerators": "A100-80GB:4",
-        "job_recovery": {"max_restarts_on_errors": 5},
-    }
-    assert task["volumes"] == {"/shared": "disk"}
-    assert task["setup"] == "pip install fsdp_trainer\n"
-    assert task["run"].startswith("cd /shared\nfsdp-trainer train ")
-    assert "sky jobs launch" in write.said.out
-
-    words = ["+recipe=quickstart", "image=r.io/x:1", "gpus_per_node=0", "out=other"]
-    task = yaml.safe_load(write("skypilot", *words))
-    assert task["resources"]["image_id"] == "docker:r.io/x:1"
-    assert "accelerators" not in task["resources"]
-    assert "setup" not in task
+WRITTEN = table("apps/launch_files/words.yaml")
+"""Words by the file that they write, which lies beside them as it should be."""
 
 
-@pytest.mark.slow
-def test_a_container_sees_what_the_run_reads_and_writes(write):
-    words = [
-        "+recipe=llama8b_sft", "data.path=[/shared/chats/*.jsonl,/data/my b.jsonl]",
-        "model.init_from=/shared/models/l8b", "run.root=/shared", "tokenizer.path=here/t",
-    ]  # fmt: skip
-    mounts = re.findall(r" -v (\S+:\S+)", write("docker", *words))
-    # and what is below only once
-    assert mounts == ['"$PWD":/work', "/data:/data", "/shared:/shared"]
-
-
-def test_a_batch_script_says_what_it_was_asked_for(write):
-    words = ["nodes=4", "gpus_per_node=2", "time=90m", "partition=gpu"]
-    text = write("slurm", "+recipe=quickstart", *words, "setup=['source venv/bin/activate']")
-    options = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", text))
-    expected = {
-        "nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "2", "cpus-per-task": "24",
-        "time": "90", "partition": "gpu", "requeue": "",
-    }  # fmt: skip
-    assert expected.items() <= options.items()
-    assert "open-mode" in options
-    assert "account" not in options
-    assert len(options) == text.count("#SBATCH")
-    assert "\nsource venv/bin/activate\n" in text
-    assert "B:USR1@" in options["signal"]
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_is_what_its_words_ask_for_to_the_letter(write, name):
+    """`WRITE=1 pytest tests/apps/test_launch_files.py` writes the files anew: look at them."""
+    expected = TESTS / "apps/launch_files" / name
+    text = write(*WRITTEN[name]["words"])
+    if os.environ.get("WRITE"):
+        expected.write_text(text)
+    assert text == expected.read_text()
+    assert WRITTEN[name]["said"] in write.said
 
 
 GROUPS = ["replicas.method=sync", "replicas.lighthouse=node0:29510", "launch.groups=3"]
@@ -283,31 +248,6 @@ def test_a_file_for_kubernetes_has_a_job_for_each_group(write):
         assert lacking("KubeflowOrgV1PyTorchJob", job, PYTORCHJOB) == []
         (container,) = pod_of(job, "Worker")["containers"]
         assert container["args"][0].split()[-1] == f"replicas.id={i}"
-
-
-def test_a_job_for_kubernetes_is_whole(write):
-    words = [
-        "+recipe=llama8b_sft", "data.path=demo:backwards", "run.name=My run", "nodes=3",
-        "gpus_per_node=4", "image=r.io/x:1",
-    ]  # fmt: skip
-    text = write("kubernetes", *words)
-    job, script = yaml.safe_load(text), script_of("kubernetes", text)
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert job["metadata"]["name"] == "my-run"
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert {name: r["replicas"] for name, r in replicas.items()} == {"Master": 1, "Worker": 2}
-    assert {r["restartPolicy"] for r in replicas.values()} == {"OnFailure"}
-    assert "--nnodes=3 --nproc_per_node=4 " in script
-    assert job["spec"]["nprocPerNode"] == "4"
-    shutdown = int(re.search(r"--shutdown-timeout=(\d+)", script)[1])
-    for pod in (pod_of(job, kind) for kind in replicas):
-        (container,) = pod["containers"]
-        assert (container["name"], container["image"]) == ("pytorch", "r.io/x:1")
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
-        assert shutdown < pod["terminationGracePeriodSeconds"]
-        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-        assert set(mounts.values()) == {"/dev/shm", "/shared"}
 
 
 def test_the_copy_of_the_schema_of_trainjobs_is_the_packages():
@@ -378,7 +318,7 @@ def test_a_job_of_ray_starts_again_what_failed_or_stopped_in_order(
         monkeypatch.setitem(sys.modules, module, FakeRay)
     claim = f"claim={str(tmp_path)[1:]}"
     text = write("ray", "+recipe=quickstart", claim, "nodes=2", "gpus_per_node=0", "restarts=1")
-    assert "ray job submit --working-dir launch/quickstart" in write.said.out
+    assert "ray job submit --working-dir launch/quickstart" in write.said
     cases = "\n".join(f"{i}) exit {each};;" for i, each in enumerate(codes, start=1))
     stub = f'echo "$HEAD" >> starts\ncase $(( ($(wc -l < starts) + 1) / 2 )) in\n{cases}\nesac'
     monkeypatch.setenv("PATH", with_stubs(tmp_path, {"fsdp-trainer": stub})["PATH"])
@@ -390,20 +330,13 @@ def test_a_job_of_ray_starts_again_what_failed_or_stopped_in_order(
     assert (tmp_path / "starts").read_text() == "node0\n" * 2 * starts  # both nodes each time
 
 
-def test_what_cannot_be_is_told_and_nothing_written(program, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    refused = table("apps/refused_commands.yaml")["launch-files"]
-    program.refuses(refused, "launch-files", "+recipe=quickstart")
-    assert not list(tmp_path.iterdir())
-
-
 def test_own_changes_are_not_written_over(write, tmp_path):
     write("slurm", "+recipe=quickstart")
     write("slurm", "+recipe=quickstart")  # the same again
     (file,) = tmp_path.rglob("*.sbatch")
     file.write_text("mine")
     write("slurm", "+recipe=quickstart", code=2)
-    assert "out=" in write.said.err
+    assert "out=" in write.said
     assert file.read_text() == "mine"
 
 
@@ -463,7 +396,7 @@ def test_the_dockerfile_copies_what_the_wheel_is_made_of():
 def test_a_signature_is_written_into_no_file(write):
     usual = ["data=pretrain", "tokenizer.path=demo:bytes", "model=tiny"]
     write("docker", *usual, 'data.path="https://host/a.txt?sig=SECRET"', code=2)
-    assert "${oc.env:NAME}" in write.said.err
-    assert "SECRET" not in write.said.err
+    assert "${oc.env:NAME}" in write.said
+    assert "SECRET" not in write.said
     require_no_secrets(["data.path=https://host/a.txt?dl=1#L3"])
     assert "${oc.env:MINE,a}" in write("docker", *usual, "data.path=${oc.env:MINE,a}")

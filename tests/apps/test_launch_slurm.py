@@ -9,13 +9,11 @@ import sys
 import fake_slurm
 import inject
 import pytest
-from folders import table
 from forked import Forked
 from world import SMALL, Run, read_lines, wait_until
 
 from fsdp_trainer.apps.sweep import slurm
 from fsdp_trainer.apps.sweep.slurm import OnSlurm, Training
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.sweep_keys import Slurm
 
@@ -103,14 +101,13 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
+def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, program):
     settings = [
         "nodes=2", "gpus_per_node=4", "timeout_min=90", "partition=gpu", "mem_gb=64", "qos=high",
         "setup=['module load cuda']", "additional_parameters={exclude: node7}", "dry_run=true",
     ]  # fmt: skip
     words = [f"hydra.launcher.{setting}" for setting in settings]
-    assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3", *words]) == 0
-    said = capsys.readouterr().out
+    said = program("-m", *DEMO, "optim.lr=1e-3,2e-3", *words)
     for option in (
         "nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "time=90", "partition=gpu",
         "mem=65536M", "cpus-per-task=48", "qos=high", "exclude=node7",
@@ -122,11 +119,13 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
     assert not fake_slurm.states(cluster)
 
 
-def test_what_is_wrong_is_told(program, monkeypatch, tmp_path, enter):
+def test_without_slurm_or_submitit_the_search_says_what_is_missing(
+    program, monkeypatch, tmp_path, enter
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
     search = ["-m", *DEMO, "optim.lr=1e-3,2e-3"]
-    program.refuses(table("apps/refused_commands.yaml")["searches over Slurm"], *search)
+    assert "no sbatch" in program(*search, code=2)
     enter(inject.around("sweep_extra", lambda find, name: name != "submitit" and find(name)))
     assert "pip install 'fsdp_trainer[slurm]'" in program(*search, code=2)
 

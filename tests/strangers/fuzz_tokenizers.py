@@ -15,7 +15,6 @@ from random_tokenizers import differences
 
 def main(seed: int, count: int) -> int:
     """Print each difference with the seed that makes it again; return the exit code."""
-    logging.disable(logging.WARNING)
     different = 0
     for number in range(seed * 1_000_000, seed * 1_000_000 + count):
         with tempfile.TemporaryDirectory() as folder:
@@ -28,4 +27,5 @@ def main(seed: int, count: int) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -2,25 +2,15 @@
 
 import random
 
-HEADERS = (
-    "<|im_start|>ROLE\n", "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|ROLE|>\n", "<|ROLE|>",
-    "<start><ROLE>", "<start_of_turn>ROLE\n", "### ROLE:\n", "ROLE: ", "[ROLE] ", "",
-    "<|turn|>ROLE<|sep|>",
-)  # fmt: skip
-ENDS = ("<|im_end|>\n", "<|im_end|>", "</s>", " </s>", "<|eot|>", "</s>\n", "<|text|><|eot|>")
-CALLS = (
-    "<tool_call>\n{{ call.function | tojson }}\n</tool_call>",
-    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}',
-    "[CALLS]{{ call.function.name }}{{ call.function.arguments | tojson }}",
-)
-OPENINGS = ("", "", "", "<think>\n\n</think>\n\n", "<|channel|>final<|message|>", " ")
-AFTER = (
-    "", "", "", "{{ eos_token }}", "{{ eos_token }}\n", "HEADER_OF_assistant",
-    "HEADER_OF_assistant<|thinks|>",
-    "HEADER_OF_systemAnswer with care, in one of these ways:\n1. briefly\n2. at length" + "<|eot|>",
-    "{% if tools %}HEADER_OF_system{{ tools[0].function.name }} may be called.{% endif %}",
-    "HEADER_OF_systemRemember what was asked: {{ messages[-1].role }}",
-)  # fmt: skip
+from folders import table
+
+PARTS = table("strangers/template_parts.yaml")
+
+HEADERS = PARTS["headers"]
+ENDS = PARTS["ends"]
+CALLS = PARTS["calls"]
+OPENINGS = PARTS["openings"]
+AFTER = PARTS["after"]
 DEFAULT = "You are a helpful assistant who was made for tests."
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import inject
 import numpy as np
 import pytest
+from folders import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import SHARED, make_tokenizer, write_sentencepiece
@@ -148,29 +149,7 @@ def token(text, **flags):
     return {"content": text, "special": True} | flags
 
 
-WRONG = {
-    "tokenizer_config.json": [
-        ([], "no JSON object"),
-        ({"eos_token": 5}, "eos_token is 5"),
-        ({"bos_token": {"a": 1}}, "bos_token is {'a': 1}"),
-        ({"pad_token": token("<p>", lstrip="no")}, "pad_token is"),
-        ({"extra_special_tokens": 5}, "extra_special_tokens is 5"),
-        ({"extra_special_tokens": [["<p>"]]}, "extra_special_tokens is"),
-        ({"added_tokens_decoder": ["<p>"]}, "added_tokens_decoder"),
-        ({"added_tokens_decoder": {"260": "<p>"}}, "260 in added_tokens_decoder is '<p>'"),
-        ({"added_tokens_decoder": {"x": token("<p>")}}, "is 'x': it should be a number"),
-        # a gap, and the id of another token
-        ({"added_tokens_decoder": {"261": token("<p>")}}, "the id 261, and it would be 260"),
-        ({"added_tokens_decoder": {"7": token("<p>")}}, "the id 7, which is that of"),
-        ({"added_tokens_decoder": {"-1": token("<p>")}}, "the id -1"),
-        ({"split_special_tokens": True}, "split_special_tokens"),
-    ],
-    "added_tokens.json": [
-        (["<p>"], "no JSON object"),
-        ({"<p>": "x"}, "is 'x': it should be a number"),
-        ({"<p>": 300}, "added_tokens.json gives '<p>' the id 300"),
-    ],
-}
+WRONG = table("data/tokenizer_files.yaml")
 
 
 @pytest.mark.parametrize(

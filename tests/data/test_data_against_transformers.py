@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from folders import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import (
@@ -75,64 +76,12 @@ TOOLS = [{"type": "function", "function": TOOL}]
 CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}
 CALLING = turn("assistant", "", tool_calls=[{"type": "function", "function": CALL}])
 ASKED, RESULT = turn("user", "How is it? 🌧"), turn("tool", '{"sky": "grey"}')
-# name → a row as a file has it, but for CALL and TOOL; the messages that a person would hand to
-# `apply_chat_template`
-FORMS = {
-    "sharegpt with tools": (
-        r"""{"system": " Be brief. ", "tools": TOOLS_TEXT, "conversations": [
-            {"from": "human", "value": "How is it? 🌧"},
-            {"from": "function_call", "value": CALL_TEXT},
-            {"from": "observation", "value": "{\"sky\": \"grey\"}"},
-            {"from": "gpt", "value": "Grey 🌧🌧"},
-            {"from": "human", "value": "And you?"},
-            {"from": "gpt", "value": ""}
-        ]}""",
-        [
-            turn("system", " Be brief. "),
-            *(ASKED, CALLING, RESULT, turn("assistant", "Grey 🌧🌧")),
-            *talk("And you?", ""),
-        ],
-    ),
-    "alpaca in Chinese, with history": (
-        r"""{"instruction": "翻译。", "input": "“你好”", "output": "hello\n", "system": "简短",
-            "history": [["一", "one"], ["二", " two "]]}""",
-        [
-            turn("system", "简短"),
-            *talk("一", "one", "二", " two ", "翻译。\n“你好”", "hello\n"),
-        ],
-    ),
-    "messages in parts of type and value": (
-        r"""{"tools": [TOOL], "messages": [
-            {"role": "user", "content": [
-                {"type": "text", "value": "How is "}, {"type": "text", "value": "it? 🌧"}]},
-            {"role": "assistant", "content": [
-                {"type": "reasoning", "value": "ask\n"}, {"type": "tool_call", "value": CALL}]},
-            {"role": "tool", "content": [{"type": "text", "value": "{\"sky\": \"grey\"}"}]},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "value": "so"},
-                {"type": "text", "value": "Grey"}, {"type": "text", "value": "."}]}
-        ]}""",
-        [
-            ASKED,
-            CALLING | {"reasoning_content": "ask\n"},
-            RESULT,
-            turn("assistant", "Grey.", reasoning_content="so"),
-        ],
-    ),
-    "answers that hold the text of special tokens": (
-        r"""{"prompt": "<|im_end|>\n<|im_start|>assistant\nno",
-            "completion": "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>"}""",
-        talk(
-            "<|im_end|>\n<|im_start|>assistant\nno",
-            "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>",
-        ),
-    ),
-}
+FORMS = table("data/learnt_rows.yaml")
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_is_learnt_where_transformers_says_the_assistant_writes(both, form):
-    text, messages = FORMS[form]
+    text, messages = FORMS[form]["row"], FORMS[form]["messages"]
     texts = {"CALL_TEXT": json.dumps(CALL), "TOOLS_TEXT": json.dumps([TOOL])}
     for name, value in (texts | {"CALL": CALL, "TOOL": TOOL}).items():
         text = text.replace(name, json.dumps(value))

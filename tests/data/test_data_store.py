@@ -3,6 +3,7 @@
 import inject
 import numpy as np
 import pytest
+from folders import table
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.data_statistics import all_findings
@@ -119,17 +120,7 @@ def test_the_demo_is_held_out():
     assert first["content"] == f"Spell {quickstart_data.words()[0]} backwards."
 
 
-OVERLAPS = {  # what is trained on, what is validated on, and how many of its rows are in both
-    "the same file": (["d/a.jsonl"], "d/a.jsonl", 4),
-    "a file of the folder": (["d"], "d/b.jsonl", 4),
-    "a copy, and a link to a file": (["d"], ["copy.jsonl", "link.jsonl"], 8),
-    "a component of a mixture": (
-        [{"path": "d/a.jsonl", "weight": 1}, {"path": "c.jsonl", "weight": 1}], "copy.jsonl", 1,
-    ),
-    "some rows": (["c.jsonl"], "d/b.jsonl", 1),
-    "no row": (["d/a.jsonl"], "d/b.jsonl", 0),
-    "a share": (["d"], 0.4, 0),
-}  # fmt: skip
+OVERLAPS = table("data/overlaps.yaml")
 
 
 @pytest.fixture

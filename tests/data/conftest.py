@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.component_store import Reporter
@@ -57,13 +56,6 @@ def jsonl(tmp_path):
 
 
 @pytest.fixture
-def preview(tmp_path, capsys):
+def preview(tmp_path, program):
     """Return `preview(*words, code=0)`, which returns what the program prints of the data."""
-
-    def run(*words, code=0):
-        words = ["tokenizer.path=demo:bytes", f"data.cache={tmp_path}/cache", *words]
-        assert main(["preview", *words]) == code
-        printed = capsys.readouterr()
-        return printed.err if code else printed.out
-
-    return run
+    return partial(program, "preview", "tokenizer.path=demo:bytes", f"data.cache={tmp_path}/cache")

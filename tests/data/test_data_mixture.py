@@ -357,37 +357,6 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
     assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == trained
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    {
-        "[{path: A, weight: 1},{path: B}]": "B has no weight, and others have one",
-        "[{path: A, weight: 1},{path: B, repeat: 2}]": "Keep one kind",
-        "[{path: A, weight: 0}]": "weight: 0  must be above 0",
-        "[{path: A, repeat: -1}]": "repeat: -1  must be at least 0",
-        "[{path: A, repeat: 0},{path: B, repeat: 0}]": "repeats nothing",
-        "[{path: A, ratio: 1}]": "ratio: 1  is no part of an entry. Did you mean  weight ?",
-        "[{path: A, weihgt: 1}]": "Did you mean  weight ?",
-        "[{path: A, weight: much}]": "weight: much  must be a number",
-        "[{path: A, format: chat}]": "format: chat  is not one of: auto",
-        "[{weight: 1}]": "lacks a path, as in",
-        "[{path: A, repeat: 1},{path: A, repeat: 1}]": "names A twice",
-        "[{path: A, weight: 1},{path: none.jsonl, weight: 1}]": "none.jsonl: there is no such file",
-        "[{path: x?a=1, weight: 1}]": """Write  'data.path=[{path: "x?a=1", weight: 1}]'""",
-    }.items(),
-)
-def test_entries_that_cannot_be_are_refused_by_what_is_wrong_with_them(
-    path, reason, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    for name in "AB":
-        write_chats(tmp_path / f"{name}.jsonl", 1)
-    path, reason = (text.replace("A", "A.jsonl").replace("B", "B.jsonl") for text in (path, reason))
-    with pytest.raises(UserError) as raised:
-        compose("train", [f"data.path={path}", "tokenizer.path=demo:bytes"])
-    (problem,) = raised.value.problems
-    assert reason in f"{problem.what} {problem.reason}"
-
-
 def test_validation_takes_a_list_without_weights(tmp_path):
     file = write_chats(tmp_path / "a.jsonl", 3)
     how = [f"data.path={file}", "tokenizer.path=demo:bytes"]

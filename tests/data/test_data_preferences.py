@@ -8,7 +8,6 @@ import pytest
 from folders import table
 from texts import samples_of, supervised_texts, turn
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
@@ -72,12 +71,11 @@ def test_preview_shows_what_is_learnt_of_pairs(jsonl, preview, pairs):
     assert "1 row skipped" in preview(path, "data.on_error=skip")
 
 
-def test_train_says_what_learns_from_pairs(jsonl, preview, pairs, capsys, tmp_path):
+def test_train_says_what_learns_from_pairs(jsonl, preview, pairs, program, tmp_path):
     words = [f"data.path={jsonl(*pairs)}", "batch.seq_len=128", f"data.cache={tmp_path}/cache"]
     run = ["tokenizer.path=demo:bytes", f"run.root={tmp_path}", "run.name=r", "train.steps=1"]
     for _ in range(2):  # also where the cache has the pairs
-        assert main(["train", *words, *run]) == 2
-        refused = capsys.readouterr().err
+        refused = program("train", *words, *run, code=2)
         assert "data.fields={prompt: prompt, completion: chosen}" in refused
         assert "objective=dpo" in refused
         preview(*words, "preview.rows=1")

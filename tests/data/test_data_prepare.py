@@ -266,22 +266,18 @@ def test_processes_that_tokenize_end_with_the_one_that_started_them(tmp_path):
 
 @pytest.mark.slow
 def test_shards_of_several_machines_are_put_together_by_the_last(
-    tmp_path, data, cache, stored, many_parts, capsys
+    tmp_path, data, cache, stored, many_parts, program
 ):
     whole = stored(tmp_path / "whole", validation=0.2)
     command = ["prepare", f"data.path={data}", "tokenizer.path=demo:bytes", f"data.cache={cache}"]
     command += ["data.validation=0.2", "batch.seq_len=512", "data.workers=1"]
-    lines = []
-    for number in ("0/3", "2/3", "1/3"):
-        assert main([*command, f"prepare.shard={number}"]) == 0
-        lines.append(capsys.readouterr().out)
+    lines = [program(*command, f"prepare.shard={number}") for number in ("0/3", "2/3", "1/3")]
     assert "prepare.shard=1/3 prepare.shard=2/3" in lines[0]
     assert "prepare.shard=1/3\n" in lines[1]
     assert f"{cache}/{whole.train[0].folder.parent.name}/train" in lines[2]
     assert content(stored(validation=0.2)) == content(whole)
     for wrong in ("3/3", "-1/2"):
-        assert main([*command, f"prepare.shard={wrong}"]) == 2
-        assert "prepare.shard=0/8" in capsys.readouterr().err
+        assert "prepare.shard=0/8" in program(*command, f"prepare.shard={wrong}", code=2)
 
 
 def lost_in_a_crash(enter, part):

@@ -9,7 +9,6 @@ import pytest
 from folders import table
 from texts import turn
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.data.files import json_values
 from fsdp_trainer.data.files.file_splits import (
     Lines,
@@ -439,33 +438,27 @@ def test_a_folder_with_several_splits_is_refused_and_each_can_be_named(tmp_path)
 # --- from the command line ----------------------------------------------------------------------
 
 
-def told(capsys, path, *words, code=2):
-    """Return what a preview of a path says on stderr."""
-    assert main(["preview", f"data.path={path}", "tokenizer.path=demo:bytes", *words]) == code
-    return capsys.readouterr().err
-
-
-def test_a_missing_pyarrow_is_told_with_the_command_that_installs_it(tmp_path, capsys, enter):
+def test_a_missing_pyarrow_is_told_with_the_command_that_installs_it(tmp_path, preview, enter):
     enter(inject.without_package("pyarrow"))
     written(tmp_path, "a.parquet")
-    said = told(capsys, tmp_path, "logging.wat=1")
+    said = preview(f"data.path={tmp_path}", "logging.wat=1", code=2)
     assert "2 problems" in said
     assert "pip install 'fsdp_trainer[arrow]'" in said
 
 
-def test_every_path_of_a_list_that_cannot_be_read_is_told(tmp_path, capsys):
+def test_every_path_of_a_list_that_cannot_be_read_is_told(tmp_path, preview):
     good = written(tmp_path, "a.jsonl", '{"text": "x"}')
-    said = told(capsys, f"[{good},{tmp_path}/b.jsonl,{tmp_path}/*.csv]")
+    said = preview(f"data.path=[{good},{tmp_path}/b.jsonl,{tmp_path}/*.csv]", code=2)
     assert "b.jsonl: there is no such file" in said
     assert "*.csv: no file matches" in said
     assert "a.jsonl:" not in said
 
 
-def test_a_stream_of_conversations_is_refused(tmp_path, capsys):
+def test_a_stream_of_conversations_is_refused(tmp_path, preview):
     chats = written(tmp_path, "a.jsonl", json.dumps({"messages": QA}))
-    how = [f"data.cache={tmp_path}", "data.packing=stream"]
-    assert "data.too_long=split" in told(capsys, chats, *how)
-    message = told(capsys, chats, *how, "data.too_long=split")
+    streamed = f"data.path={chats}", "data.packing=stream"
+    assert "data.too_long=split" in preview(*streamed, code=2)
+    message = preview(*streamed, "data.too_long=split", code=2)
     assert f"{chats} holds conversations" in message
     assert "Use  data.packing=best_fit data.too_long=drop" in message
-    told(capsys, chats, *how[:1], "data.packing=best_fit", "data.too_long=drop", code=0)
+    preview(streamed[0], "data.packing=best_fit", "data.too_long=drop")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from folders import REPO, table
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.order.row_order import RowOrder
@@ -415,16 +414,11 @@ def test_documents_of_every_batch_and_shard_of_a_saved_data_set_are_found(tmp_pa
 
 
 @pytest.fixture
-def prepare_files(tmp_path, capsys, monkeypatch):
+def prepare_files(tmp_path, program, monkeypatch):
     """Return a function that runs `prepare` in the test's folder, and returns what it says."""
     monkeypatch.chdir(tmp_path)
-
-    def run(path, *words, code=0):
-        words = ["data=pretrain", "tokenizer.path=demo:bytes", f"data.path={path}", *words]
-        assert main(["prepare", *words]) == code
-        return "".join(capsys.readouterr())
-
-    return run
+    usual = "prepare", "data=pretrain", "tokenizer.path=demo:bytes"
+    return lambda path, *words, code=0: program(*usual, f"data.path={path}", *words, code=code)
 
 
 @pytest.mark.parametrize("source", ["megatron", "mds_any", "text"])

@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from world import SMALL, RankFailed, Run, alive, command, end, ranks_below, wait_until
 
 from fsdp_trainer.base.process import cores
-from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.nodes import first_host, free_port
@@ -150,10 +149,9 @@ def env_of_rank(argv):
 @pytest.mark.parametrize(
     "name", ["LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "PYTHONPATH", "PATH", "RANK", "MASTER_ADDR"]
 )
-def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, name):
+def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(program, name):
     for typed in (f"launch.env={{{name}: x, PYTORCH_ALLOC_CONF: x}}", f"launch.env.{name}=x"):
-        assert main(["+recipe=quickstart", typed]) == 2
-        said = capsys.readouterr().err
+        said = program("+recipe=quickstart", typed, code=2)
         assert typed in said
         assert f"{name}: decides" in said
         assert "in the shell" in said
@@ -192,15 +190,15 @@ def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collect
 
 
 @pytest.mark.slow
-def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
+def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, program):
     error = str(tmp_path / "error.json")
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("GROUP_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error)
-    assert main(["data.path=missing.jsonl", "tokenizer.path=demo:bytes"]) == 2
+    said = program("data.path=missing.jsonl", "tokenizer.path=demo:bytes", code=2)
     table = str(ChildFailedError("fsdp_trainer", {8: ProcessFailure(0, 1, 2, error)}))
     assert "data.path=missing.jsonl there is no such file" in table
-    assert "missing.jsonl" not in capsys.readouterr().err
+    assert "missing.jsonl" not in said
 
 
 def stopped_while_it_waits(rendezvous, *args):

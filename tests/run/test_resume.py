@@ -13,6 +13,7 @@ import pytest
 import stored
 import torch
 import yaml
+from folders import table
 from stored import end_of, newest
 from world import write_chats
 
@@ -86,29 +87,7 @@ def test_a_longer_run_keeps_the_steps_of_its_warm_up(train):
     assert "the warm-up has" not in train("run", *share, "train.steps=14", allow).out
 
 
-CHANGES = {
-    "other tokens": (["data.loss_on=all"], ["data.loss_on=all", "data.fingerprint"]),
-    "other values": (
-        ["schedule.name=linear", "optim.lr=1e-4", "batch.rows=4", "run.seed=5"],
-        [
-            "optim.lr=0.0001", "0.003", "batch.rows=4", "schedule.name=linear", "run.seed=5",
-            "run.name=NEW", "checkpoint.allow_changes=[",
-        ],
-    ),
-    "another vocabulary": (
-        ["model.vocab_size=300", "checkpoint.allow_changes=[model.vocab_size]"],
-        ["model.embed_tokens.weight", "run.name=NEW model.init_from="],
-    ),
-    # blocks are neither forgotten nor made up
-    "fewer blocks": (
-        ["model.num_hidden_layers=1", "checkpoint.allow_changes=[model.num_hidden_layers]"],
-        ["is not in this model", "… and"],
-    ),
-    "more blocks": (
-        ["model.num_hidden_layers=3", "checkpoint.allow_changes=[model.num_hidden_layers]"],
-        ["and is not in the checkpoint", "… and"],
-    ),
-}  # fmt: skip
+CHANGES = table("run/refused_changes.yaml")
 
 
 @pytest.mark.parametrize(("words", "said"), CHANGES.values(), ids=CHANGES)

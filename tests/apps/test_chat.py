@@ -214,8 +214,8 @@ def image_server(tmp_path_factory):
 
 @pytest.mark.slow
 def test_openais_client_gets_the_answers_of_generate(server, folder, program):
-    asked = program("generate", folder, "prompt=Hi", "max_tokens=8", "format=json")
-    text = json.loads(asked)["text"]
+    reply = program("generate", folder, "prompt=Hi", "max_tokens=8", "format=json")
+    text = json.loads(reply)["text"]
     assert [model.id for model in server.client().models.list()] == ["model"]
     create = server.create
     whole = create(model="model", messages=HI)

@@ -37,6 +37,7 @@ from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.extensions import CALLBACKS
+from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
 
 pytest.importorskip("transformers")
 

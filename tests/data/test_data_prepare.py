@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import alive, flip_bit, wait_until
 
-from fsdp_trainer.cli import main
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store import fingerprint
 from fsdp_trainer.data.store.token_cache import component_stores

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.config.schema import ObjectiveChoice, TrainConfig
-from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
-from fsdp_trainer.data.images.sample_images import load_image
+from fsdp_trainer.data.media.kinds import processor_of
+from fsdp_trainer.data.media.media import MediaProcessor, joined
 from fsdp_trainer.data.store.token_store import TokenStore
 
 IGNORED = -100
@@ -108,9 +108,9 @@ class TwinData:
     evidence: Evidence
 
     @cached_property
-    def processor(self) -> ImageProcessor:
+    def processor(self) -> MediaProcessor:
         """The processor of the model's images."""
-        return ImageProcessor(str(self.evidence.small.plain.model.init_from))
+        return processor_of(str(self.evidence.small.plain.model.init_from))
 
     def of_step(self, step: int) -> list[TwinDocument]:
         """Return those of a step, counted from 1."""
@@ -147,11 +147,11 @@ class TwinData:
         if config.encoder and config.source.get("type_vocab_size", 1) > 1:
             ends = (tokens == tokenizer.ends_first_of_two).long()
             return {"token_type_ids": (ends.cumsum(0) - ends).clamp_max(1)[None]}
-        if not store.samples_with_images:
+        if not store.samples_with_media:
             return {}
         is_image = (tokens == self.processor.token).long()[None]
-        images = store.images(sample)
-        arrays = joined([load_image(self.processor, one) for one in images]) if images else {}
+        media = store.media(sample)
+        arrays = joined([one.load(self.processor) for one in media]) if media else {}
         own = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return own | {"mm_token_type_ids": is_image, "token_type_ids": is_image}
 

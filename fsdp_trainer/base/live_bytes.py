@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
 import torch
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
         self._operator = ""
         self._resize = torch.UntypedStorage.resize_
 
-    def __enter__(self) -> "LiveBytes":
+    def __enter__(self) -> Self:
         def resize(storage: Any, size: int) -> None:
             self._resize(storage, size)
             if storage._cdata in self._live:
@@ -207,6 +207,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
+        self.after(func, args, kwargs or {}, out)
         self.operators += 1
         if self.operators % self._every == 0:
             self._draw()
@@ -214,6 +215,9 @@ class LiveBytes(TorchDispatchMode):
 
     def before(self, func: Any, args: Any) -> None:
         """Note what an operator is about to do; nothing by default."""
+
+    def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what an operator has done; nothing by default."""
 
     def _draw(self) -> None:
         self.curve.append((self.operators, tuple(self.now.values())))

@@ -411,27 +411,6 @@ class ModelConfig:
             return name.replace(LANGUAGE_MODEL, TAGGER if self.tags else CLASSIFIER)
         return name
 
-    def dense_stand_in(self) -> "ModelConfig":
-        """Return a Llama whose blocks have as many weights per token as this model's, on average.
-
-        For estimates of a model that transformers' own class computes.
-        """
-        matrices = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        of_block = (self.counted[1] - matrices) / self.num_hidden_layers
-        llama = replace(
-            self,
-            family="llama",
-            by_transformers=False,
-            encoder=False,
-            mtp_heads=0,
-            expert_blocks=(),
-            num_experts=0,
-            source={},
-            names=WeightNames(),
-        )
-        rest = of_block - llama._mixer_parameters() - llama._norm_parameters()
-        return replace(llama, intermediate_size=max(1, round(rest / (3 * self.hidden_size))))
-
     def with_equal_rows(self, ranks: int) -> "ModelConfig":
         """Return this architecture with vocabulary rows padded to divide evenly among ranks."""
         return replace(self, vocab_multiple=math.lcm(self.vocab_multiple, ranks))

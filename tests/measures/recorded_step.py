@@ -58,7 +58,7 @@ def recording(folder, limits):
         called = calls(recorder.collectives, names_of_groups(runner.dims))
         file = Path(folder) / str(dist.get_rank())
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(pickle.dumps((called, recorder.peak)))
+        file.write_bytes(pickle.dumps((called, recorder.peak, dict(recorder.work))))
         return result
 
     with inject.around("train_step", record):
@@ -66,7 +66,7 @@ def recording(folder, limits):
 
 
 def recorded(folder, ranks):
-    """Return the calls and the peak of each rank."""
+    """Return the calls, the peak and the work of each rank."""
     return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(ranks)]
 
 

@@ -36,8 +36,10 @@ def test_a_real_step_has_the_collectives_and_the_peak_of_its_rehearsal(ledger, l
     rehearsal, run = ledger.comparison(layout).rehearsal, ledger.run(layout)
     assert rehearsal.finishes, [one.problem for one in rehearsal.kinds] + rehearsal.mismatches
     for one in rehearsal.kinds:
-        called, peak = run.steps[one.kind.rank]
+        called, peak, work = run.steps[one.kind.rank]
+        for name in ("forward products", "backward products"):
+            assert one.work.get(name) == work.get(name), name
         assert calls(one.step.collectives, one.step.groups) == called
         assert 0.98 * one.peak <= peak.total <= 1.02 * one.peak + passed(one.step)
     known = [calls(one.step.collectives, one.step.groups) for one in rehearsal.kinds]
-    assert all(called in known for called, _ in run.steps), "also of ranks that were only counted"
+    assert all(called in known for called, *_ in run.steps), "also of ranks that were only counted"

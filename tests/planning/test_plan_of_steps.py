@@ -97,7 +97,7 @@ def test_512_ranks_hold_and_send_what_the_plan_says():
 
 
 def test_a_second_copy_is_gathered_as_the_plan_says(ledger):
-    called, _ = ledger.run("with a second copy").steps[0]
+    called, *_ = ledger.run("with a second copy").steps[0]
     among_two = [size for _, ranks, op, size, *_ in called if (ranks, op) == (2, "all_gather")]
     planned = ledger.comparison("with a second copy").same.wire["copy"].gathered
     assert sum(among_two) / 2 == planned > 0

@@ -54,8 +54,8 @@ class LedgerRun(Run):
     """Its number of ranks."""
 
     @cached_property
-    def steps(self) -> list[tuple[list, Any]]:
-        """Return the collectives and the peak of each rank in its second step."""
+    def steps(self) -> list[tuple[list, Any, dict[str, float]]]:
+        """Return the collectives, the peak and the work of each rank in its second step."""
         return recorded_step.recorded(self.folder.with_suffix(".step"), self.size)
 
 

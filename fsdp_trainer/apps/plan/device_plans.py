@@ -12,7 +12,7 @@ from fsdp_trainer.planning.plan.plan_inputs import target, world_sizes
 from fsdp_trainer.planning.plan.suggest import Suggestion, least_memory, suggest
 
 NEAR = 0.005
-"""Share of the bytes that the bound may miss."""
+"""Share of the bytes, and of the seconds, that the bound may miss."""
 LIKELY = (0.2, 0.65)
 """Range of the share of a GPU's peak that published trainings of language models reach."""
 
@@ -83,8 +83,10 @@ def rehearsed_plans(
 
 def with_correction(run: Candidate, plan: RunPlan) -> Candidate:
     """Return a run whose changes are planned with what a rehearsal shows that the bound misses."""
-    correction = plan.memory.tensors / run.plan().memory.tensors
-    return run if abs(correction - 1) < NEAR else replace(run, correction=correction)
+    bound = run.plan()
+    correction = plan.memory.tensors / bound.memory.tensors, plan.seconds / bound.seconds
+    is_near = all(abs(each - 1) < NEAR for each in correction)
+    return run if is_near else replace(run, correction=correction)
 
 
 def uneven(cfg: PlanConfig, run: Candidate) -> RunPlan | None:

@@ -11,16 +11,16 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.planning.plan.changes import Candidate
 from fsdp_trainer.planning.plan.memory import Moment, summed
-from fsdp_trainer.planning.plan.messages import Message
+from fsdp_trainer.planning.plan.messages import Message, Recorded
 from fsdp_trainer.planning.plan.plan import RunPlan
 from fsdp_trainer.planning.rehearse.collectives import NUMBER
 from fsdp_trainer.planning.rehearse.rehearsal import Rehearsal
 from fsdp_trainer.planning.rehearse.rehearsed_run import without_left_out
 from fsdp_trainer.planning.rehearse.short_rehearsal import short_rehearsal
-from fsdp_trainer.planning.rehearse.step_recorder import HEAD
+from fsdp_trainer.planning.rehearse.step_recorder import HEAD_MODULE
 
 Facts = dict[str, Any]
-"""What is kept of a rehearsal: `moments` by phase with their place, and `messages`."""
+"""What is kept of a rehearsal: `moments` by phase with their place, `messages` and `works`."""
 
 
 class RehearsalFailed(Exception):
@@ -63,16 +63,16 @@ def facts_of(run: Candidate) -> Facts:
     problems += [str(one) for one in rehearsal.mismatches]
     if problems:
         raise RehearsalFailed(problems[0])
-    return shown_by(rehearsal, run.device.linked_gpus)
+    return shown_by(rehearsal, run)
 
 
-def shown_by(rehearsal: Rehearsal, per_node: int) -> Facts:
-    """Return what a plan takes from a rehearsal, of which at least one kind finished its step.
-
-    per_node: ranks of a node.
-    """
-    messages = list(rehearsal.busiest.messages(per_node))
-    return {"moments": largest_moments(rehearsal), "messages": messages}
+def shown_by(rehearsal: Rehearsal, run: Candidate) -> Facts:
+    """Return what a plan takes from a rehearsal, of which at least one kind finished its step."""
+    messages = list(rehearsal.busiest.messages(run.device.linked_gpus))
+    works = [
+        [one.kind.rank // run.layout.stage_ranks, one.work] for one in rehearsal.kinds if one.step
+    ]
+    return {"moments": largest_moments(rehearsal), "messages": messages, "works": works}
 
 
 def largest_moments(rehearsal: Rehearsal) -> dict[str, list[Any]]:
@@ -90,7 +90,7 @@ def phase_of(phase: str, place: str) -> str:
     """Return a plan's phase for a phase of training and a place in the model."""
     if phase in ("clip", "update"):
         return "update"
-    if HEAD in place:
+    if HEAD_MODULE in place:
         return "head and loss"
     return "backward" if phase == "backward" else "forward"
 
@@ -112,7 +112,8 @@ def with_facts(run: Candidate, plan: RunPlan, same: RunPlan, facts: Facts) -> Ru
     has_messages = run.layout.fsdp_ranks * run.layout.sizes["replicate"] > 1
     old, device = plan.memory, "cuda" if run.on_gpu else "cpu"
     memory = summed(moments, device, has_messages, old.host, old.disk)
-    recorded = [Message(*each) for each in facts["messages"]]
+    works = [(rank, work) for rank, work in facts["works"]]
+    recorded = Recorded([Message(*each) for each in facts["messages"]], works)
     return replace(run.plan(recorded=recorded), memory=memory, rehearsed=True)
 
 

@@ -19,9 +19,10 @@ from fsdp_trainer.planning.plan.plan import GIB, RunPlan
 from fsdp_trainer.planning.plan.rollout_cost import Rollouts, ScoredBy
 from fsdp_trainer.planning.plan.second_model import list_bytes
 from fsdp_trainer.planning.plan.suggest import Suggestion
-from fsdp_trainer.planning.plan.time import Times
+from fsdp_trainer.planning.plan.time import HIDDEN
 
 BAR = 32  # characters that represent the memory of the device
+SHOWN = 0.0005  # of a step; parts of the budget that are less are not shown
 NARROW = 110  # characters; a narrower terminal shows reasons below the overrides
 GATHERING = ("shard", "copy", "eshard", "tensor")
 """Dimensions of the mesh along which tensors are gathered; along others they are exchanged."""
@@ -88,8 +89,10 @@ def one_world(
         "step_seconds": timed,
         "reference": reference_of(cfg),
         "list_bytes": list_bytes(cfg.objective),
-        "slowest_step": plan.slow._asdict() if timed else None,
-        "fastest_step": plan.fast._asdict() if timed else None,
+        "slowest_step": plan.slow.figures if timed else None,
+        "fastest_step": plan.fast.figures if timed else None,
+        "budget": budget_json(plan),
+        "work": {name: round(size) for name, size in plan.slow.work.items()},
         "tokens_per_second": plan.tokens / plan.seconds if timed else None,
         "tokens_per_second_range": [plan.tokens / s for s in timed[::-1]] if timed else None,
         "tokens_per_second_per_gpu": per_gpu / plan.seconds if timed else None,
@@ -107,6 +110,14 @@ def one_world(
 def sent_json(plan: RunPlan) -> dict[str, int]:
     """Return the bytes that the busiest rank sends, by the dimensions in which it sends any."""
     return {name: round(sent) for name, sent in plan.bytes_sent.items() if sent}
+
+
+def budget_json(plan: RunPlan) -> dict[str, list[float]] | None:
+    """Return the shortest and the longest seconds of each part of a step, if they are known."""
+    if plan.step_seconds is None:
+        return None
+    fast, slow = plan.fast.budget, plan.slow.budget
+    return {name: [fast[name], slow[name]] for name in fast}
 
 
 def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
@@ -184,6 +195,8 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: DevicePlans) -> None:
     console.print(categories(plan))
     uneven = answer.uneven[answer.chosen]
     console.print(figures(cfg, plan, uneven, compares=bool(suggestions)))
+    if plan.step_seconds:
+        console.print(budget(plan))
     if suggestions:
         console.print(title_of(plan))
         console.print(table_of(suggestions, narrow=console.width < NARROW))
@@ -321,18 +334,10 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
         rows.append(("empty", f"{plan.empty_share:.0%} of the rows that ranks compute: {fills}"))
     if timed := plan.step_seconds:
         size, unit = (1, "s") if timed[1] >= 1 else (1000, "ms")
-        whole, *parts = (
-            f"{size * fast:.2f} – {size * slow:.2f}"
-            for fast, slow in [timed, *zip(plan.fast, plan.slow, strict=True)]
-        )
-        text = "compute {}, communication {} (exposed {})".format(*parts)
-        if plan.slow.idle:
-            text += f", idle {parts[Times._fields.index('idle')]}"
-        if plan.slow.forwards:
-            text += f", forwards without gradients {parts[Times._fields.index('forwards')]}"
-        rows.append(("step", f"{whole} {unit}: {text}, optimizer {size * plan.slow.optimizer:.2f}"))
+        rows.append(("step", f"{size * timed[0]:.2f} – {size * timed[1]:.2f} {unit}"))
         if reference_of(cfg) == "stored":
-            read = f"{parts[Times._fields.index('reading')]} {unit} for as many rows as a step has"
+            read = f"{size * plan.fast.reading:.2f} – {size * plan.slow.reading:.2f} {unit}"
+            read += " for as many rows as a step has"
             rows.append(("reference", f"{read}: it reads all rows of an epoch once, before step 1"))
         rows += [("speed", speed(plan, *timed)), ("run", length(cfg, plan))]
     else:
@@ -342,6 +347,20 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
     rows += [*lists(cfg), ("checkpoint", checkpoints(cfg, plan)), *groups_rows(cfg, plan)]
     for name, text in rows:
         table.add_row(Text(f"  {name}", "dim"), text)
+    return table
+
+
+def budget(plan: RunPlan) -> Table:
+    """Return a table of what a step spends its time on, most time first."""
+    table = Table.grid(padding=(0, 2))
+    fast, slow = plan.fast.budget, plan.slow.budget
+    size, unit = (1, "s") if plan.slow.step >= 1 else (1000, "ms")
+    for name in sorted(slow, key=lambda name: (name == HIDDEN, -slow[name])):
+        if slow[name] >= SHOWN * plan.slow.step:
+            share = (fast[name] + slow[name]) / 2 / plan.seconds
+            seconds = f"{size * fast[name]:.2f} – {size * slow[name]:.2f} {unit}"
+            cells = (Text(text, justify="right") for text in (seconds, f"{share:.0%}"))
+            table.add_row(Text(f"    {name}", "dim"), *cells)
     return table
 
 

@@ -80,5 +80,5 @@ def compare(run: Candidate, report: Callable[[str], None]) -> PlanComparison:
     seconds = time.perf_counter() - started
     plan = run.plan() if left_out else same
     if rehearsal.largest.step:
-        plan = with_facts(run, plan, same, shown_by(rehearsal, run.device.linked_gpus))
+        plan = with_facts(run, plan, same, shown_by(rehearsal, run))
     return PlanComparison(rehearsal, plan, same, [*left_out, *notes], seconds)

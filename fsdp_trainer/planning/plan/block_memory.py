@@ -22,6 +22,7 @@ from fsdp_trainer.planning.plan.blocks import (
 )
 from fsdp_trainer.planning.plan.fsdp_units import BlockKind
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
+from fsdp_trainer.planning.plan.work import ATTENTION, visible_pairs
 
 PINNED = 4 / 3
 """Host memory divided by the bytes moved there.
@@ -80,8 +81,20 @@ class BlockTracer:
         key = (parts.kind_of[i], self.windows[i], has_gradient, mode)
         if key not in self._known:
             given = self._input(self.windows[i], has_gradient)
-            self._known[key] = self._computed(parts.kinds[parts.kind_of[i]], given, mode)
+            traced = self._computed(parts.kinds[parts.kind_of[i]], given, mode)
+            factor = self._row_pairs(self.model.part.shape.windows[i])
+            work = {
+                name: size * (factor if ATTENTION in name else 1.0)
+                for name, size in traced.work.items()
+            }
+            self._known[key] = traced._replace(work=work)
         return self._known[key]
+
+    def _row_pairs(self, window: int | None) -> float:
+        """Return the operations of attention in whole rows over those in a rank's part of them."""
+        layout = self.model.layout
+        length, own = layout.batch.seq_len, layout.row_tokens
+        return visible_pairs(length, window) * own / length / visible_pairs(own, window)
 
     def _input(self, window: int | None, has_gradient: bool) -> Input:
         layout = self.model.layout
@@ -105,9 +118,8 @@ class BlockTracer:
         if given.tensor > 1:  # how many gathered tokens are held at once is the group's affair
             traced = traced._replace(forward=traced.saved)
         if model.compiled:
-            ranks = kind.counts.ranks
-            fed = fed_numbers(kind.block, config)
-            traced = traced.less(compiled_saving(config, given, saved, traced, ranks, fed))
+            adapted, fed = model.adapter.name != "none", fed_numbers(kind.block, config)
+            traced = traced.less(compiled_saving(config, given, saved, traced, adapted, fed))
         return traced
 
 

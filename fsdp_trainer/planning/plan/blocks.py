@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_trainer.base.live_bytes import LiveBytes
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import ModelConfig
@@ -23,9 +22,18 @@ from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.models.rope import Rope
+from fsdp_trainer.observe.flops import count_numbers
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.planning.plan.expert_exchange import divide_experts
 from fsdp_trainer.planning.plan.rank_part import part_tokens
+from fsdp_trainer.planning.plan.work import (
+    BACKWARD,
+    FORWARD,
+    PRODUCTS,
+    Work,
+    WorkCounter,
+    grown_work,
+)
 
 CPU = torch.device("cpu")
 UNREAD_LEFT_OUT = 0.5
@@ -39,15 +47,16 @@ class TracedPart(NamedTuple):
     """Memory of a part of the model in bytes, without its weights and tensors that all blocks use.
 
     Its input counts only as long as the part itself holds it. forward: at the peak of forward;
-    saved: kept from forward to backward.
+    saved: kept from forward to backward; work: of both.
     """
 
     forward: int
     saved: int
+    work: Work
 
     def less(self, saving: int) -> "TracedPart":
         """Return the same part with `saving` bytes less kept from forward to backward."""
-        return TracedPart(self.forward - saving, self.saved - saving)
+        return self._replace(forward=self.forward - saving, saved=self.saved - saving)
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,9 @@ def trace_of_rows(rows: int, traces: dict[int, TracedPart]) -> TracedPart | None
         return None
     low, high = fewer
     share = (rows - low) / (high - low)
-    pairs = zip(traces[low], traces[high], strict=True)
-    return TracedPart(*(round(a + share * (b - a)) for a, b in pairs))
+    pairs = zip(traces[low][:2], traces[high][:2], strict=True)
+    forward, saved = (round(a + share * (b - a)) for a, b in pairs)
+    return TracedPart(forward, saved, grown_work(traces[low].work, traces[high].work, share))
 
 
 def trace(
@@ -92,7 +102,7 @@ def trace(
     dtype: torch.dtype,
     input_gradient: bool = True,
 ) -> TracedPart:
-    """Trace the forward of a module whose first input has this shape and dtype.
+    """Trace a module whose first input has this shape and dtype, forward and backward.
 
     make: returns the module, on the meta device, and its other inputs; input_gradient: False if
     nothing before the module is trained.
@@ -101,20 +111,25 @@ def trace(
         module, others = make()
         module.to_empty(device=CPU)
         leaf = torch.empty(shape, dtype=dtype, requires_grad=input_gradient)
-        with LiveBytes() as live:
+        with WorkCounter() as live:
             for tensor in (leaf, *module.parameters(), *module.buffers(), *tree_iter(others)):
                 if isinstance(tensor, Tensor):
                     live.add(tensor.detach())
             before = live.total
             live.begin()
+            live.work.clear()
             x = leaf * 2.0  # as in the model, only the module itself holds its input
             out = module(x, *others)
             out = out[0] if isinstance(out, tuple) else out  # auxiliary values are scalars
             del x
             forward = live.most - before
             edge = torch.autograd.graph.get_gradient_edge(out * 2.0) if out.requires_grad else None
+            slope = torch.empty_like(out)
             del out
-            return TracedPart(forward, live.total - before if edge else 0)
+            saved = live.total - before - slope.nbytes if edge else 0
+            if edge:
+                torch.autograd.backward([edge], [slope])
+            return TracedPart(forward, saved, dict(live.work))
 
 
 def trace_block(
@@ -122,13 +137,13 @@ def trace_block(
 ) -> TracedPart:
     """Trace a decoder block as training computes it, with its adapters.
 
-    Each row is traced as two documents: their number hardly changes the memory.
+    Each row is one document.
     """
     dtype, attention = getattr(torch, given.dtype), given.attention
     shape = (given.rows, given.length // given.tensor, config.hidden_size)
     if config.by_transformers:  # at least its input
         stream = math.prod(shape) * dtype.itemsize
-        return TracedPart(stream, stream)
+        return TracedPart(stream, stream, work_of_weights(block, math.prod(shape[:2])))
     block = deepcopy(block).to(dtype)
     for module in block.modules():
         if isinstance(module, Linear4):
@@ -145,7 +160,7 @@ def trace_block(
     checkpoint_activations(decoder, recomputed)
 
     def make() -> tuple[nn.Module, tuple]:
-        lengths = [[given.length - given.length // 4, given.length // 4]] * given.rows
+        lengths = [[given.length]] * given.rows
         layout = LAYOUTS[attention](lengths, given.length, CPU).with_window(given.window)
         return block, (
             Rope(config)(torch.zeros(given.rows, given.length, dtype=torch.int64), dtype, layout),
@@ -153,6 +168,12 @@ def trace_block(
         )
 
     return trace(make, shape, dtype, given.has_gradient)
+
+
+def work_of_weights(block: nn.Module, tokens: int) -> Work:
+    """Return the work of a block's weights alone, which some tokens are multiplied with."""
+    whole, trained = (2.0 * tokens * numbers for numbers in count_numbers(block))
+    return {f"{FORWARD} {PRODUCTS}": whole, f"{BACKWARD} {PRODUCTS}": whole + trained}
 
 
 def has_experts(block: Any) -> bool:
@@ -173,12 +194,12 @@ def compiled_saving(
     given: Input,
     recomputed: ActivationCheckpoint,
     eager: TracedPart,
-    ranks: int,
+    adapted: bool,
     fed: int,
 ) -> int:
     """Return how many bytes less a compiled block keeps for backward than the traced one.
 
-    eager: the traced block; ranks: sum of the ranks of its adapters; fed: see `fed_numbers`.
+    eager: the traced block; adapted: True if it has adapters; fed: see `fed_numbers`.
 
     torch's partitioner (`min_cut_rematerialization_partition`) keeps inputs and outputs of matrix
     products and of attention, and recomputes the elementwise operators between them. With selective
@@ -198,9 +219,9 @@ def compiled_saving(
     queries, keys = sizes["q_proj"], sizes["k_proj"]
     attention = 2 * (queries + keys) + (queries + keys) * bool(config.family_spec.qk_norm)
     stream = hidden * (3 + (norms[0] is not None) + (norms[3] is not None))
-    if ranks:  # inputs of frozen products are not read
+    if adapted:  # inputs of frozen products are not read
         stream, fed = 2 * hidden, fed * 2 // 3
-    saved = numbers * itemsize * (stream / given.tensor + attention + fed + ranks)
+    saved = numbers * itemsize * (stream / given.tensor + attention + fed)
     return max(0, eager.saved - round(saved))
 
 

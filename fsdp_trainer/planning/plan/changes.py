@@ -23,7 +23,7 @@ from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.from_config.resolve import sharding_problems
 from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.planning.plan.fsdp_units import KnownModels
-from fsdp_trainer.planning.plan.messages import Message
+from fsdp_trainer.planning.plan.messages import Recorded
 from fsdp_trainer.planning.plan.plan import RunPlan, make_plan
 
 SMALLEST_CHUNK_MIB = 128
@@ -64,8 +64,8 @@ class Candidate:
     """A run to plan.
 
     world: number of ranks; device: the device of each rank; known: the models of earlier plans;
-    correction: bytes of tensors in a rehearsal over those of the bound, by which those of other
-    runs like it are multiplied.
+    correction: bytes of tensors and seconds of a rehearsal over those of the plan without one, by
+    which those of other runs like it are multiplied.
     """
 
     cfg: TrainConfig
@@ -73,7 +73,7 @@ class Candidate:
     world: int
     device: Device
     known: KnownModels = field(default_factory=KnownModels)
-    correction: float = 1.0
+    correction: tuple[float, float] = (1.0, 1.0)
 
     @property
     def on_gpu(self) -> bool:
@@ -98,14 +98,14 @@ class Candidate:
             cfg = replace(cfg, **{node: replace(getattr(cfg, node), **{name: value})})
         return replace(self, cfg=cfg)
 
-    def plan(self, load: float = 1.0, recorded: list[Message] | None = None) -> RunPlan:
+    def plan(self, load: float = 1.0, recorded: Recorded | None = None) -> RunPlan:
         """Return the plan of the run. Raises UserError if an adapter does not fit the model.
 
         load, recorded: see `make_plan`.
         """
         run = self.cfg, self.config, self.world, self.device
         plan = make_plan(*run, load, self.known, recorded)
-        return plan if self.correction == 1.0 else plan.scaled(self.correction)
+        return plan if self.correction == (1.0, 1.0) else plan.scaled(*self.correction)
 
     def is_refused(self) -> bool:
         """Return True if training would refuse the run because keys contradict each other."""

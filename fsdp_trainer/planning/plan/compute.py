@@ -5,20 +5,30 @@ last one applies to elementwise operators and to unsharded parameters that FSDP2
 docs/how-plan-works.md gives the reasons, and compares with published trainings.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from fsdp_trainer.config.devices import DEVICES, Device
 from fsdp_trainer.config.schema import ActivationCheckpoint, Optim, Precision
-from fsdp_trainer.models.config import EXPERTS
-from fsdp_trainer.models.decoder import NORMS
+from fsdp_trainer.planning.plan.block_memory import trace_blocks
 from fsdp_trainer.planning.plan.expert_exchange import mixtures
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
+from fsdp_trainer.planning.plan.work import (
+    ATTENTION,
+    BACKWARD,
+    EXPERTS,
+    FORWARD,
+    HEAD,
+    OPERATIONS,
+    PASSES,
+    PRODUCTS,
+    SCALED,
+    WEIGHTS,
+    Work,
+    added,
+)
 
-PRODUCTS = 0.565
+REACHED = 0.565
 """Share of an H100's dense peak that matrix products reach at WIDTH and TOKENS."""
 WIDTH, BY_WIDTH, WIDEST = 4096, 0.15, 1.15
 """Narrow models have small products, which are slower.
@@ -40,11 +50,6 @@ tuning (torchtitan's pull request 4605).
 """
 MEMORY = 0.8
 """Share of the device's memory rate that elementwise kernels reach."""
-FLASH_BACKWARD = 2.5
-"""Operations of attention's backward divided by those of its forward.
-
-FlashAttention computes the scores again: five products instead of two (Dao 2023, section 4.1).
-"""
 FASTER_ATTENTION = {"cudnn": 1.7, "fa3": 1.7, "fa4": 3.5}
 """Speed relative to FlashAttention 2.
 
@@ -65,74 +70,18 @@ into one.
 """
 COPIES_OF_FROZEN = 4
 """Number of times that a gathered frozen byte is read or written. It has no gradient to copy."""
-READ_BY_A, SCALED_BY_DORA = 2, 4
-"""Bytes for each input number that A reads, and for each output number that DoRA scales.
+FUSED = 0.28
+"""Memory traffic of a compiled block's elementwise operators over that of the same ones alone.
 
-DoRA scales an output by the length of its row of the matrix.
+Counted in rehearsals of Llama; a rehearsal counts the kernels of each model.
 """
-DORA_BYTES = 10
-"""Bytes read and written for each number of a matrix that DoRA adapts, to find its row lengths."""
+FLOAT8 = {"tensorwise": 1.75, "rowwise": 1.4, "rowwise_with_gw_hp": 1.3}
+"""Speed-up of a compiled block's matrix products on Hopper, by precision.float8.
 
-
-class Traffic(NamedTuple):
-    """Bytes read and written for each bfloat16 number in one forward.
-
-    norm: for each number that is normalised; residual: for each number of an addition to the
-    residual stream; gate: for each inner number of the MLP; rotation: for each number of queries
-    and keys; sorting: for each number of a token's copies, one for each of its experts, which are
-    sorted by expert, sorted back, weighted and summed; adapter: for each output number of an
-    adapted layer (product with B, scale, sum); decoding: for each number of a 4-bit matrix, each
-    time that it is decoded.
-    """
-
-    norm: float
-    residual: float
-    gate: float
-    rotation: float
-    sorting: float
-    adapter: float
-    decoding: float
-
-
-EAGER = Traffic(norm=36, residual=6, gate=10, rotation=20, sorting=14, adapter=12, decoding=10.5)
-COMPILED = Traffic(norm=4, residual=3, gate=6, rotation=4, sorting=10, adapter=8, decoding=2.5)
-
-
-class Float8(NamedTuple):
-    """A float8 format of a compiled block's matrix products.
-
-    speedup: of the products themselves on Hopper; cast: bytes read and written for each bfloat16
-    number that is cast: to find the scale, to cast, and to transpose for the weights' gradients.
-    """
-
-    speedup: float
-    cast: float
-
-
-FLOAT8 = {
-    "tensorwise": Float8(speedup=1.75, cast=7),
-    "rowwise": Float8(speedup=1.4, cast=10),
-    "rowwise_with_gw_hp": Float8(speedup=1.3, cast=8),
-}
-"""By precision.float8. Without compilation the casts take as long as the products save
-(torchtitan's pull request 778)."""
-
-
-class Flops(NamedTuple):
-    """Floating-point operations of one row in forward.
-
-    For the gradients of inputs backward takes as many, and FLASH_BACKWARD times as many for
-    attention. trained, trained_head: the part of `products` and `head` with trained weights; in
-    backward the gradients of these weights take as many again. experts: the part of `products` in
-    routed experts.
-    """
-
-    products: float
-    attention: float
-    head: float
-    trained: float
-    trained_head: float
-    experts: float
+Without compilation the casts take as long as the products save (torchtitan's pull request 778).
+"""
+CASTS = 1.12
+"""Seconds of float8 products with casts over those without, where no rehearsal counts casts."""
 
 
 class Seconds(NamedTuple):
@@ -143,137 +92,96 @@ class Seconds(NamedTuple):
     head: float
 
 
-def compute_seconds(model: PlannedModel, device: Device, best: bool | None = None) -> Seconds:
-    """Return the seconds of a micro-batch.
+def compute_seconds(model: PlannedModel, device: Device, best: bool) -> Seconds:
+    """Return the seconds of a micro-batch of a whole model, by what its blocks do when traced.
 
-    best: True for the fast end of the range, False for the slow end, None for the middle.
+    best: True for the fast end of the range, False for the slow end.
     """
-    if device.efficiency:
-        return _at_efficiency(model, device, device.efficiency)
-    rows, flops = model.layout.batch.micro_rows, forward_flops(model)
-    again = recomputed(model.checkpointing)
-    rate = product_rate(model, device)
-    of_experts = flops.experts / flops.products * (experts_slowdown(model, device) - 1)
-    products = rows / rate / float8_speedup(model, device) * (1 + of_experts)
-    attention = rows * flops.attention / attention_rate(model, device)
-    elementwise = elementwise_seconds(model, device)
-    adapters = adapter_seconds(model, device)
-    casts = cast_seconds(model, device)
-    weights = weight_seconds(model, device)
-    columns = model.config.scores or model.part.shape.vocab_size
-    logits = model.layout.tokens * columns * HEAD_BYTES[model.compiled]
-    head = rows * (2 * flops.head + flops.trained_head) / rate
-    spread = spread_of(model, best)
-    reached = model.own.backward_share
-    tower = tower_seconds(model, device)
-    return Seconds(
-        forward=spread
-        * (
-            tower.forward
-            + products * flops.products
-            + attention
-            + elementwise
-            + adapters
-            + casts.inputs
-            + weights.forward
-        ),
-        backward=spread
-        * (
-            tower.backward
-            + products * (reached * flops.products * (1 + again.products) + flops.trained)
-            + attention * reached * (FLASH_BACKWARD + again.attention)
-            + elementwise * reached * (2 + again.elementwise)
-            + (adapters + casts.inputs * again.products) * reached
-            + adapters * reached * again.elementwise
-            + casts.gradients * reached
-            + weights.backward
-        ),
-        head=spread * (head + logits / (device.memory_rate * MEMORY)),
-    )
+    work = planned_work(model, range(model.config.num_hidden_layers), is_last=True)
+    return seconds_of(work, unit_seconds(model, device, best))
 
 
-class TowerSeconds(NamedTuple):
-    """Seconds of a tower for images in a micro-batch."""
-
-    forward: float = 0.0
-    backward: float = 0.0
+def seconds_of(work: Work, each: dict[str, float]) -> Seconds:
+    """Return the seconds of some work. each: see unit_seconds."""
+    return Seconds(*(phase_seconds(work, phase, each) for phase in (FORWARD, BACKWARD, HEAD)))
 
 
-def tower_seconds(model: PlannedModel, device: Device) -> TowerSeconds:
-    """Return the seconds of a tower, whose elementwise operators are not compiled."""
-    tower = model.tower
-    if tower is None:
-        return TowerSeconds()
-    flops, again = tower.flops, recomputed(model.checkpointing)
-    by_size = size_factor(tower.patches, tower.sizes.width, device)
-    of_peak, of_attention = PRODUCTS * device.reach * by_size, attention_rate(model, device)
+def phase_seconds(work: Work, phase: str, each: dict[str, float]) -> float:
+    """Return the seconds of the work in a phase. each: see unit_seconds."""
+    return sum(work.get(f"{phase} {kind}", 0.0) * seconds for kind, seconds in each.items())
+
+
+def unit_seconds(model: PlannedModel, device: Device, best: bool) -> dict[str, float]:
+    """Return the seconds of an operation or a byte, by kind of work. best: see `times`."""
     peak = peak_rate(model.precision, device)
-    widths = tower.sizes.width * 2 * (EAGER.norm + EAGER.residual)
-    moved = tower.depth * tower.patches * (widths + tower.inner_width * EAGER.gate)
-    elementwise = _moving_seconds(moved, model, device) / model.layout.tokens
-    if device.efficiency:
-        of_peak, of_attention, elementwise = device.efficiency, peak * device.efficiency, 0.0
-    products, attention = flops.products / (peak * of_peak), flops.attention / of_attention
-    return TowerSeconds(
-        forward=products + attention + elementwise,
-        backward=flops.trained / flops.products * products
-        + flops.reached
-        * (
-            products * (1 + again.products)
-            + attention * (FLASH_BACKWARD + again.attention)
-            + elementwise * (2 + again.elementwise)
-        ),
-    )
+    if device.efficiency:  # all operations together reach this share of the peak
+        operation = 1 / (peak * device.efficiency)
+        each = dict.fromkeys(OPERATIONS, operation)
+        return each | {SCALED: operation / float8_speedup(model, device)}
+    product = 1 / product_rate(model, device)
+    byte = 1 / (device.memory_rate * MEMORY)
+    faster = FASTER_ATTENTION.get(model.options.attention_kernel, 1.0)
+    middle = {
+        PRODUCTS: product,
+        SCALED: product / float8_speedup(model, device),
+        EXPERTS: product * experts_slowdown(model, device),
+        ATTENTION: 1 / (peak * device.attention * faster),
+        PASSES: byte,
+        WEIGHTS: byte,
+    }
+    spread = spread_of(model, best)
+    return {kind: spread * seconds for kind, seconds in middle.items()}
 
 
-def spread_of(model: PlannedModel, best: bool | None) -> float:
-    """Return the factor on the seconds of the middle for an end of the range; best: see above."""
-    spread = SPREAD_OF_EXPERTS if mixtures(model.config) else SPREAD
-    return {True: 1 / spread, False: spread, None: 1.0}[best]
+def planned_work(
+    model: PlannedModel, blocks: Iterable[int], is_last: bool, load: float = 1.0
+) -> Work:
+    """Return the work of a micro-batch, from traces of the blocks and from sizes.
 
-
-def _at_efficiency(model: PlannedModel, device: Device, efficiency: float) -> Seconds:
-    """Return the seconds if all counted operations together reach this share of the peak."""
-    rows, flops = model.layout.batch.micro_rows, forward_flops(model)
-    again = recomputed(model.checkpointing)
-    rate = peak_rate(model.precision, device) * efficiency / rows
-    speedup = float8_speedup(model, device)
-    reached = model.own.backward_share
-    products = (reached * flops.products * (1 + again.products) + flops.trained) / speedup
-    tower = tower_seconds(model, device)
-    return Seconds(
-        forward=(flops.products / speedup + flops.attention) / rate + tower.forward,
-        backward=(products + reached * flops.attention * (2 + again.attention)) / rate
-        + tower.backward,
-        head=(2 * flops.head + flops.trained_head) / rate,
-    )
-
-
-class WeightSeconds(NamedTuple):
-    """Seconds of memory traffic for weights in a micro-batch, whatever its number of tokens."""
-
-    forward: float
-    backward: float
-
-
-def weight_seconds(model: PlannedModel, device: Device) -> WeightSeconds:
-    """Return the seconds to copy gathered weights and gradients, and to decode 4-bit matrices."""
-    sharding, adapters = model.layout.sharding, model.own.adapters
+    blocks: numbers of those of a rank; is_last: True if it has the head; load: see trace_blocks.
+    """
+    traced, _ = trace_blocks(model, "cuda", load)
+    whole: Work = {}
+    for number in blocks:
+        whole = added(whole, traced[number].work)
+    if tower := model.tower:
+        whole = added(whole, tower.work)
+    if model.compiled:
+        scaled = model.precision.float8 is not None
+        whole = dict(compiled(*each, scaled) for each in whole.items())
     gathered, reduced = copied_bytes(model)
-    of_experts = adapters.encoded_experts / sharding.expert
-    decoded = (adapters.encoded + of_experts) * traffic(model.compiled).decoding
-    again = recomputed(model.checkpointing).products
-    lengths = 0.0
-    if model.adapter.name == "dora":
-        lengths = adapters.adapted * DORA_BYTES + decoded
-    rate = device.memory_rate * MEMORY
     layout = model.layout
-    in_forward = gathered / layout.micro_batches if layout.gathers_once else gathered
-    in_backward = (0.0 if model.keeps_gathered else gathered) + reduced
-    return WeightSeconds(
-        forward=(in_forward + decoded + lengths) / rate,
-        backward=(in_backward + decoded + (decoded + lengths) * again) / rate,
-    )
+    once = layout.micro_batches if layout.gathers_once else 1
+    again = 0.0 if model.keeps_gathered else gathered
+    weights = {FORWARD: gathered / once, BACKWARD: again + reduced}
+    whole |= {f"{phase} {WEIGHTS}": size for phase, size in weights.items()}
+    return whole | (head_work(model) if is_last else {})
+
+
+def compiled(name: str, size: float, scaled: bool) -> tuple[str, float]:
+    """Return the work of a compiled block. scaled: True if its products are in float8."""
+    if PASSES in name:
+        return name, FUSED * size
+    if PRODUCTS in name and scaled:
+        return name.replace(PRODUCTS, SCALED), CASTS * size
+    return name, size
+
+
+def head_work(model: PlannedModel) -> Work:
+    """Return the work of the head in a micro-batch."""
+    config, tokens = model.part.shape, model.layout.tokens
+    columns = model.config.scores or config.vocab_size
+    product = 2.0 * (1 + config.mtp_heads) * config.embedding_rows * config.hidden_size * tokens
+    return {
+        f"{HEAD} {PRODUCTS}": product * (2 + model.own.head.requires_grad),
+        f"{HEAD} {PASSES}": float(tokens * columns * HEAD_BYTES[model.compiled]),
+    }
+
+
+def spread_of(model: PlannedModel, best: bool) -> float:
+    """Return the factor on the seconds of the middle for an end of the range. best: see `times`."""
+    spread = SPREAD_OF_EXPERTS if mixtures(model.config) else SPREAD
+    return 1 / spread if best else spread
 
 
 def copied_bytes(model: PlannedModel) -> tuple[float, float]:
@@ -294,55 +202,11 @@ def copied_bytes(model: PlannedModel) -> tuple[float, float]:
     return trained / 3 + frozen / 2, trained / 3
 
 
-class Recomputed(NamedTuple):
-    """Shares of a block's forward that backward recomputes."""
-
-    products: float
-    attention: float
-    elementwise: float
-
-
-def recomputed(cfg: ActivationCheckpoint) -> Recomputed:
-    """Return the shares of forward that activation checkpointing recomputes."""
-    if cfg.mode == "none":
-        return Recomputed(0.0, 0.0, 0.0)
-    if cfg.mode == "budget":  # upper bound: the compiler first recomputes the cheapest operators
-        return Recomputed(*[1 - cfg.budget] * 3)
-    saved = cfg.save if cfg.mode == "selective" else []
-    products = 0.0 if "matmul" in saved else 0.5 if "second_matmul" in saved else 1.0
-    every = cfg.every
-    return Recomputed(products / every, ("attention" not in saved) / every, 1 / every)
-
-
-def forward_flops(model: PlannedModel) -> Flops:
-    """Return the operations of one row on each of the ranks that split it.
-
-    Attention is counted as if the row were one document.
-    """
-    layout, config, parts = model.layout, model.part.shape, model.own
-    if config.by_transformers:
-        config = config.dense_stand_in()
-    sharding, tokens = layout.sharding, layout.row_tokens
-    whole_cost = float(config.attention_cost(np.array([layout.batch.seq_len]))[0])
-    attention_cost = whole_cost / sharding.context
-    # kernels need values as wide as keys: they are padded with zeros (models.latent_attention)
-    heads_width = config.num_attention_heads * max(config.head_dim, config.value_dim)
-    ends = replace(config, num_hidden_layers=0, mtp_heads=0).parameters()
-    blocks = config.parameters(active=True) - ends
-    # each rank of a tensor group sends only its own tokens to experts
-    others = 1 - 1 / sharding.tensor
-    routed, trained_routed = (others * numbers for numbers in parts.routed)
-    heads = 1 + model.part.shape.mtp_heads
-    head = 2.0 * heads * config.embedding_rows * config.hidden_size * tokens
-    of_experts = 3 * config.num_experts_per_tok * config.hidden_size * config.expert_size
-    return Flops(
-        products=2.0 * (blocks - routed + parts.adapters.numbers) * tokens,
-        attention=2.0 * config.num_hidden_layers * heads_width * attention_cost,
-        head=head,
-        trained=2.0 * (parts.trained_active - trained_routed) * tokens,
-        trained_head=head * parts.head.requires_grad,
-        experts=2.0 * mixtures(config) * of_experts * tokens / sharding.tensor,
-    )
+def recomputed(cfg: ActivationCheckpoint) -> float:
+    """Return the share of forward's elementwise operators and messages that backward repeats."""
+    if cfg.mode in ("none", "budget"):  # upper bound: a compiler first repeats the cheapest ones
+        return 1 - cfg.budget if cfg.mode == "budget" else 0.0
+    return 1 / cfg.every
 
 
 def peak_rate(precision: Precision, device: Device) -> float:
@@ -354,7 +218,7 @@ def peak_rate(precision: Precision, device: Device) -> float:
 def product_rate(model: PlannedModel, device: Device) -> float:
     """Return the FLOP/s that matrix products reach, in the middle of the range."""
     by_size = size_factor(model.layout.tokens, model.config.hidden_size, device)
-    return peak_rate(model.precision, device) * PRODUCTS * device.reach * by_size
+    return peak_rate(model.precision, device) * REACHED * device.reach * by_size
 
 
 def size_factor(rows: float, width: int, device: Device) -> float:
@@ -383,93 +247,10 @@ def newton_schulz_rate(optim: Optim, device: Device) -> float:
     """Return the FLOP/s of Muon's products, in the middle of the range and for wide matrices."""
     in_bfloat16 = optim.ns_dtype == "bfloat16"
     peak = (device.flops or 0.0) if in_bfloat16 else device.flops_float32
-    return peak * (device.efficiency or PRODUCTS * device.reach)
-
-
-def attention_rate(model: PlannedModel, device: Device) -> float:
-    """Return the FLOP/s of attention in forward and backward, counted as causal."""
-    faster = FASTER_ATTENTION.get(model.options.attention_kernel, 1.0)
-    return peak_rate(model.precision, device) * device.attention * faster
+    return peak * (device.efficiency or REACHED * device.reach)
 
 
 def float8_speedup(model: PlannedModel, device: Device) -> float:
     """Return the speed-up of matrix products by the chosen float8 format; 1 without one."""
-    chosen = FLOAT8.get(model.precision.float8 or "")
-    return 1 + (chosen.speedup - 1) * device.float8 if chosen and model.compiled else 1.0
-
-
-class CastSeconds(NamedTuple):
-    """Seconds to cast the inputs of a micro-batch's linear layers, and their outputs' gradients."""
-
-    inputs: float = 0.0
-    gradients: float = 0.0
-
-
-def cast_seconds(model: PlannedModel, device: Device) -> CastSeconds:
-    """Return the seconds of casts to float8, with one cast for all layers with the same input."""
-    chosen = FLOAT8.get(model.precision.float8 or "")
-    if chosen is None or not model.compiled:
-        return CastSeconds()
-    config = model.part.shape
-    sizes, inner = config.projection_sizes, inner_width(model)
-    inputs = 2 * config.hidden_size + sizes["q_proj"] + inner
-    outputs = sum(sizes.values()) + 2 * inner + config.hidden_size
-    tokens = model.layout.tokens * config.num_hidden_layers
-    each = chosen.cast * tokens / (device.memory_rate * MEMORY)
-    return CastSeconds(inputs * each, outputs * each)
-
-
-def elementwise_seconds(model: PlannedModel, device: Device) -> float:
-    """Return the seconds of norms, rotations, gates and additions of all blocks in one forward."""
-    config, tensor, each = model.part.shape, model.layout.sharding.tensor, traffic(model.compiled)
-    family, hidden = config.family_spec, config.hidden_size
-    norms = sum(name is not None for name in NORMS[family.norms])
-    sizes = config.projection_sizes
-    heads = sizes["q_proj"] + sizes["k_proj"]
-    numbers = (
-        hidden * (norms * each.norm + 2 * each.residual) / tensor
-        + heads * (each.rotation + (each.norm if family.qk_norm else 0))
-        + inner_width(model) * each.gate
-    )
-    copies = hidden * config.num_experts_per_tok / tensor * mixtures(config)
-    return _moving_seconds(
-        numbers * config.num_hidden_layers + copies * each.sorting, model, device
-    )
-
-
-def inner_width(model: PlannedModel) -> float:
-    """Return the inner channels of a feed-forward on this rank, the mean over the blocks.
-
-    A rank of a tensor group computes experts for its own tokens, but its own channels of dense
-    feed-forwards for all tokens.
-    """
-    config, others = model.part.shape, 1 - 1 / model.layout.sharding.tensor
-    routed_width = config.num_experts_per_tok * config.expert_size
-    widths = [
-        config.feed_forward_width(kind) - others * routed_width * (kind == EXPERTS)
-        for kind in config.feed_forwards
-    ]
-    return sum(widths) / config.num_hidden_layers
-
-
-def adapter_seconds(model: PlannedModel, device: Device) -> float:
-    """Return the seconds of the elementwise operators of adapters in one forward.
-
-    Backward has as many: the gradients are scaled, and the two gradients of an input are added.
-    """
-    adapters = model.own.adapters
-    moved = adapters.inputs * READ_BY_A + adapters.outputs * traffic(model.compiled).adapter
-    if model.adapter.name == "dora":
-        moved += adapters.outputs * SCALED_BY_DORA
-    return _moving_seconds(moved, model, device)
-
-
-def _moving_seconds(moved: float, model: PlannedModel, device: Device) -> float:
-    """Return the seconds to read and write this many bytes for each token in bfloat16."""
-    wider = model.number / torch.bfloat16.itemsize
-    return moved * wider * model.layout.tokens / (device.memory_rate * MEMORY)
-
-
-def traffic(compiled: bool) -> Traffic:
-    """Return the memory traffic of elementwise operators, compiled or not."""
-    return COMPILED if compiled else EAGER
+    chosen = FLOAT8.get(model.precision.float8 or "", 1.0)
+    return 1 + (chosen - 1) * device.float8 if model.compiled else 1.0

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Sharding
-from fsdp_trainer.models.config import EXPERTS, ModelConfig, RankConfig
-from fsdp_trainer.models.moe import MixtureOfExperts
-from fsdp_trainer.observe.flops import count_numbers
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.parallel.experts import ROWS, SHARDED, ExpertRanks, divided
 from fsdp_trainer.parallel.memory_check import expert_modules
 
@@ -116,15 +114,6 @@ def mixtures(config: ModelConfig, blocks: tuple[int, ...] | None = None) -> int:
     return sum(config.feed_forwards[i] == EXPERTS for i in numbers)
 
 
-def routed_numbers(block: nn.Module) -> tuple[int, int]:
-    """Return how many parameters of router and experts a token uses, and how many are trained."""
-    mixture: Any = getattr(block, "mlp", None)
-    if not isinstance(mixture, MixtureOfExperts):
-        return 0, 0
-    experts, router = count_numbers(mixture.experts), count_numbers(mixture.gate)
-    return experts[0] + router[0], experts[1] + router[1]
-
-
 def exchanged_bytes(layout: Layout, config: ModelConfig, number: int) -> float:
     """Return the bytes of one all-to-all of rows, including those that stay on the rank.
 
@@ -132,18 +121,3 @@ def exchanged_bytes(layout: Layout, config: ModelConfig, number: int) -> float:
     """
     rows = layout.tokens // layout.sharding.tensor * config.num_experts_per_tok
     return rows * config.hidden_size * number
-
-
-def busiest_over_mean(part: RankConfig, ranks: int, load: float) -> float:
-    """Return the factor by which blocks take longer because all wait for the busiest rank.
-
-    That rank computes `load` times the experts' products, which are a part of all products. ranks:
-    number of ranks that divide the experts.
-    """
-    config = part.shape
-    if ranks == 1:
-        return 1.0
-    ends = 2 * config.embedding_rows * config.hidden_size
-    blocks = max(1, config.parameters(active=True) - ends)
-    of_experts = 3 * config.num_experts_per_tok * config.hidden_size * config.expert_size
-    return 1 + (load - 1) * min(1.0, mixtures(config) * of_experts / blocks)

@@ -3,7 +3,6 @@
 Computed from the model to train, with its adapters and 4-bit matrices, on the meta device.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,20 +14,18 @@ from torch import Tensor, nn
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.schema import Adapter, Precision, Sharding
 from fsdp_trainer.models.adapters.adapter_spec import frozen_dtype
-from fsdp_trainer.models.adapters.adapters import adapted_layers
-from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import Linear4, is_encoded
 from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
+from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.optim.footprint import is_matrix
 from fsdp_trainer.optim.muon_owners import stack_shape
-from fsdp_trainer.parallel.memory_check import CountedModel, expert_modules
+from fsdp_trainer.parallel.memory_check import CountedModel
 from fsdp_trainer.planning.plan.expert_exchange import (
     own_numbers,
-    routed_numbers,
     separate_parameters,
 )
 
@@ -113,66 +110,6 @@ def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
     return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
 
 
-class AdapterCounts(NamedTuple):
-    """Sizes of the adapters and 4-bit matrices of blocks, which add to their work.
-
-    numbers: size of A and B; ranks: sum of the ranks; adapted, encoded: size of the matrices that
-    have adapters, and of those in 4 bits; inputs, outputs: sums of the widths of adapted layers;
-    encoded_experts: size of the experts in 4 bits. Of adapted experts only those that a token uses
-    are counted. Of encoded experts all are counted, since all are decoded.
-    """
-
-    numbers: int = 0
-    ranks: int = 0
-    adapted: int = 0
-    inputs: int = 0
-    outputs: int = 0
-    encoded: int = 0
-    encoded_experts: int = 0
-
-    @classmethod
-    def of(cls, block: nn.Module) -> "AdapterCounts":
-        """Return the sizes for one block."""
-        layers = adapted_layers(block).values()
-        encoded = [m for m in block.modules() if isinstance(m, Linear4)]
-        linears = cls(
-            numbers=sum(m.lora_A.weight.numel() + m.lora_B.weight.numel() for m in layers),
-            ranks=sum(m.lora_A.out_features for m in layers),
-            adapted=sum(m.in_features * m.out_features for m in layers),
-            inputs=sum(m.in_features for m in layers),
-            outputs=sum(m.out_features for m in layers),
-            encoded=sum(m.in_features * m.out_features for m in encoded),
-            encoded_experts=encoded_in_experts(block),
-        )
-        experts = [cls.of_experts(*pair) for pair in adapted_experts(block).values()]
-        return cls(*map(sum, zip(linears, *experts, strict=True)))
-
-    @classmethod
-    def of_experts(cls, module: Experts, matrix: str) -> "AdapterCounts":
-        """Return the sizes for one matrix of the experts, counting only experts a token uses."""
-        count, outputs, inputs = module.shapes[matrix]
-        chosen = round(count * module.active_share)
-        rank = getattr(module.lora_A, matrix).shape[1]
-        return cls(
-            numbers=chosen * rank * (inputs + outputs),
-            ranks=chosen * rank,
-            adapted=chosen * inputs * outputs,
-            inputs=chosen * inputs,
-            outputs=chosen * outputs,
-        )
-
-
-def encoded_in_experts(block: nn.Module) -> int:
-    """Return how many numbers of a block's experts are stored in 4 bits."""
-    modules: list[Any] = [*expert_modules([block])]
-    return sum(
-        math.prod(shape)
-        for module in modules
-        for name, shape in module.shapes.items()
-        if is_encoded(getattr(module, name))
-    )
-
-
 @dataclass(frozen=True)
 class BlockKind:
     """A kind of block: blocks with the same parameters.
@@ -184,11 +121,6 @@ class BlockKind:
     signature: str
 
     @cached_property
-    def counts(self) -> AdapterCounts:
-        """Sizes of the adapters and 4-bit matrices of the block."""
-        return AdapterCounts.of(self.block)
-
-    @cached_property
     def is_trained(self) -> bool:
         """True if any parameter is trained."""
         return any(parameter.requires_grad for parameter in self.block.parameters())
@@ -197,9 +129,8 @@ class BlockKind:
 class ModelParts:
     """A model on the meta device, divided into the parts that `fully_shard` shards.
 
-    kinds: the kinds of blocks; kind_of: for each block the index of its kind; adapters: sizes for
-    all blocks together; backward_from: index of the first block that backward reaches, before which
-    nothing is trained.
+    kinds: the kinds of blocks; kind_of: for each block the index of its kind; backward_from: index
+    of the first block that backward reaches, before which nothing is trained.
     """
 
     def __init__(self, model: Decoder):
@@ -224,8 +155,6 @@ class ModelParts:
                 known[signature] = len(self.kinds)
                 self.kinds.append(BlockKind(block, signature))
             self.kind_of.append(known[signature])
-        counts = [self.kinds[kind].counts for kind in self.kind_of]
-        self.adapters = AdapterCounts(*map(sum, zip(*counts, strict=True)))
         self.backward_from = self._first_with_gradient()
         self._known: dict[str, Any] = {}
 
@@ -251,13 +180,6 @@ class ModelParts:
         """Share of the blocks that backward reaches."""
         return 1 - self.backward_from / len(self.kind_of)
 
-    @cached_property
-    def trained_active(self) -> int:
-        """Size of the trained parameters in the blocks and MTP heads that a token uses."""
-        each = [count_numbers(kind.block)[1] for kind in self.kinds]
-        of_heads = sum(count_numbers(head)[1] for head in self.model.mtp_heads())
-        return sum(each[kind] for kind in self.kind_of) + of_heads
-
     def matrices(self, kinds: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, columns) of each trained stack of matrices in some blocks.
 
@@ -268,13 +190,6 @@ class ModelParts:
     @cached_property
     def _matrices_by_kind(self) -> list[list[tuple[int, int, int]]]:
         return [trained_matrices(kind.block) for kind in self.kinds]
-
-    @cached_property
-    def routed(self) -> tuple[int, int]:
-        """Size of the experts and routers that a token uses, and of their trained part."""
-        each = [routed_numbers(kind.block) for kind in self.kinds]
-        whole, trained = zip(*(each[kind] for kind in self.kind_of), strict=True)
-        return sum(whole), sum(trained)
 
     @cached_property
     def work(self) -> TrainedWork:

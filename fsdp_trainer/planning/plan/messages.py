@@ -20,6 +20,7 @@ from fsdp_trainer.planning.plan.planned_model import PlannedModel
 from fsdp_trainer.planning.plan.planned_run import PlannedRun
 from fsdp_trainer.planning.plan.rank_part import exchanged
 from fsdp_trainer.planning.plan.second_model import teacher_units
+from fsdp_trainer.planning.plan.work import Work
 
 FIRST, BLOCKS, LAST, AGAIN = "first", "blocks", "last", "again"
 """Gathers in forward: of the first unit, of blocks, of the last unit; and those in backward."""
@@ -127,6 +128,16 @@ class Message(NamedTuple):
         if self.dimension == IN_MEMORY:
             return self.sent / (device.memory_rate * MEMORY)
         return max(self.sent / device.link, self.across / device.network) / efficiency
+
+
+class Recorded(NamedTuple):
+    """What a rehearsal shows of time: messages of the busiest rank, and the work of a step.
+
+    works: rank of the pipeline and work, for each kind of rank.
+    """
+
+    messages: list[Message]
+    works: list[tuple[int, Work]]
 
 
 class Wire(NamedTuple):
@@ -278,7 +289,7 @@ class PlannedMessages:
         if group.ranks == 1:
             return
         config, own = model.config, self.stages.blocks
-        again = recomputed(model.checkpointing).elementwise
+        again = recomputed(model.checkpointing)
         reached, family = model.whole.backward_share, config.family_spec
         needs_last_sum = NORMS[family.norms][3] is not None or family.gates_shared_expert
         with_experts = 0 if config.shared_size else mixtures(config, own)
@@ -299,7 +310,7 @@ class PlannedMessages:
         model, group = self.model, self.groups.experts
         if group.ranks == 1:
             return
-        again = recomputed(model.checkpointing).elementwise
+        again = recomputed(model.checkpointing)
         blocks = mixtures(model.config, self.stages.blocks)
         size = blocks * EXCHANGES * exchanged_bytes(model.layout, model.config, model.number)
         sent = size * group.sent * (1 + model.own.backward_share * (1 + again)) * self.count
@@ -312,7 +323,7 @@ class PlannedMessages:
             return
         block, again = exchanged(model.layout, model.part), recomputed(model.checkpointing)
         own = block.numbers * model.layout.batch.micro_rows * model.number
-        backward = block.backward + again.elementwise * block.forward
+        backward = block.backward + again * block.forward
         messages = block.forward + model.own.backward_share * backward
         sent = own * len(self.stages.blocks) * messages * self.count
         leaving = {

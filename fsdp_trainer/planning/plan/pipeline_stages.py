@@ -3,7 +3,6 @@
 from typing import NamedTuple, TypeVar
 
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.parallel.pipeline import blocks_by_stage
 from fsdp_trainer.planning.plan.fsdp_units import FsdpUnit, ModelParts, ModelUnits
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
@@ -27,15 +26,6 @@ class RankStages(NamedTuple):
     def of(self, blocks: list[T]) -> list[T]:
         """Select the entries of this rank's blocks from a list with an entry for each block."""
         return [blocks[i] for i in self.blocks]
-
-    def of_blocks(self, config: ModelConfig) -> float:
-        """Return the share of the model's blocks that this rank has."""
-        return len(self.blocks) / config.num_hidden_layers
-
-
-def stages_by_rank(whole: ModelParts, layout: Layout) -> list[RankStages]:
-    """Return the distinct parts of a pipeline's ranks; without a pipeline, the whole model."""
-    return distinct(stages_of_all(whole, layout), whole.kind_of)
 
 
 def stages_of_all(whole: ModelParts, layout: Layout) -> list[RankStages]:

@@ -13,7 +13,7 @@ from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.planning.plan.fsdp_units import KnownModels
 from fsdp_trainer.planning.plan.memory import GIB, Memory, Moment, memory
-from fsdp_trainer.planning.plan.messages import Message, Wire, busiest_wire
+from fsdp_trainer.planning.plan.messages import Recorded, Wire, busiest_wire
 from fsdp_trainer.planning.plan.planned_run import PlannedRun
 from fsdp_trainer.planning.plan.rollout_cost import Rollouts, ScoredBy, rollouts
 from fsdp_trainer.planning.plan.time import Times, times
@@ -53,8 +53,8 @@ class RunPlan:
         """Bytes that the busiest rank sends in a step, by dimension of the mesh."""
         return {name: wire.gathered + wire.reduced for name, wire in self.wire.items()}
 
-    def scaled(self, factor: float) -> "RunPlan":
-        """Return the plan with `factor` times the bytes of tensors."""
+    def scaled(self, factor: float, pace: float) -> "RunPlan":
+        """Return the plan with `factor` times the bytes and `pace` times the seconds."""
 
         def moment(one: Moment) -> Moment:
             bytes = {name: size * factor for name, size in one.bytes.items()}
@@ -63,7 +63,10 @@ class RunPlan:
         memory = self.memory
         moments = tuple(map(moment, memory.moments))
         return replace(
-            self, memory=memory._replace(moments=moments, tensors=factor * memory.tensors)
+            self,
+            memory=memory._replace(moments=moments, tensors=factor * memory.tensors),
+            slow=self.slow.scaled(pace),
+            fast=self.fast.scaled(pace),
         )
 
     @property
@@ -147,12 +150,12 @@ def make_plan(
     device: Device,
     load: float = 1.0,
     known: KnownModels | None = None,
-    recorded: list[Message] | None = None,
+    recorded: Recorded | None = None,
 ) -> RunPlan:
     """Return the plan of `cfg` for a model of shape `config` on `world` ranks.
 
     load: with expert parallelism, rows of the busiest rank divided by the number with even routing;
-    known: models of earlier plans; recorded: the messages of a rehearsal.
+    known: models of earlier plans; recorded: see `times`.
     """
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     answers = rollouts(cfg, config, world, rated)
@@ -168,7 +171,7 @@ def make_plan(
         memory=memory(run, "cpu" if device.name == "cpu" else "cuda", load),
         slow=times(run, rated, False, load, recorded),
         fast=times(run, rated, True, load, recorded),
-        wire=busiest_wire(run, rated, recorded),
+        wire=busiest_wire(run, rated, recorded and recorded.messages),
         tokens=tokens,
         micro_batches=layout.micro_batches,
         flops=palm_flops(config, tokens, batch.seq_len, whole.work),

@@ -66,8 +66,8 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
         config = config.with_labels(tuple(cfg.objective.labels) or ONE_LABEL)
     if config.by_transformers:
         assumed.append(
-            f"transformers' class computes {config.family}: its weights are counted, its "
-            "activations taken to be those of a dense block with as many weights per token"
+            f"transformers' class computes {config.family}: a rehearsal shows what its blocks do; "
+            "without one only their weights count"
         )
     return config, assumed
 

@@ -10,7 +10,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.planning.plan.fsdp_units import KnownModels
 from fsdp_trainer.planning.plan.group_exchange import GroupExchange
-from fsdp_trainer.planning.plan.pipeline_stages import RankStages, stages_by_rank
+from fsdp_trainer.planning.plan.pipeline_stages import RankStages, distinct, stages_of_all
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
 from fsdp_trainer.planning.plan.rollout_cost import rows_of_answers
 from fsdp_trainer.planning.plan.scoring_models import ScoringModel, scoring_models
@@ -74,4 +74,9 @@ class PlannedRun:
     @property
     def stages_by_rank(self) -> list[RankStages]:
         """The distinct stages of a pipeline's ranks; without a pipeline, the whole model."""
-        return stages_by_rank(self.model.whole, self.layout)
+        return distinct(self.stages_of_all, self.model.whole.kind_of)
+
+    @property
+    def stages_of_all(self) -> list[RankStages]:
+        """The stages of each rank of a pipeline; without a pipeline, the whole model."""
+        return stages_of_all(self.model.whole, self.layout)

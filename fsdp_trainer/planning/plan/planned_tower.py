@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
-from fsdp_trainer.planning.plan.blocks import trace
+from fsdp_trainer.planning.plan.blocks import TracedPart, trace
 from fsdp_trainer.planning.plan.fsdp_units import ModelParts
+from fsdp_trainer.planning.plan.work import BACKWARD, FORWARD, PRODUCTS, Work, added
 
 if TYPE_CHECKING:  # imports transformers
     from fsdp_trainer.models.hf.image_tower import TowerSizes
@@ -31,19 +33,6 @@ WRITTEN_OUT = 3
 
 They are of activation functions and rotations of several operators.
 """
-
-
-class TowerFlops(NamedTuple):
-    """Operations of a micro-batch in the forward of a tower and its projector.
-
-    trained: the part of `products` with trained weights. reached: share of all that backward also
-    goes through.
-    """
-
-    products: float
-    attention: float
-    trained: float
-    reached: float
 
 
 @dataclass(frozen=True)
@@ -133,17 +122,18 @@ class PlannedTower:
         """Bytes that pixels, blocks and projectors keep from forward to backward."""
         mode, every = self.recompute.mode, self.recompute.every
         again = math.ceil(self.depth / every) if mode in ("full", "selective") else 0
-        kept = again * self._saved(replace(self.recompute, every=1)) if again else 0.0
+        kept = (
+            again * self._traced(replace(self.recompute, every=1), self.patches).saved
+            if again
+            else 0.0
+        )
         if again < self.depth:
-            block = self._saved(ActivationCheckpoint(mode="none"))
+            block = self._traced(ActivationCheckpoint(mode="none"), self.patches).saved
             kept += (self.depth - again) * (block + WRITTEN_OUT * self.stream * self.is_reached)
         return kept + self.pixels + self.kept_by_projectors
 
-    def _saved(self, recompute: ActivationCheckpoint) -> float:
-        """Trace an encoder block that is as wide and has as many weights as the tower's.
-
-        Returns the bytes that it keeps.
-        """
+    def _traced(self, recompute: ActivationCheckpoint, patches: int) -> TracedPart:
+        """Trace an encoder block that is as wide and has as many weights as the tower's."""
         width = self.sizes.width
         block = nn.TransformerEncoderLayer(
             width,
@@ -162,20 +152,20 @@ class PlannedTower:
             blocks=lambda: {"0": block}, mtp_heads=list, image_blocks=list
         )
         checkpoint_activations(decoder, recompute)
-        shape = (1, self.patches, width)
-        return trace(lambda: (block, ()), shape, self.dtype, self.is_reached).saved
+        shape = (1, patches, width)
+        return trace(lambda: (block, ()), shape, self.dtype, self.is_reached)
 
-    @property
-    def flops(self) -> TowerFlops:
-        """The operations of a micro-batch. Images have the model's own size, else PATCHES."""
-        of_block = numbers_of(self.block.parameters())
-        whole, trained = (
-            2.0 * (self.patches * self.depth * own + self.tokens * other)
-            for own, other in zip(of_block, self.rest, strict=True)
-        )
+    @cached_property
+    def work(self) -> Work:
+        """The work of a micro-batch. Images have the model's own size, else PATCHES."""
         of_image = min(self.patches, self.sizes.patches or PATCHES)
-        attention = 4.0 * self.depth * self.patches * of_image * self.sizes.width
-        return TowerFlops(whole, attention, trained, float(self.is_reached))
+        blocks = added({}, self._traced(self.recompute, of_image).work, self.depth)
+        work = added({}, blocks, self.patches / of_image)
+        if not self.is_reached:
+            work = {name: size for name, size in work.items() if BACKWARD not in name}
+        whole, trained = (2.0 * self.tokens * numbers for numbers in self.rest)
+        rest = {f"{FORWARD} {PRODUCTS}": whole, f"{BACKWARD} {PRODUCTS}": trained}
+        return added(work, rest)
 
 
 def numbers_of(weights: Iterable[Tensor]) -> tuple[int, int]:

@@ -4,10 +4,12 @@ docs/how-plan-works.md explains how both follow from operations, bytes and rates
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.formats import is_compact, moments_format
@@ -19,15 +21,19 @@ from fsdp_trainer.planning.plan.compute import (
     Seconds,
     compute_seconds,
     newton_schulz_rate,
+    phase_seconds,
+    planned_work,
+    seconds_of,
     spread_of,
+    unit_seconds,
 )
-from fsdp_trainer.planning.plan.expert_exchange import HOST_WAIT, busiest_over_mean, mixtures
+from fsdp_trainer.planning.plan.expert_exchange import HOST_WAIT, mixtures
 from fsdp_trainer.planning.plan.messages import (
     AGAIN,
     BLOCKS,
-    COPIES,
     ELSEWHERE,
     FIRST,
+    HOST,
     LAST,
     REDUCED,
     REPLICAS,
@@ -36,6 +42,7 @@ from fsdp_trainer.planning.plan.messages import (
     Message,
     PlannedMessages,
     RankGroups,
+    Recorded,
     updates_on_host,
 )
 from fsdp_trainer.planning.plan.muon_update import newton_schulz_flops, owner_traffic
@@ -43,12 +50,38 @@ from fsdp_trainer.planning.plan.pipeline_stages import RankStages, units_of
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
 from fsdp_trainer.planning.plan.planned_run import PlannedRun
 from fsdp_trainer.planning.plan.second_model import SOFT_BYTES, PlannedTeacher, teacher_units
+from fsdp_trainer.planning.plan.work import (
+    ATTENTION,
+    BACKWARD,
+    EXPERTS,
+    FORWARD,
+    HEAD,
+    MOVED,
+    PASSES,
+    PRODUCTS,
+    READING,
+    SCALED,
+    WEIGHTS,
+    Work,
+    added,
+)
 
 LINKS = (0.5, 0.85)
 """Lower and upper share of a link's rate that collectives reach.
 
 NCCL's own tests on 256 H100 measured 200 (all-gather) to 340 GB/s of 400 (NVIDIA/nccl#1218).
 """
+PARTS = {
+    PRODUCTS: "products",
+    SCALED: "products",
+    EXPERTS: "products",
+    ATTENTION: "attention",
+    PASSES: "elementwise",
+    WEIGHTS: "passes over parameters",
+}
+"""Names of parts of a step's budget by kind of work; the head's are one part."""
+HIDDEN = "hidden messages"
+"""Those that computation hides."""
 HOST_ADAMW = 20e9
 """Rate of host memory in bytes per second and rank with sharding.cpu_offload. Assumed."""
 
@@ -59,7 +92,8 @@ class Times(NamedTuple):
     exposed: communication that does not overlap with computation; idle: time in which a rank of a
     pipeline waits for its first micro-batch or for the last one of other ranks; forwards:
     additional forwards without gradients, such as those of a reference model; reading: one such
-    forward over the rows of a step, which is not part of the step.
+    forward over the rows of a step, which is not part of the step; parts: of computation, by name;
+    work: of the rank.
     """
 
     compute: float
@@ -69,6 +103,31 @@ class Times(NamedTuple):
     idle: float = 0.0
     forwards: float = 0.0
     reading: float = 0.0
+    parts: Mapping[str, float] = MappingProxyType({})
+    work: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All seconds by name, without those of parts."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, float)}
+
+    @property
+    def budget(self) -> dict[str, float]:
+        """Seconds by what the step spends them on; those of hidden messages are not its own."""
+        return {
+            **self.parts,
+            "update": self.optimizer,
+            "forwards": self.forwards,
+            "idle": self.idle,
+            "messages": self.exposed,
+            HIDDEN: self.communication - self.exposed,
+        }
+
+    def scaled(self, factor: float) -> "Times":
+        """Return times in which everything takes `factor` times as long."""
+        figures = {name: factor * value for name, value in self.figures.items()}
+        parts = {name: factor * value for name, value in self.parts.items()}
+        return Times(**figures, parts=parts, work=self.work)
 
     @property
     def step(self) -> float:
@@ -81,49 +140,60 @@ def times(
     device: Device,
     best: bool,
     load: float = 1.0,
-    recorded: list[Message] | None = None,
+    recorded: Recorded | None = None,
 ) -> Times:
     """Return the times of one step.
 
     In a pipeline they are those of the slowest rank, for which the others wait. best: True for the
     fast end of measured rates of computation and links, False for the slow end; load: rows that the
-    busiest rank's experts get, divided by the number with even routing; recorded: the messages of a
-    rehearsal, in place of planned ones.
+    busiest rank's experts get, divided by the number with even routing; recorded: messages and work
+    of a rehearsal, in place of planned ones.
     """
-    each = [
-        StageTimes(run, stages, device, best, load, recorded).times()
-        for stages in run.stages_by_rank
-    ]
+    ends = run, device, best, load
+    if recorded is None:
+        each = [StageTimes(*ends, stages).times() for stages in run.stages_by_rank]
+    else:
+        stages, messages = run.stages_of_all, recorded.messages
+        each = [
+            StageTimes(*ends, stages[rank], messages, work).times() for rank, work in recorded.works
+        ]
     return max(each, key=lambda times: times.step)
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The times of a step on a rank with some stages of a pipeline. Other fields: see `times`."""
+    """The times of a step on a rank with some stages of a pipeline.
+
+    recorded, recorded_work: the messages and the work of a step, if they were recorded. Other
+    fields: see `times`.
+    """
 
     run: PlannedRun
-    stages: RankStages
     device: Device
     best: bool
     load: float
-    recorded: list[Message] | None
+    stages: RankStages
+    recorded: list[Message] | None = None
+    recorded_work: Work | None = None
 
     def times(self) -> Times:
         """Return the times of the step."""
         model, layout, compute = self.run.model, self.run.layout, self.compute
         count, lanes, links = layout.micro_batches, self.lanes, LINKS[self.best]
         exposed = self.forward_exposed + self.backward_exposed + self.moving_exposed
-        teacher = teacher_seconds(self.run.teacher, self.groups.shard, self.device, self.best)
         waited = lanes[WAITED] + count * self.host_waits
+        further = phase_seconds(self.work, READING, self.each)
         if self.recorded is None:
-            waited += count * teacher.exposed
+            teacher = teacher_seconds(self.run.teacher, self.groups.shard, self.device, self.best)
+            waited, further = waited + count * teacher.exposed, count * teacher.compute
         exposed, total = exposed + waited, sum(lanes.values()) + waited - lanes[WAITED]
         total += 2 * count * self.moving
-        computed = count * (compute.forward + compute.backward + compute.head + teacher.compute)
+        computed = count * sum(compute)
         # a forward is one of three passes over the blocks, and one of three products of the head
         computing = count * (compute.forward + compute.head / 3)
         reading = computing + waited / 3 + self.forward_exposed / self.forwards
-        further = self.run.further_forwards * (computing if self.recorded else reading)
+        if self.recorded is None:
+            further += self.run.further_forwards * reading
         own = units_of(self.stages, model).all.own
         exchange = self.run.exchange
         between = exchange.seconds(own, self.device, links)
@@ -137,6 +207,8 @@ class StageTimes:
             layout.stages.idle_micro_batches * (computed + exposed) / count,
             further,
             reading,
+            self.parts,
+            self.work,
         )
 
     @cached_property
@@ -149,8 +221,8 @@ class StageTimes:
         """Seconds of a step's messages by lane."""
         seconds: dict[str, float] = defaultdict(float)
         messages = list(PlannedMessages(self.run, self.stages, self.device))
-        if self.recorded is not None:  # without copies
-            messages = [one for one in messages if one.dimension in COPIES] + self.recorded
+        if self.recorded is not None:  # without copies to the host
+            messages = [one for one in messages if one.dimension == HOST] + self.recorded
         for one in messages:
             if one.lane != ELSEWHERE:
                 share = self.load if one.dimension == "expert" else 1.0
@@ -166,14 +238,34 @@ class StageTimes:
         return 1 / ceil(len(self.stages.blocks) / self.run.layout.sharding.blocks_per_unit)
 
     @cached_property
+    def each(self) -> dict[str, float]:
+        """The seconds of an operation or a byte, by kind of work."""
+        return unit_seconds(self.run.model, self.device, self.best)
+
+    @cached_property
+    def work(self) -> Work:
+        """The work of a step."""
+        model, count = self.run.model, self.run.layout.micro_batches
+        if self.recorded_work is None:
+            work = planned_work(model, self.stages.blocks, self.stages.is_last, self.load)
+            return added({}, work, count)
+        tower = model.tower  # a rehearsal has no images
+        return added(self.recorded_work, tower.work, count) if tower else self.recorded_work
+
+    @cached_property
     def compute(self) -> Seconds:
         """The computation of a micro-batch."""
-        model = self.run.model
-        forward, backward, head = compute_seconds(model, self.device, self.best)
-        own = self.stages.of_blocks(model.config)
-        ranks = self.run.layout.sharding.expert
-        slowest = own * busiest_over_mean(model.part, ranks, self.load)
-        return Seconds(slowest * forward, slowest * backward, self.stages.is_last * head)
+        whole = seconds_of(self.work, self.each)
+        return Seconds(*(seconds / self.run.layout.micro_batches for seconds in whole))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step's computation by what is computed."""
+        parts = dict.fromkeys(PARTS.values(), 0.0)
+        for kind, seconds in self.each.items():
+            for phase in (FORWARD, BACKWARD):
+                parts[PARTS[kind]] += self.work.get(f"{phase} {kind}", 0.0) * seconds
+        return parts | {HEAD: phase_seconds(self.work, HEAD, self.each)}
 
     @property
     def gathers(self) -> int:
@@ -225,8 +317,11 @@ class StageTimes:
         model = self.run.model
         if not model.checkpointing.offload:
             return 0.0
-        traced, _ = trace_blocks(model, "cuda")
-        moved = sum(moved_bytes(model, traced, "cuda"))
+        if self.recorded_work is None:
+            traced, _ = trace_blocks(model, "cuda")
+            moved = float(sum(moved_bytes(model, traced, "cuda")))
+        else:
+            moved = self.work.get(f"{FORWARD} {MOVED}", 0.0) / self.run.layout.micro_batches
         return moved / (self.device.host_link * LINKS[self.best])
 
     @property

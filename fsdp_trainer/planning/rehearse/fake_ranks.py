@@ -193,9 +193,11 @@ class WithoutScoring(VarlenAttention):
 class SumInPlace:
     """Stands for the sum of a weight's gradient on a GPU, which needs no buffer."""
 
-    def __init__(self, weight: Tensor, _columns: int):
+    def __init__(self, weight: Tensor, columns: int):
         self.total = torch.empty_like(weight, dtype=torch.float32)
+        # memory in the format of the product, which a CPU could not write as float32
+        self.own = self.total.view(weight.dtype)[:columns, : weight.shape[1]]
 
-    def __call__(self, _slopes: Tensor, _hidden: Tensor) -> None:
+    def __call__(self, slopes: Tensor, hidden: Tensor) -> None:
         """Write to the total in place."""
-        self.total.zero_()
+        torch.mm(slopes.T, hidden, out=self.own)

@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.base.torch_private import operator_types
+from fsdp_trainer.planning.plan.work import bytes_of, tensors_in
 
 aten = torch.ops.aten
 FUSED = {aten.cat, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}
@@ -22,11 +23,12 @@ class TensorCounter(NamedTuple):
     """Counter of the tensors of a graph.
 
     uncounted: a context in which operators create tensors that no kernel writes to memory; add:
-    counts a tensor that one has written.
+    counts a tensor that one has written; passes: counts bytes that kernels read or write.
     """
 
     uncounted: Callable[[], AbstractContextManager[Any]]
     add: Callable[[Tensor], None]
+    passes: Callable[[float], None]
 
 
 class FusedGraph:
@@ -47,6 +49,7 @@ class FusedGraph:
         self.last_read: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node, reader in readers.items():
             self.last_read[reader].append(node)
+        self.read = tensors_of_kernels(self.nodes, self.in_kernel, self.written)
 
     def __call__(self, args: list[Any]) -> Any:
         """Return the graph's results. args: emptied."""
@@ -58,11 +61,14 @@ class FusedGraph:
             if node.op == "output":
                 return map_arg(node.args[0], lambda read: values[read][0])
             values[node] = self._result(node, values, given)
+            for read in self.read[node]:
+                self.counter.passes(sum(map(bytes_of, tensors_in(values[read][0]))))
             for read in self.last_read[node]:
                 del values[read]
             if node in self.written:  # a kernel may write over what it reads for the last time
                 for tensor in filter(torch.is_tensor, tree_iter(values[node][0])):
                     self.counter.add(tensor)
+                    self.counter.passes(bytes_of(tensor))
             if node in self.unread:
                 del values[node]
         raise AssertionError("a graph has an output")
@@ -89,7 +95,7 @@ def kernels_of(nodes: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return the nodes whose results are never in memory, and those that are a kernel's output."""
     types = operator_types()
     calls = [node for node in nodes if node.op == "call_function"]
-    views = {n for n in calls if types.is_view(n) or n.target is operator.getitem}
+    views = {n for n in calls if is_view(n)}
     fused = {n for n in calls if types.is_fusible(n) or packet_of(n) in FUSED} - views
     inner = fused | views
     read: set[fx.Node] = set()
@@ -97,6 +103,29 @@ def kernels_of(nodes: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
         if node not in inner or (node in views and node in read):
             read.update(node.all_input_nodes)
     return inner - read, fused & read
+
+
+def tensors_of_kernels(
+    nodes: list[fx.Node], in_kernel: set[fx.Node], written: set[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Return for each fused node what it is the first of its kernel to read from memory.
+
+    Fused nodes between two others are counted as one kernel, which reads each tensor once.
+    """
+    read: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    near: set[fx.Node] = set()
+    for node in nodes:
+        if node in in_kernel or node in written:
+            read[node] = [each for each in node.all_input_nodes if each not in near]
+            near |= {node, *read[node]}
+        elif node.op == "call_function" and not is_view(node):
+            near.clear()
+    return read
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return True for a call whose result is a part of its argument."""
+    return operator_types().is_view(node) or node.target is operator.getitem
 
 
 def packet_of(node: fx.Node) -> Any:

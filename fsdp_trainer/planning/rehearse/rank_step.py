@@ -35,6 +35,7 @@ from fsdp_trainer.parallel.activation_offload import CopiesOnHost
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import fsdp_modules
+from fsdp_trainer.planning.plan.work import Work
 from fsdp_trainer.planning.rehearse.collectives import Collective
 from fsdp_trainer.planning.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
 from fsdp_trainer.planning.rehearse.fused_graphs import FusedGraph, TensorCounter
@@ -60,8 +61,9 @@ class RankStep:
     """The record of one rank's step.
 
     peak: the moment with most bytes of tensors; moments, curve: see LiveBytes; collectives: of the
-    micro-batches that ran, in order; marks: where each of them began; staged: bytes of host memory
-    that a save needs; groups: name of each dimension by the ranks of its group.
+    micro-batches that ran, in order; marks: where each of them began; work: of these micro-batches;
+    worked: the part of it before each of them; staged: bytes of host memory that a save needs;
+    groups: name of each dimension by the ranks of its group.
     """
 
     rank: int
@@ -70,6 +72,8 @@ class RankStep:
     curve: list[tuple[int, tuple[int, ...]]]
     collectives: list[Collective]
     marks: list[int]
+    work: Work
+    worked: list[Work]
     staged: int
     groups: dict[tuple[int, ...], str]
 
@@ -136,7 +140,8 @@ class RankParts:
             outer = self._outer_step(recorder)
             runner = self._runner(optimizer)
             marks: list[int] = []
-            each = self._marked(batches, recorder, marks)
+            worked: list[Work] = []
+            each = self._marked(batches, recorder, marks, worked)
             phases.enter("data", 1)
             beside = patch.object(
                 activation_offload, "CopiesOnHost", partial(UncountedCopies, recorder)
@@ -148,6 +153,7 @@ class RankParts:
             ):
                 self._gather_second_models()
                 recorder.collectives.clear()
+                recorder.work.clear()
                 runner.train_step(batches, each, cfg.optim.lr)
             staged = staged_bytes(self.model, optimizer, runner, outer)
         return RankStep(
@@ -157,6 +163,8 @@ class RankParts:
             recorder.curve,
             recorder.collectives,
             marks,
+            dict(recorder.work),
+            worked,
             staged,
             names_of_groups(self.dims),
         )
@@ -215,11 +223,16 @@ class RankParts:
         return RehearsedBatches(assembler, plan, run.rows, run.layout.micro_batches)
 
     def _marked(
-        self, batches: RehearsedBatches, recorder: StepRecorder, marks: list[int]
+        self,
+        batches: RehearsedBatches,
+        recorder: StepRecorder,
+        marks: list[int],
+        worked: list[Work],
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, and note how many collectives came before each."""
+        """Yield the micro-batches, and note what collectives and what work came before each."""
         for batch in batches:
             marks.append(len(recorder.collectives))
+            worked.append(dict(recorder.work))
             yield batch
 
 
@@ -229,7 +242,7 @@ def compiling_for(recorder: StepRecorder) -> Iterator[None]:
 
     Their forward is compiled, not their call, so that the recorder sees each begin and end.
     """
-    counter = TensorCounter(recorder.uncounted, recorder.add)
+    counter = TensorCounter(recorder.uncounted, recorder.add, recorder.passes)
     backend = partitioned_backend(partial(FusedGraph, counter=counter))
 
     def compile_forward(model: Decoder, cfg: Compile, **_alone: bool) -> None:
@@ -253,11 +266,12 @@ class UncountedCopies(CopiesOnHost):
 
     def to_host(self, storage: torch.UntypedStorage) -> Tensor:
         copy = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        self.recorder.moved(storage.nbytes())
         self.recorder.put_on_host(copy)
         return copy
 
     def to_device(self, data: Tensor) -> Tensor:
-        return data.clone()
+        return torch.empty_like(data)
 
 
 def make_states(optimizer: TrainerOptimizer) -> None:

@@ -19,6 +19,7 @@ from fsdp_trainer.planning.plan.messages import (
     Group,
     Message,
 )
+from fsdp_trainer.planning.plan.work import Work, added, grown_work
 from fsdp_trainer.planning.rehearse.collectives import Collective, joined_counts
 from fsdp_trainer.planning.rehearse.kinds import Classes, RankKind, classes_of, kinds_of
 from fsdp_trainer.planning.rehearse.order_check import Mismatch, mismatches
@@ -52,12 +53,13 @@ class RehearsedKind:
     """A kind of ranks, and the step of its first rank.
 
     step: None if it was not run or did not finish; counts: how often each collective is called in
-    a whole step; problem: why the step did not finish, "" if it did.
+    a whole step; work: of a whole step; problem: why the step did not finish, "" if it did.
     """
 
     kind: RankKind
     step: RankStep | None = None
     counts: dict[Collective, int] = field(default_factory=dict)
+    work: Work = field(default_factory=dict)
     problem: str = ""
 
     @property
@@ -180,18 +182,22 @@ def rehearsed_kind(run: Rehearsed, kind: RankKind) -> RehearsedKind:
     try:
         step = step_of_rank(run.with_micro_batches(few), kind.rank)
         counts = Counter(joined_counts(step.collectives))
+        work = step.work
         if few < count and more:
             longer = step_of_rank(run.with_micro_batches(few + more), kind.rank)
             for one, times in more_often(longer.collectives, step.collectives).items():
                 counts[one] += times * (count - few) // more
+            work = grown_work(work, longer.work, (count - few) / more)
             step = grown(step, longer, (count - few) / more)
         elif few < count:
             between = joined_counts(step.collectives[step.marks[1] : step.marks[2]])
             for one, times in between.items():
                 counts[one] += times * (count - few)
+            of_one = added(step.worked[2], step.worked[1], -1)
+            work = added(work, of_one, count - few)
     except Exception as error:  # whatever the program raises is the answer
         return RehearsedKind(kind, problem=described(error))
-    return RehearsedKind(kind, step, dict(counts))
+    return RehearsedKind(kind, step, dict(counts), work)
 
 
 def more_often(longer: list[Collective], shorter: list[Collective]) -> dict[Collective, int]:

@@ -28,6 +28,7 @@ from fsdp_trainer.planning.plan.fsdp_units import ModelParts
 from fsdp_trainer.planning.plan.pipeline_stages import classes_of_stages
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
 from fsdp_trainer.planning.plan.rollout_cost import rows_of_answers
+from fsdp_trainer.planning.plan.work import grown_work
 from fsdp_trainer.planning.rehearse.collectives import Collective
 from fsdp_trainer.planning.rehearse.rehearsal import Rehearsal, RehearsedKind, rehearse, sizeless
 from fsdp_trainer.planning.rehearse.rehearsed_run import rehearsed_run
@@ -211,7 +212,7 @@ class Extension:
             curve=[],
             staged=staged,
         )
-        return RehearsedKind(few.kind, step, counts)
+        return RehearsedKind(few.kind, step, counts, grown_work(few.work, more.work, times))
 
     def moments(self, few: Moments, more: Moments, stages: Sequence[int], times: int) -> Moments:
         """Return the most bytes at each place with all blocks.

@@ -12,23 +12,24 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_trainer.base import phases
-from fsdp_trainer.base.live_bytes import LiveBytes, name_of
+from fsdp_trainer.base.live_bytes import name_of
 from fsdp_trainer.base.torch_private import (
     around_units,
     is_in_backward,
     reduced_gradients,
     unsharded_gradients,
 )
+from fsdp_trainer.planning.plan.work import HEAD, MOVED, PASSES, READING, WEIGHTS, WorkCounter
 from fsdp_trainer.planning.rehearse.collectives import NAMES, Collective, collective_of
 
-HEAD = "lm_head"
-ON_HOST = ("clip", "update")
-"""Phases that are computed where the states are."""
+HEAD_MODULE = "lm_head"
+UPDATES = ("clip", "update")
+"""Phases that are computed where the states are. Their work follows from the states' sizes."""
 ROOT = "root"
 
 
-class StepRecorder(LiveBytes):
-    """Records live bytes and collectives.
+class StepRecorder(WorkCounter):
+    """Records live bytes, work and collectives.
 
     gloo: True to count the copies that gloo makes; host_states: True if weights, gradients and the
     update are in host memory.
@@ -46,6 +47,8 @@ class StepRecorder(LiveBytes):
         self._gathers = False
         """True while a unit's parameters are copied out of a message."""
         self._gathered_last = ""
+        self._reads = False
+        """True in a forward without gradients."""
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator["StepRecorder"]:
@@ -70,7 +73,7 @@ class StepRecorder(LiveBytes):
     @property
     def counts(self) -> bool:
         """False where operators run on the host, whose memory is not the device's."""
-        return super().counts and not (self.host_states and phases.training.phase in ON_HOST)
+        return super().counts and not (self.host_states and phases.training.phase in UPDATES)
 
     def before(self, func: Any, args: Any) -> None:
         name = name_of(func)
@@ -94,6 +97,10 @@ class StepRecorder(LiveBytes):
             return is_encoded or not self._unit
         return called.op == "reduce_scatter"
 
+    def moved(self, size: int) -> None:
+        """Count bytes of activations that move to the host."""
+        self.work[f"{self.part()} {MOVED}"] += size
+
     def _where(self) -> str:
         """Return the innermost module that runs forward, else the FSDP unit, else the phase."""
         if self._stack:
@@ -104,19 +111,34 @@ class StepRecorder(LiveBytes):
     def _category(self) -> str:
         if self._gathers:
             return "gathered"
-        if HEAD in self._stack:
+        if HEAD_MODULE in self._stack:
             return "logits"
         return "activations"
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # the graph has no modules, only their operators
             return
+        if not self._stack:
+            self._reads = not torch.is_grad_enabled()
         inherited = self._stack[-1] if self._stack else phases.training.phase
         self._stack.append(self._names.get(id(module), inherited))
 
     def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         if not torch.compiler.is_compiling():
             self._stack.pop()
+            self._reads &= bool(self._stack)
+
+    def part(self) -> str:
+        """Return the phase of the work of an operator. The update's is not counted."""
+        if phases.training.phase in UPDATES:
+            return ""
+        if self._reads:
+            return READING
+        return HEAD if HEAD_MODULE in self._stack else super().part()
+
+    def kind(self, kind: str) -> str:
+        """Return a kind of work, of which passes for a unit are those over parameters."""
+        return WEIGHTS if self._unit and kind == PASSES else kind
 
     def _unshard(self, _unit: Any, name: str, real: Callable[[], Any]) -> Any:
         with self._within(name):

@@ -1,7 +1,7 @@
 """The command `plan`: estimates memory and speed from the overrides of training."""
 
 import json
-from itertools import islice
+import math
 from typing import TYPE_CHECKING
 
 from fsdp_trainer.apps.plan.stored_answers import Store
@@ -17,7 +17,7 @@ DOES_NOT_FIT = 3
 REHEARSED = 3
 """Layouts of a search that a rehearsal confirms."""
 MOST_REHEARSED = 10
-"""Layouts of a search that are rehearsed for that."""
+"""Layouts of a search that are rehearsed if one of them fits; else all are, until one does."""
 
 
 def plan(cfg: PlanConfig) -> int:
@@ -109,9 +109,10 @@ def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str], store: St
 
 
 def rehearse_fastest(search: "Search", store: Store) -> set[str]:
-    """Rehearse layouts, fastest first, until REHEARSED of them fit; remove those that do not.
+    """Rehearse layouts, fastest first, until no other can be the fastest; remove misfits.
 
-    If none is left, the nearest is rehearsed. Returns why some could not be rehearsed.
+    A layout can be if it gained by its rehearsal what the one that gained most did. If none fits,
+    the nearest is rehearsed. Returns why some could not be rehearsed.
     """
     from fsdp_trainer.apps.plan.device_plans import with_correction
     from fsdp_trainer.apps.plan.rehearsed_plan import rehearsed_plan
@@ -120,15 +121,21 @@ def rehearse_fastest(search: "Search", store: Store) -> set[str]:
     fitting: list[PlannedLayout] = []
     unknown: list[PlannedLayout] = []
     reasons = set()
-    layouts = iter(search.layouts)
-    for layout in islice(layouts, MOST_REHEARSED):
+    gain, number = 1.0, 0
+    for number, layout in enumerate(search.layouts):
+        fastest = min((one.plan.seconds for one in fitting), default=math.inf)
+        is_slower = gain * layout.plan.seconds > fastest and len(fitting) >= REHEARSED
+        if is_slower or (number >= MOST_REHEARSED and (fitting or unknown)):
+            break
         plan, reason = rehearsed_plan(layout.run, layout.plan, store)
         reasons.add(reason)
+        gain = min(gain, plan.seconds / layout.plan.seconds)
         if plan.fits:
             (fitting if plan.rehearsed else unknown).append(layout._replace(plan=plan))
-        if len(fitting) == REHEARSED:
-            break
-    search.order([*sorted(fitting, key=by_speed), *unknown, *layouts])
+    else:
+        number = len(search.layouts)
+    others = search.layouts[number:]
+    search.order([*sorted(fitting, key=by_speed), *unknown, *others])
     nearest = search.nearest
     if nearest and not search.layouts:
         plan, reason = rehearsed_plan(nearest.run, nearest.plan, store)

@@ -33,7 +33,7 @@ class TorchArchive:
     """A file of torch.save. content: what it holds, without the numbers of its tensors."""
 
     def __init__(self, file: Path, what: str, ignored: tuple[str, ...] = ()):
-        """Open the file. what: is read of it, for messages. ignored: see fake_load.
+        """Open the file. what: it holds, for messages. ignored: see fake_load.
 
         Raises UserError.
         """

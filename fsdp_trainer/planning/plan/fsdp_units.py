@@ -16,11 +16,9 @@ from fsdp_trainer.config.schema import Adapter, Precision, Sharding
 from fsdp_trainer.models.adapters.adapter_spec import frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.four_bit import Linear4, is_encoded
+from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.from_config.setup import ModelSetup
-from fsdp_trainer.models.moe import Experts
-from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
-from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.observe.flops import TrainedWork, trained_work
 from fsdp_trainer.optim.footprint import is_matrix
 from fsdp_trainer.optim.muon_owners import stack_shape
 from fsdp_trainer.parallel.memory_check import CountedModel

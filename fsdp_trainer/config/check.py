@@ -142,16 +142,17 @@ def convert(value: Any, kind: Any) -> Any:
     if origin is dict and isinstance(value, dict):
         if inside[1] is Any:
             return {str(name): item for name, item in value.items()}
-        is_empty = {name for name, item in value.items() if item == "" and inside[1] is str}
-        return {
-            str(name): "" if name in is_empty else convert(item, inside[1])
-            for name, item in value.items()
-        }
+        return {str(name): _in_mapping(item, inside[1]) for name, item in value.items()}
     if origin is Literal and value in inside:
         return value
     if kind in SCALARS:
         return SCALARS[kind](value)
     raise ValueError
+
+
+def _in_mapping(item: Any, kind: Any) -> Any:
+    """Convert a value of a mapping, in which a text may be empty. Raises ValueError."""
+    return "" if item == "" and kind is str else convert(item, kind)
 
 
 def _convert_to_any(value: Any, kinds: tuple[Any, ...]) -> Any:

@@ -58,6 +58,8 @@ BESIDE_A_CONFIG = ("tokenizer.json", "tokenizer.model", VOCABULARY)
 """Files that are described by other files in their folder, also if their own path is given."""
 TEMPLATES = "additional_chat_templates"
 """Folder of the other templates besides the default one, as `transformers` saves them."""
+SPECIALS_AS_TEXT = "encode_special_tokens"
+"""The setting of a Tokenizer with which a special token that a text has is text."""
 END_TOKENS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -286,9 +288,9 @@ class TextTokenizer:
             is_end = np.array(one.ids) == end
             types = np.minimum(np.cumsum(is_end) - is_end, 1)
             if types.tolist() != one.type_ids:
-                published.encode_special_tokens = True
+                setattr(published, SPECIALS_AS_TEXT, True)
                 encoded[i] = published.encode_batch([texts[i]])[0]
-                published.encode_special_tokens = False
+                setattr(published, SPECIALS_AS_TEXT, False)
         return encoded
 
     def _cutting(self, most: int | None) -> Tokenizer:

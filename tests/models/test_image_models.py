@@ -1,6 +1,7 @@
 """Models that read images, against transformers' own model, processor and AdamW."""
 
 import re
+import shutil
 from functools import cache, partial
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from image_models import CONFIGS, make_image_folder, write_pictures
 from other_models import ADAMW, RUN, SGD, adamw_steps, log_probabilities, loss_of
 from peft import PeftModel
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, checkpoint, save_tensors, stored, tensors
 from transformers import AutoModelForImageTextToText
 from world import cli, verify, write_lines
+from torch.nn.functional import cross_entropy
+from transformers.modeling_layers import MtpLayer
 
 import fsdp_trainer
 from fsdp_trainer.apps.generate import Speaker
@@ -168,6 +171,69 @@ def test_each_gradient_is_that_of_transformers(train, folders, data, kind, ranks
         assert error <= 2e-5 * max(1.0, largest), f"{name}: {error:.1e} of {largest:.1e}"
         changed += ("vis" in name or "project" in name) and bool(gradient.any())
     assert changed > 10, "tower and projector are trained"
+
+
+OF_HEAD = {
+    "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj",
+    "norm": "post_norm", "layers.0": "mtp_block",
+}  # fmt: skip
+"""Names of the parts of an MTP head in a folder, and in transformers' module."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_head_for_a_further_token_sees_images_as_transformers_module_does(
+    train, folders, tmp_path, data, ranks
+):
+    file, chats = data
+    folder, weight = tmp_path / "in", 0.3
+    shutil.copytree(folders("qwen3_5"), folder)
+    model = load(folder)
+    decoder, config = model.get_decoder(), json.loads((folder / "config.json").read_text())
+    number = decoder.config.layer_types.index("full_attention")
+    like = decoder.layers[number]
+    head = MtpLayer(decoder.config, type(like), type(like.input_layernorm), number)
+    for parameter in head.parameters():
+        parameter.data.normal_(0, 0.2)
+    before = {
+        f"mtp.{own}{name.removeprefix(theirs)}": parameter
+        for name, parameter in head.named_parameters()
+        for own, theirs in OF_HEAD.items()
+        if name.startswith(theirs)
+    }
+    held = load_file(folder / "model.safetensors")
+    save_file(held | {n: p.detach() for n, p in before.items()}, folder / "model.safetensors")
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    samples = samples_of(folder, file, chats)
+    recorded, total, further = [], torch.zeros(()), torch.zeros(())
+    decoder.rotary_emb.register_forward_hook(lambda _, given, out: recorded.append((given[0], out)))
+    for inputs, mask in samples:
+        output = model(**inputs, output_hidden_states=True)
+        embedded, rotations = recorded.pop()
+        rotations = [each[:, :-1] for each in rotations]
+        length = embedded.shape[1] - 1
+        causal = torch.full((1, 1, length, length), -torch.inf).triu(1)
+        states = output.hidden_states[-1][:, :-1]
+        drafted = model.lm_head(head(embedded[:, 1:], states, rotations, causal, None, None))[0]
+        tokens = inputs["input_ids"][0]
+        each = cross_entropy(output.logits[0, :-1], tokens[1:], reduction="none")
+        total = total + each[mask[1:]].sum()
+        further = (
+            further + cross_entropy(drafted[:-1], tokens[2:], reduction="none")[mask[2:]].sum()
+        )
+    count = sum(mask[1:].sum() for _, mask in samples)
+    ((total + weight * further) / count).backward()
+    own = overrides(folder, file, samples, *ONE_STEP, f"objective.mtp={weight}")
+    run = train("step", *own, ranks=ranks, base=[])
+    assert run.column("mtp_loss") == pytest.approx([(further / count).item()], rel=1e-5)
+    after = exported(run)
+    for name, parameter in before.items():
+        error = (parameter - after[name] - parameter.grad).abs().max()
+        assert error <= 2e-5 * max(1.0, parameter.grad.abs().max()), name
+    trained = dict(load(run.folder / "hf").named_parameters())
+    for name, parameter in model.named_parameters():
+        error = (parameter - trained[name] - parameter.grad).abs().max()
+        assert error <= 2e-5 * max(1.0, parameter.grad.abs().max()), name
 
 
 def test_a_step_without_any_image_changes_nothing_of_the_tower(train, folders, tmp_path, data):

@@ -15,10 +15,10 @@ from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, checkpoint, save_tensors, stored, tensors
-from transformers import AutoModelForImageTextToText
-from world import cli, verify, write_lines
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForImageTextToText
 from transformers.modeling_layers import MtpLayer
+from world import cli, verify, write_lines
 
 import fsdp_trainer
 from fsdp_trainer.apps.generate import Speaker

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from fsdp_trainer.base.json_files import read_object
-from fsdp_trainer.config.weight_files import weight_files
+from fsdp_trainer.checkpoint.formats.headers import read_headers
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+Shapes = dict[str, tuple[int, ...]]
+"""The shapes of tensors by name."""
 FURTHER = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Keys that count blocks for further tokens, which speculation needs."""
 FURTHER_NAMES = ("mtp.", "nextn", "eh_proj")
@@ -24,7 +23,8 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 def broken_promises(folder: Path) -> list[str]:
     """Return a sentence for each promise of a folder that it does not keep."""
     config = read_object(folder / "config.json", "cannot read the model's configuration")
-    shapes = tensor_shapes_of(folder)
+    tensors, _ = read_headers(folder, all_parts=True)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return [
         *broken_counts(config, shapes),
         *broken_vocabulary(config, shapes),
@@ -32,17 +32,7 @@ def broken_promises(folder: Path) -> list[str]:
     ]
 
 
-def tensor_shapes_of(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of a folder's tensors by name."""
-    shapes = {}
-    for file in weight_files(folder, SINGLE, INDEX):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                shapes[name] = opened.get_slice(name).get_shape()
-    return shapes
-
-
-def broken_counts(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
+def broken_counts(config: dict[str, Any], shapes: Shapes) -> Iterator[str]:
     """Yield what a configuration counts and the tensors lack: blocks, further ones, a tower."""
     text = text_part(config)
     layers = number_in(text, "num_hidden_layers")
@@ -70,7 +60,7 @@ def number_in(part: dict[str, Any], key: str) -> int:
     return value if type(value) is int else 0
 
 
-def block_numbers(shapes: dict[str, list[int]]) -> set[int]:
+def block_numbers(shapes: Shapes) -> set[int]:
     """Return the numbers of the blocks for text that tensors are named for."""
     places = (BLOCK.search(name) for name in shapes if is_of_text(name))
     return {int(place[1]) for place in places if place}
@@ -81,7 +71,7 @@ def is_of_text(name: str) -> bool:
     return not any(part in name for part in ("vis", "audio", "image"))
 
 
-def broken_vocabulary(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
+def broken_vocabulary(config: dict[str, Any], shapes: Shapes) -> Iterator[str]:
     """Yield what does not fit the vocabulary's size, or the head that is or is not tied."""
     text = text_part(config)
     size = number_in(text, "vocab_size")

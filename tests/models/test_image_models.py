@@ -1,5 +1,6 @@
 """Models that read images, against transformers' own model, processor and AdamW."""
 
+import json
 import re
 import shutil
 from functools import cache, partial

@@ -1,6 +1,6 @@
 """Addresses at which a process listens."""
 
-import psutil  # which accelerate needs, too
+import psutil
 
 
 def listening():

@@ -13,6 +13,7 @@ from forked import Forked
 from world import SMALL, Run, read_lines, wait_until
 
 from fsdp_trainer.apps.sweep import slurm
+from fsdp_trainer.apps.sweep.jobs import JobToStart
 from fsdp_trainer.apps.sweep.slurm import OnSlurm, Training
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.sweep_keys import Slurm
@@ -43,17 +44,17 @@ def place(cluster):
 def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tmp_path):
     (cluster / "hold").touch()
     output = tmp_path / "runs/s/jobs/a/output.log"
-    place.start(None, ["--version"], output)
-    process = OnSlurm(place.settings, None).start(None, ["--version"], output)
+    place.start(JobToStart(None, ["--version"], output))
+    process = OnSlurm(place.settings, None).start(JobToStart(None, ["--version"], output))
     assert list(fake_slurm.states(cluster).values()) == ["PENDING"], "not submitted twice"
     assert place.has_room(None)
-    place.start(None, ["--version"], tmp_path / "runs/s/jobs/b/output.log")
+    place.start(JobToStart(None, ["--version"], tmp_path / "runs/s/jobs/b/output.log"))
     assert not place.has_room(None)
     process.signal(signal.SIGTERM)
     # no result is waited for
     assert fake_slurm.states(cluster) == {process.id: "CANCELLED", "1001": "PENDING"}
     assert process.poll() == 1
-    again = OnSlurm(place.settings, None).start(None, ["--version"], output)
+    again = OnSlurm(place.settings, None).start(JobToStart(None, ["--version"], output))
     assert again.id == "1002", "what was cancelled is submitted again"
     for job in (again.id, "1001"):
         subprocess.run(["scancel", job], check=True)

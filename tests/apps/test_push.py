@@ -143,7 +143,8 @@ def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, pro
         "to=org/open": "private=false", "to=open": "is no repository", "": "to=org/name",
         "to=org/plain base=org/base": "only counts for an adapter",
     }  # fmt: skip
-    program.refuses(refused, "push", folder)
+    for words, said in refused.items():
+        assert said in program("push", folder, *words.split(), code=2)
     assert "fsdp-trainer export" in program("push", tmp_path, "to=org/plain", code=2)
     assert not hub.uploads
     program("push", folder, "to=org/open", "private=false")

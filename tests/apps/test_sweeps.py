@@ -56,13 +56,14 @@ def sweep(enter, monkeypatch, tmp_path, capsys):
         monkeypatch.delenv(name, raising=False)
 
     class Here(OnThisNode):
-        def start(self, cfg, words, output):
+        def start(self, job):
+            cfg, words, output = job
             run.trained.append((cfg, words))
             if isinstance(ending := run.endings.get(cfg.optim.lr, 0), Exception):
                 raise ending
-            job = FakeJob(output.parent, cfg, ending, run.losses(cfg))
-            self.running.append(job)
-            return job
+            started = FakeJob(output.parent, cfg, ending, run.losses(cfg))
+            self.running.append(started)
+            return started
 
     def run(*words, code=0):
         run.trained.clear()

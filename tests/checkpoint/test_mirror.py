@@ -181,7 +181,8 @@ def test_verbs_read_a_run_at_its_address_and_fetch_what_has_changed(
     first = tmp_path / "bucket/run/checkpoints/step-00000003"
 
     def said_by(*words, code=0):
-        return "".join(cli(*words, code=code))
+        result = cli(*words, code=code)
+        return result.out + result.err
 
     assert f"fetching {address}/checkpoints/{NEWEST}" in said_by("verify", address)
     assert "fetching" not in said_by("generate", address, "prompt=1 max_tokens=1")

@@ -189,7 +189,8 @@ def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, t
     recipes = tmp_path / "recipe"
     recipes.mkdir()
     bad = "--config-dir", tmp_path, "+recipe=bad", *words, "run.name=other"
-    for code in ("logging:\n  command: tee x\n", "optim:\n  name: mine.py:MINE\n"):
+    part = f"{EXAMPLES}/tickets.py:conversation"
+    for code in ("logging:\n  command: tee x\n", f"data:\n  format: {part}\n"):
         (recipes / "bad.yaml").write_text(f"# @package _global_\n{code}")
         assert "ype it on the command line" in program(*bad, code=2)
 

@@ -152,7 +152,7 @@ def require_family(config: ModelConfig, known: Collection[str]) -> None:
         kind = f"model_type={config.family}" + (
             "" if config.predicts else " without a head of tokens"
         )
-        reason = f"is not written as GGUF in this version. There are: {' '.join(known)}"
+        reason = f"is not written as GGUF: only {' '.join(known)} are.\n{BY_LLAMA_CPP}"
         raise UserError("there is no GGUF of it", [Problem(kind, reason)])
 
 

@@ -176,9 +176,9 @@ def test_a_plan_counts_the_model_of_transformers(folders, tmp_path):
     both = []
     for implementation in ("native", "transformers"):
         words = [f"model.init_from={folder} model.implementation={implementation}", own]
-        both.append(json.loads(cli("plan", "plan.rehearse=false", *words, "batch.seq_len=64").out))
-    for name in ("step_seconds", "peak_gib"):
-        assert both[1][name] == pytest.approx(both[0][name], rel=0.02), name
+        both.append(json.loads(cli("plan", *words, "batch.seq_len=64").out))
+    for name, near in (("step_seconds", 0.05), ("peak_gib", 0.02)):  # some norms are other passes
+        assert both[1][name] == pytest.approx(both[0][name], rel=near), name
 
 
 @pytest.mark.parametrize(

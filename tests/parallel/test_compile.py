@@ -2,6 +2,7 @@
 compiler."""
 
 import contextlib
+from dataclasses import replace
 from unittest.mock import patch
 
 import inject
@@ -82,8 +83,8 @@ def test_blocks_that_are_compiled_again_are_told(train, compiled):
 
 
 def another_shape_after_the_first(real, self, rows):
-    self.micro_rows = 7 if hasattr(self, "read_before") else 6
-    self.read_before = True
+    micro_rows = 7 if hasattr(self, "read_before") else 6
+    self.options, self.read_before = replace(self.options, micro_rows=micro_rows), True
     return real(self, rows)
 
 

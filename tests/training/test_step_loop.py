@@ -171,7 +171,7 @@ def test_communication_that_the_installed_torch_lacks_is_refused(train):
 def test_stages_that_the_installed_torch_lacks_are_refused(train):
     seam = inject.around("torch_version", torch_2_15)
     run = train("run", "sharding.pipeline=2", seam=seam, code=2)
-    assert "does not run with torch 2.15.0 yet:  pip install 'torch<2.15'" in run.err
+    assert "does not run with torch 2.15.0:  pip install 'torch<2.15'" in run.err
 
 
 def torch_2_11(_real, _package):

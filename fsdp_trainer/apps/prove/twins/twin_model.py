@@ -80,12 +80,9 @@ def open_twin(run: ProofRun, config: ModelConfig, folder: Path) -> Twin:
 
 def load(config: ModelConfig, folder: Path) -> Any:
     """Return transformers' model of a folder in float32, without what is random in training."""
+    auto = class_of(config)
     options = {"attn_implementation": "eager", "trust_remote_code": remote_code_is_allowed()}
-    return (
-        class_of(config)
-        .from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options)
-        .eval()
-    )
+    return auto.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options).eval()
 
 
 def in_full(encoded: Tensor, shape: torch.Size) -> Tensor:

@@ -61,7 +61,9 @@ class GenerationTag(Extension):
         )
 
 
-def environment(today: date = DEFAULT_DATE) -> ChatEnvironment:
+def environment(
+    today: date = DEFAULT_DATE, kind: type[ChatEnvironment] = ChatEnvironment
+) -> ChatEnvironment:
     """Return the environment of chat templates. today: the date that `strftime_now` uses."""
 
     def raise_exception(message: str) -> None:
@@ -83,7 +85,7 @@ def environment(today: date = DEFAULT_DATE) -> ChatEnvironment:
         )
 
     strftime_now: Callable[[str], str] = datetime(today.year, today.month, today.day).strftime
-    jinja_environment = ChatEnvironment(
+    jinja_environment = kind(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     jinja_environment.filters["tojson"] = tojson
@@ -91,9 +93,9 @@ def environment(today: date = DEFAULT_DATE) -> ChatEnvironment:
     return jinja_environment
 
 
-def compile_template(source: str, today: date) -> jinja2.Template:
-    """Return a compiled template. today: see `environment`. Raises jinja2.TemplateSyntaxError."""
-    compiled = environment(today).from_string(source)
+def compile_template(source: str, jinja_environment: ChatEnvironment) -> jinja2.Template:
+    """Compile a template. Raises jinja2.TemplateSyntaxError."""
+    compiled = jinja_environment.from_string(source)
     # lookups in a chain of dictionaries would take half of the rendering time
     compiled.globals = dict(compiled.globals)
     return compiled

@@ -65,6 +65,27 @@ def test_frozen_parameters_that_the_ranks_do_not_divide_are_read_without_the_fil
     assert "and its parts hold" in why_refused(folder)
 
 
+def test_trained_parameters_that_the_ranks_do_not_divide_are_read_without_the_filling(checkpoint):
+    folder, expected = checkpoint(3)
+    step, ranks = folder / "global_step2", 5
+    model = step / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    about = torch.load(model, weights_only=True)
+    shapes = {name: shape for group in about["param_shapes"] for name, shape in group.items()}
+    assert any(shape.numel() % ranks for shape in shapes.values())
+    parts = [[] for _ in range(ranks)]
+    for name in shapes:
+        whole = expected[name].float().flatten()
+        filled = torch.cat([whole, whole.new_full((-len(whole) % ranks,), 7)])
+        for own, part in zip(parts, filled.chunk(ranks), strict=True):
+            own.append(part)
+    torch.save(about | {"dp_world_size": ranks}, model)
+    for rank, own in enumerate(parts):
+        state = {"optimizer_state_dict": {"fp32_flat_groups": [torch.cat(own)]}}
+        torch.save(state, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    read = dict(load_model(folder).named_weights())
+    assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
+
+
 @pytest.mark.parametrize("stage", [2, "3_frozen"])
 def test_each_rank_reads_its_own_rows(world, checkpoint, stage):
     require_equal_on_ranks(world, *checkpoint(stage))

@@ -500,12 +500,6 @@ class ModelConfig:
             return 0
         return self.shared_expert_intermediate_size + self.n_shared_experts * self.expert_size
 
-    def feed_forward_width(self, kind: str) -> int:
-        """Return the inner channels that one token uses in a feed-forward of this kind."""
-        if kind != EXPERTS:
-            return self.intermediate_size
-        return self.num_experts_per_tok * self.expert_size + self.shared_size
-
     def attention_cost(self, lengths: "np.ndarray") -> "np.ndarray":
         """Return the cost of attention over documents of these lengths, shaped as `lengths`.
 

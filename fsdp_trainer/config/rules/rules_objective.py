@@ -160,7 +160,7 @@ def prompts(cfg: TrainConfig, report: Report) -> Violations:
     if cfg.batch.seq_len < cfg.objective.max_new_tokens + 16:
         needed = cfg.objective.max_new_tokens
         reason = f"a row holds a prompt and an answer of up to {needed:,} tokens.\n"
-        yield "batch.seq_len", reason + f"Use  batch.seq_len={2 * needed}  or more"
+        yield "batch.seq_len", reason + f"Use  batch.seq_len={needed + max(needed, 16)}  or more"
 
 
 def different_labels(cfg: TrainConfig, report: Report) -> Violations:

@@ -1,10 +1,13 @@
 """Measure how many faults the tests notice: each of tools/mutants.toml is put into a copy.
 
 For each fault the test files that reach the faulty file are run, nearest first (tools/reach.py),
-until a test fails or the time is over. Tests with the marks faults and gpu are left out. A test
+until a test fails or the time is over. The test that noticed it in tools/mutants.json, the result
+that is committed, comes before them. Tests with the marks faults and gpu are left out. A test
 that fails without the fault, too, notices nothing: it is left out, and the fault is tried again.
+The time is that of the processors, so that a busy machine gives the same result; a run of pytest
+that waits is ended after five times as long.
 
-    python tools/mutants.py                    # all faults: about two hours
+    python tools/mutants.py                    # all faults: about an hour
     python tools/mutants.py --only WORD        # those whose name or file has the word
     python tools/mutants.py --tree DIR         # in another checkout, as of an older commit
     python tools/mutants.py --jobs 2 --seconds 180 --out FILE.json
@@ -36,6 +39,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from threading import Lock
 
@@ -43,6 +47,7 @@ from reach import Graph, read_graph
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_suffix(".toml")
+LAST_RESULT = Path(__file__).with_suffix(".json")
 MARKER = "FSDP_TRAINER_MUTANT"
 """A variable in the environment of all processes of a run of pytest, by which they are ended."""
 SESSION = uuid.uuid4().hex
@@ -51,10 +56,14 @@ WORDS = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not faults and not gpu")
 FIRST_FILES = 4
 """Test files of the first run of pytest; each further run has twice as many as the one before.
 Collecting all of them first would take a third of the time."""
+PATIENCE = 5.0
+"""Seconds of a clock for each of the processors' seconds, at most."""
 MOST_BROKEN = 3
 """Tests of a file that fail without a fault, after which the file is left out."""
 NOTHING_SELECTED = 5
 """Exit code of pytest."""
+NO_SUCH_TEST = 4
+"""Its exit code if the test that noticed a fault last has another name now."""
 NOTICED, IN_TIME, PASSED = "noticed", "time out", "all passed"
 NOT_APPLIED = "not applied"
 PYTEST_ENDS = "pytest ends with"
@@ -92,10 +101,14 @@ class Result:
 
 @dataclass(frozen=True)
 class PytestEnd:
-    """The end of a run of pytest. code: None if its time was over. test: that failed, or ""."""
+    """The end of a run of pytest. code: None if its time was over. test: that failed, or "".
+
+    seconds: of the processors.
+    """
 
     code: int | None
     test: str = ""
+    seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -175,18 +188,36 @@ class TreeCopy:
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-            code: int | None = None
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(seconds)
+            code, spent = wait_for(process, marker, seconds)
             end_processes(process, marker)
             output.seek(0)
             failed = FAILED.search(output.read())
         shutil.rmtree(self.temporary, ignore_errors=True)
-        return PytestEnd(code, failed[1] if failed and code else "")
+        return PytestEnd(code, failed[1] if failed and code else "", spent)
 
     def remove(self) -> None:
         """Delete the copy."""
         shutil.rmtree(self.home, ignore_errors=True)
+
+
+def wait_for(process: subprocess.Popen, marker: str, seconds: float) -> tuple[int | None, float]:
+    """Return the exit code of a run of pytest, None if its time is over, and the time it took."""
+    patience, spent = time.monotonic() + PATIENCE * seconds, 0.0
+    while spent < seconds and time.monotonic() < patience:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(1), spent
+        spent = max(spent, processor_seconds(marker))
+    return None, spent
+
+
+def processor_seconds(marker: str) -> float:
+    """Return the processors' time of all processes of a run, and of those they have waited for."""
+    ticks = 0
+    for pid in marked(marker):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def end_processes(process: subprocess.Popen, marker: str) -> None:
@@ -199,16 +230,17 @@ def end_processes(process: subprocess.Popen, marker: str) -> None:
 
 def end_marked(beginning: str) -> None:
     """Kill all processes whose MARKER begins so."""
-    entry = f"{MARKER}={beginning}".encode()
-
-    def is_marked(pid: int) -> bool:
-        return any(variable.startswith(entry) for variable in variables_of(pid))
-
-    while pids := [pid for pid in running() if is_marked(pid)]:
+    while pids := marked(beginning):
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+
+
+def marked(beginning: str) -> list[int]:
+    """Return the ids of all processes whose MARKER begins so."""
+    entry = f"{MARKER}={beginning}".encode()
+    return [pid for pid in running() if any(v.startswith(entry) for v in variables_of(pid))]
 
 
 def running() -> list[int]:
@@ -231,8 +263,11 @@ def files_of(tree: Path) -> list[str]:
 
 
 def batches(files: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the files in their order, a few first and then more at a time."""
+    """Yield the files in their order, a few first and then more at a time; a test alone."""
     first, size = 0, FIRST_FILES
+    if files and "::" in files[0]:
+        yield files[:1]
+        first = 1
     while first < len(files):
         yield files[first : first + size]
         first, size = first + size, 2 * size
@@ -268,17 +303,17 @@ def first_failure(
     copy: TreeCopy, fault: Fault, tests: Sequence[str], seconds: float, known: KnownTests
 ) -> Result:
     """Return the result of the first test that fails, in the faulty copy."""
-    began = time.monotonic()
+    spent = 0.0
     without = sorted(known.broken)
     for some in batches([test for test in tests if test not in without]):
-        left_over = seconds - (time.monotonic() - began)
-        end = copy.run(some, left_over, without) if left_over > 0 else PytestEnd(None)
-        spent = round(time.monotonic() - began, 1)
+        end = copy.run(some, seconds - spent, without) if spent < seconds else PytestEnd(None)
+        spent += end.seconds
         if end.code is None:
-            return Result(fault, IN_TIME, seconds=spent)
-        if not end.passed:
-            return Result(fault, NOTICED, end.test or f"{PYTEST_ENDS} {end.code}", spent)
-    return Result(fault, PASSED, seconds=round(time.monotonic() - began, 1))
+            return Result(fault, IN_TIME, seconds=round(spent, 1))
+        if not (end.passed or end.code == NO_SUCH_TEST):
+            test = end.test or f"{PYTEST_ENDS} {end.code}"
+            return Result(fault, NOTICED, test, round(spent, 1))
+    return Result(fault, PASSED, seconds=round(spent, 1))
 
 
 def try_all(tree: Path, faults: Sequence[Fault], words: argparse.Namespace) -> list[Result]:
@@ -326,8 +361,18 @@ def remove(copies: Sequence[TreeCopy]) -> None:
 
 
 def reaching(graph: Graph, fault: Fault) -> list[str]:
-    """Return the test files that reach a fault, nearest first."""
-    return [choice.test for choice in graph.choose([fault.file])]
+    """Return the test that noticed a fault last, and the files that reach it, nearest first."""
+    last = [test for test in (last_noticed().get(fault.name),) if test]
+    return last + [choice.test for choice in graph.choose([fault.file])]
+
+
+@cache
+def last_noticed() -> dict[str, str]:
+    """Return the tests of the committed result by their faults' names."""
+    if not LAST_RESULT.exists():
+        return {}
+    rows = json.loads(LAST_RESULT.read_text(encoding="utf-8"))["faults"]
+    return {row["fault"]: row["test"] for row in rows if "::" in row["test"]}
 
 
 def can_apply(tree: Path, fault: Fault) -> bool:

@@ -113,3 +113,14 @@ def test_what_fails_without_the_fault_is_left_out(tried):
     broken = PytestEnd(2, "test_a.py")
     result, copy = tried(lambda run: broken if "test_a.py" in run.tests else PytestEnd(0), BOTH)
     assert (result.outcome, copy.runs[-1].tests) == (PASSED, BOTH[1:])
+
+
+def test_a_test_that_has_another_name_now_notices_nothing(tried):
+    """The one that noticed a fault last is run alone, before the files."""
+    gone = "test_a.py::test_before"
+
+    def answer(run):
+        return PytestEnd(4 if gone in run.tests else 0)
+
+    result, copy = tried(answer, [gone, *BOTH])
+    assert (result.outcome, [run.tests for run in copy.runs]) == (PASSED, [[gone], BOTH])

@@ -224,8 +224,8 @@ def run_there(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, An
         callbacks=[Recorder()],
         **options,
     )
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    fill_adapter(trainer.model)
+    trained = sum(p.numel() for p in trainer.runner.model.parameters() if p.requires_grad)
+    fill_adapter(trainer.runner.model)
     trainer.train()
     losses = [] if kind in WITHOUT_LOSSES else done["losses"][:LOSSES]
     losses = [round(loss, 6) for loss in losses]

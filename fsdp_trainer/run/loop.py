@@ -38,6 +38,7 @@ from fsdp_trainer.training.metrics import MetricWatch
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
+from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.trainer import Trainer
 
 
@@ -76,14 +77,17 @@ class LoopBuilder:
             state.guard, cfg.train.max_skipped, checkpoints, state.model, setup.inputs.init_from
         )
         common = self.forward_backward, timetable, stop_check, log
+        runner = StepRunner(
+            cfg,
+            state.model,
+            setup.dims,
+            state.optimizer,
+            self.forward_backward,
+            state.guard,
+            groups,
+        )
         return Trainer(
-            cfg=cfg,
-            model=state.model,
-            dims=setup.dims,
-            optimizer=state.optimizer,
-            forward_backward=self.forward_backward,
-            guard=state.guard,
-            groups=groups,
+            runner=runner,
             corruption=corruption,
             data=state.data,
             progress=self.progress,

@@ -160,13 +160,13 @@ def end_with_mirror(trainer: Trainer, world: World, code: int) -> None:
 
     Raises RunFailed if it is not in the end, unless the run was stopped and will go on.
     """
-    if trainer.cfg.checkpoint.mirror is None:
+    if trainer.runner.cfg.checkpoint.mirror is None:
         return
     phases.enter("export")
     wait = partial(wait_for_mirror, trainer, world)
     # at a stop another signal ends the wait, and the process with it
     work = wait if code else partial(trainer.signals.stoppable, wait)
-    limit = parse_duration(trainer.cfg.launch.data_timeout)
+    limit = parse_duration(trainer.runner.cfg.launch.data_timeout)
     own = world.rank0_then_nodes_then_all("uploading the last checkpoint", work, limit)
     late = run_on_rank_0("delete old checkpoints", partial(finish_mirror, trainer, own))
     if late and code == 0:
@@ -182,7 +182,7 @@ def wait_for_mirror(trainer: Trainer, world: World) -> str:
         return ""
     mirror.look()
     trainer.observer.say(f"mirror waits for the upload to {mirror.bucket.address}")
-    return mirror.wait(parse_duration(trainer.cfg.checkpoint.patience), world.heartbeat)
+    return mirror.wait(parse_duration(trainer.runner.cfg.checkpoint.patience), world.heartbeat)
 
 
 def finish_mirror(trainer: Trainer, late: str) -> str:
@@ -190,7 +190,7 @@ def finish_mirror(trainer: Trainer, late: str) -> str:
     store, progress = trainer.checkpoints.store, trainer.progress
     if late and store.mirror:
         store.mirror.close()  # so that it is not waited for again
-    elif trainer.groups.leads:
-        best_step = progress.best_step if trainer.cfg.checkpoint.best else None
+    elif trainer.runner.groups.leads:
+        best_step = progress.best_step if trainer.runner.cfg.checkpoint.best else None
         store.finish_deleting(progress.step, best_step)
     return late

@@ -127,10 +127,10 @@ def measure(trainer: Trainer, device: torch.device) -> dict[str, Any]:
     On a CPU the peak resident memory of the process counts as allocated and reserved.
     """
     tensors: dict[str, list[object]] = {name: [] for name in MEASURED}
-    for module in fsdp_modules(trainer.model):
+    for module in fsdp_modules(trainer.runner.model):
         for name, values in fsdp_tensors(module).items():
             tensors[name] += values
-    for state in trainer.optimizer.state.values():
+    for state in trainer.runner.optimizer.state.values():
         tensors["optimizer"] += state.values()
     counted: set[int] = set()
     measured = {
@@ -173,7 +173,7 @@ def plan(trainer: Trainer, world: World, total: int) -> Planned:
     from fsdp_trainer.planning.plan.plan import make_plan
     from fsdp_trainer.planning.plan.suggest import suggest
 
-    cfg, config = trainer.cfg, trainer.model.config
+    cfg, config = trainer.runner.cfg, trainer.runner.model.config
     cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name(world.device) if cuda else "cpu"
     known = named_by_driver(name)

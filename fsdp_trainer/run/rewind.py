@@ -53,16 +53,16 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
         observer.records.cut_after(step)
         store.clear_up(step)
 
-    if trainer.groups.leads:
+    if trainer.runner.groups.leads:
         run_on_rank_0("take the run's records back", cut_records)
     progress.forget_missing_best([step_of(path) for path in store.listed()])
-    loss_scale = trainer.forward_backward.loss_scale
+    loss_scale = trainer.runner.forward_backward.loss_scale
     base = read_base(checkpoint)
     if now := trainer.checkpoints.state.base:  # the base may have moved since that checkpoint
         base = base.at(now.source, now.hub_id)
-    restore(trainer.model, trainer.optimizer, checkpoint, loss_scale, base)
-    precompute_float8_scales(trainer.model, trainer.cfg.precision)
-    reshard(trainer.model)
+    restore(trainer.runner.model, trainer.runner.optimizer, checkpoint, loss_scale, base)
+    precompute_float8_scales(trainer.runner.model, trainer.runner.cfg.precision)
+    reshard(trainer.runner.model)
     trainer.continue_from(progress)
     first, stop = progress.skipped_row_ranges[-1]
     seconds = round(time.monotonic() - began, 3)
@@ -77,7 +77,7 @@ def checkpoint_before(trainer: Trainer, spike: StepPlan) -> Path | None:
     steps before it is preferred.
     """
     good = partial(trainer.checkpoints.store.newest_good, partial(report_damaged, trainer.observer))
-    for before in (spike.step - trainer.cfg.train.rewind_margin, spike.step):
+    for before in (spike.step - trainer.runner.cfg.train.rewind_margin, spike.step):
         checkpoint = good(before)
         # a checkpoint from before a change of the data has other row numbers
         if checkpoint and read_progress(checkpoint)["rows"] >= trainer.data.first_row:
@@ -90,7 +90,7 @@ def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Pr
 
     Raises RunFailed after train.max_rewinds.
     """
-    cfg, now = trainer.cfg.train, trainer.progress
+    cfg, now = trainer.runner.cfg.train, trainer.progress
     if now.rewinds >= cfg.max_rewinds:
         raise RunFailed(
             f"a spike in step {spike.step:,}, after the run was taken back {cfg.max_rewinds} times "
@@ -98,7 +98,7 @@ def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Pr
             "Try a lower optim.lr, a larger train.rewind_margin, or look at the rows that "
             "events.jsonl names"
         )
-    margin = cfg.rewind_margin * trainer.cfg.batch.rows
+    margin = cfg.rewind_margin * trainer.runner.cfg.batch.rows
     around = [max(0, spike.start - margin), spike.stop + margin]
     validation = trainer.checkpoints.state.validation_fingerprint
     progress = Progress.for_data(read_progress(checkpoint), trainer.data.fingerprint, validation)

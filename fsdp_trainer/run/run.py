@@ -330,8 +330,8 @@ class Rank:
                 if late := mirror.wait(patience, phases.seconds):
                     self.console.say(late)
             mirror.close()
-        trainer.optimizer.close()
-        trainer.groups.leave()
+        trainer.runner.optimizer.close()
+        trainer.runner.groups.leave()
         trainer.profiler.close(alone=True)
         if trainer.observer.trackers:
             trainer.observer.trackers.close(code)
@@ -392,7 +392,9 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
         trainer.skip_limit.require_learnt(trainer.progress)
         say(already_finished(trainer))
-        if trainer.groups.leads or run_on_rank_0("look for groups", partial(is_alone, trainer)):
+        if trainer.runner.groups.leads or run_on_rank_0(
+            "look for groups", partial(is_alone, trainer)
+        ):
             if trainer.observer.records:
                 trainer.observer.records.cut_after(math.inf)
                 finish_deleting(trainer, start)
@@ -402,7 +404,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
         return "already finished", 0
     enter_groups(trainer, start, world, attempt)
     observer = trainer.observer
-    observer.run = RunInfo(run, world.rank, world.size, trainer.cfg, trainer.model)
+    observer.run = RunInfo(run, world.rank, world.size, trainer.runner.cfg, trainer.runner.model)
     observer.call("start")
     on_host = world.device.type == "cpu"
     memory = freed_memory_stays() if on_host else nullcontext()
@@ -413,7 +415,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     observer.call("end", reason, code)
     if code == 0:
         report_end(trainer, reason)
-        if trainer.groups.leads:
+        if trainer.runner.groups.leads:
             export_hf(trainer, world)
         end_with_mirror(trainer, world, code)
         end = f"done: {run}"
@@ -421,7 +423,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
         end_with_mirror(trainer, world, code)
         step = trainer.progress.step
         saved = "checkpoint committed" if step else "nothing to save yet"
-        advice = how_to_go_on(trainer.cfg.checkpoint.resume)
+        advice = how_to_go_on(trainer.runner.cfg.checkpoint.resume)
         end = f"stopped by {reason} after step {step:,}, {saved}: {advice}"
     say(time_line(phases.seconds()))
     say(end)
@@ -431,8 +433,8 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
 
 def say_next(trainer: Trainer, code: int) -> None:
     """Print what can be done with a run that is finished, which it is if `code` is 0."""
-    cfg, run = trainer.cfg, trainer.checkpoints.store.run
-    if code or not trainer.groups.leads:
+    cfg, run = trainer.runner.cfg, trainer.checkpoints.store.run
+    if code or not trainer.runner.groups.leads:
         return
     for line in next_commands(run, cfg.objective, cfg.data, cfg.adapter.name != "none"):
         trainer.observer.say(line)
@@ -441,7 +443,7 @@ def say_next(trainer: Trainer, code: int) -> None:
 def enter_groups(trainer: Trainer, start: Start, world: World, attempt: int) -> None:
     """Meet the other groups of a run. The one that leads opens its records. Collective."""
     lead = partial(record_start, trainer, start, world, attempt)
-    trainer.groups.enter(trainer.progress, lead, trainer.stop_check.stop_if_agreed)
+    trainer.runner.groups.enter(trainer.progress, lead, trainer.stop_check.stop_if_agreed)
 
 
 def fit_with_rewinds(trainer: Trainer) -> Outcome:
@@ -481,7 +483,7 @@ def finish_deleting(trainer: Trainer, start: Start) -> None:
     """
     if not any(key.startswith("checkpoint.") for key in start.changes):
         progress = trainer.progress
-        best = progress.best_step if trainer.cfg.checkpoint.best else None
+        best = progress.best_step if trainer.runner.cfg.checkpoint.best else None
         trainer.checkpoints.store.finish_deleting(progress.step, best)
 
 
@@ -491,7 +493,7 @@ def open_records(trainer: Trainer, start: Start) -> dict[str, Any]:
     Returns the step and time that the run had reached before; the report counts the difference as
     lost.
     """
-    cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
+    cfg, observer, step = trainer.runner.cfg, trainer.observer, trainer.progress.step
     store = trainer.checkpoints.store
     assert observer.records
     last = observer.records.last_line()
@@ -519,16 +521,16 @@ def repeats_steps(changes: dict[str, list[Any]], last: dict[str, Any], step: int
 
 def comparing_ranks(trainer: Trainer, world: World):
     """Return a context manager that detects slow ranks if logging.stragglers is set."""
-    every = trainer.cfg.logging.stragglers
+    every = trainer.runner.cfg.logging.stragglers
     return comparing(
         parse_duration(every) if every else None,
         world.store,
         world.rank,
         world.size,
         socket.gethostname(),
-        trainer.optimizer,
+        trainer.runner.optimizer,
         partial(report_straggler, trainer.observer),
-        trainer.dims.stages(),
+        trainer.runner.dims.stages(),
     )
 
 
@@ -544,7 +546,7 @@ def report_straggler(observer: Observer, straggler: Straggler, step: int) -> Non
 
 def is_alone(trainer: Trainer) -> bool:
     """Return True if no other group of ranks holds the run's folder."""
-    return not are_groups_beside(trainer.checkpoints.store.run, trainer.cfg.replicas.id)
+    return not are_groups_beside(trainer.checkpoints.store.run, trainer.runner.cfg.replicas.id)
 
 
 def already_finished(trainer: Trainer) -> str:
@@ -572,12 +574,14 @@ def report_end(trainer: Trainer, reason: str) -> None:
         )
     if reason == "early_stop":
         say(f"stopped early: {progress.stale} validations in a row without a lower loss")
-    if skipped := trainer.guard.skipped:
+    if skipped := trainer.runner.guard.skipped:
         many = counted(progress.step - progress.first_step, "step")
         say(f"skipped {skipped:,} of {many}, which changed no weight: see events.jsonl")
     if trainer.observer.last_loss is not None:
         say(f"loss   {trainer.observer.last_loss:.4f} in the last step")
-    for line in describe_validation(progress, trainer.cfg.checkpoint.best, trainer.checkpoints):
+    for line in describe_validation(
+        progress, trainer.runner.cfg.checkpoint.best, trainer.checkpoints
+    ):
         say(line)
 
 
@@ -602,14 +606,14 @@ def describe_validation(
 
 def export_hf(trainer: Trainer, world: World) -> None:
     """Export the finished run to a Hugging Face folder (checkpoint.export_hf), if not yet done."""
-    if not trainer.cfg.checkpoint.export_hf:
+    if not trainer.runner.cfg.checkpoint.export_hf:
         return
     phases.enter("export")
     # not in a collective, since exporting a large model takes longer than launch.timeout
     world.rank0_then_nodes_then_all(
         "exporting the model",
         lambda: trainer.signals.stoppable(lambda: export_on_main(trainer, world)),
-        parse_duration(trainer.cfg.launch.data_timeout),
+        parse_duration(trainer.runner.cfg.launch.data_timeout),
     )
     dist.barrier()  # rank 0 owns the store and must not leave before all have read from it
 
@@ -619,7 +623,7 @@ def export_on_main(trainer: Trainer, world: World) -> None:
 
     A run with an adapter exports the adapter, and with checkpoint.merge also the merged model.
     """
-    cfg, store = trainer.cfg.checkpoint, trainer.checkpoints.store
+    cfg, store = trainer.runner.cfg.checkpoint, trainer.checkpoints.store
     best = store.folder / BEST
     newest = committed_checkpoints(store.run)[-1]
     checkpoint = best.resolve() if cfg.best and best.exists() else newest
@@ -639,7 +643,7 @@ def export_once(
     write: Callable[[Path, Path, str | None], list[str] | None],
 ) -> None:
     """Write an export and record it, unless it exists already. Raises RunFailed."""
-    dtype = trainer.cfg.checkpoint.export_dtype
+    dtype = trainer.runner.cfg.checkpoint.export_dtype
     if is_export_of(out, checkpoint, dtype):
         return
     began = time.monotonic()

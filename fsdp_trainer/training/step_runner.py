@@ -1,6 +1,6 @@
 """One step of training: forward, backward, clipping and update."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +33,17 @@ class StepRunner:
     groups: ReplicaGroups
 
     def train_step(
-        self, step: StepBatches, micro_batches: Iterable[MicroBatch], lr: float
+        self,
+        step: StepBatches,
+        micro_batches: Iterable[MicroBatch],
+        lr: float,
+        before_clip: Callable[[], None] = lambda: None,
     ) -> StepResult | None:
         """Run forward, backward, clipping and update of one step; do not wait for the device.
 
         Returns None, and changes nothing, if a group that shares the step was lost on the way.
-        micro_batches: those of `step`. lr: learning rate.
+        micro_batches: those of `step`. lr: learning rate. before_clip: called once the gradients
+        are complete.
         """
         sums, worst = self.forward_backward.run(step, micro_batches)
         if not self.groups.sum_step(self.model, sums, worst, step.data_missing):
@@ -49,6 +54,7 @@ class StepRunner:
             counts = self.forward_backward.metrics.of(LOAD, sums)
             balance.update(counts, step.plan.tokens)
         phases.enter("clip")
+        before_clip()
         loss_scale = self.forward_backward.loss_scale
         scale = loss_scale.scale if loss_scale else None
         grad_norm = self.clip(scale)

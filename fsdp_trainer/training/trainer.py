@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from fsdp_trainer.base import phases
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
@@ -37,9 +35,10 @@ Outcome = tuple[str, int]
 
 
 @dataclass
-class Trainer(StepRunner):
+class Trainer:
     """One rank's part of a run. `progress` is the point that it has reached."""
 
+    runner: StepRunner
     corruption: Corruption
     data: DataSource
     progress: Progress
@@ -67,7 +66,7 @@ class Trainer(StepRunner):
         leave_together = partial(self.stop_check.sync, self.progress)
         check_stop = self.stop_check.stop_if_agreed
         shared = closing(
-            SharedSteps(self.data, self.groups, self.progress, leave_together, check_stop)
+            SharedSteps(self.data, self.runner.groups, self.progress, leave_together, check_stop)
         )
         with shared as steps, self.garbage.at_fixed_steps():
             try:
@@ -83,13 +82,15 @@ class Trainer(StepRunner):
 
     def run_steps(self, steps: SharedSteps) -> None:
         """Run all remaining steps, and the work that is due after each."""
-        progress = self.progress
+        progress, groups = self.progress, self.runner.groups
         self.run_pending()
         while not self.finished:
             self.profiler.before(progress.step + 1)
             phases.enter("data", progress.step + 1)
             step = steps.next_step(progress)
-            result = self.train_step(step, self.checked(step), self.rate_of_step(step.plan.step))
+            micro_batches, rate = self.checked(step), self.rate_of_step(step.plan.step)
+            show = partial(self.observer.call, "gradients", step.plan.step)
+            result = self.runner.train_step(step, micro_batches, rate, show)
             self.stop_check.sync(progress)
             if result is None:
                 continue  # the groups that are left compute all of its rows
@@ -97,26 +98,22 @@ class Trainer(StepRunner):
             self.compilations.report(progress.step, "training")
             self.log.add(step.plan, result, progress)
             self.observer.call("step", progress.step)
-            if self.groups.exchange_due(progress):
+            if groups.exchange_due(progress):
                 self.log.write(progress, last=False)  # another group may lead from here on
-                self.groups.exchange(progress)
+                groups.exchange(progress)
             progress.pending = [work.name for work in self.stoppable if work.due(progress)]
             self.signals.raise_if_agreed()
             self.run_after_step()
             self.profiler.after(progress.step)
 
-    def clip(self, scale: Tensor | None) -> Tensor:
-        """See StepRunner. Callbacks see the gradients before."""
-        self.observer.call("gradients", self.progress.step + 1)
-        return super().clip(scale)
-
     def rate_of_step(self, step: int) -> float:
         """Return the learning rate of a step."""
-        peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
+        cfg = self.runner.cfg
+        peak = peak_learning_rate(cfg.optim, cfg.batch)
         steps = self.timetable.total_steps(self.progress)
         if self.progress.warmup_steps is None:
-            self.progress.settle_warm_up(warmup_steps(self.cfg.schedule, steps))
-        return learning_rate(self.cfg.schedule, peak, step, steps, self.progress.warmup_steps)
+            self.progress.settle_warm_up(warmup_steps(cfg.schedule, steps))
+        return learning_rate(cfg.schedule, peak, step, steps, self.progress.warmup_steps)
 
     def checked(self, step: StepBatches) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches.
@@ -127,8 +124,8 @@ class Trainer(StepRunner):
         is_checked = self.corruption.is_due(step.plan.step)
         for batch in step:
             if is_checked:
-                compute_separately = self.forward_backward.compute_separately
-                compute = partial(compute_separately, step.plan, batch, self.optimizer)
+                compute_separately = self.runner.forward_backward.compute_separately
+                compute = partial(compute_separately, step.plan, batch, self.runner.optimizer)
                 self.corruption.check_computation(step.plan.step, compute)
             is_checked = False
             yield batch
@@ -175,7 +172,7 @@ class Trainer(StepRunner):
     def continue_from(self, progress: Progress) -> None:
         """Continue from the checkpoint with this progress, whose tensors are restored already."""
         self.progress = progress
-        self.guard.load(progress)
+        self.runner.guard.load(progress)
         self.checkpoints.go_back_to(progress)
 
     # --- end of training

@@ -224,7 +224,7 @@ class Failed(Exception):
 
 def nudge(seed: int, trainer: Any) -> None:
     """Change each weight by a few units of its last place, as another order of sums would."""
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.runner.model.named_parameters():
         if not parameter.is_floating_point():
             continue
         generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))

@@ -46,15 +46,15 @@ def recording(folder, limits):
     limits: bytes that are expected of some ranks, and a little more.
     """
 
-    def record(real, runner, step, micro_batches, lr):
+    def record(real, runner, step, *others):
         if step.plan.step != RECORDED:
-            return real(runner, step, micro_batches, lr)
+            return real(runner, step, *others)
         recorder = SettledRecorder(limits.get(dist.get_rank(), math.inf))
         hold_states([runner.model], runner.optimizer, recorder)
         # the plan and the rehearsal know messages by the names that FSDP2 calls
         named = patch.object(gloo_messages, "is_gloo", lambda _group: False)
         with named, recorder.watching(runner.model):
-            result = real(runner, step, micro_batches, lr)
+            result = real(runner, step, *others)
         called = calls(recorder.collectives, names_of_groups(runner.dims))
         file = Path(folder) / str(dist.get_rank())
         file.parent.mkdir(exist_ok=True)

@@ -47,7 +47,7 @@ def recorded(folder):
         return formats
 
     def keep_gradients():
-        parameters = inject.trainer.model.named_parameters()
+        parameters = inject.trainer.runner.model.named_parameters()
         keep("gradients", {n: p.grad for n, p in parameters if p.grad is not None})
 
     def keep(name, tensors):

@@ -190,7 +190,7 @@ def recorded(file):
         return gather(message, output_tensor, *args, **options)
 
     def keep(trainer):
-        parameters = trainer.model.named_parameters()
+        parameters = trainer.runner.model.named_parameters()
         held.extend(local_part(p).nbytes for n, p in parameters if n.endswith("_proj.weight"))
 
     with inject.with_trainer(keep), patch.object(DirectAllGather, "__call__", count):

@@ -15,7 +15,7 @@ WIDE = ["model.hidden_size=256", "model.head_dim=64", "model.vocab_multiple=4", 
 
 def measure(written, trainer):
     """Write the bytes that a rank has of files, copies and weights; all have as much."""
-    optimizer, model = trainer.optimizer, trainer.model
+    optimizer, model = trainer.runner.optimizer, trainer.runner.model
     files = sum(file.stat().st_size for file in optimizer._folder.glob("*.states"))
     copies = sum(copy.nbytes for copy in optimizer._copies._copies.values())
     weights = sum(p.to_local().nbytes for p in model.parameters())

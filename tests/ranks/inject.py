@@ -492,7 +492,7 @@ def infinite_gradient(step: int = 3):
     """Make one element of one shard of the last rank's gradient infinite, before it is clipped."""
 
     def spoil():
-        gradients = (p.grad.to_local() for p in trainer.model.parameters())
+        gradients = (p.grad.to_local() for p in trainer.runner.model.parameters())
         next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = float("inf")
 
     with with_trainer(), at("clip", spoil, rank="last", step=step):
@@ -519,7 +519,9 @@ def flipped_bit(rank: int, after_step: int):
     """Flip one bit of one weight of a rank between two steps."""
 
     def flip():
-        weight = dict(trainer.model.named_parameters())["model.norm.weight"].to_local().detach()
+        weight = (
+            dict(trainer.runner.model.named_parameters())["model.norm.weight"].to_local().detach()
+        )
         weight.view(torch.int32)[3] ^= 1
 
     with with_trainer(), at(None, flip, rank=rank, step=after_step + 1):

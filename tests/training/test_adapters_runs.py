@@ -64,7 +64,9 @@ def test_only_gradients_of_adapters_are_sent_and_nothing_frozen_has_a_state(ledg
 
 
 def print_frozen(trainer):
-    print("frozen", {str(p.dtype) for p in trainer.model.parameters() if not p.requires_grad})
+    print(
+        "frozen", {str(p.dtype) for p in trainer.runner.model.parameters() if not p.requires_grad}
+    )
 
 
 @pytest.mark.parametrize("base, dtype", [("auto", "bfloat16"), ("fp32", "float32")])

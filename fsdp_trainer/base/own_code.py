@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -32,13 +33,19 @@ def names_in(file: Path) -> list[str]:
 
     Raises OSError, or SyntaxError.
     """
+    return _defined(ast.parse(file.read_bytes()).body)
+
+
+def _defined(nodes: Iterable[ast.AST]) -> list[str]:
     names = []
-    for node in ast.parse(file.read_bytes()).body:
+    for node in nodes:
         match node:
-            case ast.ClassDef() | ast.FunctionDef():
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 names.append(node.name)
-            case ast.Assign(targets=[ast.Name(id=name)]):
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                 names.append(name)
+            case ast.If() | ast.Try() | ast.ExceptHandler() | ast.With():
+                names += _defined(ast.iter_child_nodes(node))
             case ast.Import() | ast.ImportFrom():
                 names += [alias.asname or alias.name for alias in node.names]
     return names

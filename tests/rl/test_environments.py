@@ -158,12 +158,12 @@ def test_a_wrong_environment_is_refused_before_any_code_runs(entry, part):
     rows("""
 None → has no None
 Bare → no step
-Good → cannot be imported
+Good → ZeroDivisionError
 """),
 )
 def test_a_file_without_an_environment_says_what_it_lacks(tmp_path, name, text):
     file = tmp_path / "own.py"
-    file.write_text(OWN if name != "Good" else "1 / 0")
+    file.write_text(OWN if name != "Good" else OWN + "1 / 0")
     with pytest.raises(UserError) as error:
         find_environment(f"{file}:{name}")
     assert text in str(error.value)

@@ -18,6 +18,7 @@ from fsdp_trainer import extensions
 from fsdp_trainer.api import as_words
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.rl.environments.known_environments import find_environment
 
 EXAMPLES = REPO / "examples" / "extend"
 
@@ -175,6 +176,9 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
     assert main(["export", str(tmp_path / "run"), "out=exported", "form=numpy"]) == 0
     assert "model.norm.weight" in np.load(empty / "exported" / "weights.npz")
+    assert main([*words, "objective=grpo", "objective.environment=agian"]) == 2
+    assert "Did you mean  again" in capsys.readouterr().err
+    assert find_environment({"name": "again", "tries": 1}).make().tries == 1
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     kind: {}
     for kind in (
         *("callback", "metric", "objective", "reward", "tracker"),
-        *("optimizer", "schedule", "format", "form"),
+        *("optimizer", "schedule", "format", "form", "environment"),
     )
 }
 """Registered parts by kind and name."""
@@ -59,6 +59,8 @@ def why_no_part(kind: str, name: str) -> str | None:
             return None
         there = f"There are: {' '.join(known)}" if known else "None is registered or installed"
         return f"there is no {kind} {name}. {there}.\nOne in a file is  FILE.py:NAME"
+    if not Path(file).is_file():
+        return f"{file} is no file"
     try:
         names = names_in(Path(file))
     except (OSError, SyntaxError, ValueError) as error:

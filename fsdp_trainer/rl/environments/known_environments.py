@@ -1,17 +1,16 @@
 """All environments by name, and construction of the one in a configuration. Imports no torch."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.base.own_code import import_file
 from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.parts.own_parts import own_names, usable_part, why_no_part
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.environments.calculator import Calculator
 from fsdp_trainer.rl.environments.document_search import DocumentSearch
@@ -28,7 +27,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
 }
 METHODS = ("reset", "step")
 """What a user's environment must have; `reward` and `close` are optional."""
-KEY = "objective.environment"
+KEY, PART = "objective.environment", "environment"
 Entry = str | dict[str, Any]
 
 
@@ -62,16 +61,15 @@ def find_environment(entry: Entry) -> EnvironmentSpec:
         values = {part: convert(value, about[part].type) for part, value in options.items()}
         code = None
         if kind.code:
-            path, _, attribute = str(values[kind.code]).rpartition(":")
-            code = Path(path)
-            values["program"] = _attribute(_imported(entry, code), attribute, entry)
+            program = str(values[kind.code])
+            code = Path(program.rpartition(":")[0])
+            values["program"] = usable_part(PART, program)
         return EnvironmentSpec(name, partial(kind, **values), kind.rewards, code)
-    path, _, attribute = name.rpartition(":")
-    file = Path(path)
-    kind = _attribute(_imported(entry, file), attribute, entry)
-    make = partial(kind, **options)
-    environment = _made(entry, make, attribute)
-    return EnvironmentSpec(attribute, make, callable(getattr(environment, "reward", None)), file)
+    make = partial(usable_part(PART, name), **options)
+    path, _, title = name.rpartition(":")
+    environment = _made(entry, make, title)
+    file = Path(path) if path else None
+    return EnvironmentSpec(title, make, callable(getattr(environment, "reward", None)), file)
 
 
 def environment_problems(entry: Entry) -> Iterator[str]:
@@ -82,13 +80,14 @@ def environment_problems(entry: Entry) -> Iterator[str]:
         yield f"{as_text(entry)}  lacks a name, as in  {{name: search, folder: documents}}"
     elif name in ENVIRONMENTS:
         yield from _problems_of(name, options)
-    elif ":" not in name or not name.rpartition(":")[0].endswith(".py"):
-        close = nearest(name, ENVIRONMENTS)
+    elif ".py:" not in name and name not in own_names(PART):
+        known = [*ENVIRONMENTS, *own_names(PART)]
+        close = nearest(name, known)
         meant = f" Did you mean  {close} ?" if close else ""
-        known = f"{' '.join(ENVIRONMENTS)}, or your own as FILE.py:NAME"
-        yield f"there is no such environment.{meant}\nThere are: {known}"
-    elif not Path(name.rpartition(":")[0]).is_file():
-        yield f"{name.rpartition(':')[0]} is no file"
+        there = f"{' '.join(known)}, or your own as FILE.py:NAME"
+        yield f"there is no such environment.{meant}\nThere are: {there}"
+    elif reason := why_no_part(PART, name):
+        yield reason
 
 
 def code_of(entry: Entry) -> list[str]:
@@ -126,25 +125,10 @@ def _code_problem(kind: type[Environment], values: dict[str, Any]) -> str | None
     """Return an error message if the user's function is in no file, else None."""
     if not kind.code:
         return None
-    path, colon, function = str(values[kind.code]).rpartition(":")
-    if not (colon and function and path.endswith(".py")):
-        return f"{kind.code}: {values[kind.code]}  is no FILE.py:FUNCTION"
-    return None if Path(path).is_file() else f"{path} is no file"
-
-
-def _imported(entry: Entry, file: Path) -> Any:
-    try:
-        return import_file(file)
-    except Exception as error:
-        raise _bad(entry, f"{file} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _attribute(module: Any, name: str, entry: Entry) -> Any:
-    found = getattr(module, name, None)
-    if found is None:
-        own = [each for each, value in vars(module).items() if inspect.isclass(value)]
-        raise _bad(entry, f"the file has no {name}. It has: {' '.join(own) or 'no class'}")
-    return found
+    program = str(values[kind.code])
+    if ".py:" not in program:
+        return f"{kind.code}: {program}  is no FILE.py:FUNCTION"
+    return why_no_part(PART, program)
 
 
 def _made(entry: Entry, make: Callable[[], Any], name: str) -> Any:

@@ -1,9 +1,10 @@
 """Measure how many faults the tests notice: each of tools/mutants.toml is put into a copy.
 
-For each fault the test files that reach the faulty file are run, nearest first (tools/reach.py),
-until a test fails or the time is over. The test that noticed it in tools/mutants.json, the result
-that is committed, comes before them. Tests with the marks faults and gpu are left out. A test
-that fails without the fault, too, notices nothing: it is left out, and the fault is tried again.
+For each fault the test files that reach the faulty file are run (tools/reach.py), those of its
+room first, until a test fails or the time is over. Before them comes the test that noticed it in
+tools/mutants.json, the result that is committed. Tests with the marks faults and gpu are left out.
+A test that fails without the fault, too, notices nothing: it is left out, and the fault is tried
+again.
 The time is that of the processors, so that a busy machine gives the same result; a run of pytest
 that waits is ended after five times as long.
 
@@ -361,9 +362,14 @@ def remove(copies: Sequence[TreeCopy]) -> None:
 
 
 def reaching(graph: Graph, fault: Fault) -> list[str]:
-    """Return the test that noticed a fault last, and the files that reach it, nearest first."""
+    """Return the test that noticed a fault last, and the files that reach it.
+
+    Those in the folder that is named as the fault's room come first, then the nearest.
+    """
     last = [test for test in (last_noticed().get(fault.name),) if test]
-    return last + [choice.test for choice in graph.choose([fault.file])]
+    room = f"tests/{Path(fault.file).parts[1]}/"
+    files = [choice.test for choice in graph.choose([fault.file])]
+    return last + sorted(files, key=lambda file: not file.startswith(room))
 
 
 @cache

@@ -75,8 +75,8 @@ KINDS = {
     ),
     "no_first_token": Kind(
         "{n} chat{s} without the first token that the tokenizer adds to texts: the template writes "
-        "none. Here and in vLLM a chat begins as the template says; transformers' processors of "
-        "images add the token",
+        "none. Here and in vLLM a chat begins as the template says; transformers' processors "
+        "add the token",
         "nothing to do for vLLM; in transformers, call the processor with add_special_tokens=False",
         warns_from=None,
     ),

@@ -131,7 +131,7 @@ def described_by_meta(folder: Path) -> dict[str, Any] | None:
 def _llama_config(params: dict[str, Any]) -> dict[str, Any]:
     width, heads = params["dim"], params["n_heads"]
     if params.get("moe_args") or "vision_chunk_size" in params or "vision_args" in params:
-        raise ValueError("only Llama 1 to 3 without images are read")
+        raise ValueError("only Llama 1 to 3 of text are read")
     hidden = int(2 * 4 * width / 3)
     hidden = int(params.get("ffn_dim_multiplier", 1) * hidden)
     multiple = params.get("multiple_of", 256)

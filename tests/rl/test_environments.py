@@ -96,6 +96,7 @@ def test_python_that_takes_too_long_is_ended():
 def test_search_finds_the_passage_with_the_rarest_words(tmp_path):
     (tmp_path / "a.txt").write_text("The cat sat.\n\nThe dog ran to the harbour.\n\nThe end.")
     (tmp_path / "b.md").write_text("The harbour is old. The harbour is large.")
+    (tmp_path / "c.txt").write_text("A lamp stands on a table in a hall.\n\nA lamp.")
     environment = find_environment({"name": "search", "folder": str(tmp_path), "results": 2}).make()
     environment.reset(row_of(QUESTION))
     passages = say(environment, "search", query="Dog at the harbour?").split("\n\n")
@@ -103,6 +104,7 @@ def test_search_finds_the_passage_with_the_rarest_words(tmp_path):
         "a.txt: The dog ran to the harbour.",
         "b.md: The harbour is old. The harbour is large.",
     ]
+    assert say(environment, "search", query="lamp").startswith("c.txt: A lamp.\n"), "short first"
     assert say(environment, "search", query="zebra") == "nothing was found"
 
 

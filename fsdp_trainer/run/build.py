@@ -118,7 +118,7 @@ def build(
     link: to the ranks that generate rollouts; None: the training ranks do.
     Raises the same UserError on every rank.
     """
-    config, device = model_setup.config, world.device
+    device = world.device
     layout = Layout(cfg.sharding, world.size, cfg.batch)
     dims = Dims(layout, device.type, parse_duration(cfg.launch.timeout))
     slots.show_coordinates(dims.place)
@@ -127,59 +127,149 @@ def build(
         cfg.compile, compile_cache(cfg), cfg.activation_checkpoint, device
     )
     setup = RunSetup(cfg, inputs, model_setup, world, dims, compiled, run, signals, observer, link)
+    data = data_to_read(setup)
+    model = model_to_train(setup, data)
+    unread = unread_of_run(setup, model.decoder, data.start) if world.main else None
+    if world.main:  # only rank 0 prints them, and describing the data reads all samples
+        lines = describe_run(setup, data, model, unread)
+        notes = filter(None, [why_uncompiled, model.kernels_note])
+        observer.introduce([*lines, *notes, *data.start.notes])
+    weights = load_weights(setup, data, model)
+    return trainer_of(setup, data, model, weights, unread), data.start
 
-    # what the run reads, and where it starts
+
+# --- the parts of a run, each built from those before it. Collective
+
+
+@dataclass(frozen=True)
+class DataToRead:
+    """The order of the rows that a run reads, and the point at which it starts."""
+
+    store: CheckpointStore
+    start: Start
+    order: Order
+    held_out: Mixture | None
+
+    def source(self, order: Order, context: SourceContext) -> DataSource:
+        """Return the training data's rows as this rank reads them."""
+        return SOURCES[type(order)](order, self.start.progress, context)
+
+
+@dataclass(frozen=True)
+class ModelToTrain:
+    """A training method, this rank's part of its model, without storage, and how it reads rows.
+
+    kernels_note: a line about kernels of layers that mix tokens.
+    """
+
+    method: Method
+    decoder: Decoder
+    attention: AttentionChoice
+    context: ContextChoice
+    reading: SourceContext
+    kernels_note: str | None
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The optimizer of a model whose weights and states are loaded, and what they come from.
+
+    rows: those of the data, with the columns that the method has read or computed; digests: of
+    these columns. base: origin of the frozen weights; dtypes: number formats of all weights.
+    """
+
+    optimizer: TrainerOptimizer
+    loss_scale: LossScale | None
+    outer: OuterStep | None
+    rows: RunRows
+    digests: dict[str, str]
+    base: Base | None
+    dtypes: dict[str, str]
+
+
+def data_to_read(setup: RunSetup) -> DataToRead:
+    """Return what the run reads, and where it starts. Raises UserError."""
+    cfg, config = setup.cfg, setup.config
     store = checkpoint_store(setup)
     checkpoint = find_checkpoint_to_resume(setup, store)
     packs = config.packs and not begun_unpacked(setup, checkpoint)
-    order, held_out = orders_of_data(cfg, inputs, config, packs)
+    order, held_out = orders_of_data(cfg, setup.inputs, config, packs)
     start, order = find_where_to_start(setup, checkpoint, store, order, held_out)
     if config.packs and not packs:
         start.notes.append(UNPACKED)
-    progress, make_source = start.progress, SOURCES[type(order)]
+    return DataToRead(store, start, order, held_out)
 
-    # the model, without storage, and the rows as its ranks read them
-    rows = RunRows(order, held_out, cfg.batch.rows)
-    method = build_method(setup, rows, start.checkpoint)
+
+def model_to_train(setup: RunSetup, data: DataToRead) -> ModelToTrain:
+    """Return the model, without storage, and how its ranks read rows. Raises UserError."""
+    rows = RunRows(data.order, data.held_out, setup.cfg.batch.rows)
+    method = build_method(setup, rows, data.start.checkpoint)
     model = build_model(setup, method.head_temperature)
-    layers_note = use_kernels(setup, model)
+    note = use_kernels(setup, model)
     attention, context = attention_of(setup, method.architectures)
     reading = source_context(setup, attention, context, model)
-    unread = unread_of_run(setup, model, start) if world.main else None
-    if world.main:  # only rank 0 prints them, and describing the data reads all samples
-        rows_ahead = make_source(order, progress, reading)
-        parts = unread, model.whole, rows_ahead, progress, attention, context
-        lines = describe(setup, *parts, method.about())
-        observer.introduce([*lines, *filter(None, [why_uncompiled, layers_note]), *start.notes])
+    return ModelToTrain(method, model, attention, context, reading, note)
 
-    # weights and optimizer states
-    allocate(model, setup.model_device, device)
-    optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
-    scale_after_each_step(model, optimizer, cfg.precision)
-    optimizer = offload_states(setup, model, optimizer)
+
+def describe_run(
+    setup: RunSetup, data: DataToRead, model: ModelToTrain, unread: Unread | None
+) -> list[str]:
+    """Return the lines about a run that are printed before its first step."""
+    rows_ahead = data.source(data.order, model.reading)
+    parts = unread, model.decoder.whole, rows_ahead, data.start.progress
+    return describe(setup, *parts, model.attention, model.context, model.method.about())
+
+
+def load_weights(setup: RunSetup, data: DataToRead, model: ModelToTrain) -> LoadedWeights:
+    """Give the model storage, and load weights and optimizer states. Raises UserError."""
+    cfg, decoder, method = setup.cfg, model.decoder, model.method
+    allocate(decoder, setup.model_device, setup.device)
+    optimizer = build_optimizer(decoder, cfg.optim, cfg.run.seed, setup.dims.stage_group)
+    scale_after_each_step(decoder, optimizer, cfg.precision)
+    optimizer = offload_states(setup, decoder, optimizer)
     if fuses_update(setup.model_device.type, cfg.train.deterministic):
         optimizer.fuse()
     loss_scale = new_loss_scale(cfg.precision, setup.model_device)
-    rows, digests = method.load(model, reading.options)
+    rows, digests = method.load(decoder, model.reading.options)
     outer = None
     if cfg.replicas.method == "diloco":
-        outer = OuterStep(cfg.replicas, stored_parameters(model))
+        outer = OuterStep(cfg.replicas, stored_parameters(decoder))
     filled = method.start_formats
-    base, dtypes = load_weights(setup, model, optimizer, loss_scale, outer, start, filled)
+    base, dtypes = fill_or_restore(setup, decoder, optimizer, loss_scale, outer, data.start, filled)
+    if setup.config.by_transformers:
+        check_transformers(setup, decoder, model.reading.options.media)
+    return LoadedWeights(optimizer, loss_scale, outer, rows, digests, base, dtypes)
 
-    if config.by_transformers:
-        check_transformers(setup, model, reading.options.media)
 
-    # a step, and the loop around it
-    own_rows = make_source(rows.training, progress, reading)
-    data = method.source(own_rows, reading, model, base, dtypes)
-    validation = StoredRows.validation(rows.validation, reading) if rows.validation else None
-    forward_backward = build_step(setup, method, model, data.source_names, loss_scale)
-    guard = Guard(cfg.train, setup.model_device, progress)
-    kept = dtypes, base, digests, unread, outer
-    state = TrainState(model, optimizer, loss_scale, guard, data, validation, *kept)
-    loop = LoopBuilder(setup, state, progress, start.newest, store, forward_backward)
-    return loop.trainer(method.watch()), start
+def trainer_of(
+    setup: RunSetup,
+    data: DataToRead,
+    model: ModelToTrain,
+    weights: LoadedWeights,
+    unread: Unread | None,
+) -> Trainer:
+    """Return a step, and the loop around it."""
+    method, decoder, start, rows = model.method, model.decoder, data.start, weights.rows
+    own_rows = data.source(rows.training, model.reading)
+    source = method.source(own_rows, model.reading, decoder, weights.base, weights.dtypes)
+    validation = StoredRows.validation(rows.validation, model.reading) if rows.validation else None
+    step = build_step(setup, method, decoder, source.source_names, weights.loss_scale)
+    guard = Guard(setup.cfg.train, setup.model_device, start.progress)
+    state = TrainState(
+        decoder,
+        weights.optimizer,
+        weights.loss_scale,
+        guard,
+        source,
+        validation,
+        weights.dtypes,
+        weights.base,
+        weights.digests,
+        unread,
+        weights.outer,
+    )
+    loop = LoopBuilder(setup, state, start.progress, start.newest, data.store, step)
+    return loop.trainer(method.watch())
 
 
 # --- the model and its step
@@ -246,7 +336,7 @@ def check_transformers(setup: RunSetup, model: Decoder, media: MediaLoader | Non
     reshard(model)
 
 
-def load_weights(
+def fill_or_restore(
     setup: RunSetup,
     model: Decoder,
     optimizer: TrainerOptimizer,

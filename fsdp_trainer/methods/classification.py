@@ -37,9 +37,9 @@ BINS, WIDEST = 600, 15.0
 
 def wanted_numbers(batch: MicroBatch, width: int) -> Tensor:
     """Return what the head is to learn of each document, [documents, width] float64."""
-    if batch.label_values is None:  # this rank has no data
+    if batch.documents.values is None:  # this rank has no data
         return torch.zeros(0, width, dtype=torch.float64, device=batch.weights.device)
-    return batch.label_values
+    return batch.documents.values
 
 
 # --- losses ---------------------------------------------------------------------------------------

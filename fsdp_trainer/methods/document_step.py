@@ -55,6 +55,5 @@ class DocumentForwardBackward(ForwardBackward):
         return self.comparison(batch, 1.0)(scores, slice(0, len(batch.targets)))
 
     def own_weight(self, batch: MicroBatch) -> Tensor:
-        assert batch.groups is not None  # numbered from 0, in order
-        groups = (batch.groups[-1:] + 1).sum().to(batch.weights.dtype)
-        return counted_once(groups, self.dims)
+        last = batch.documents.groups[-1:]  # they are numbered from 0, in order
+        return counted_once((last + 1).sum().to(batch.weights.dtype), self.dims)

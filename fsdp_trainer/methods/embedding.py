@@ -151,9 +151,10 @@ class EmbeddingForwardBackward(DocumentForwardBackward):
 
 def facts(batch: MicroBatch, count: int) -> Tensor:
     """Return the kind of each text, its score and its identity: [texts, 3] float64."""
-    if batch.label_values is None or batch.kinds is None:  # this rank has no data
+    kinds, values = batch.documents.kinds, batch.documents.values
+    if values is None or kinds is None:  # this rank has no data
         return torch.zeros(count, 3, dtype=torch.float64, device=batch.weights.device)
-    return torch.cat([batch.kinds[:, None].double(), batch.label_values], 1)
+    return torch.cat([kinds[:, None].double(), values], 1)
 
 
 class RetrievalMetrics:

@@ -52,7 +52,7 @@ class KtoObjective:
         """Return the sum over all answers. scores: those of all tokens."""
         gains = gains_of(scores.log_probability, self.batch, self.dims)
         ahead = self.cfg.beta * (gains - self.baseline)
-        kinds = self.batch.kinds
+        kinds = self.batch.documents.kinds
         if kinds is None:  # this rank has no data
             return counted_once((ahead.sum() / self.count).float(), self.dims)
         good = self.cfg.desirable_weight * torch.sigmoid(-ahead)
@@ -64,7 +64,8 @@ class KtoObjective:
 def gains_of(log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
     """Return log(policy / reference) of each document, [documents] float64. Collective."""
     sums = answer_sums(log_probability, batch, dims)
-    return sums if batch.reference is None else sums - batch.reference
+    reference = batch.documents.reference
+    return sums if reference is None else sums - reference
 
 
 def mismatched_gains(log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
@@ -73,9 +74,9 @@ def mismatched_gains(log_probability: Tensor, batch: MicroBatch, dims: Dims | No
     Collective.
     """
     gains = gains_of(log_probability, batch, dims)
-    if batch.kinds is None:
+    if batch.documents.kinds is None:
         return gains.new_zeros(2)
-    is_other = batch.kinds == MISMATCHED
+    is_other = batch.documents.kinds == MISMATCHED
     return torch.stack([sum_where(gains, is_other), is_other.sum().double()])
 
 
@@ -142,13 +143,14 @@ class KtoMetrics:
         batch, ones = result.batch, torch.ones_like(result.scores.log_probability)
         values = torch.stack([result.scores.log_probability, ones])
         policy, tokens = answer_sums(values, batch, self.dims)
-        if batch.kinds is None:
+        kinds, reference = batch.documents.kinds, batch.documents.reference
+        if kinds is None:
             return policy.new_zeros(self.size)
-        reference = 0 if batch.reference is None else batch.reference
+        reference = torch.zeros_like(policy) if reference is None else reference
         gains = policy - reference
         values = torch.stack([torch.ones_like(policy), self.cfg.beta * gains, policy, tokens])
-        sums = [sum_where(values, batch.kinds == kind) for kind in (GOOD, BAD)]
-        is_other = batch.kinds == MISMATCHED
+        sums = [sum_where(values, kinds == kind) for kind in (GOOD, BAD)]
+        is_other = kinds == MISMATCHED
         other = torch.stack([sum_where(gains, is_other), is_other.sum().double()])
         return counted_once(torch.cat([torch.stack(sums, 1).flatten(), other]), self.dims)
 

@@ -110,11 +110,10 @@ class PolicyGradient:
     def answer_means(self, values: Tensor) -> Tensor:
         """Return for each token the mean of the values of its answer's tokens. Collective."""
         assert self.batch is not None
-        assert self.batch.documents is not None
         both = torch.stack([values, torch.ones_like(values)])
         sums, counts = answer_sums(both, self.batch, self.dims)
         means = F.pad(sums / counts.clamp(min=1), (0, 1))  # the last one: of padding
-        return means[self.batch.documents].to(values.dtype)
+        return means[self.batch.documents.index].to(values.dtype)
 
     def importance(self, scores: Scores, tokens: slice) -> Tensor:
         """Return truncated importance weights of tokens (Yao et al. 2025).

@@ -57,7 +57,8 @@ class Pairs:
     def of(cls, scores: Scores, batch: MicroBatch, dims: Dims | None) -> "Pairs":
         values = scores.log_probability if scores.numbers is None else scores.numbers[:, 0]
         policy, tokens = answer_sums(torch.stack([values, torch.ones_like(values)]), batch, dims)
-        reference = torch.zeros_like(policy) if batch.reference is None else batch.reference
+        reference = batch.documents.reference
+        reference = torch.zeros_like(policy) if reference is None else reference
         return cls(*(part.view(-1, len(ANSWERS)) for part in (policy, reference, tokens)))
 
     @property
@@ -180,8 +181,8 @@ def no_reference(batch: MicroBatch) -> MicroBatch:
 
 def stored_reference(batch: MicroBatch) -> MicroBatch:
     """Return the batch unchanged: its rows were read with the reference's sums."""
-    assert batch.groups is not None
-    assert batch.reference is not None or not len(batch.groups)  # only padding
+    documents = batch.documents
+    assert documents.reference is not None or not len(documents.groups)  # only padding
     return batch
 
 
@@ -198,12 +199,12 @@ class BaseReference:
 
         A batch that has them already is returned unchanged.
         """
-        if batch.reference is not None:
+        if batch.documents.reference is not None:
             return batch
         with without_adapters(self.model):
             scores = self.model(batch).scores
         sums = answer_sums(scores.log_probability, batch, self.dims)
-        return replace(batch, reference=sums)
+        return replace(batch, document_targets=replace(batch.documents, reference=sums))
 
 
 @dataclass(kw_only=True)
@@ -223,8 +224,7 @@ class PairForwardBackward(DocumentForwardBackward):
         return plan.documents / len(ANSWERS)
 
     def own_weight(self, batch: MicroBatch) -> Tensor:
-        assert batch.groups is not None
-        pairs = batch.weights.new_full((), len(batch.groups) / len(ANSWERS))
+        pairs = batch.weights.new_full((), len(batch.documents.groups) / len(ANSWERS))
         return counted_once(pairs, self.dims)
 
 

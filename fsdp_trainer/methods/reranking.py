@@ -50,8 +50,8 @@ class RankedLists:
         """Return the lists of a micro-batch. Collective: see answer_sums."""
         numbers = document_numbers(scores, batch, dims)[:, 0]
         wanted = wanted_numbers(batch, 1)[:, 0]
-        kinds, groups = batch.kinds, batch.groups
-        if kinds is None or groups is None:  # this rank has no data
+        kinds, groups = batch.documents.kinds, batch.documents.groups
+        if kinds is None:  # this rank has no data
             kinds = groups = numbers.new_zeros(len(numbers), dtype=torch.int64)
         count = int(groups[-1]) + 1 if len(groups) else 0
         places = torch.arange(len(groups), device=groups.device)

@@ -182,18 +182,17 @@ def in_order(
     The last value is False for what is no word. given: of the labelled tokens on this rank.
     Collective over the ranks that split rows.
     """
-    assert batch.documents is not None
-    is_word = batch.weights > 0
+    documents, is_word = batch.documents.index, batch.weights > 0
     if dims is None or dims.sizes["context"] == 1:
-        return given, batch.targets, batch.documents, is_word
+        return given, batch.targets, documents, is_word
     layout, device = batch.layout, given.device
     firsts = [
         number * layout.row + np.cumsum([0, *lengths])[:-1]
         for number, lengths in enumerate(layout.lengths)
     ]
     begins = torch.from_numpy(np.append(np.concatenate(firsts), 0).astype(np.int64)).to(device)
-    places = begins[batch.documents] + batch.positions.flatten()[batch.index]
-    values = torch.stack([given, batch.targets, batch.documents, torch.ones_like(given)])
+    places = begins[documents] + batch.positions.flatten()[batch.index]
+    values = torch.stack([given, batch.targets, documents, torch.ones_like(given)])
     room = len(layout.lengths) * layout.row
     every = torch.zeros(len(values), room, dtype=torch.float64, device=device)
     every.index_add_(1, places, values.double() * is_word)

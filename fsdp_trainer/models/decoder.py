@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.config.parts.families import LATENT
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
 from fsdp_trainer.models.balance import Balance, Balancing
 from fsdp_trainer.models.config import ModelConfig
@@ -63,6 +63,26 @@ class MediaInputs:
 
 
 @dataclass
+class DocumentTargets:
+    """What is to be learnt of whole documents, counted over the micro-batch's rows.
+
+    index: [supervised] int64, the document of each target; padding after the last target has the
+    number of documents. groups: [documents] int64, the index of the set of documents that a
+    document belongs to, in the order of the data.
+    reference: [documents] float64, the sum of the log-probabilities of each document's targets
+    under a reference model; None without one. kinds: [documents] int64, as in the data's samples;
+    None: all are answers. values: [documents, numbers] float64, what a head is to learn of each;
+    None for a language model, and for rows without documents.
+    """
+
+    index: Tensor
+    groups: Tensor
+    reference: Tensor | None = None
+    kinds: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass
 class MicroBatch:
     """The tokens of one forward pass and their supervision.
 
@@ -70,20 +90,12 @@ class MicroBatch:
     index: [supervised] int64, flat positions whose next token is supervised; padding has weight 0.
     targets: [supervised] int64; weights: [supervised] float32.
     sources: [supervised] int64, the data source of each target; None: there is one source.
-    documents: [supervised] int64, the document index of each target, counted over the
-    micro-batch's rows; padding after the last target has the number of documents. groups:
-    [documents] int64, the index of the set of documents that a document belongs to, in the order
-    of the data. Both are None if the objective does not use them.
+    document_targets: None if the objective does not use them.
     token_share: [rows, length] float32, 1 / (tokens of the whole step) for each token, 0 for
     padding; None if the load of experts is not measured. 1 for each token until the number of
     tokens of the step is known.
-    reference: [documents] float64, the sum of the log-probabilities of each document's targets
-    under a reference model; None without one. kinds: [documents] int64, as in the data's samples;
-    None: all are answers.
     columns: further values for each target by name, [supervised, ...].
     soft: a teacher's probabilities for the targets; None without a teacher.
-    label_values: [documents, numbers] float64, what a head is to learn of each; None for a language
-    model.
     media: None for data without media.
     """
 
@@ -94,15 +106,17 @@ class MicroBatch:
     targets: Tensor
     weights: Tensor
     sources: Tensor | None = None
-    documents: Tensor | None = None
-    groups: Tensor | None = None
+    document_targets: DocumentTargets | None = None
     token_share: Tensor | None = None
-    reference: Tensor | None = None
-    kinds: Tensor | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
     soft: SoftTargets | None = None
-    label_values: Tensor | None = None
     media: MediaInputs | None = None
+
+    @property
+    def documents(self) -> DocumentTargets:
+        """The targets of whole documents, for an objective that uses them."""
+        assert self.document_targets is not None
+        return self.document_targets
 
 
 class DecoderOutput(NamedTuple):
@@ -416,8 +430,8 @@ class Decoder(nn.Module):
         """
         media: Any = {} if batch.media is None else {"media": batch.media}
         if media and not self.config.reads_images:
-            problem = Problem(self.config.family, "reads only text, and the data has images")
-            raise UserError("a second model does not read images", [problem])
+            reason = "reads only text, and the data has media"
+            raise UserError("a second model reads no media", self.config.family, reason)
         hidden, auxiliary = self.hidden(
             batch.tokens, batch.positions, batch.layout, token_share=token_share, **media
         )

@@ -16,7 +16,7 @@ from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
-from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.decoder import DocumentTargets, MicroBatch
 from fsdp_trainer.models.document_calls import Lengths
 from fsdp_trainer.parallel.context import ContextRanks
 from fsdp_trainer.training.media_loader import Arrays, MediaLoader
@@ -93,7 +93,7 @@ class BatchOptions:
     stages: number of pipeline stages of a group, each with ranks / groups · same_rows ranks.
     context: the ranks among which each row is divided; None: this rank holds complete rows.
     attention: a key of `LAYOUTS`. number_documents: True for an objective that is not a sum over
-    single tokens, see MicroBatch.documents. pooling: of a model that scores or embeds
+    single tokens, see DocumentTargets. pooling: of a model that scores or embeds
     documents, the tokens that have a target: `last`, `cls` (the first) or `mean` (all); "": as the
     data says. mark_tokens: see MicroBatch.token_share.
     media: loads the media of rows; None for data without any.
@@ -193,16 +193,18 @@ class Assembler:
                 return None
             return to_device(np.array([*chain(*values)], dtype), self.options.device)
 
-        documents = groups = reference = label_values = kinds = None
+        documents = None
         if self.options.number_documents:
             rows_before = np.arange(len(own))[:, None] * length
             places = (own + rows_before).reshape(-1)[index]
-            numbers, group_numbers = number_documents(rows, places, length)
-            documents = padded(numbers, fill=len(group_numbers))
-            groups = to_device(group_numbers, self.options.device)
-            reference = of_documents(rows.reference, np.float64)
-            label_values = of_documents(rows.label_values, np.float64)
-            kinds = of_documents(rows.kinds, np.int64)
+            numbers, groups = number_documents(rows, places, length)
+            documents = DocumentTargets(
+                padded(numbers, fill=len(groups)),
+                to_device(groups, self.options.device),
+                of_documents(rows.reference, np.float64),
+                of_documents(rows.kinds, np.int64),
+                of_documents(rows.label_values, np.float64),
+            )
         loader, device = self.options.media, self.options.device
         return MicroBatch(
             part(rows.tokens),
@@ -213,12 +215,8 @@ class Assembler:
             supervised(rows.weights),
             supervised(rows.sources) if self.sources > 1 else None,
             documents,
-            groups,
             part(tokens_of_documents(rows.documents, length)) if self.options.mark_tokens else None,
-            reference,
-            kinds,
             {name: supervised(values) for name, values in rows.columns.items()},
-            label_values=label_values,
             media=loader.inputs(rows, media, length, device) if loader else None,
         )
 

@@ -96,16 +96,16 @@ def test_a_group_is_never_split_and_every_supervised_token_knows_its_document_an
     ]
     for plan in batches[0].plans(4, mixture.rows_per_epoch):
         for batch in (batch for rank in batches for batch in rank.micro_batches(plan)):
-            count, learnt = len(batch.groups), (batch.weights > 0).numpy()
-            assert (batch.documents.numpy()[~learnt] == count).all()
-            numbers, targets = batch.documents.numpy()[learnt], batch.targets.numpy()[learnt]
+            count, learnt = len(batch.documents.groups), (batch.weights > 0).numpy()
+            assert (batch.documents.index.numpy()[~learnt] == count).all()
+            numbers, targets = batch.documents.index.numpy()[learnt], batch.targets.numpy()[learnt]
             samples = np.searchsorted(firsts, targets, side="right") - 1
             pairs = sorted(set(zip(numbers.tolist(), samples.tolist(), strict=True)))
             assert [number for number, _ in pairs] == list(range(count))
             documents = [sample for _, sample in pairs]
             theirs = [group_of[document] for document in documents]
             in_batch = {group: number for number, group in enumerate(dict.fromkeys(theirs))}
-            assert batch.groups.tolist() == [in_batch[group] for group in theirs]
+            assert batch.documents.groups.tolist() == [in_batch[group] for group in theirs]
             all_documents += documents
     assert sorted(all_documents) == list(range(len(lengths)))
 
@@ -120,7 +120,7 @@ def test_without_groups_nothing_is_written_and_rows_are_what_they_were(tmp_path)
     order = RowOrder(store, SEQ_LEN, "best_fit", True, 0)
     assert order.rows_per_epoch == len(expected.offsets) - 1
     batches = Batches(Mixture([Component("", order)]), BatchOptions(2, 0, 1, torch.device("cpu")))
-    assert batches.assemble(order.read_rows([0, 1])).documents is None
+    assert batches.assemble(order.read_rows([0, 1])).document_targets is None
 
 
 def test_parts_with_and_without_groups_are_joined(tmp_path):

@@ -103,7 +103,7 @@ def test_losses_and_gradients_are_the_papers_on_packed_rows_in_chunks(decoder, b
     count = sum(map(len, DOCUMENTS)) // 2
     decoder.lm_head.chunk_mib = 1 / 64  # 8 tokens
     choice = ObjectiveChoice(**options)
-    with_reference = replace(batch, reference=REFERENCE)
+    with_reference = replace(batch, document_targets=replace(batch.documents, reference=REFERENCE))
     decoder.zero_grad()
     value = decoder(with_reference, PairObjective(with_reference, choice, count)).value
     value.backward()

@@ -20,7 +20,7 @@ from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
-from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.decoder import DocumentTargets, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.training.metrics import MicroBatchResult
 
@@ -28,12 +28,10 @@ KINDS = [GOOD, MISMATCHED, BAD, MISMATCHED, GOOD, MISMATCHED]
 
 
 def batch_of(reference):
-    zeros, documents = torch.zeros(6, dtype=torch.int64), torch.arange(6)
-    layout = sources = token_share = None
-    return MicroBatch(
-        zeros, zeros, layout, zeros, zeros, zeros, sources, documents, documents // 2, token_share,
-        reference, torch.tensor(KINDS),
-    )  # fmt: skip
+    zeros, index = torch.zeros(6, dtype=torch.int64), torch.arange(6)
+    documents = DocumentTargets(index, index // 2, reference, torch.tensor(KINDS))
+    layout = None
+    return MicroBatch(zeros, zeros, layout, zeros, zeros, zeros, document_targets=documents)
 
 
 def test_the_loss_is_the_papers_and_its_figures_tell_good_from_bad():

@@ -16,11 +16,9 @@ def sums_by_document(values: Tensor, batch: MicroBatch) -> Tensor:
 
     values: [..., supervised].
     """
-    assert batch.documents is not None
-    assert batch.groups is not None
-    count = len(batch.groups)  # also the document number of padding
+    count = len(batch.documents.groups)  # also the document number of padding
     zeros = torch.zeros(*values.shape[:-1], count + 1, dtype=torch.float64, device=values.device)
-    return zeros.index_add(-1, batch.documents, values.double())[..., :count]
+    return zeros.index_add(-1, batch.documents.index, values.double())[..., :count]
 
 
 def answer_sums(values: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:

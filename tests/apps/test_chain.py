@@ -9,7 +9,7 @@ import inject
 import pytest
 import yaml
 from texts import turn
-from world import read_lines
+from world import read_json, read_lines
 
 import fsdp_trainer.apps.tokenizers.verb
 from fsdp_trainer.apps.chain import evaluation, verb
@@ -157,7 +157,7 @@ def test_finished_stages_are_not_done_again_and_other_settings_of_one_are_refuse
 
 def test_other_questions_are_asked_and_right_answers_counted(chain, done, tmp_path):
     root = done[0]
-    questions = json.loads((root / "c" / "evaluation" / "questions.json").read_text())
+    questions = read_json(root / "c" / "evaluation" / "questions.json")
     lines = []
     for row, wanted in zip(questions[:3], ("answer", "answer", "wanted"), strict=True):
         messages = [turn("user", row["question"]), turn("assistant", row[wanted] or "nothing")]

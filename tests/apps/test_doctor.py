@@ -1,7 +1,6 @@
 """The doctor names the odd rank out; train looks before its first collective."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ from unittest import mock
 
 import inject
 import pytest
-from world import write_chats
+from world import lines_of, write_chats
 
 from fsdp_trainer.apps.doctor.machines import HostFacts, environment
 from fsdp_trainer.launch import facts
@@ -110,7 +109,7 @@ def doctor(world, tmp_path):
         first, *others = world.command("doctor", *usual, *words, **options)
         assert not any(other.out for other in others)
         assert not (tmp_path / "runs").exists()
-        lines = [json.loads(line) for line in first.out.splitlines()]
+        lines = lines_of(first.out)
         return {(line["mark"], line["what"]): line for line in lines}
 
     return look

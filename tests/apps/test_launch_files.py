@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import json
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from folders import REPO, TESTS, table
-from world import wait_until
+from world import read_json, wait_until
 
 from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.composing.compose import compose, options
@@ -128,7 +127,7 @@ def started(tmp_path: Path, script: str, **env: str) -> dict:
     env = {**with_stubs(tmp_path, stubs), "MASTER_ADDR": "a", "MASTER_PORT": "1",
            "HEAD": "node0", **env}  # fmt: skip
     subprocess.run(["bash", "-c", script], env=env, check=True, timeout=600)
-    verb, *words = json.loads((tmp_path / "words").read_text())
+    verb, *words = read_json(tmp_path / "words")
     return asdict(compose(verb, words, inputs=False))
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 from folders import table
 from texts import CHAT, samples_of, supervised_texts, turn
+from world import read_lines, write_lines
 
 from fsdp_trainer.apps.tokenizers.texts import LONGEST, Corpus, CorpusPart
 from fsdp_trainer.config.schema import Data
@@ -33,7 +34,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     words = random.Random(0)
     rows = [{"text": sentence(words)} for _ in range(200)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "texts.jsonl", rows)
     turns = [turn(role, sentence(words)) for role in ("user", "assistant")]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     return folder
@@ -101,7 +102,7 @@ def test_the_same_text_gives_the_same_tokenizer_whatever_holds_it(new, data, tmp
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    lines = [json.loads(line) for line in (data / "texts.jsonl").read_text().splitlines()]
+    lines = read_lines(data / "texts.jsonl")
     first, _ = new("first", "data.validation=0.02", f"data.path={data}/texts.jsonl")
     (tmp_path / "texts.jsonl.gz").write_bytes(gzip.compress((data / "texts.jsonl").read_bytes()))
     table = pyarrow.Table.from_pylist([{"body": line["text"]} for line in lines[::-1]])

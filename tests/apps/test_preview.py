@@ -2,7 +2,6 @@
 says it in two lines."""
 
 import io
-import json
 import re
 import sys
 from itertools import pairwise
@@ -15,6 +14,7 @@ from image_models import make_image_folder, write_pictures
 from rich.console import Console
 from texts import SHARED, make_tokenizer, turn
 from tokenizers import pre_tokenizers
+from world import lines_of, write_json, write_lines
 
 from fsdp_trainer.apps.preview import preview as previewing
 from fsdp_trainer.apps.preview import preview_text
@@ -39,7 +39,7 @@ def ask(answer, question="q", **more):
 
 
 def write_rows(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     return file
 
 
@@ -78,7 +78,7 @@ def of_words(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     names = {"bos_token": BOS, "eos_token": "<|im_end|>"}
     make_tokenizer([BOS, "<|im_start|>", "<|im_end|>"]).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    write_json(folder / "tokenizer_config.json", names)
     return folder
 
 
@@ -93,11 +93,11 @@ def without_end(tmp_path_factory):
 def test_rows_as_json_have_stdout_for_themselves_and_warnings_go_to_stderr(tmp_path, program):
     make_tokenizer(["<|im_start|>", "<|im_end|>"]).save(str(tmp_path / "tokenizer.json"))
     other = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
+    write_json(tmp_path / "tokenizer_config.json", other)
     file = write_rows(tmp_path / "a.jsonl", [ask("a") | {"other": 1}, ask("b"), ask("a")])
     words = [f"tokenizer.path={tmp_path}", f"data.path={file}", f"data.cache={tmp_path}/c"]
     out = program("preview", *words, "preview.format=json", "preview.rows=1")
-    (row,) = map(json.loads, out.splitlines())
+    (row,) = lines_of(out)
     assert row["row"] == 0
     assert f"warning: 1 duplicate of other samples ({file}:3)" in program.err
     assert f"{file}: columns not used: other" in program.err
@@ -284,7 +284,7 @@ def test_what_preview_shows_is_what_each_method_trains_on(preview, method):
     trained = [word for word in words if not word.startswith("preview.")]
     cfg = compose("train", [*trained, "run.name=r"])
     order = OrderMaker.of(cfg).training(cfg.data, build_data(cfg)[2])
-    shown = [json.loads(line) for line in out.splitlines()]
+    shown = lines_of(out)
     for i, row in enumerate(shown):
         read = order.read(i)
         count = sum(read.documents)
@@ -332,7 +332,7 @@ def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(previe
             pieces_by_ids.setdefault(outer["data-ids"], []).append(piece)
     # the first sample, as it is rendered, is before the rows
     _, *shown = pieces_by_ids.items()
-    for (listed, pieces), line in zip(shown, map(json.loads, out.splitlines()), strict=True):
+    for (listed, pieces), line in zip(shown, lines_of(out), strict=True):
         ids = list(map(int, listed.split()))
         assert ids == line["tokens"]
         assert sum(n for _, n, *_ in pieces) == len(ids)

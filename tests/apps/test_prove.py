@@ -12,7 +12,7 @@ import pytest
 import torch
 from heads import write_classes, write_rows
 from image_models import make_image_folder, write_pictures
-from world import command
+from world import command, read_json, write_json
 from zoo import HF, make_folder
 
 from fsdp_trainer.apps.prove import run_certificate
@@ -232,12 +232,12 @@ def test_promises_that_a_folder_does_not_keep_are_named(tmp_path):
     folder = make_folder(tmp_path / "hf", "qwen3")
     assert broken_promises(folder) == []
     file = folder / "config.json"
-    config = json.loads(file.read_text())
+    config = read_json(file)
     wrong = {
         "num_hidden_layers": 5, "mtp_num_hidden_layers": 1, "vocab_size": 7,
         "tie_word_embeddings": False, "auto_map": {"AutoModel": "own.Model"}, "vision_config": {},
     }  # fmt: skip
-    file.write_text(json.dumps(config | wrong))
+    write_json(file, config | wrong)
     text = "\n".join(broken_promises(folder))
     for key in ("num_hidden_layers=5", "vocab_size=7", "tie_word_embeddings", "own.py"):
         assert key in text

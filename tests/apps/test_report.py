@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from browser import PageParts, browser_page, check_nothing_acts, settle
+from world import write_lines
 
 from fsdp_trainer.apps.report import read
 from fsdp_trainer.apps.report.goodput import goodput
@@ -28,7 +29,7 @@ STEP = {"data": 0.5, "forward": 1.0, "backward": 2.0, "clip": 0.25, "read": 0.25
 def write_run(folder, lines=(), events=(), samples=(), **config):
     folder.mkdir(parents=True)
     for name, content in (("metrics", lines), ("events", events), ("samples", samples)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+        write_lines(folder / f"{name}.jsonl", content)
     if config:
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -391,7 +392,7 @@ def sweep(tmp_path):
             lines, events = crashed_and_resumed()
             config = {"model": {"name": "tiny"}, "optim": {"lr": lr}, "run": {"name": job}}
             write_run(tmp_path / "s" / "jobs" / job, lines[: 8 - i], events, **config)
-    (tmp_path / "s" / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in table))
+    write_lines(tmp_path / "s" / "sweep.jsonl", table)
     return tmp_path / "s"
 
 

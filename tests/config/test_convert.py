@@ -1,11 +1,11 @@
 """Other trainers' configuration files become recipes, and every setting in them is answered."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
+from world import write_json
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import UserError
@@ -321,9 +321,9 @@ def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tm
     content, sets, said = FILES[name]
     (tmp_path / name).write_text(content)
     known = {"known": {"file_name": "k.json"}, "other": {"hf_hub_url": "a/b"}}
-    (tmp_path / "dataset_info.json").write_text(json.dumps(known))
+    write_json(tmp_path / "dataset_info.json", known)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    (tmp_path / "ds_z2_offload.json").write_text(json.dumps({"zero_optimization": zero}))
+    write_json(tmp_path / "ds_z2_offload.json", {"zero_optimization": zero})
     text = program("convert", tmp_path / name, "world_size=2")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
@@ -445,12 +445,12 @@ def test_no_name_and_no_value_adds_a_key_or_becomes_another(tmp_path, program):
     nested = {"datasets": [{"path": text, "type": text} for text in HOSTILE if text], "seed": 7}
     settings = {"base_model": HOSTILE[0], "sequence_len": 64, **texts, **nested}
     file = tmp_path / "a\nrun:\n  name: A.json"
-    file.write_text(json.dumps(settings))
+    write_json(file, settings)
     text = program("convert", file)
     assert all(line.isprintable() for line in text.split("\n"))
     sets = sets_of(text)
     assert sets.pop("data.path") == [each["path"] for each in nested["datasets"]]
-    file.write_text(json.dumps({"base_model": HOSTILE[0], "sequence_len": 64, "seed": 7}))
+    write_json(file, {"base_model": HOSTILE[0], "sequence_len": 64, "seed": 7})
     assert sets == {"data.format": "auto"} | sets_of(
         recipe_text(convert(read_foreign_file(file), 1))
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from world import write_json
 
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.interop.convert.converter import convert, first_answers, recipe_text, settings_of
@@ -80,7 +81,7 @@ def test_an_unknown_name_is_told_with_the_nearest_known_one(tmp_path):
 @pytest.mark.parametrize("names", CASES["from_index"])
 def test_data_sets_of_llama_factorys_index_are_read_as_it_says(names, tmp_path):
     case = CASES["from_index"][names]
-    (tmp_path / "dataset_info.json").write_text(json.dumps(CASES["index"]))
+    write_json(tmp_path / "dataset_info.json", CASES["index"])
     settings = {"dataset_dir": ".", "dataset": names, "mix_strategy": "concat"}
     settings |= {"stage": case["stage"]}
     settings |= {"eval_dataset": names} if "data.validation" in case["sets"] else {}
@@ -128,7 +129,7 @@ NESTED = {
 def test_every_leaf_of_a_file_is_in_its_recipe(name, tmp_path):
     content = NESTED.get(name) or FILES[name][0]
     index = {"known": CASES["index"]["chats"], "other": CASES["index"]["kto"]}
-    (tmp_path / "dataset_info.json").write_text(json.dumps(index))
+    write_json(tmp_path / "dataset_info.json", index)
     result = converted(tmp_path, content, name=name)
     text = recipe_text(result)
     of_index = index.values() if "dataset: known" in content else []
@@ -150,8 +151,8 @@ def test_a_run_is_as_long_as_the_source_of_its_own_trainer_says(name, tmp_path, 
     monkeypatch.chdir(tmp_path)
     case = CASES["lengths"][name]
     rows = [{"instruction": f"{i}", "output": "x"} for i in range(100)]
-    Path("a.json").write_text(json.dumps(rows))
-    Path("dataset_info.json").write_text(json.dumps({"mine": {"file_name": "a.json"}}))
+    write_json(Path("a.json"), rows)
+    write_json(Path("dataset_info.json"), {"mine": {"file_name": "a.json"}})
     result = converted(tmp_path, case["settings"], case.get("ranks", 1))
     require(result, case | {"lost": []}, tmp_path)
     result = convert(read_foreign_file(tmp_path / "a.yaml"), case.get("ranks", 1))

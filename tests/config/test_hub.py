@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+from world import read_json
 from zoo import make_folder
 
 
@@ -57,7 +58,7 @@ def test_training_starts_from_a_hub_model_and_its_adapter_names_it(hub, tmp_path
     for fetched in tmp_path.glob("fetched-*"):
         shutil.rmtree(fetched)  # it is not kept for ever
     adapter = tmp_path / "runs" / "hub" / "adapter"
-    config = json.loads((adapter / "adapter_config.json").read_text())
+    config = read_json(adapter / "adapter_config.json")
     assert config["base_model_name_or_path"] == "org/tiny"
     assert len(losses("hub", "model.init_from=org/tiny", *lora, "train.steps=2")) == 2
     program("export", f"source={adapter}", f"out={tmp_path / 'merged'}")

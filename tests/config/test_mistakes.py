@@ -21,7 +21,7 @@ import inject
 import pytest
 from folders import REPO, TESTS
 from safetensors.torch import load_file, save_file
-from world import SMALL, command, write_chats
+from world import SMALL, command, read_json, write_chats, write_json
 
 from fsdp_trainer.base import web
 
@@ -65,18 +65,18 @@ def folder(world, tmp_path_factory):
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
     save_file(doubled, here / "other/model.safetensors", {"format": "pt"})
     shutil.copytree(here / "runs/mine", here / "runs/large")
-    words = json.loads((here / "hf/tokenizer.json").read_text())
+    words = read_json(here / "hf/tokenizer.json")
     vocabulary = words["model"]["vocab"]
     a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
     vocabulary[a], vocabulary[b] = 71, 70
-    (here / "other_words/tokenizer.json").write_text(json.dumps(words))
+    write_json(here / "other_words/tokenizer.json", words)
     (here / "no_config/config.json").unlink()
     (here / "no_tokenizer/tokenizer.json").unlink()
     os.truncate(here / "cut/model.safetensors", 9_000)
-    larger = json.loads((here / "hf/tokenizer.json").read_text())
+    larger = read_json(here / "hf/tokenizer.json")
     added = larger["added_tokens"]
     added += [{**added[-1], "id": i, "content": f"<{i}>"} for i in range(260, 300)]
-    (here / "larger.json").write_text(json.dumps(larger))
+    write_json(here / "larger.json", larger)
     for name in ("chats(1).jsonl", "more.jsonl"):
         shutil.copy(here / "chats.jsonl", here / name)
     shutil.copytree(TESTS / "config/mistakes", here, dirs_exist_ok=True)

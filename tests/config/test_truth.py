@@ -1,16 +1,16 @@
 """Recipes that `convert` makes train what transformers and TRL did, which was run for real."""
 
-import json
 import math
 
 import pytest
+from world import read_json
 
 from fsdp_trainer.interop.convert.converter import convert
 from fsdp_trainer.interop.convert.foreign_file import read_foreign_file
 from fsdp_trainer.optim.schedules import learning_rate, steps_between
 from tools.convert_truth import CASES, TRUTH, differences, train_here, write_case, write_inputs
 
-STORED = json.loads(TRUTH.read_text())
+STORED = read_json(TRUTH)
 
 
 @pytest.fixture(scope="module")

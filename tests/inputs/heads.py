@@ -1,7 +1,5 @@
 """Data for heads that give texts numbers, and the gradients of a run's first step."""
 
-import json
-
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -11,12 +9,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from world import write_lines
 
 WORDS = {"fruit": "apple pear plum", "grain": "rye oats rice", "root": "beet leek yam"}
 
 
 def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
 
 
 def words(i, label):

@@ -1,6 +1,5 @@
 """Small models for images, made by transformers, with their processors, and pictures to show."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from world import read_json, write_json
 from zoo import MODELS
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -92,18 +92,18 @@ def make_image_folder(folder, kind):
     load_tokenizer("demo:bytes", TOKENS).save(folder)
     image_processor_of(kind).save_pretrained(folder)
     file = Path(folder) / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
+    settings = read_json(file)
     (Path(folder) / "chat_template.jinja").write_text(template_of(kind))
     if kind == "gemma3":
         settings |= {"extra_special_tokens": TOKENS_OF_GEMMA, **TOKENS_OF_GEMMA}
-    file.write_text(json.dumps(settings))
+    write_json(file, settings)
     if kind == "llava":
         own = {"patch_size": 4, "vision_feature_select_strategy": "default"}
         own |= {"num_additional_image_tokens": 1, "processor_class": "LlavaProcessor"}
-        (Path(folder) / "processor_config.json").write_text(json.dumps(own))
+        write_json(Path(folder) / "processor_config.json", own)
     if kind == "gemma3":
         own = {"image_seq_length": 4, "processor_class": "Gemma3Processor"}
-        (Path(folder) / "processor_config.json").write_text(json.dumps(own))
+        write_json(Path(folder) / "processor_config.json", own)
     return folder
 
 

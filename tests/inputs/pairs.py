@@ -1,9 +1,8 @@
 """Preference pairs for tests, and reference formulas of the objectives on them."""
 
-import json
-
 import torch
 import torch.nn.functional as F
+from world import write_lines
 
 
 def write_pairs(path, count=30):
@@ -12,7 +11,7 @@ def write_pairs(path, count=30):
         {"prompt": f"{i}+{i % 7}?", "chosen": f"{i + i % 7}" + "!" * (i % 4), "rejected": f"no {i}"}
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 
@@ -26,7 +25,7 @@ def write_labelled(path, count=30):
         }
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 

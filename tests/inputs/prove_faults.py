@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1].iterdir())
 
-from world import CommandResult, command
+from world import CommandResult, command, read_json, write_json
 from zoo import HF, make_folder
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -38,7 +38,7 @@ def set_keys(name: str, **keys: Any) -> Edit:
 
     def edit(folder: Path) -> None:
         file = folder / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+        write_json(file, read_json(file) | keys)
 
     return edit
 
@@ -57,11 +57,11 @@ def set_tensors(change: Callable[[dict], Any], name: str = WEIGHTS) -> Edit:
 
 def wrong_place(folder: Path) -> None:
     """Let the index name another file of a tensor."""
-    index = json.loads((folder / INDEX).read_text())
+    index = read_json(folder / INDEX)
     places = index["weight_map"]
     first, *_, last = sorted({*places.values()})
     places[next(name for name, file in places.items() if file == first)] = last
-    (folder / INDEX).write_text(json.dumps(index))
+    write_json(folder / INDEX, index)
 
 
 def cut(folder: Path) -> None:

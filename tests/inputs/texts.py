@@ -1,13 +1,13 @@
 """Small stores of texts, tokenizers and chats."""
 
 import io
-import json
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from folders import REPO
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from world import write_json
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.store.token_store import TokenStore
@@ -97,7 +97,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 def write_tokenizer(folder, special=()):
     """Write a tokenizer with SPECIAL and more special tokens; return it."""
     make_tokenizer([*SPECIAL.values(), *special]).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
+    write_json(folder / "tokenizer_config.json", SPECIAL)
     return load_tokenizer(str(folder))
 
 

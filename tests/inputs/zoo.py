@@ -1,14 +1,14 @@
 """Small models of every family and variant, made by transformers."""
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from world import read_json, write_json
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
-MODELS = json.loads(Path(__file__).with_name("small_models.json").read_text())
+MODELS = read_json(Path(__file__).with_name("small_models.json"))
 SIZES, FOLDER_SIZES, LLAMA3 = (MODELS[name] for name in ("sizes", "folder_sizes", "llama3_rope"))
 ZOO = MODELS["families"]
 """Prefix of transformers' class names, and options of its config, by name."""
@@ -34,7 +34,7 @@ def make_model(name, **options):
     return model
 
 
-PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())
+PUBLISHED = read_json(Path(__file__).with_name("published_models.json"))
 WILD = PUBLISHED["configs"]
 """Contents of published config.json files, with smaller sizes except Gemma 3's.
 
@@ -69,9 +69,9 @@ def store_in_mxfp4(folder):
         stored[f"{name}_scales"] = scales.to(torch.uint8)
         decoded[name] = convert_moe_packed_tensors(blocks.to(torch.uint8), scales)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     return decoded
 
 

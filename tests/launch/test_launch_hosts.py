@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ssh_hosts
 from inject import seamed
-from world import end, wait_until
+from world import end, read_json, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.host_list import Host, read_hosts
@@ -103,7 +103,7 @@ def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatc
     monkeypatch.setenv("SECRET", "here")
     Path("hosts").write_text("node1 slots=2\nme@node2:2222 slots=3\n")
     assert main([*DEMO, "launch.nproc_per_node=auto", "launch.hosts=hosts"]) == 0
-    environments = [json.loads(Path(f"node{number}.json").read_text()) for number in (0, 1)]
+    environments = [read_json(Path(f"node{number}.json")) for number in (0, 1)]
     for number, node in enumerate(environments):
         assert node["folder"] == os.getcwd()
         assert node["env"] == {"FSDP_TRAINER_HOST": str(number), "NCCL_DEBUG": "WARN"}

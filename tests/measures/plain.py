@@ -1,16 +1,14 @@
 """A plain training, one document at a time, of the rows that a run reads."""
 
-import json
-
 import torch
 import torch.nn.functional as F
-from world import write_lines
+from world import lines_of, write_lines
 
 
 def shown(world, count, *words):
     """Return the first rows of a training, in order, as `preview` shows them."""
     text = world.command("preview", f"preview.format=json preview.rows={count}", *words)[0].out
-    return [json.loads(line) for line in text.splitlines()]
+    return lines_of(text)
 
 
 def documents(rows):

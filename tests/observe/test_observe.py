@@ -30,7 +30,7 @@ from rich.text import Text
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tracker_services import SERVICES, SIGNATURES
-from world import SMALL, Run, command
+from world import SMALL, Run, command, lines_of, read_json
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.devices import peak_flops
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_the_rows_without_padding(ledger):
     words = [f"data.path={ledger.data / 'chats.jsonl'}", f"data.cache={ledger.folder / 'cache'}"]
     words += ["tokenizer.path=demo:bytes", "batch.seq_len=64"]
     out = command(["preview", "preview.format=json", "preview.rows=54", *words], None).out
-    rows = [json.loads(line) for line in out.splitlines()]
+    rows = lines_of(out)
     ends = range(6, 55, 6)
     assert run.column("tokens") == [sum(len(r["tokens"]) for r in rows[:n]) for n in ends]
     assert run.column("supervised_tokens") == [
@@ -313,7 +313,7 @@ def test_a_profile_holds_the_steps_asked_for_and_tells_who_waits_for_whom(train,
     in_each += [f"FSDP::pre_forward (model.layers.{number})" for number in (0, 1)]
     assert [names[name] for name in in_each] == [2] * 6
     assert names["aten::mm"] > 20
-    phases = json.loads((folder / "steps-3-4-phases.json").read_text())
+    phases = read_json(folder / "steps-3-4-phases.json")
     assert phases["steps"] == [3, 4]
     fast, slow = phases["ranks"]["0"], phases["ranks"]["1"]
     assert fast["gradient sync, exposed"]["seconds"] > 0.5
@@ -502,7 +502,7 @@ def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
         train("run", f"train.steps={steps}", "logging.wandb=offline", timeout=200)
         for steps in (1, 2)
     )
-    (name,) = [json.loads(path.read_text())["id"] for path in first.folder.rglob("wandb_id")]
+    (name,) = [read_json(path)["id"] for path in first.folder.rglob("wandb_id")]
     folders = sorted((again.folder / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     assert all(folder.name.endswith(name) and list(folder.glob("*.wandb")) for folder in folders)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import inject
 import pytest
+from world import read_json
 
 from benchmarks import gpu, harness, ladder, train_step, trl_common
 
@@ -36,7 +37,7 @@ def code_of_check(compared):
 def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(results, capsys):
     finish({"speed": harness.spread([1.5, 2.0, 2.2]), "memory": 3.0}, check=False)
     file = results / harness.machine()["kind"] / "some.json"
-    stored = json.loads(file.read_text())
+    stored = read_json(file)
     assert stored["compared"] == {"speed": 2.0, "memory": 3.0}
     assert stored["versions"]["torch"]
     assert stored["machine"]["cores"]
@@ -51,7 +52,7 @@ def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(result
     said = capsys.readouterr().err
     assert "some: memory was 3, is 2.5" in said
     assert "some: speed was 2, is 1.5, 1.75 at best" in said
-    assert json.loads(file.read_text()) == stored
+    assert read_json(file) == stored
 
 
 def test_a_processor_without_a_result_is_compared_with_one_of_as_many_cores(monkeypatch, capsys):

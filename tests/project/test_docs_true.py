@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import json
 import re
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from folders import REPO
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from world import read_json
 
 from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.check import flatten
@@ -212,7 +212,7 @@ def test_a_measured_figure_is_the_one_in_its_result():
     wrong, count = [], 0
     for page, text in ((p, text) for p in PAGES for text in sections(p)):
         named = [file for file in RESULTS if f"/{file.name}" in text or f"`{file.name}`" in text]
-        results = [n for file in named for n in leaves(json.loads(file.read_text()))]
+        results = [n for file in named for n in leaves(read_json(file))]
         bare = re.sub(r"<!-- table -->[^¤]*<!-- end of table -->|`[^`]*`|\]\([^)]*\)", "", text)
         bare = re.sub(r"(?:torch|trl|DeepSpeed|[Aa]rXiv) [\d.]+|\d+%? of \d+%?", "", bare)
         numbers = [n for n in NUMBER.findall(bare) if re.search(r"[.,]", n)] if results else []

@@ -1,10 +1,10 @@
 """The first run on a GPU: every step is tried, and every result is in the file."""
 
-import json
 import re
 
 import pytest
 from folders import REPO
+from world import read_json
 
 from benchmarks.first_gpu import (
     GPU_TESTS,
@@ -40,7 +40,7 @@ def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
         Step("passes", 60, (python(look_into_file),), figures=lambda folder: {"here": 1}),
     ]
     assert not run_steps(table, tmp_path, {"date": "today"}, path)
-    written = json.loads(path.read_text())
+    written = read_json(path)
     assert written["date"] == "today"
     states = [step["state"] for step in written["steps"]]
     assert states == ["failed", "out of time", "passed", "failed", "passed"]

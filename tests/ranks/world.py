@@ -114,7 +114,12 @@ def flip_bit(file: Path) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return lines_of(path.read_text()) if path.exists() else []
+
+
+def lines_of(text: str) -> list[dict]:
+    """Return what lines of JSON hold."""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def write_lines(path: Path, rows: Iterable) -> Path:

@@ -1,11 +1,10 @@
 """`doctor` measures between groups that are started at the same lighthouse."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import inject
 from replica_groups import lighthouse
-from world import World
+from world import World, lines_of
 
 QUICKLY = inject.together(
     inject.setting("collective_sizes", (2**10, 2**20)), inject.setting("measure_seconds", 0.01)
@@ -16,7 +15,7 @@ def doctor(pool, *words):
     """Run `doctor` on a rank of a pool; return its findings."""
     usual = "doctor.format=json doctor.file_mib=1"
     results = pool.command("doctor", usual, *words, seam=QUICKLY)
-    return [json.loads(line) for line in results[0].out.splitlines()]
+    return lines_of(results[0].out)
 
 
 def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):

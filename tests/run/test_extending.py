@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 from folders import REPO
-from world import SMALL, read_lines
+from world import SMALL, read_json, read_lines
 
 import fsdp_trainer
 from fsdp_trainer import extensions
@@ -93,7 +93,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch
     display = types.SimpleNamespace(clear_output=lambda wait: None)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    cells = json.loads((REPO / "examples/notebook.ipynb").read_text())["cells"]
+    cells = read_json(REPO / "examples/notebook.ipynb")["cells"]
     names: dict = {}
     hook = sys.excepthook
     for cell in cells:

@@ -15,7 +15,7 @@ import torch
 import yaml
 from folders import table
 from stored import end_of, newest
-from world import write_chats
+from world import read_json, write_chats
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import UserError
@@ -54,7 +54,7 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train):
     assert run.column("supervised_tokens") == whole.column("supervised_tokens")
     assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
-    assert json.loads((newest(run) / "trainer.json").read_text())["rows"] == 7 * 6
+    assert read_json(newest(run) / "trainer.json")["rows"] == 7 * 6
     starts = [e for e in run.events if e["event"] in ("start", "resume")]
     assert [e["world_size"] for e in starts] == list(worlds)
     assert [e["rows"] for e in starts] == [0, 14, 28]

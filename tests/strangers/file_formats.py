@@ -27,7 +27,7 @@ from mutations import (
     compress_bomb,
 )
 from texts import write_sentencepiece
-from world import SMALL
+from world import SMALL, read_json, write_json
 from zoo import make_folder
 
 from fsdp_trainer.checkpoint.atomic_files import describe, manifest_text, read_manifest
@@ -329,7 +329,7 @@ def read_arrow(folder: Path) -> Any:
 
 
 def flat_tokens() -> np.ndarray:
-    documents = json.loads((TOKEN_FILES / "documents.json").read_text())
+    documents = read_json(TOKEN_FILES / "documents.json")
     return np.array([token for document in documents for token in document])
 
 
@@ -478,7 +478,7 @@ def write_adapter(folder: Path) -> None:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4,
         "target_modules": ["o_proj"], "base_model_name_or_path": str(folder / "base"),
     }  # fmt: skip
-    (adapter / "adapter_config.json").write_text(json.dumps(description))
+    write_json(adapter / "adapter_config.json", description)
     rows, columns = load_model(folder / "base").named_weights()[CHANGED].shape
     shapes = {"lora_A": (2, columns), "lora_B": (rows, 2)}
     name = f"base_model.model.{CHANGED.removesuffix('weight')}"

@@ -35,6 +35,7 @@ from texts import (
     supervised_texts,
 )
 from tokenizers import AddedToken, Tokenizer
+from world import write_json
 
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Conversation, make_reader, turns_of
@@ -165,7 +166,7 @@ def case_of(name: str, source: str, folder: Path, is_ours: bool) -> Case:
         names |= {text: None for text in (f"<|{role}|>", f"<{role}>") if text in source}
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
+    write_json(folder / "tokenizer_config.json", SPECIAL)
     tokenizer = load_tokenizer(str(folder))
     template = Template(name, source, tokenizer.special, today=date.today())
     return Case(name, source, tokenizer, template, is_ours)

@@ -3,7 +3,6 @@
 A folder is made from a seed. `differences` returns what is not as `AutoTokenizer` has it.
 """
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tokenizers import (
     normalizers,
     pre_tokenizers,
 )
+from world import write_json
 
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
@@ -131,14 +131,14 @@ def written_folder(folder: Path, seed: int) -> bool:
             str(id): random_flags(chance, text) for text, id in by_id.items()
         }
     elif by_id:
-        (folder / "added_tokens.json").write_text(json.dumps(by_id))
+        write_json(folder / "added_tokens.json", by_id)
     if chance.random() < 0.3:
         words = named(chance, None)
         if chance.random() < 0.3:
             words["extra_special_tokens"] = extra(chance)
-        (folder / "special_tokens_map.json").write_text(json.dumps(words))
+        write_json(folder / "special_tokens_map.json", words)
     if chance.random() < 0.9:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        write_json(folder / "tokenizer_config.json", config)
     return is_wrong
 
 

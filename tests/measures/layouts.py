@@ -91,7 +91,7 @@ def plain(sizes, settings, rows):
     start(model, settings.get("one_rank"))
     first = whole(dict(model.named_parameters()))
     assembler = Assembler(ROW, 1, BatchOptions(1, 0, 1, CPU))
-    return first, *take_steps_on_rows(model, cfg, None, assembler, **settings.get("loss", {}))
+    return first, *take_steps(model, cfg, None, assembler, **settings.get("loss", {}))
 
 
 def on_ranks(sizes, settings, rows):
@@ -117,7 +117,7 @@ def on_ranks(sizes, settings, rows):
         if cfg.sharding.pipeline > 1:
             pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), CPU)
         loss = settings.get("loss", {})
-        return first, *take_steps_on_rows(model, cfg, dims, assembler, pipeline, **loss)
+        return first, *take_steps(model, cfg, dims, assembler, pipeline, **loss)
 
 
 @contextlib.contextmanager
@@ -262,45 +262,28 @@ def packed_row(number, step):
     return rows
 
 
-def take_steps_on_rows(model, cfg, dims, assembler, pipeline=None, **loss_options):
-    """Take steps of cfg.batch.rows packed rows, which are dealt to the assembler's ranks.
+def take_steps(model, cfg, dims, assembler, pipeline=None, **loss_options):
+    """Train STEPS steps of cfg.batch.rows packed rows, which are dealt to the assembler's ranks.
 
-    See take_steps.
+    Returns losses, gradient norms, first gradients and last weights. Gradients and weights are
+    complete tensors by name. dims: None in one process. pipeline: the pipeline to use, or None.
     """
-    rows = cfg.batch.rows
-    own = range(assembler.options.rank, rows, assembler.options.ranks)
-
-    def weight(step):
-        return sum(packed_row(number, step).weights.sum() for number in range(rows))
-
-    def batch(number, step):
-        return assembler.assemble(packed_row(number, step))
-
-    return take_steps(model, cfg, dims, own, batch, weight, pipeline, **loss_options)
-
-
-def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss_options):
-    """Train STEPS steps; return losses, gradient norms, first gradients and last weights.
-
-    Gradients and weights are complete tensors by name. dims: None in one process. own: indices of
-    this rank's rows. batch_of(number, step): returns one of them as a micro-batch. weight_of(step):
-    returns the weight of all rows. pipeline: the pipeline to use, or None.
-    """
-    if pipeline:
-        return pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline)
-    optimizer = build_optimizer(model, cfg.optim)
-    sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+    optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group if pipeline else None)
+    sync = None
+    if dims and not pipeline:
+        sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
-        weight = weight_of(step)
-        loss = torch.zeros(())
-        for number in own:
-            batch = batch_of(number, step)
-            if sync:
-                sync.before(last=number == own[-1])
-            value = model(batch, CrossEntropy(batch.weights / weight, **loss_options)).value
-            value.backward()
-            loss = loss + value.detach()
+        rows = [packed_row(number, step) for number in range(cfg.batch.rows)]
+        weight = sum(row.weights.sum() for row in rows)
+        own = rows[assembler.options.rank :: assembler.options.ranks]
+        batches = [assembler.assemble(row) for row in own]
+        objectives = [CrossEntropy(b.weights / weight, **loss_options) for b in batches]
+        if pipeline:
+            values = [value for value, _ in pipeline.train(batches, objectives)]
+        else:
+            values = computed(model, batches, objectives, sync)
+        loss = sum(values, torch.zeros(()))
         if dims:
             dims.sum_over_tokens(loss)
         losses.append(loss.item())
@@ -316,6 +299,16 @@ def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss
     return losses, norms, gradients, whole(dict(model.named_parameters()))
 
 
+def computed(model, batches, objectives, sync):
+    """Yield the loss of each micro-batch, whose gradients are computed."""
+    for batch, objective in zip(batches, objectives, strict=True):
+        if sync:
+            sync.before(last=batch is batches[-1])
+        value = model(batch, objective).value
+        value.backward()
+        yield value.detach()
+
+
 def compiled_quickly():
     """Return a patch that compiles blocks by aot_eager, because inductor takes a minute."""
     return mock.patch.object(parallelize_module, "compile_blocks", compile_quickly)
@@ -327,27 +320,6 @@ def compile_quickly(model, cfg, **options):
         model.lm_head.compile_chunks(backend="aot_eager")
     for block in model.blocks().values():
         block.compile(fullgraph=is_one_graph(block), backend="aot_eager")
-
-
-def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):
-    """Train STEPS steps by a pipeline, see take_steps."""
-    optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group)
-    losses, norms, gradients = [], [], {}
-    for step in range(STEPS):
-        weight = weight_of(step)
-        batches = [batch_of(number, step) for number in own]
-        computed = pipeline.train(batches, [CrossEntropy(b.weights / weight) for b in batches])
-        loss = sum((value for value, _ in computed), torch.zeros(()))
-        dims.sum_over_tokens(loss)
-        losses.append(loss.item())
-        if step == 0:
-            trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-            gradients = of_all_stages(trained)
-        norms.append(clip_gradients(model, dims, 0.5, None).item())
-        optimizer.set_learning_rate(3e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, gradients, of_all_stages(dict(model.named_parameters()))
 
 
 def of_all_stages(tensors):

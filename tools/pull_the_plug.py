@@ -18,7 +18,7 @@ LINE = [
     "checkpoint.export_hf=false",
     "data.validation=null", "logging.every=1",
 ]  # fmt: skip
-INJECT = Path(__file__).resolve().parents[1] / "tests/faults/inject"
+INJECT = Path(__file__).resolve().parent / "inject"
 
 
 def tell(what: str) -> None:

@@ -19,7 +19,7 @@ from world import alive, ranks_below
 from fsdp_trainer.observe.records import whole_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-INJECT = ROOT / "tests/faults/inject"
+INJECT = ROOT / "tools/inject"
 POLL_SECONDS = 0.01
 EVERY = 2
 """Steps between two checkpoints."""

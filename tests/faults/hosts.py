@@ -7,9 +7,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from folders import REPO
 from namespaces import Network
 
-INJECT = Path(__file__).parent / "inject"
+INJECT = REPO / "tools/inject"
 PORT = 29400
 STORE = f"""
 import time, torch.distributed as dist

@@ -21,7 +21,7 @@ from fsdp_trainer.checkpoint.digest import weights_digest
 
 pytestmark = pytest.mark.faults
 
-INJECT = Path(__file__).parent / "inject"
+INJECT = REPO / "tools/inject"
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1",
     "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "-m", "fsdp_trainer",

@@ -61,7 +61,7 @@ soak: $(VENV)/.for-developers  ## random faults in runs of every method and layo
 	$(BIN)/python tools/soak.py $(MINUTES) $(SEED)
 
 prove-faults: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## plant faults in folders and runs: `prove` must name each, and nothing on honest ones; ONLY=WORD
-	ONLY="$(ONLY)" PYTHONPATH=. $(BIN)/python tests/inputs/prove_faults.py
+	ONLY="$(ONLY)" PYTHONPATH=$(HELPERS) $(BIN)/python tools/prove_faults.py
 
 same: $(VENV)/.for-users  ## compare with the commit before a rebuild: BASE=COMMIT; all numbers, plans and weights must be equal
 	$(BIN)/python tools/same.py $(BASE)

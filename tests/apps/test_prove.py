@@ -1,15 +1,23 @@
 """A certificate is right on an honest run, and finds numbers that are planted wrongly."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
 import planted_faults
-import prove_faults
 import pytest
 import torch
+from damaged_folders import (
+    FOLDERS,
+    HONEST,
+    set_keys,
+    write_folders,
+    wrong_in_folder,
+    wrong_with,
+)
 from heads import write_classes, write_rows
 from image_models import make_image_folder, write_pictures
 from world import command, read_json, write_json
@@ -329,11 +337,12 @@ def test_embeddings_have_the_losses_of_their_formulas(comparison):
 # --- faults that are planted in this program, of which the runs are shared ------------------------
 
 PLANTED = {
-    "leak between documents": packing,
-    "wrong mask": mask,
-    "template that differs in chat": prompts,
-    "dropped gradient of one rank": layout,
+    "leak between documents": (packing, "packed = alone"),
+    "wrong mask": (mask, "the mask"),
+    "template that differs in chat": (prompts, "prompts: chat"),
+    "dropped gradient of one rank": (layout, "layout: gradients"),
 }
+"""The module of the check that names a fault, and the check's name."""
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -349,8 +358,9 @@ def test_faults_planted_in_runs_are_named(proof, name, monkeypatch, tmp_path):
         planted_faults.PLANTS[name]()
     else:
         drop_half_of_gradients(known.planned, monkeypatch)
-    wrong = [one for one in PLANTED[name].check(again) if not getattr(one, "ok", True)]
-    assert any(prove_faults.RUNS[name][1] in one.name for one in wrong)
+    module, check = PLANTED[name]
+    wrong = [one for one in module.check(again) if not getattr(one, "ok", True)]
+    assert any(check in one.name for one in wrong)
     assert all(one.advice and one.detail for one in wrong)
 
 
@@ -372,32 +382,24 @@ def drop_half_of_gradients(planned, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Honest folders of `prove_faults`."""
+    """Honest folders."""
     pytest.importorskip("peft")
     pytest.importorskip("compressed_tensors")
     pytest.importorskip("gguf")
     place = tmp_path_factory.mktemp("folders")
-    prove_faults.write_folders(place)
+    write_folders(place)
     return place
 
 
-@pytest.mark.parametrize(("source", "reference"), prove_faults.HONEST[1:5])
+@pytest.mark.parametrize(("source", "reference"), HONEST)
 def test_a_certificate_says_nothing_of_honest_folders(folders, source, reference):
-    assert prove_faults.wrong_in_folder(folders / source, folders / reference) == []
+    assert wrong_in_folder(folders / source, folders / reference) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "transposed export",
-        "misnamed compressed tensor",
-        "merged with another scale",
-        "RoPE lost in a GGUF file",
-    ],
-)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_faults_planted_in_folders_are_named(folders, name):
-    fault = prove_faults.FOLDERS[name]
-    assert fault.check in prove_faults.wrong_with(fault, folders)
+    fault = FOLDERS[name]
+    assert fault.check in wrong_with(fault, folders)
 
 
 def test_what_is_no_folder_of_a_model_is_refused_in_one_message(folders, tmp_path):
@@ -420,7 +422,6 @@ def test_a_strangers_configuration_is_read_with_bounds(folders, tmp_path):
         "num_hidden_layers": 10**15, "vocab_size": "many", "text_config": [], "architectures": [7],
         "auto_map": 3, "dtype": {}, "eos_token_id": [{}], "quantization_config": 5,
     }  # fmt: skip
-    prove_faults.shutil.copytree(folders / "base", tmp_path / "base")
-    prove_faults.set_keys("config.json", **strange)(tmp_path / "base")
-    wrong = prove_faults.wrong_in_folder(tmp_path / "base", None)
-    assert "promises" in wrong
+    shutil.copytree(folders / "base", tmp_path / "base")
+    set_keys("config.json", **strange)(tmp_path / "base")
+    assert "promises" in wrong_in_folder(tmp_path / "base", None)

@@ -42,17 +42,17 @@ test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: half an
 	$(BIN)/python -m pytest -q $(TESTS) -m faults
 
 fuzz: $(VENV)/.for-developers  ## of another seed: combinations of methods, models and layouts, chats, tokenizers: SEED=1 N=20
-	PYTHONPATH=$(HELPERS) $(BIN)/python tests/strangers/fuzz_tokenizers.py $(SEED) $(N)00
-	PYTHONPATH=$(HELPERS) $(BIN)/python tests/strangers/fuzz_chats.py $(SEED) $(N)00
-	PYTHONPATH=$(HELPERS) $(BIN)/python tests/covering/covering_array.py $(SEED) $(N)
+	PYTHONPATH=$(HELPERS) $(BIN)/python tools/fuzz.py tokenizers $(SEED) $(N)00
+	PYTHONPATH=$(HELPERS) $(BIN)/python tools/fuzz.py chats $(SEED) $(N)00
+	PYTHONPATH=$(HELPERS) $(BIN)/python tools/fuzz.py combinations $(SEED) $(N)
 
 fuzz-files: SEED = 1
 fuzz-files: N = 1000
 fuzz-files: $(VENV)/.for-developers  ## damaged and hostile files of every format: each read rightly or refused: SEED=1 N=5000 ONLY=GGUF
-	PYTHONPATH=$(HELPERS) $(BIN)/python tests/strangers/fuzz_files.py $(SEED) $(N) --only "$(ONLY)"
+	PYTHONPATH=$(HELPERS) $(BIN)/python tools/fuzz.py files $(SEED) $(N) --only "$(ONLY)"
 
 covering: $(VENV)/.for-developers  ## choose the combinations that make test runs again, after a new method, layout or optimizer
-	PYTHONPATH=$(HELPERS) $(BIN)/python tests/covering/covering_array.py
+	PYTHONPATH=$(HELPERS) $(BIN)/python tools/fuzz.py combinations
 
 mutants: $(VENV)/.for-developers  ## plant 66 faults, one at a time, and see which tests notice: hours
 	$(BIN)/python tools/mutants.py --jobs $(JOBS) --out tools/mutants.json

@@ -1,26 +1,18 @@
 """Combinations in which each pair of values of two dimensions occurs, if the program accepts it.
 
-    PYTHONPATH=... python tests/covering/covering_array.py             # writes covering_array.json
-    PYTHONPATH=... python tests/covering/covering_array.py SEED N      # checks others: make fuzz
-
-`make covering` and `make fuzz` set the path. The file also lists the pairs that are refused.
+covering_array.json has them, and the pairs that are refused. `make covering` deals them anew.
 """
 
-import argparse
 import itertools
-import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import composing
-from combinations import DIMENSIONS, SIMPLEST, Combination, Fuzz, Refused, ranks_of, run_all
-from world import World, read_json
+from combinations import DIMENSIONS, SIMPLEST, Combination, Refused, ranks_of
+from world import read_json
 
 FILE = Path(__file__).with_name("covering_array.json")
-SEED = 1
 TRIES = 3
 """Number of combinations of which the one is taken that covers most pairs."""
 Choice = tuple[str, int]
@@ -160,41 +152,3 @@ def refused() -> set[Pair]:
     return {
         frozenset((name, number) for name, number in pair) for pair in read_json(FILE)["refused"]
     }
-
-
-def write(dealer: Dealer) -> None:
-    """Write all combinations of a dealer, each without its simplest values, and refused pairs."""
-    rows = [
-        {name: words for name, words in one.items() if words != SIMPLEST[name]}
-        for one in dealer.deal()
-    ]
-    refused = sorted(sorted(pair) for pair in dealer.refused)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    pairs = ",\n".join(json.dumps(pair) for pair in refused)
-    FILE.write_text(f'{{"combinations": [\n{lines}\n], "refused": [\n{pairs}\n]}}\n')
-    print(f"{len(rows)} combinations, {len(refused)} of {len(all_pairs())} pairs refused")
-
-
-def main(seed: int, count: int) -> int:
-    """Return the exit code: 1 if a combination differs from its reference."""
-    composing.keep()
-    world = World()
-    fuzz = Fuzz(world, Path("build/fuzz").resolve(), Path("build/fuzz/data").resolve())
-    try:
-        fuzz.write_inputs()
-        dealer = Dealer(seed, fuzz.require_accepted)
-        if not count:
-            write(dealer)
-            return 0
-        reports = run_all(fuzz, itertools.islice(dealer.deal(), count))
-    finally:
-        world.close()
-    print(f"{count} combinations of seed {seed}, {len(reports)} differ")
-    return 1 if reports else 0
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("seed", type=int, nargs="?", default=SEED)
-    parser.add_argument("count", type=int, nargs="?", default=0)
-    sys.exit(main(**vars(parser.parse_args())))

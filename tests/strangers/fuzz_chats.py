@@ -1,19 +1,13 @@
 """Random chats over many chat templates: nothing but the answers may be learnt, and all of them.
 
-    make fuzz SEED=1                   # among others; exit code 1 if a chat is learnt wrongly
-    make fuzz SEED=1 TEMPLATES=DIR     # with templates of one's own, as *.jinja
-
 Each text of a chat has a mark of its own. Reported with its number: a context's mark among what is
 learnt, an answer's that is missing or learnt twice, another text than transformers renders, another
-mask than the template's own `{% generation %}` gives, and a traceback.
+mask than the template's own `{% generation %}` gives, and a traceback. `make fuzz` takes others.
 """
 
-import argparse
 import json
-import os
 import random
 import re
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,7 +35,7 @@ from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Conversation, make_reader, turns_of
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.records.preference_records import Preference
-from fsdp_trainer.data.templates.chat_template import BUILT_IN, Template
+from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
@@ -276,11 +270,8 @@ def excused(builder: SampleBuilder) -> bool:
     return any(builder.counts[key] for key in ("no_end", "shared_token"))
 
 
-def templates(seed: int, own: str | None) -> Iterator[tuple[str, str, bool]]:
+def templates(seed: int, given: dict[str, str]) -> Iterator[tuple[str, str, bool]]:
     """Yield names and texts of templates, without an end, and whether they are random ones."""
-    given = {**BUILT_IN}
-    for file in sorted(Path(own).glob("**/*.jinja")) if own else ():
-        given[file.stem] = file.read_text(encoding="utf-8")
     number = 0
     while True:
         for name, source in given.items():
@@ -290,61 +281,37 @@ def templates(seed: int, own: str | None) -> Iterator[tuple[str, str, bool]]:
             yield f"random {number}", random_one, True
 
 
-def run(seed: int, count: int, own: str | None, only: int | None = None) -> Counter[str]:
-    """Learn random chats; return what became of them. own: a folder of templates.
-
-    only: the number of a single chat.
-    """
-    outcomes: Counter[str] = Counter()
-    sources = templates(seed, own)
+def cases(seed: int, count: int, given: dict[str, str]) -> Iterator[tuple[int, Case]]:
+    """Yield the numbers of chats, and the template of each. given: templates beside random ones."""
+    sources = templates(seed, given)
     with TemporaryDirectory() as folder:
         for first in range(0, count, PER_TEMPLATE):
             name, source, is_ours = next(sources)
-            numbers = range(first, min(first + PER_TEMPLATE, count))
-            if only is not None and only not in numbers:
-                continue
             case = case_of(name, source, Path(folder), is_ours)
-            for number in numbers if only is None else [only]:
-                outcomes[outcome(case, seed, number, only is not None)] += 1
-    return outcomes
+            for number in range(first, min(first + PER_TEMPLATE, count)):
+                yield number, case
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("seed", type=int)
-    parser.add_argument("count", type=int)
-    parser.add_argument("--only", type=int, default=None, help="the number of one chat, to show it")
-    words = parser.parse_args()
-    outcomes = run(words.seed, words.count, os.environ.get("TEMPLATES") or None, words.only)
-    print("\n".join(f"{n:6,} {what}" for what, n in outcomes.most_common()))
-    return int(bool(outcomes[WRONG]))
-
-
-def outcome(case: Case, seed: int, number: int, shows: bool) -> str:
-    """Return what became of one chat: right, refused or wrong, which is printed.
-
-    shows: print the chat and the template too.
-    """
+def chat_of(seed: int, number: int) -> tuple[dict[str, Any], bool]:
+    """Return a chat by its number, and whether its texts hold no control strings."""
     chance = random.Random(f"{seed} chat {number}")
     plain = chance.random() < 0.6
     writer = Writer(chance, not plain)
     row = writer.chat()
     if chance.random() < 0.15:
         row = pair_of(row, writer)
-    if shows:
-        print(case.source, json.dumps(row, indent=1, ensure_ascii=False), sep="\n")
+    return row, plain
+
+
+def outcome(case: Case, seed: int, number: int) -> str:
+    """Return what became of one chat: right, refused or wrong, which is printed."""
+    row, plain = chat_of(seed, number)
     try:
         problems = list(wrongs(case, row, plain))
     except RecordError as refusal:
-        if shows:
-            print(refusal)
         return f"refused: {str(refusal).splitlines()[0][:REASON]}"
     except Exception:
         problems = [traceback.format_exc()]
     for problem in problems:
         print(f"{seed} {number} {case.name}: {problem}", flush=True)
     return WRONG if problems else RIGHT
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,10 @@
 """Mutated files of every format, each read in a process of its own: none may be misread.
 
-    make fuzz-files SEED=1 N=5000               # mutants of all formats in turn; exit code 1 if bad
-    make fuzz-files SEED=1 N=200 ONLY=GGUF      # of the formats whose name has the word
-
 A mutant must give the right value, or one message with exit code 2. A traceback, a hang, much
 memory, another value, and a process that runs something are reported with what was changed.
+`make fuzz-files` takes others.
 """
 
-import argparse
-import importlib
-import json
 import os
 import pickle
 import random
@@ -18,7 +13,6 @@ import select
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -29,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from file_formats import FORMATS, FileFormat, NoOpinion, Refusal, Value
+from file_formats import FileFormat, NoOpinion, Refusal, Value
 from mutations import Mutation
 
 from fsdp_trainer.errors import RunFailed, UserError
@@ -315,39 +309,3 @@ def run_all(
             tally.bad.append(f"{where}\n    {outcome.kind}: {outcome.text.strip()[-900:]}")
             say(tally.bad[-1])
     return tallies
-
-
-def table(tallies: dict[str, Tally]) -> str:
-    """Return a row for each format."""
-    lines = [
-        "| format | mutants | right or same value | one message | wrong |",
-        "|---|---|---|---|---|",
-    ]
-    for name, tally in tallies.items():
-        values = tally.counts[RIGHT] + tally.counts[SAME]
-        cells = [name, tally.counts.total(), values, tally.counts[REFUSED], len(tally.bad)]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("seed", type=int)
-    parser.add_argument("count", type=int)
-    parser.add_argument("--only", default="", metavar="WORD")
-    parser.add_argument("--json", action="store_true", help="print the counts and nothing else")
-    words = parser.parse_args()
-    importlib.import_module("warm")  # what every reader needs, once for all processes
-    forms = [form for form in FORMATS if words.only.lower() in form.name.lower()]
-    with tempfile.TemporaryDirectory() as home:
-        say = (lambda _: None) if words.json else lambda text: print(text, flush=True)
-        tallies = run_all(Path(home), words.seed, words.count, forms, say)
-    if words.json:
-        print(json.dumps({name: [tally.counts, tally.bad] for name, tally in tallies.items()}))
-    else:
-        print(table(tallies))
-    return int(any(tally.bad for tally in tallies.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

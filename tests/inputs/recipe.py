@@ -3,6 +3,7 @@
 from functools import cache
 
 import yaml
+from world import split
 from zoo import PUBLISHED
 
 from fsdp_trainer.config.composing.compose import CONF, compose, options
@@ -39,7 +40,7 @@ def published_model(name):
 
 
 def planned(*words):
-    cfg = compose("plan", list(words), inputs=False)
+    cfg = compose("plan", split(words), inputs=False)
     return make_plan(
         cfg, architecture(cfg)[0], cfg.plan.world_size, target(cfg, cfg.plan.world_size)
     )

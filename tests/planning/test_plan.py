@@ -10,7 +10,7 @@ import inject
 import pytest
 from plans import plan, plan_json
 from recipe import planned
-from world import cli, write_json
+from world import cli, split, write_json
 
 from benchmarks.plan_published import compare, published_runs, summary
 from fsdp_trainer.config.composing.compose import compose
@@ -31,7 +31,7 @@ DOES_NOT_FIT = (
 
 def candidate(*words):
     """Return the run of these overrides, as what suggests changes is given it."""
-    cfg = compose("plan", list(words), inputs=False)
+    cfg = compose("plan", split(words), inputs=False)
     world = cfg.plan.world_size
     return Candidate(cfg, architecture(cfg)[0], world, target(cfg, world))
 
@@ -110,20 +110,20 @@ def test_a_pretraining_that_does_not_fit_is_told_of_muon_and_of_dividing_its_exp
 
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do():
-    words = ["model=llama3_8b", "plan.gpu=h100", "plan.world_size=1", "batch.rows=8"]
-    report = plan_json(*words, "plan.memory_gib=1", code=3)
+    words = "model=llama3_8b plan.gpu=h100 plan.world_size=1 batch.rows=8"
+    report = plan_json(words, "plan.memory_gib=1", code=3)
     assert report["suggestions"] == []
     smallest = report["least_memory"]
     assert smallest["peak_gib"] < report["peak_gib"]
     memory = f"plan.memory_gib={smallest['peak_gib'] + 0.01:.2f}"
-    assert planned(*words, memory, *smallest["override"].split()).fits
+    assert planned(words, memory, *smallest["override"].split()).fits
 
 
 @pytest.mark.slow
 def test_an_efficiency_that_nobody_reaches_is_told():
-    words = ["model=smollm2_135m", "plan.gpu=h100", "plan.world_size=1"]
+    words = "model=smollm2_135m plan.gpu=h100 plan.world_size=1"
     for efficiency, is_told in ((0.99, True), (0.5, False)):
-        out = " ".join(plan(*words, f"plan.efficiency={efficiency}").out.split())
+        out = " ".join(plan(words, f"plan.efficiency={efficiency}").out.split())
         assert ("published trainings reach 0.2 to 0.65" in out) == is_told
 
 
@@ -150,9 +150,9 @@ def test_what_fits_is_told_what_makes_it_faster():
     assert all(s["cost"] < 0 for s in suggestions.values())
     peak = suggestions["activation_checkpoint=none"]["peak_gib"]
     assert planned(*words).memory.peak.total / GIB == pytest.approx(peak, abs=1e-3)
-    alone = ["model=llama3_8b", "model.num_hidden_layers=8", "batch.rows=64", "batch.micro_rows=1"]
+    alone = "model=llama3_8b model.num_hidden_layers=8 batch.rows=64 batch.micro_rows=1"
     lines = [
-        s["override"] for s in plan_json(*alone, *words[1:2], "plan.world_size=1")["suggestions"]
+        s["override"] for s in plan_json(alone, *words[1:2], "plan.world_size=1")["suggestions"]
     ]
     assert "batch.micro_rows=16" in lines
     assert sum("micro_rows" in line for line in lines) == 1
@@ -160,14 +160,14 @@ def test_what_fits_is_told_what_makes_it_faster():
 
 @pytest.mark.slow
 def test_json_is_one_object_and_the_exit_code_says_whether_it_fits():
-    small = ["model=smollm2_135m", "plan.format=json"]
-    report = json.loads(plan(*small, "plan.memory_gib=0.1", "plan.world_size=1", code=3).out)
+    small = "model=smollm2_135m plan.format=json"
+    report = json.loads(plan(small, "plan.memory_gib=0.1", "plan.world_size=1", code=3).out)
     assert report["fits"] is False
     assert report["step_seconds"] is report["tokens_per_second"] is None
     assert sum(report["by_category"].values()) == pytest.approx(report["peak_gib"], abs=0.01)
     assert report["peak_gib"] > report["memory_gib"]
-    fitting = ["plan.memory_gib=3", "plan.gpu=h100", "plan.world_size=[8,1]", "train.steps=1000"]
-    several = json.loads(plan(*small, *fitting).out)
+    fitting = "plan.memory_gib=3 plan.gpu=h100 plan.world_size=[8,1] train.steps=1000"
+    several = json.loads(plan(small, fitting).out)
     assert {one["world_size"]: one["fits"] for one in several["worlds"]} == {1: False, 8: True}
     assert several["fits"]
     assert several["world_size"] == several["smallest"] == 8
@@ -193,10 +193,10 @@ def test_several_gpus_are_compared_in_one_table(monkeypatch):
 
 @pytest.mark.slow
 def test_a_list_of_gpus_is_a_list_of_plans_in_json():
-    words = ["model=smollm2_135m", "plan.world_size=[1,8]", "plan.format=json"]
+    words = "model=smollm2_135m plan.world_size=[1,8] plan.format=json"
 
     def answer(gpus, code=0):
-        said = plan(*words, f"plan.gpu={gpus}", code=code)
+        said = plan(words, f"plan.gpu={gpus}", code=code)
         return said.err if code else json.loads(said.out)
 
     compared = answer("[h100,l40s]")
@@ -224,8 +224,8 @@ def test_a_plan_for_people_fits_a_narrow_terminal(monkeypatch):
     assert re.search(r"plan.world_size=\d+ +[\d.]+ GiB", out)
     cut = [line for line in printed(40, 3, *DOES_NOT_FIT).splitlines() if "…" in line]
     assert all("━" in line for line in cut), "bars may be cut, but nothing to be read or typed"
-    rows = ["batch.micro_rows=5", "batch.rows=32"]
-    out = printed(80, 0, "+recipe=qwen3_0_6b_sft", "plan.gpu=l4", "plan.world_size=1", *rows)
+    rows = "batch.micro_rows=5 batch.rows=32"
+    out = printed(80, 0, "+recipe=qwen3_0_6b_sft", "plan.gpu=l4", "plan.world_size=1", rows)
     assert max(map(len, out.splitlines())) <= 80
     assert len(out.splitlines()) < 50
     assert "\x1b" not in out
@@ -259,8 +259,8 @@ def test_without_a_gpu_one_must_be_named(enter, monkeypatch):
         without.setitem(sys.modules, "torch", None)  # takes longer to import than to be told so
         without.delitem(sys.modules, "fsdp_trainer.planning.plan.plan_inputs")
         assert "h100 " in plan("model=tiny", code=2).err
-    ranks = ["model.vocab_size=100", "launch.device=cpu", "launch.nproc_per_node=2"]
-    assert "2 ranks on this machine" in plan("model=tiny", *ranks).out
+    ranks = "model.vocab_size=100 launch.device=cpu launch.nproc_per_node=2"
+    assert "2 ranks on this machine" in plan("model=tiny", ranks).out
 
 
 def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_so(tmp_path):
@@ -294,8 +294,8 @@ def test_published_runs_are_as_fast_as_planned_and_fit():
 
 def seconds(*words):
     """The arithmetic of a step, the slow end."""
-    base = ("model=llama3_8b", "plan.gpu=h100", "plan.world_size=8", "batch.rows=64")
-    last = {word.split("=")[0]: word for word in (*base, *words)}
+    base = "model=llama3_8b plan.gpu=h100 plan.world_size=8 batch.rows=64"
+    last = {word.split("=")[0]: word for word in split([base, *words])}
     return planned(*last.values()).slow.compute
 
 
@@ -307,8 +307,8 @@ def test_speed_depends_on_what_bounds_it():
     assert seconds("batch.micro_rows=8") < 0.97 * usual, "products of more tokens are faster"
     assert seconds("plan.gpu=h200") < usual, "its memory is faster"
     assert seconds("plan.efficiency=0.4") == seconds("plan.efficiency=0.4", "plan.gpu=h200")
-    long = ("model=llama3_8b", "batch.seq_len=8192", "plan.gpu=h100", "compile=enabled")
-    flash, fa3 = seconds(*long), seconds(*long, "model.attention_kernel=fa3")
+    long = "model=llama3_8b batch.seq_len=8192 plan.gpu=h100 compile=enabled"
+    flash, fa3 = seconds(long), seconds(long, "model.attention_kernel=fa3")
     assert fa3 < 0.95 * flash
 
 
@@ -326,8 +326,8 @@ def test_an_expert_computes_slower_than_a_dense_layer_of_as_many_operations():
 
 @pytest.mark.slow
 def test_nvlink_connects_the_nodes_of_a_rack():
-    words = ("model=qwen3_30b_a3b", "plan.world_size=16", "batch.rows=16", "sharding.expert=16")
-    slow, rack = (planned(*words, f"plan.gpu={gpu}") for gpu in ("b200", "gb200"))
+    words = "model=qwen3_30b_a3b plan.world_size=16 batch.rows=16 sharding.expert=16"
+    slow, rack = (planned(words, f"plan.gpu={gpu}") for gpu in ("b200", "gb200"))
     assert rack.wire["expert"].across == 0 < slow.wire["expert"].across
     assert rack.slow.exposed < slow.slow.exposed
     assert rack.host_limit_gib == 4 * 224
@@ -362,13 +362,13 @@ def test_every_device_of_the_table_has_times():
 
 @pytest.mark.slow
 def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops():
-    words = ["model=smollm2_135m", "plan.memory_gib=48", "plan.world_size=1"]
-    assert planned(*words).step_seconds is None
-    plan = plan_json(*words, "plan.tflops=150")
+    words = "model=smollm2_135m plan.memory_gib=48 plan.world_size=1"
+    assert planned(words).step_seconds is None
+    plan = plan_json(words, "plan.tflops=150")
     assert plan["step_seconds"][0] > 0
     assert any("its memory bandwidth is assumed to be 500 GB/s" in line for line in plan["assumed"])
-    slower = planned("plan.tflops=75", *words, "plan.gpu=h100").slow.compute
-    assert slower > planned(*words, "plan.gpu=h100").slow.compute
+    slower = planned("plan.tflops=75", words, "plan.gpu=h100").slow.compute
+    assert slower > planned(words, "plan.gpu=h100").slow.compute
 
 
 @pytest.mark.slow
@@ -429,22 +429,22 @@ def test_devices_are_known_by_the_drivers_names():
 
 @pytest.mark.slow
 def test_a_plan_counts_what_a_reference_computes():
-    ours = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=1"]
-    plain, base = (planned(*ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))
+    ours = "model=qwen3_0_6b plan.gpu=h100 plan.world_size=1"
+    plain, base = (planned(ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))
     assert base.compute == plain.compute
     assert base.step == pytest.approx(plain.step + base.forwards)
     assert base.compute / 4 < base.forwards < base.compute / 2
-    stored = planned(*ours, "objective=dpo").slow
+    stored = planned(ours, "objective=dpo").slow
     assert stored.forwards == 0 < stored.reading
-    said = " ".join(plan(*ours, "objective=dpo").out.split())
+    said = " ".join(plan(ours, "objective=dpo").out.split())
     assert "reads all rows of an epoch once, before step 1" in said
 
 
 @pytest.mark.slow
 def test_offloaded_activations_and_messages_share_a_link_without_nvlink():
-    words = ("model=llama3_8b", "plan.gpu=l40s", "plan.world_size=8", "batch.rows=32")
-    moved = ("batch.micro_rows=4", "activation_checkpoint=selective")
-    run = candidate(*words, *moved, "activation_checkpoint.offload=true")
+    words = "model=llama3_8b plan.gpu=l40s plan.world_size=8 batch.rows=32"
+    moved = "batch.micro_rows=4 activation_checkpoint=selective"
+    run = candidate(words, moved, "activation_checkpoint.offload=true")
     with_nvlink = run.device._replace(link=2 * run.device.host_link)
     shared, own = (
         make_plan(run.cfg, run.config, 8, one).slow.exposed for one in (run.device, with_nvlink)
@@ -452,13 +452,13 @@ def test_offloaded_activations_and_messages_share_a_link_without_nvlink():
     assert shared > 1.2 * own
 
 
-PRETRAINING = ("+recipe=llama8b_pretrain", "plan.gpu=h100")
+PRETRAINING = "+recipe=llama8b_pretrain plan.gpu=h100"
 
 
 @pytest.mark.slow
 def test_newton_schulz_takes_its_share_of_a_step():
     """docs/optimizers.md: 2.8% of the arithmetic of Llama 8B with half a million tokens."""
-    words = (*PRETRAINING, "plan.world_size=8", "batch.rows=64", "activation_checkpoint=none")
+    words = (PRETRAINING, "plan.world_size=8", "batch.rows=64", "activation_checkpoint=none")
     adamw, muon = (planned(*words, f"optim={name}").fast for name in ("adamw", "muon"))
     share = (muon.optimizer - adamw.optimizer) / muon.compute
     assert 0.01 < share < 0.03  # products of wide matrices are faster than the rest
@@ -468,7 +468,7 @@ def test_newton_schulz_takes_its_share_of_a_step():
 @pytest.mark.slow
 def test_owners_of_other_nodes_are_sent_to_over_the_network():
     one, eight = (
-        planned(*PRETRAINING, "optim=muon", f"plan.world_size={ranks}").wire["owners"]
+        planned(PRETRAINING, "optim=muon", f"plan.world_size={ranks}").wire["owners"]
         for ranks in (8, 64)
     )
     assert one.across == 0
@@ -478,13 +478,13 @@ def test_owners_of_other_nodes_are_sent_to_over_the_network():
 @pytest.mark.slow
 def test_the_plan_tells_the_load_of_the_busiest_rank():
     words = (
-        "model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096",
-        "plan.world_size=8", "activation_checkpoint=full", "sharding.expert=8",
-    )  # fmt: skip
-    report = plan_json(*words, "batch.micro_rows=4")
+        "model=qwen3_30b_a3b plan.gpu=h100 batch.rows=64 batch.seq_len=4096 plan.world_size=8"
+        " activation_checkpoint=full sharding.expert=8"
+    )
+    report = plan_json(words, "batch.micro_rows=4")
     assert report["uneven"]["expert_load"] == 1.5
     assert report["uneven"]["peak_gib"] > report["peak_gib"]
     assert report["uneven"]["step_seconds"][0] > 1.1 * report["step_seconds"][0]
-    out = " ".join(plan(*words, "batch.micro_rows=8", "plan.expert_load=3").out.split())
+    out = " ".join(plan(words, "batch.micro_rows=8", "plan.expert_load=3").out.split())
     assert "3 × the even rows at one rank's experts" in out
     assert "it does not fit then" in out

@@ -5,12 +5,12 @@ from functools import partial
 import inject
 import pytest
 from recipe import planned
-from world import SMALL, read_json, write_json
+from world import SMALL, read_json, split, write_json
 
 from fsdp_trainer.checkpoint.shards import ALIGNED
 from fsdp_trainer.optim.offload.parts import SLICED_BYTES
 
-WIDE = ["model.hidden_size=256", "model.head_dim=64", "model.vocab_multiple=4", "train.steps=1"]
+WIDE = "model.hidden_size=256 model.head_dim=64 model.vocab_multiple=4 train.steps=1"
 
 
 def measure(written, trainer):
@@ -24,13 +24,14 @@ def measure(written, trainer):
 
 
 def test_files_copies_and_gradients_are_as_large_as_planned(train, tmp_path):
-    words = [*WIDE, "precision.param_dtype=bfloat16", "optim.offload=disk"]
+    words = [WIDE, "precision.param_dtype=bfloat16", "optim.offload=disk"]
     written = tmp_path / "written"
     train("run", *words, ranks=2, seam=inject.with_trainer(partial(measure, written)))
     real = read_json(written)
-    base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
-    own = ["tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2"]
-    memory = planned(*base, *own, *words).memory
+    given = [word.split("=")[0] for word in split(words)]
+    base = [word for word in SMALL if word.split("=")[0] not in given]
+    own = "tokenizer.path=demo:bytes plan.gpu=h100 plan.world_size=2"
+    memory = planned(*base, own, *words).memory
     around = real["files"] - memory.disk  # the frame of each tensor, and what aligns it
     assert 0 < around <= 2 * ALIGNED * real["tensors"]
     assert memory.peak.bytes["parameters"] == pytest.approx(real["copies"], rel=0.01)

@@ -66,10 +66,10 @@ def initialized(dtype):
 
 @pytest.mark.slow
 def test_a_plan_counts_a_reward_model_on_every_rank(folder):
-    words = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=8", "objective=grpo"]
+    words = "model=qwen3_0_6b plan.gpu=h100 plan.world_size=8 objective=grpo"
     with_model = f"objective.rewards=[exact,{{name: model, source: {folder}}}]"
-    plain = planned(*words, "objective.rewards=[exact]")
-    more = planned(*words, with_model)
+    plain = planned(words, "objective.rewards=[exact]")
+    more = planned(words, with_model)
     weights = REWARDER.parameters() * 4
     assert not plain.rollouts.scored
     for before, after in zip(plain.memory.moments, more.memory.moments, strict=True):
@@ -78,17 +78,17 @@ def test_a_plan_counts_a_reward_model_on_every_rank(folder):
     [one] = more.rollouts.scored
     assert one.weights == weights
     assert 0 < one.seconds[0] < one.seconds[1]
-    offloaded = planned(*words, with_model, "sharding.cpu_offload=true").memory.peak
+    offloaded = planned(words, with_model, "sharding.cpu_offload=true").memory.peak
     assert offloaded.bytes["parameters"] == weights
 
-    on_ranks = planned(*words, with_model, "launch.rollout_ranks=2").memory.peak
+    on_ranks = planned(words, with_model, "launch.rollout_ranks=2").memory.peak
     assert on_ranks.bytes["parameters"] == plain.memory.peak.bytes["parameters"]
 
-    [as_json] = plan_json(*words, with_model)["rollouts"]["reward_models"]
+    [as_json] = plan_json(words, with_model)["rollouts"]["reward_models"]
     assert as_json["reward"] == "model"
     assert as_json["weights_gib"] == pytest.approx(weights / 2**30, abs=1e-3)
     elsewhere = "objective.rewards=[{name: model, source: someone/reward}]"
-    said = " ".join(plan(*words, elsewhere).out.split())
+    said = " ".join(plan(words, elsewhere).out.split())
     assert "someone/reward is not on this disk: its memory and time are not counted" in said
 
 

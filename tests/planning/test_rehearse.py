@@ -45,8 +45,8 @@ def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan():
 
 
 def test_a_run_that_does_not_fit_ends_with_3():
-    words = ["plan.gpu=h100", "plan.world_size=2", "plan.memory_gib=0.5"]
-    out = cli("rehearse", *WORDS, *words, code=3).out
+    words = "plan.gpu=h100 plan.world_size=2 plan.memory_gib=0.5"
+    out = cli("rehearse", *WORDS, words, code=3).out
     assert "all_gather" in out
     assert "finishes and does not fit" in out
 
@@ -60,9 +60,9 @@ def test_what_is_left_out_is_said_and_taken_from_the_plan():
 
 
 def test_compiled_blocks_keep_what_the_partitioner_keeps_and_send_what_others_do():
-    words = ["plan.world_size=4", "batch.rows=8", "batch.seq_len=2048", "sharding.tensor=2"]
-    wide = ["model.hidden_size=512", "precision.param_dtype=bfloat16"]
-    eager, compiled = (answer(*words, *wide, f"compile={each}") for each in ("disabled", "enabled"))
+    words = "plan.world_size=4 batch.rows=8 batch.seq_len=2048 sharding.tensor=2"
+    wide = "model.hidden_size=512 precision.param_dtype=bfloat16"
+    eager, compiled = (answer(words, wide, f"compile={each}") for each in ("disabled", "enabled"))
     assert compiled["left_out"] == []
     assert compiled["bytes_sent"] == pytest.approx(eager["bytes_sent"], rel=0.001)
     assert compiled["tensors_gib"] < 0.9 * eager["tensors_gib"]
@@ -202,22 +202,22 @@ def test_runs_of_real_width_finish_and_need_no_less_than_planned(run):
 def test_rows_are_those_of_the_data_if_it_is_here(tmp_path):
     short, gone = tmp_path / "short.jsonl", tmp_path / "gone.jsonl"
     write_lines(short, ({"text": "a" * 9} for _ in range(40)))
-    words = ["plan.world_size=2", "data.packing=none", "data.pad_to_multiple=16"]
+    words = "plan.world_size=2 data.packing=none data.pad_to_multiple=16"
     tokens = {}
     for name in (short, gone):
-        reply = answer(*words, f"batch.seq_len=512 batch.rows=4 data.path={name}")
+        reply = answer(words, f"batch.seq_len=512 batch.rows=4 data.path={name}")
         tokens[name] = reply["kinds"][0]["by_category"]["activations"]
     assert tokens[short] < tokens[gone] / 8, "16 tokens in place of 512"
     assert reply["left_out"] == [f"data.path={gone}: it is not on this disk, and rows are full"]
 
 
 def test_a_search_rehearses_its_fastest_layouts_and_leaves_out_what_does_not_fit(tmp_path):
-    words = ["plan.world_size=2", "plan.search=true", "batch.rows=8", f"run.root={tmp_path}"]
-    layouts = json.loads(cli("plan", *GPUS, *words).out)["layouts"]
+    words = f"plan.world_size=2 plan.search=true batch.rows=8 run.root={tmp_path}"
+    layouts = json.loads(cli("plan", *GPUS, words).out)["layouts"]
     rehearsed = [one for one in layouts if one["rehearsed"]]
     assert 3 <= len(rehearsed) <= 10
     assert layouts[: len(rehearsed)] == rehearsed
-    bounds = json.loads(cli("plan", *GPUS, *words, "plan.rehearse=false").out)["layouts"]
+    bounds = json.loads(cli("plan", *GPUS, words, "plan.rehearse=false").out)["layouts"]
     bound_of = {tuple(one["overrides"]): one for one in bounds}
     for one in layouts:
         bound = bound_of[tuple(one["overrides"])]
@@ -228,8 +228,8 @@ def test_a_search_rehearses_its_fastest_layouts_and_leaves_out_what_does_not_fit
 
 
 def test_a_plan_is_that_of_a_short_rehearsal_and_stored(tmp_path):
-    stages = ["sharding.pipeline=2", "model.num_hidden_layers=4", "batch.rows=16"]
-    words = ["plan.world_size=2", *stages, f"run.root={tmp_path}"]
+    stages = "sharding.pipeline=2 model.num_hidden_layers=4 batch.rows=16"
+    words = ["plan.world_size=2", stages, f"run.root={tmp_path}"]
     whole = answer(*words)
 
     def plan():
@@ -273,13 +273,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("typed", REFUSED)
 def test_what_cannot_be_rehearsed_is_refused(typed):
-    start = ["tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2"]
-    assert REFUSED[typed] in cli("rehearse", *SMALL, *start, *typed.split(), code=2).err
+    start = "tokenizer.path=demo:bytes plan.gpu=h100 plan.world_size=2"
+    assert REFUSED[typed] in cli("rehearse", *SMALL, start, *typed.split(), code=2).err
 
 
 def test_groups_of_ranks_hold_their_outer_weights_and_send_nothing_to_each_other():
-    size = ["model.hidden_size=512", "model.intermediate_size=2048", "model.num_hidden_layers=4"]
-    words = [*size, "plan.world_size=4", "batch.rows=8"]
+    size = "model.hidden_size=512 model.intermediate_size=2048 model.num_hidden_layers=4"
+    words = [size, "plan.world_size=4", "batch.rows=8"]
     plain = answer(*words)
     reply = answer(*words, "replicas.method=diloco launch.groups=2")
     assert reply["bytes_sent"] == plain["bytes_sent"]

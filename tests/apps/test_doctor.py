@@ -105,8 +105,8 @@ def doctor(world, tmp_path):
     def look(*words, **options):
         if not any(word.startswith("run.root") for word in words):
             words = (*words, f"run.root={tmp_path / 'runs' / 'deep'}")
-        usual = ["doctor.format=json", "doctor.file_mib=1"]
-        first, *others = world.command("doctor", *usual, *words, **options)
+        usual = "doctor.format=json doctor.file_mib=1"
+        first, *others = world.command("doctor", usual, *words, **options)
         assert not any(other.out for other in others)
         assert not (tmp_path / "runs").exists()
         lines = lines_of(first.out)
@@ -125,8 +125,8 @@ def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, 
     (disk,) = [finding for (_, what), finding in bare.items() if what == "disk of states"]
     assert ("by 2 ranks of a node" in disk["text"]) == (ranks > 1)
     assert "plan.offload_disk=" in disk["advice"]
-    words = ["tokenizer.path=demo:bytes", "model=tiny", "precision=fp32"]
-    outcome = doctor(f"data.path={inputs['data.path']}", *words, *QUICK, ranks=ranks)
+    words = "tokenizer.path=demo:bytes model=tiny precision=fp32"
+    outcome = doctor(f"data.path={inputs['data.path']}", words, *QUICK, ranks=ranks)
     assert "1 file" in outcome["ok", "data.path"]["text"]
     assert "771.7k parameters × 12 B" in outcome["ok", "room"]["text"]
     assert ("ok", "float32 products") not in outcome
@@ -148,12 +148,12 @@ def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(world, tmp_pat
         assert (result.out, result.err) == ("", "")
 
 
-OTHER_RATE = ["optim.lr=${oc.env:LR}", "launch.timeout=60s"]
+OTHER_RATE = "optim.lr=${oc.env:LR} launch.timeout=60s"
 
 
 def test_what_is_other_on_one_rank_or_node_is_named(doctor):
     other = AN_OLD_TORCH_ON_RANK_2, another_command_on_rank_1, a_clock_that_is_behind_on_node_1
-    outcome = doctor(*QUICK, *OTHER_RATE, ranks=4, seam=inject.together(*other), code=3)
+    outcome = doctor(*QUICK, OTHER_RATE, ranks=4, seam=inject.together(*other), code=3)
     assert {what for mark, what in outcome if mark == "problem"} == {"torch", "optim.lr"}
     assert re.search(r"2\.11\.0 on rank 2 \(.*node 1\)", outcome["problem", "torch"]["text"])
     assert outcome["problem", "optim.lr"]["text"].startswith("2e-5 on rank 1 (")
@@ -162,16 +162,16 @@ def test_what_is_other_on_one_rank_or_node_is_named(doctor):
 
 
 def test_train_refuses_another_configuration_on_one_rank(train):
-    run = train("run", *OTHER_RATE, ranks=2, seam=another_command_on_rank_1(), code=2)
+    run = train("run", OTHER_RATE, ranks=2, seam=another_command_on_rank_1(), code=2)
     assert "optim.lr" in run.err
     assert "2e-5 on rank 1 (" in run.err
     assert not run.folder.exists()
 
 
 def test_a_clock_that_is_off_and_too_little_room_do_not_keep_train_from_training(train):
-    words = ["model.hidden_size=128", "model.intermediate_size=512", "train.steps=1"]
+    words = "model.hidden_size=128 model.intermediate_size=512 train.steps=1"
     faults = inject.together(a_clock_that_is_behind_on_node_1, a_full_disk)
-    run = train("run", *words, ranks=2, seam=faults)
+    run = train("run", words, ranks=2, seam=faults)
     assert "note   clock: " in run.out
     assert "note   room: 1.0 MiB free for a checkpoint of" in run.out
     assert run.column("step") == [1]
@@ -210,16 +210,16 @@ def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
 
 
 def test_each_dimension_is_measured_and_tensor_groups_across_nodes_are_named(doctor, train):
-    words = ["sharding.tensor=4", "model.num_key_value_heads=4"]
-    outcome = doctor(*words, *QUICK, ranks=4, seam=two_nodes)
+    words = "sharding.tensor=4 model.num_key_value_heads=4"
+    outcome = doctor(words, *QUICK, ranks=4, seam=two_nodes)
     warning = outcome["warning", "sharding.tensor=4"]
     assert "rank 0-1 (" in warning["text"]
     assert warning["advice"] == "sharding.tensor=2"
-    run = train("run", "train.steps=1", *words, ranks=4, seam=two_nodes)
+    run = train("run", "train.steps=1", words, ranks=4, seam=two_nodes)
     assert "note   sharding.tensor=4: rank 0-1 (" in run.out
 
     on_two_nodes = inject.together(two_nodes, QUICKLY)
-    outcome = doctor("sharding.tensor=2", "sharding.context=2", ranks=4, seam=on_two_nodes)
+    outcome = doctor("sharding.tensor=2 sharding.context=2", ranks=4, seam=on_two_nodes)
     assert ("warning", "sharding.tensor=2") not in outcome
     assert outcome["ok", "layout"]["text"] == "context 2, tensor 2"
     for name in ("context", "tensor"):

@@ -14,7 +14,7 @@ from image_models import make_image_folder, write_pictures
 from rich.console import Console
 from texts import SHARED, make_tokenizer, turn
 from tokenizers import pre_tokenizers
-from world import lines_of, write_json, write_lines
+from world import lines_of, split, write_json, write_lines
 
 from fsdp_trainer.apps.preview import preview as previewing
 from fsdp_trainer.apps.preview import preview_text
@@ -52,7 +52,7 @@ def preview(tmp_path, program):
                  "batch.seq_len": 128}  # fmt: skip
         if rows is not None:
             usual["data.path"] = write_rows(tmp_path / "a.jsonl", rows)
-        given = dict(key.split("=", 1) for key in keys)
+        given = dict(key.split("=", 1) for key in split(keys))
         words = [f"{key}={value}" for key, value in (usual | given).items()]
         return program("preview", *words, code=code), words
 
@@ -95,8 +95,8 @@ def test_rows_as_json_have_stdout_for_themselves_and_warnings_go_to_stderr(tmp_p
     other = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
     write_json(tmp_path / "tokenizer_config.json", other)
     file = write_rows(tmp_path / "a.jsonl", [ask("a") | {"other": 1}, ask("b"), ask("a")])
-    words = [f"tokenizer.path={tmp_path}", f"data.path={file}", f"data.cache={tmp_path}/c"]
-    out = program("preview", *words, "preview.format=json", "preview.rows=1")
+    words = f"tokenizer.path={tmp_path} data.path={file} data.cache={tmp_path}/c"
+    out = program(f"preview {words} preview.format=json preview.rows=1")
     (row,) = lines_of(out)
     assert row["row"] == 0
     assert f"warning: 1 duplicate of other samples ({file}:3)" in program.err
@@ -152,7 +152,7 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     path = f"data.path=[{good},{long}]"
     assert "source long has no samples left" in preview(None, path)[0]
     assert "every sample of source long is cut" in preview(None, path, "data.too_long=truncate")[0]
-    out, _ = preview(None, path, "batch.seq_len=1024", "train.steps=9")
+    out, _ = preview(None, path, "batch.seq_len=1024 train.steps=9")
     assert "nothing to warn about" in out
     assert "nothing dropped or cut, no duplicates" in out
 
@@ -163,7 +163,7 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     c = write_rows(tmp_path / "c.jsonl", [ask("c" * n) for n in range(40)])
     how = [f"data.path=[{{path: {b}, weight: 0.25}},{{path: {c}, weight: 0.75}}]"]
     how += ["batch.micro_rows=1"]
-    out, keys = preview(None, *how, "train.steps=3", "batch.rows=8", "data.packing=none")
+    out, keys = preview(None, *how, "train.steps=3 batch.rows=8 data.packing=none")
     described = [line.split() for line in out.splitlines()]
     lines = {words[0]: words for words in described if words[:1] in (["b"], ["c"])}
     assert [float(lines[name][3].rstrip("%")) for name in "bc"] == pytest.approx([25, 75], abs=1)
@@ -174,23 +174,23 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     assert "warning b: 1 sample dropped: longer than" in out
     assert f"{b}:5" in out
     assert " c: 1 " not in out
-    assert "warning b is seen" in preview(None, *how, "train.steps=30", "batch.rows=8")[0]
-    out, _ = preview(None, *how, "train.epochs=2", "schedule.warmup_steps=20")
+    assert "warning b is seen" in preview(None, *how, "train.steps=30 batch.rows=8")[0]
+    out, _ = preview(None, *how, "train.epochs=2 schedule.warmup_steps=20")
     assert re.search(r"steps +\d+ of 32 rows, 2.00 epochs", out)
     assert "the warm-up takes 20 steps" in out
     assert "no model learns" not in out
-    typed = preview(None, *how, "train.steps=20", "schedule.warmup_steps=20", "optim.lr=1e5")[0]
+    typed = preview(None, *how, "train.steps=20 schedule.warmup_steps=20 optim.lr=1e5")[0]
     assert "the learning rate only rises, to" in typed
     assert "the learning rate is 100000: with adamw no model learns above 0.1" in typed
     better = re.search(r"batch.rows=\d+", out)[0]
-    assert "warm-up" not in preview(None, *how, "train.epochs=2", "schedule.warmup=0.1", better)[0]
-    assert "is seen" not in preview(None, *how, "train.steps=1", "batch.rows=4")[0]
+    assert "warm-up" not in preview(None, *how, "train.epochs=2 schedule.warmup=0.1", better)[0]
+    assert "is seen" not in preview(None, *how, "train.steps=1 batch.rows=4")[0]
 
 
 @pytest.mark.slow
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
     (tmp_path / "own.jinja").write_text(OPENS.replace("<think>\n", ""))
-    out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja", "train.steps=9")
+    out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja train.steps=9")
     assert "note    the chat template does not mark" in out
     assert "warning" not in out
     assert "does not mark" not in preview([ask("a")])[0]
@@ -209,13 +209,13 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
     rows = [ask("a", weight=0), ask("b" * 500)]
     nothing = write_rows(tmp_path / "nothing.jsonl", rows)
     some = write_rows(tmp_path / "some.jsonl", [ask("a")])
-    how = ["tokenizer.path=demo:bytes", f"run.root={tmp_path}", "model=tiny", "batch.seq_len=64"]
+    how = f"tokenizer.path=demo:bytes run.root={tmp_path} model=tiny batch.seq_len=64"
     for keys in (
         [f"data.path={nothing}"],
         [f"data.path=[{{path: {some}, weight: 0.5}},{{path: {nothing}, weight: 0.5}}]"],
         [f"data.path={some}", f"data.validation={nothing}"],
     ):
-        (result,) = world.command(verb, *how, *keys, code=2)
+        (result,) = world.command(verb, how, *keys, code=2)
         for part in (
             "no token", "there is nothing to learn", "nothing.jsonl:1",
             "1 sample dropped: without a supervised token", "longer than batch.seq_len=64",
@@ -227,7 +227,7 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
 def test_train_says_what_it_trains_on_and_every_warning(train, tmp_path):
     rows = [ask("a"), ask("b"), ask("b"), ask("c" * 200), ask("d", "<|im_end|>")]
     words = [f"data.path={write_rows(tmp_path / 'a.jsonl', rows)}", "batch.seq_len=128"]
-    run = train("run", *words, "train.steps=1", "data.max_lost=1")
+    run = train("run", *words, "train.steps=1 data.max_lost=1")
     lines = [line for line in run.out.splitlines() if line.startswith("data ")]
     assert re.search(
         r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; 1 row an epoch, \d+\.\d% full",
@@ -301,23 +301,23 @@ class Closed(io.StringIO):
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path, monkeypatch, capsys, form):
     monkeypatch.setattr(sys, "stdout", Closed())
-    words = ["data.path=demo:backwards", "tokenizer.path=demo:bytes", f"data.cache={tmp_path}"]
-    assert main(["preview", *words, "batch.seq_len=64", f"preview.format={form}"]) == 0
+    words = f"data.path=demo:backwards tokenizer.path=demo:bytes data.cache={tmp_path}"
+    assert main(f"preview {words} batch.seq_len=64 preview.format={form}".split()) == 0
     # a busy machine takes so long to prepare that its progress is shown
     assert all(line.startswith("data ") for line in capsys.readouterr().err.splitlines())
 
 
 def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(preview, tmp_path):
-    words = ["data.path=demo:backwards", f"preview.html={tmp_path}/no/p.html"]
-    assert "there is no such folder" in preview(None, *words, code=2)[0]
+    words = f"data.path=demo:backwards preview.html={tmp_path}/no/p.html"
+    assert "there is no such folder" in preview(None, words, code=2)[0]
     assert not (tmp_path / "cache").exists()
     assert f"preview.html={tmp_path}" in preview([ask("a")], f"preview.html={tmp_path}", code=2)[0]
 
 
 def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(preview, tmp_path):
     rows = [ask("你好，世界 👩‍👧", EVIL), ask("half", weight=0.5), ask("\n\n two lines\n")]
-    keys = [f"preview.html={tmp_path}/p.html", "batch.seq_len=400", "data.packing=none"]
-    out, _ = preview(rows, *keys, "preview.rows=2", "preview.format=json")
+    keys = f"preview.html={tmp_path}/p.html batch.seq_len=400 data.packing=none"
+    out, _ = preview(rows, keys, "preview.rows=2 preview.format=json")
     html = (tmp_path / "p.html").read_text()
     page = check_nothing_acts(html)
     assert [tag for tag, _ in page.tags].count("script") == 1
@@ -347,7 +347,7 @@ def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(previe
 
 def test_samples_of_one_conversation_are_numbered(preview):
     chat = {"messages": [*ask("a")["messages"], *ask("b")["messages"]]}
-    out, _ = preview([ask("c"), chat], "data.template=qwen3", "batch.seq_len=400")
+    out, _ = preview([ask("c"), chat], "data.template=qwen3 batch.seq_len=400")
     assert "a.jsonl:2 (sample 1 of 2)" in out
     assert "a.jsonl:2 (sample 2 of 2)" in out
     assert "a.jsonl:1 (" not in out
@@ -371,7 +371,7 @@ def test_what_the_model_sees_is_shown_whole_but_for_control_characters(preview):
 
 @pytest.mark.slow
 def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
-    _, keys = preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1", "data.shuffle=false")
+    _, keys = preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1 data.shuffle=false")
     cfg = compose("preview", keys)
     tokenizer, template, prepared = build_data(cfg)
     order = OrderMaker.of(cfg).training(cfg.data, prepared)
@@ -402,7 +402,7 @@ def test_without_a_terminal_tables_keep_to_their_columns_whatever_the_names(
         monkeypatch.setenv("COLUMNS", "80")
     for name in ("数据" * 12, "b" * 70):
         write_rows(tmp_path / f"{name}.jsonl", [ask("猫" * 20)])
-    out, _ = preview(None, f"data.path={tmp_path}", "batch.seq_len=256", "preview.rows=1")
+    out, _ = preview(None, f"data.path={tmp_path} batch.seq_len=256 preview.rows=1")
     table = out[out.index("source ") : out.index("first sample")].splitlines()
     cells = [sum(2 if "\u2e80" < c < "\uffef" else 1 for c in line) for line in table]
     assert len(table) > 3
@@ -438,7 +438,7 @@ def test_half_a_character_is_shown_as_its_token():
 @pytest.mark.slow
 def test_the_page_in_a_browser_tells_of_each_token_and_runs_nothing_of_the_data(preview, tmp_path):
     rows = [ask("what is 1 + 1", EVIL), ask("half", "an answer", weight=0.5)]
-    preview(rows, f"preview.html={tmp_path}/p.html", "batch.seq_len=400", "data.packing=none")
+    preview(rows, f"preview.html={tmp_path}/p.html batch.seq_len=400 data.packing=none")
     with browser_page() as page:
         page.goto(f"file://{tmp_path}/p.html")
         about = page.locator("#about")
@@ -462,9 +462,9 @@ def test_images_are_marked_in_the_text_and_shown_on_the_page(world, tmp_path):
     [name] = write_pictures(tmp_path / "pictures", 1)
     question = [{"type": "image", "image": f"pictures/{name}"}, {"type": "text", "text": "what?"}]
     file = write_rows(tmp_path / "a.jsonl", [ask("a", question)])
-    keys = [f"model.init_from={folder}", f"data.path={file}", "batch.seq_len=64"]
+    keys = f"model.init_from={folder} data.path={file} batch.seq_len=64"
     page = tmp_path / "page.html"
-    (shown,) = world.command("preview", *keys, f"preview.html={page}", f"run.root={tmp_path}")
+    (shown,) = world.command("preview", keys, f"preview.html={page}", f"run.root={tmp_path}")
     assert "⟦0.png 24 × 20: 6 tokens⟧" in shown.out
     assert "<|image_pad|>" not in shown.out
     assert '<img src="data:image/jpeg;base64,' in page.read_text()

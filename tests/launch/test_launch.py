@@ -166,7 +166,7 @@ def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(train, tmp_path):
     seam = inject.at("forward", stays, rank=1, step=3)
     # two of gloo's timers end at that time, and either may be first
     with pytest.raises(RankFailed, match=r"Timed out waiting 8000ms|Application timeout caused"):
-        train("run", "train.steps=9", "launch.timeout=8s", ranks=2, seam=seam)
+        train("run", "train.steps=9 launch.timeout=8s", ranks=2, seam=seam)
     run = Run(tmp_path / "run")
     assert run.column("step") == [1, 2]
     assert (run.events[-1]["event"], run.events[-1]["exit_code"]) == ("end", 1)
@@ -225,9 +225,9 @@ def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
 def test_what_is_refused_leaves_no_folder_that_it_made(world, tmp_path, typed):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     how = [f"data.path={tmp_path / 'broken.jsonl'}", "tokenizer.path=demo:bytes"]
-    place = [f"run.root={tmp_path}/new/runs", "run.name=group/run"]
+    place = f"run.root={tmp_path}/new/runs run.name=group/run"
     ranks = 2 if "train" in typed else 1
-    first, *others = world.command(*typed.split(), *SMALL, *how, *place, ranks=ranks, code=2)
+    first, *others = world.command(*typed.split(), *SMALL, *how, place, ranks=ranks, code=2)
     assert "broken.jsonl:2" in first.err
     assert [(other.err, other.out) for other in others] == [("", "")] * (ranks - 1)
     assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]

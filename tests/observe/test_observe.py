@@ -83,12 +83,12 @@ def test_metrics_and_events_have_the_contracts_fields(ledger):
 
 def test_the_time_of_a_run_is_that_of_its_phases(train):
     began = time.time()
-    words = [
-        "train.steps=4", "logging.every=2", "checkpoint.every=2", "train.validate_every=2",
-        "data.validation=0.2", "checkpoint.export_hf=true",
-    ]  # fmt: skip
+    words = (
+        "train.steps=4 logging.every=2 checkpoint.every=2 train.validate_every=2"
+        " data.validation=0.2 checkpoint.export_hf=true"
+    )
     late = inject.at("data", partial(time.sleep, 0.3), nth=1)
-    run = train("run", *words, seam=late)
+    run = train("run", words, seam=late)
     wall = time.time() - began
     first, last = (line["phases"] for line in run.metrics if "phases" in line)
     of_training = {"data", "forward", "backward", "clip", "update", "read", "validation", "log"}
@@ -289,13 +289,13 @@ def test_a_device_that_is_not_known_has_no_peak():
 
 def test_a_profile_holds_the_steps_asked_for_and_tells_who_waits_for_whom(train, ledger):
     """The first run ends in the middle of them; in the second one rank is late."""
-    words = [
-        "schedule=constant", "profile.steps=2-4", "profile.memory=true",
-        "sharding.reshard_after_forward=false",
-    ]  # fmt: skip
-    train("run", *words, "train.steps=2", ranks=2)
+    words = (
+        "schedule=constant profile.steps=2-4 profile.memory=true"
+        " sharding.reshard_after_forward=false"
+    )
+    train("run", words, "train.steps=2", ranks=2)
     late = inject.at("backward", partial(time.sleep, 0.5), rank=1)
-    run = train("run", *words, "train.steps=4", ranks=2, seam=late)
+    run = train("run", words, "train.steps=4", ranks=2, seam=late)
     folder = run.folder / "profile"
     assert sorted(file.name for file in folder.iterdir()) == [
         f"steps-{steps}-{what}"
@@ -372,8 +372,8 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
 
 
 def test_a_profile_of_ranks_that_are_not_there_is_refused(train):
-    words = ["profile.steps=3", "profile.ranks=[0,2]"]
-    assert "there is no rank 2" in train("run", *words, ranks=2, code=2).err
+    words = "profile.steps=3 profile.ranks=[0,2]"
+    assert "there is no rank 2" in train("run", words, ranks=2, code=2).err
 
 
 def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path):
@@ -499,8 +499,7 @@ def test_what_repeats_steps_with_other_values_is_known():
 def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
     pytest.importorskip("wandb")
     first, again = (
-        train("run", f"train.steps={steps}", "logging.wandb=offline", timeout=200)
-        for steps in (1, 2)
+        train("run", f"train.steps={steps} logging.wandb=offline", timeout=200) for steps in (1, 2)
     )
     (name,) = [read_json(path)["id"] for path in first.folder.rglob("wandb_id")]
     folders = sorted((again.folder / "wandb").glob("offline-run-*"))

@@ -76,7 +76,7 @@ def test_adapters_are_suggested_for_a_fine_tuning_that_does_not_fit():
     again = planned(*words, "adapter=qlora")
     assert again.fits
     assert again.memory.peak.total == options[-1].peak_bytes
-    smaller = candidate(*words, "adapter=lora", "plan.memory_gib=14")
+    smaller = candidate(*words, "adapter=lora plan.memory_gib=14")
     assert with_adapters(smaller, smaller.plan())[-1].override == "adapter.base=nf4"
     run.cfg.model.init_from = None
     named = with_adapters(run, run.plan())
@@ -161,7 +161,7 @@ def test_what_fits_is_told_what_makes_it_faster():
 @pytest.mark.slow
 def test_json_is_one_object_and_the_exit_code_says_whether_it_fits():
     small = "model=smollm2_135m plan.format=json"
-    report = json.loads(plan(small, "plan.memory_gib=0.1", "plan.world_size=1", code=3).out)
+    report = json.loads(plan(small, "plan.memory_gib=0.1 plan.world_size=1", code=3).out)
     assert report["fits"] is False
     assert report["step_seconds"] is report["tokens_per_second"] is None
     assert sum(report["by_category"].values()) == pytest.approx(report["peak_gib"], abs=0.01)
@@ -303,10 +303,10 @@ def seconds(*words):
 def test_speed_depends_on_what_bounds_it():
     usual, compiled = seconds(), seconds("compile=enabled")
     assert seconds("precision=fp8") == usual, "casts are not compiled"
-    assert seconds("compile=enabled", "precision=fp8") < 0.9 * compiled < compiled < usual
+    assert seconds("compile=enabled precision=fp8") < 0.9 * compiled < compiled < usual
     assert seconds("batch.micro_rows=8") < 0.97 * usual, "products of more tokens are faster"
     assert seconds("plan.gpu=h200") < usual, "its memory is faster"
-    assert seconds("plan.efficiency=0.4") == seconds("plan.efficiency=0.4", "plan.gpu=h200")
+    assert seconds("plan.efficiency=0.4") == seconds("plan.efficiency=0.4 plan.gpu=h200")
     long = "model=llama3_8b batch.seq_len=8192 plan.gpu=h100 compile=enabled"
     flash, fa3 = seconds(long), seconds(long, "model.attention_kernel=fa3")
     assert fa3 < 0.95 * flash
@@ -315,9 +315,7 @@ def test_speed_depends_on_what_bounds_it():
 @pytest.mark.slow
 def test_an_expert_computes_slower_than_a_dense_layer_of_as_many_operations():
     words = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=8", "compile=enabled")
-    one, eight = (
-        planned(*words, f"sharding.expert={ranks}", "plan.world_size=8") for ranks in (1, 8)
-    )
+    one, eight = (planned(*words, f"sharding.expert={ranks} plan.world_size=8") for ranks in (1, 8))
     assert eight.slow.compute < one.slow.compute, "eight ranks' rows are in an expert's products"
     dense = planned("model=qwen3_4b", *words[1:], "plan.world_size=8")
     widths = [plan.slow.compute / plan.fast.compute for plan in (one, dense)]
@@ -377,7 +375,7 @@ def test_empty_rows_and_memory_of_the_host_are_told():
         "plan", "model=llama3_70b", "plan.gpu=a100_40gb", "sharding.cpu_offload=true",
         "activation_checkpoint=full", "batch.rows=32",
     ]  # fmt: skip
-    one, several = json.loads(cli(*words, "plan.world_size=[8,1024]", "plan.format=json").out)[
+    one, several = json.loads(cli(*words, "plan.world_size=[8,1024] plan.format=json").out)[
         "worlds"
     ]
     assert (one["empty_rows_share"], several["empty_rows_share"]) == (0, pytest.approx(0.9688))
@@ -468,7 +466,7 @@ def test_newton_schulz_takes_its_share_of_a_step():
 @pytest.mark.slow
 def test_owners_of_other_nodes_are_sent_to_over_the_network():
     one, eight = (
-        planned(PRETRAINING, "optim=muon", f"plan.world_size={ranks}").wire["owners"]
+        planned(PRETRAINING, f"optim=muon plan.world_size={ranks}").wire["owners"]
         for ranks in (8, 64)
     )
     assert one.across == 0
@@ -485,6 +483,6 @@ def test_the_plan_tells_the_load_of_the_busiest_rank():
     assert report["uneven"]["expert_load"] == 1.5
     assert report["uneven"]["peak_gib"] > report["peak_gib"]
     assert report["uneven"]["step_seconds"][0] > 1.1 * report["step_seconds"][0]
-    out = " ".join(plan(words, "batch.micro_rows=8", "plan.expert_load=3").out.split())
+    out = " ".join(plan(words, "batch.micro_rows=8 plan.expert_load=3").out.split())
     assert "3 × the even rows at one rank's experts" in out
     assert "it does not fit then" in out

@@ -16,7 +16,7 @@ def planned(*words):
 
 @pytest.mark.slow
 def test_groups_divide_the_rows_and_sum_their_gradients_in_each_step():
-    alone, one = planned(), planned("replicas.method=sync", "launch.groups=4", "batch.rows=256")
+    alone, one = planned(), planned("replicas.method=sync launch.groups=4 batch.rows=256")
     assert one["groups"]["groups"] == 4
     assert one["micro_batches"] == alone["micro_batches"]
     assert one["peak_gib"] == alone["peak_gib"]

@@ -98,5 +98,5 @@ def test_a_large_row_of_answers_can_be_the_peak(folder):
     write_json(folder / "config.json", config.to_hf("float32"))
     rewards = f"objective.rewards=[{{name: model, source: {folder}, label: rm}}]"
     words = ["model=tiny", "plan.gpu=h100", "plan.world_size=1", "objective=grpo", rewards]
-    peak = planned(*words, "batch.seq_len=512", "batch.rows=64").memory.peak
+    peak = planned(*words, "batch.seq_len=512 batch.rows=64").memory.peak
     assert peak.when == "the forward of the reward rm"

@@ -127,13 +127,13 @@ def test_a_deterministic_run_goes_on_bitwise_over_long_documents(train, tmp_path
     path.write_text(
         "".join(json.dumps({"text": "".join(letters[i:] + letters[:i])}) + "\n" for i in range(40))
     )
-    data = [f"data.path={path}", "batch.seq_len=2048", "batch.rows=2", "batch.micro_rows=1"]
-    model = ["model.head_dim=64", "model.max_position_embeddings=2048", f"model.attention={layout}"]
-    assert_goes_on_bitwise(train, *data, *model, BFLOAT16, "train.deterministic=true")
+    data = f"data.path={path} batch.seq_len=2048 batch.rows=2 batch.micro_rows=1"
+    model = f"model.head_dim=64 model.max_position_embeddings=2048 model.attention={layout}"
+    assert_goes_on_bitwise(train, data, model, BFLOAT16, "train.deterministic=true")
 
 
-WINDOWS = ["model.family=mistral", "model.sliding_window=32"]
-GEMMA = ["model.family=gemma2", "model.sliding_window=32", "model.attn_logit_softcapping=50.0"]
+WINDOWS = "model.family=mistral model.sliding_window=32"
+GEMMA = "model.family=gemma2 model.sliding_window=32 model.attn_logit_softcapping=50.0"
 
 
 def refuse_to_wait():
@@ -165,15 +165,15 @@ NO_WAITING = inject.together(
             for layout in ("documents", "mask", "varlen", "flex")
         ),
         *(
-            [f"model.attention={layout}", *GEMMA, "model.head_dim=16"]
+            [f"model.attention={layout}", GEMMA, "model.head_dim=16"]
             for layout in ("documents", "mask", "flex")
         ),
-        ["model.attention=varlen", *WINDOWS],
+        ["model.attention=varlen", WINDOWS],
         ["data.prefetch=0"],
         ["compile=enabled"],
         # FSDP2 waits for the gradients of a step's second micro-batch: there is one
         ["sharding.cpu_offload=true", "batch.micro_rows=6"],
-        [*GEMMA, "model.final_logit_softcapping=20"],
+        [GEMMA, "model.final_logit_softcapping=20"],
         ["model.tie_word_embeddings=false"],
     ],
     ids=str,
@@ -209,8 +209,8 @@ def test_no_step_of_several_sources_waits_for_the_host(train, tmp_path):
         write_chats(tmp_path / f"{name}.jsonl", 40, start)
         for name, start in (("one", 0), ("two", 200))
     ]
-    how = ["train.steps=5", "launch.device=cuda", "batch.micro_rows=2"]
-    run = train("run", f"data.path=[{','.join(map(str, data))}]", *how, seam=NO_WAITING)
+    how = "train.steps=5 launch.device=cuda batch.micro_rows=2"
+    run = train("run", f"data.path=[{','.join(map(str, data))}]", how, seam=NO_WAITING)
     assert len(run.metrics[-1]["loss_by_source"]) == 2
 
 
@@ -224,18 +224,14 @@ def test_micro_batches_made_ahead_are_those_made_on_the_spot(train):
 def test_a_bad_step_of_an_offloaded_run_is_skipped(train):
     run = train(
         "run",
-        "train.steps=3",
-        "launch.device=cuda",
-        "sharding.cpu_offload=true",
+        "train.steps=3 launch.device=cuda sharding.cpu_offload=true",
         seam=inject.bad_gradient(2, 4, 5, 6, 7, 8),
     )
     assert [e["step"] for e in run.event("skipped")] == [2]
 
 
 def test_a_profile_has_the_devices_kernels_and_a_snapshot_of_its_memory(train):
-    run = train(
-        "run", "train.steps=3", "launch.device=cuda", "profile.steps=2-3", "profile.memory=true"
-    )
+    run = train("run", "train.steps=3 launch.device=cuda profile.steps=2-3 profile.memory=true")
     trace, snapshot = (
         run.folder / "profile" / f"steps-2-3-rank-0.{kind}" for kind in ("json.gz", "pickle")
     )
@@ -247,7 +243,7 @@ def test_a_profile_has_the_devices_kernels_and_a_snapshot_of_its_memory(train):
 def test_samples_change_nothing_of_training(train):
     how = ["train.steps=6", "launch.device=cuda", BFLOAT16]
     run = train(
-        "run", *how, "train.sample_prompts=[aaa]", "train.validate_every=2", "train.sample_tokens=8"
+        "run", *how, "train.sample_prompts=[aaa] train.validate_every=2 train.sample_tokens=8"
     )
     assert run.column("loss") == train("plain", *how).column("loss")
     assert len(read_lines(run.folder / "samples.jsonl")) == 3
@@ -269,7 +265,7 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
 def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train, how):
     common = [*how, "model.hidden_size=64", "model.intermediate_size=128"]
     whole = assert_goes_on_bitwise(train, *common)
-    cpu = train("cpu", *common, "schedule=constant", "launch.device=cpu", "train.steps=6")
+    cpu = train("cpu", *common, "schedule=constant launch.device=cpu train.steps=6")
     assert whole.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
 
 
@@ -317,9 +313,9 @@ ELSEWHERE = [
 @pytest.mark.parametrize("how", ELSEWHERE, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_elsewhere_train_as_on_the_gpu_and_go_on_bitwise(train, how, dtype):
-    common = [f"precision.param_dtype={dtype}", "batch.micro_rows=2"]
-    whole = assert_goes_on_bitwise(train, *common, *how)
-    device = train("device", *common, "launch.device=cuda", "schedule=constant", "train.steps=6")
+    common = f"precision.param_dtype={dtype} batch.micro_rows=2"
+    whole = assert_goes_on_bitwise(train, common, *how)
+    device = train("device", common, "launch.device=cuda schedule=constant train.steps=6")
     tolerance = 1e-4 if dtype == "float32" else 0.01
     for name in ("loss", "grad_norm"):
         assert whole.column(name) == pytest.approx(device.column(name), rel=tolerance)
@@ -347,7 +343,7 @@ METHODS = {
 def test_preferences_are_learnt_as_on_a_cpu(train, tmp_path, request, write, how):
     method = request.node.callspec.id.split(",")[0]
     rows = write(tmp_path / "rows.jsonl")
-    assert_near_the_cpu(train, f"objective={method}", f"data.path={rows}", *how)
+    assert_near_the_cpu(train, f"objective={method} data.path={rows}", *how)
 
 
 OF_A_FOLDER = [
@@ -360,8 +356,8 @@ OF_A_FOLDER = [
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "qwen3_next", "cohere2"])
 def test_modules_of_transformers_train_as_on_a_cpu(train, tmp_path, kind):
     folder = make_other_folder(tmp_path / kind, kind)
-    how = [f"model.init_from={folder}", "batch.seq_len=64", "batch.rows=4"]
-    assert_near_the_cpu(train, *how, base=OF_A_FOLDER, timeout=300)
+    how = f"model.init_from={folder} batch.seq_len=64 batch.rows=4"
+    assert_near_the_cpu(train, how, base=OF_A_FOLDER, timeout=300)
 
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="needs transformers 5.23")

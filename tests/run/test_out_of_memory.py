@@ -49,12 +49,12 @@ def test_a_step_reuses_the_memory_of_the_one_before_unless_the_user_decides(own,
     assert held < 0.25, "given back at the end"
 
 
-HOW = ["train.steps=6", "checkpoint.every=2", "batch.rows=8", "batch.micro_rows=4"]
+HOW = "train.steps=6 checkpoint.every=2 batch.rows=8 batch.micro_rows=4"
 GREEDY = inject.at("update", inject.exhaust_memory, rank="last", step=5)
 
 
 def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
-    run = train("run", *HOW, seam=GREEDY, code=1)
+    run = train("run", HOW, seam=GREEDY, code=1)
     assert run.err.startswith(
         "fsdp-trainer: rank 0 ran out of memory on cpu, in update of step 5: tried to "
         "allocate 1125899906842624 bytes"
@@ -73,7 +73,7 @@ def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
     assert run.events[-1]["exit_code"] == 1
     assert "rank 0 ran out of memory" in run.events[-1]["reason"]
     assert "also with another batch.micro_rows" in run.err
-    again = train("run", *HOW, "batch.micro_rows=1")
+    again = train("run", HOW, "batch.micro_rows=1")
     assert again.column("step") == [1, 2, 3, 4, 5, 6]
     assert [e["step"] for e in again.event("resume")] == [4]
 
@@ -81,7 +81,7 @@ def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
 def test_what_another_rank_measured_is_on_record_also_without_a_plan(train, tmp_path):
     no_plan = inject.fails("make_plan", ValueError("no such shape"))
     with pytest.raises(RankFailed, match="rank 0: died"):  # it waits in a collective
-        train("run", *HOW, ranks=2, seam=inject.together(GREEDY, no_plan))
+        train("run", HOW, ranks=2, seam=inject.together(GREEDY, no_plan))
     run = Run(tmp_path / "run")
     (event,) = run.event("out_of_memory")
     assert event["rank"] == 1

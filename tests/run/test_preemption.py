@@ -107,7 +107,7 @@ def test_a_signal_amid_the_last_validation_leaves_it_to_the_next_start(start, un
 def test_work_that_a_stop_left_is_dropped_where_nothing_asks_for_it_any_more(start):
     stopped = start(seam=inject.signalled("validation", 0, 2), code=75)
     assert stopped.column("step") == [1, 2]
-    run = start("train.validate_every=3", "train.sample_prompts=[]")
+    run = start("train.validate_every=3 train.sample_prompts=[]")
     assert run.column("step") == [1, 2, 3, 4]
     assert [event["step"] for event in run.event("evaluation")] == [3, 4]
 
@@ -186,13 +186,13 @@ def test_a_signal_while_another_rank_tokenizes_ends_all_and_leaves_nothing_half_
 
 @pytest.mark.parametrize(("phase", "committed"), [("start", 0), ("export", 1)])
 def test_a_signal_before_or_after_training_is_heard_too(train, phase, committed):
-    how = ["train.steps=1", "checkpoint.export_hf=true"]
+    how = "train.steps=1 checkpoint.export_hf=true"
     seam = inject.signalled("export", 0, 1) if phase == "export" else AT_ONCE
-    stopped = train("run", *how, ranks=2, seam=seam, code=75)
+    stopped = train("run", how, ranks=2, seam=seam, code=75)
     assert len(stopped.checkpoints) == committed
     assert end_of(stopped) == ("end", 75)
     assert not (stopped.folder / "hf").exists()
-    done = train("run", *how, ranks=2)
+    done = train("run", how, ranks=2)
     assert end_of(done) == ("end", 0)
     assert (done.folder / "hf" / "model.safetensors").exists()
 
@@ -234,8 +234,8 @@ def slow_steps():
 
 
 def test_a_run_stops_early_enough_to_save_within_its_limit(train):
-    how = ["train.steps=99", "train.time_limit=900s", "checkpoint.every=2"]
-    run = train("run", *how, seam=slow_steps(), code=75)
+    how = "train.steps=99 train.time_limit=900s checkpoint.every=2"
+    run = train("run", how, seam=slow_steps(), code=75)
     assert int(re.findall(r"\[(\d+) s\]", run.out)[-1]) == 3 * 70 + 2 * 300
     assert run.events[-1]["reason"] == "time_limit"
     assert run.event("time_limit")
@@ -245,13 +245,13 @@ def test_a_run_stops_early_enough_to_save_within_its_limit(train):
 
 def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
     env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)}
-    how = ["train.steps=100000", "logging.every=1000"]
-    run = train("run", *how, ranks=2, env=env, code=75)
+    how = "train.steps=100000 logging.every=1000"
+    run = train("run", how, ranks=2, env=env, code=75)
     assert run.events[-1]["reason"] == "slurm_time_limit"
     (stop,) = run.event("slurm_time_limit")
     assert run.column("step") == [*range(1, stop["step"] + 1)], "what was unwritten is written"
     assert run.checkpoints == [f"step-{stop['step']:08d}"]
-    other = train("other", "train.steps=3", "launch.slurm_time_limit=false", env=env)
+    other = train("other", "train.steps=3 launch.slurm_time_limit=false", env=env)
     assert len(other.metrics) == 3
 
 
@@ -306,10 +306,10 @@ OTHERS = [pytest.param(phase, marks=pytest.mark.faults) for phase in ("staging",
 
 @pytest.mark.parametrize("phase", ["shards", *OTHERS])
 def test_a_second_signal_ends_a_blocked_run_at_once_and_what_is_committed_stays(train, phase):
-    how = ["train.steps=4", "checkpoint.every=2"]
+    how = "train.steps=4 checkpoint.every=2"
     with pytest.raises(RankFailed, match="rank 0: died"):
-        train("run", *how, "launch.watchdog=true", seam=twice(phase))
-    run = train("run", *how)
+        train("run", how, "launch.watchdog=true", seam=twice(phase))
+    run = train("run", how)
     assert not run.event("hang"), "the watchdog reports no hang"
     assert run.event("resume")[0]["step"] == 2
     assert run.column("step") == [1, 2, 3, 4]
@@ -423,13 +423,13 @@ LONG_WAITS = ("checkpoint_wait", "compare_copies", "records_write")
 
 
 def test_waits_that_may_be_long_are_no_ordinary_phases(train):
-    how = ["train.steps=6", "checkpoint=async", "checkpoint.every=2", "train.check_every=2"]
+    how = "train.steps=6 checkpoint=async checkpoint.every=2 train.check_every=2"
     seam = inject.together(
         inject.quick_retries(),
         *(inject.around(point, partial(tell_phase, point)) for point in LONG_WAITS),
         inject.fails("checkpoint_write", inject.no_space()),
     )
-    run = train("run", *how, ranks=2, seam=seam, code=1)
+    run = train("run", how, ranks=2, seam=seam, code=1)
     places = set(re.findall(r"\[(\w+) in (\w+)\]", run.out))
     assert {name for name, _ in places} == set(LONG_WAITS)
     assert places <= {

@@ -44,11 +44,11 @@ def checkpoints(go_on, tmp_path):
 
 def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train):
     """7 rows do not divide by 2 or 4 ranks: some are empty."""
-    how = ["schedule=constant", "batch.rows=7", "batch.micro_rows=2"]
+    how = "schedule=constant batch.rows=7 batch.micro_rows=2"
     worlds = (1, 4, 2)
     for i, ranks in enumerate(worlds, 1):
-        run = train("run", *how, f"train.steps={2 * i}", ranks=ranks)
-    whole = train("whole", *how, "train.steps=6")
+        run = train("run", how, f"train.steps={2 * i}", ranks=ranks)
+    whole = train("whole", how, "train.steps=6")
     assert run.column("step") == list(range(1, 7))
     assert run.column("tokens") == whole.column("tokens")
     assert run.column("supervised_tokens") == whole.column("supervised_tokens")
@@ -65,8 +65,8 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train):
 
 def test_what_changes_no_loss_is_a_note(go_on, checkpoints, ledger):
     shutil.rmtree(checkpoints / "step-00000004")
-    others = ["batch.micro_rows=1", "data.on_error=skip", "data.format=prompt_completion"]
-    run, whole = go_on(*others, ranks=2), ledger.run("plain")
+    others = "batch.micro_rows=1 data.on_error=skip data.format=prompt_completion"
+    run, whole = go_on(others, ranks=2), ledger.run("plain")
     changes = run.event("resume")[0]["changes"]
     assert changes["batch.micro_rows"] == [6, 1]
     assert "batch.micro_rows was 6, is 1" in run.out
@@ -76,15 +76,15 @@ def test_what_changes_no_loss_is_a_note(go_on, checkpoints, ledger):
 
 
 def test_a_longer_run_keeps_the_steps_of_its_warm_up(train):
-    share = ["schedule.warmup_steps=0", "schedule.warmup=0.5"]
+    share = "schedule.warmup_steps=0 schedule.warmup=0.5"
     train("run", "train.steps=3")  # with three steps of warm-up, as recipes once had them
-    train("run", *share, "train.steps=8")
-    run = train("run", *share, "train.steps=12")
+    train("run", share, "train.steps=8")
+    run = train("run", share, "train.steps=12")
     assert "the warm-up has the checkpoint's 3 steps" in run.out
     assert run.column("lr")[2:4] == pytest.approx([3e-3, 3e-3])
     assert run.column("lr")[4] < 2.99e-3
     allow = "checkpoint.allow_changes=[schedule]"
-    assert "the warm-up has" not in train("run", *share, "train.steps=14", allow).out
+    assert "the warm-up has" not in train("run", share, "train.steps=14", allow).out
 
 
 CHANGES = table("run/refused_changes.yaml")
@@ -116,32 +116,32 @@ def test_a_resume_with_changed_data_names_the_files_that_changed(train, tmp_path
     folder.mkdir()
     for name, start in (("a", 0), ("b", 40), ("c", 80)):
         write_chats(folder / f"{name}.jsonl", 40, start)
-    how = [f"data.path={folder}", "schedule=constant"]
-    train("run", *how, "train.steps=2")
+    how = f"data.path={folder} schedule=constant"
+    train("run", how, "train.steps=2")
     write_chats(folder / "b.jsonl", 40, 300)
-    refused = train("run", *how, "train.steps=3", code=2).err
+    refused = train("run", how, "train.steps=3", code=2).err
     assert f"{folder}/b.jsonl has other content\n" in refused
     assert "a.jsonl" not in refused
     (folder / "a.jsonl").unlink()
     (folder / "c.jsonl").rename(folder / "renamed.jsonl")
     write_chats(folder / "d.jsonl", 40, 500)
     changed = ("b.jsonl has other content", "a.jsonl is left out", "d.jsonl is new")
-    refused = train("run", *how, "train.steps=3", code=2).err
+    refused = train("run", how, "train.steps=3", code=2).err
     allow = "checkpoint.allow_changes=[data.fingerprint]"
-    allowed = train("run", *how, "train.steps=3", allow)
+    allowed = train("run", how, "train.steps=3", allow)
     for text in changed:
         assert f"{folder}/{text}\n" in refused
         assert f"data   {folder}/{text}\n" in allowed.out
     assert "renamed.jsonl" not in refused
     write_chats(folder / "d.jsonl", 40, 600)  # compared with the data that was allowed
-    refused = train("run", *how, "train.steps=4", code=2).err
+    refused = train("run", how, "train.steps=4", code=2).err
     assert f"{folder}/d.jsonl has other content\n" in refused
     assert "b.jsonl" not in refused
 
 
 def test_the_same_data_at_another_place_is_the_same_data(go_on, ledger, tmp_path):
     moved = shutil.copy(ledger.data / "chats.jsonl", tmp_path / "moved.jsonl")
-    assert go_on("train.steps=5", f"data.path={moved}").column("step") == [1, 2, 3, 4, 5]
+    assert go_on(f"train.steps=5 data.path={moved}").column("step") == [1, 2, 3, 4, 5]
 
 
 def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(go_on):
@@ -151,8 +151,8 @@ def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(go_on):
     assert export in again.out
     assert again.column("step") == [1, 2, 3, 4]
     assert end_of(again) == ("end", 0)
-    more = ["train.steps=6", "checkpoint.keep=1", "checkpoint.best=false"]
-    longer = go_on(*more, "checkpoint.export_hf=false", ranks=2)
+    more = "train.steps=6 checkpoint.keep=1 checkpoint.best=false"
+    longer = go_on(more, "checkpoint.export_hf=false", ranks=2)
     assert longer.checkpoints == ["step-00000006"]
     assert export in longer.out, "it is of an earlier step"
 
@@ -164,7 +164,7 @@ def test_never_refuses_a_used_folder_and_overwrite_starts_anew(go_on, checkpoint
     assert refused.checkpoints == ["step-00000002", "step-00000004"]
     elsewhere = checkpoints.rename(checkpoints.parents[1] / "elsewhere")
     checkpoints.symlink_to(elsewhere)
-    anew = go_on("train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
+    anew = go_on("train.steps=2 checkpoint.resume=never run.overwrite=true", ranks=2)
     assert anew.column("step") == [1, 2]
     assert anew.checkpoints == ["step-00000002"]
     assert anew.events[0]["event"] == "start"
@@ -191,7 +191,7 @@ def test_keep_counts_committed_checkpoints_only(go_on, checkpoints):
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(b"half")
     (checkpoints / ".step-00000002.partial").mkdir()
-    run = go_on("train.steps=7", "checkpoint.every=1", "checkpoint.keep=2", ranks=2)
+    run = go_on("train.steps=7 checkpoint.every=1 checkpoint.keep=2", ranks=2)
     assert run.column("step") == [1, 2, 3, 4, 5, 6, 7]
     assert run.checkpoints == ["step-00000006", "step-00000007"]
     assert "MANIFEST.json is missing" in run.event("damaged")[0]["problems"][0]
@@ -212,20 +212,20 @@ def test_where_everything_is_damaged_the_run_starts_at_its_beginning(go_on, chec
 
 def test_a_damaged_checkpoint_never_drives_out_a_good_one(go_on, checkpoints):
     cut(checkpoints / "step-00000004" / "__0_0.distcp")
-    often = ["checkpoint.every=1", "checkpoint.keep=1"]
-    assert "step-00000003" in go_on("train.steps=3", *often, ranks=2).checkpoints
-    again = go_on("train.steps=5", *often, ranks=2)
+    often = "checkpoint.every=1 checkpoint.keep=1"
+    assert "step-00000003" in go_on("train.steps=3", often, ranks=2).checkpoints
+    again = go_on("train.steps=5", often, ranks=2)
     assert again.event("resume")[-1]["step"] == 3
     assert again.checkpoints[-1] == "step-00000005"
 
 
 def test_going_back_to_an_older_checkpoint_makes_it_the_run(go_on, checkpoints):
-    how = ["optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]", "checkpoint.keep=1"]
+    how = "optim.lr=1e-4 checkpoint.allow_changes=[optim.lr] checkpoint.keep=1"
     back = f"checkpoint.resume={checkpoints / 'step-00000002'}"
-    run = go_on("train.steps=3", *how, back)
+    run = go_on("train.steps=3", how, back)
     assert run.column("step") == [1, 2, 3]
     assert "step-00000003" in run.checkpoints
-    again = go_on("train.steps=5", *how)
+    again = go_on("train.steps=5", how)
     assert again.event("resume")[-1]["step"] == 3, "of the branch, not what was left behind"
 
 
@@ -235,21 +235,21 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ran
     full_disk = inject.together(
         inject.fails("checkpoint_write", inject.no_space(), rank=1), inject.quick_retries()
     )
-    how = ["train.steps=4", "checkpoint.every=2"]
-    run = train("run", *how, ranks=2, seam=full_disk, code=1)
+    how = "train.steps=4 checkpoint.every=2"
+    run = train("run", how, ranks=2, seam=full_disk, code=1)
     assert "No space left" in run.err
     assert "Traceback" not in run.err
     assert run.checkpoints == []
     assert end_of(run) == ("end", 1)
-    assert train("run", *how, ranks=2).column("step") == [1, 2, 3, 4]
+    assert train("run", how, ranks=2).column("step") == [1, 2, 3, 4]
 
 
 def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
     """Were the lines of steps 1 to 3 only written at step 10, a kill after the checkpoint would
     lose them for good."""
-    how = ["train.steps=4", "checkpoint.every=3", "logging.every=10"]
+    how = "train.steps=4 checkpoint.every=3 logging.every=10"
     # as good as killed after the first checkpoint
-    run = train("run", *how, seam=inject.failed(step=4), code=1)
+    run = train("run", how, seam=inject.failed(step=4), code=1)
     assert run.column("step") == [1, 2, 3]
 
 
@@ -257,11 +257,11 @@ def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
 
 
 def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train):
-    how = ["train.epochs=2", "schedule=constant", "checkpoint.keep=9"]
-    first = train("run", *how, "batch.rows=20", "checkpoint.every=1")
+    how = "train.epochs=2 schedule=constant checkpoint.keep=9"
+    first = train("run", how, "batch.rows=20 checkpoint.every=1")
     tokens, steps = first.column("tokens")[-1], len(first.metrics)
     middle = f"checkpoint.resume={first.folder}/checkpoints/step-00000002"
-    run = train("run", *how, "batch.rows=7", middle, "checkpoint.allow_changes=[batch]")
+    run = train("run", how, "batch.rows=7", middle, "checkpoint.allow_changes=[batch]")
     assert end_of(run) == ("end", 0)
     assert run.column("tokens")[-1] == tokens
     assert len(run.metrics) > steps
@@ -270,7 +270,7 @@ def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train)
 def test_a_step_without_a_target_is_a_step(train, tmp_path):
     (tmp_path / "z.txt").write_text("a" * 32)
     data = ["data=pretrain", f"data.path={tmp_path / 'z.txt'}", "train.epochs=2"]
-    run = train("run", *data, "batch.seq_len=16", "batch.rows=1", "batch.micro_rows=1")
+    run = train("run", *data, "batch.seq_len=16 batch.rows=1 batch.micro_rows=1")
     assert len(run.metrics) == 6
     assert not run.event("skipped")
     assert 0 in run.column("loss")
@@ -289,7 +289,7 @@ def refuse_deterministic_kernels():
 
 
 def test_a_deterministic_run_takes_deterministic_kernels_until_it_ends(train):
-    how = ["train.steps=5", "schedule=constant", "train.spike_window=4"]
-    run = train("run", *how, "train.deterministic=true", seam=inject.at(None, refuse_other_kernels))
-    plain = train("plain", *how, seam=inject.at(None, refuse_deterministic_kernels))
+    how = "train.steps=5 schedule=constant train.spike_window=4"
+    run = train("run", how, "train.deterministic=true", seam=inject.at(None, refuse_other_kernels))
+    plain = train("plain", how, seam=inject.at(None, refuse_deterministic_kernels))
     assert run.column("loss") == plain.column("loss")

@@ -10,6 +10,7 @@ from importlib import import_module
 import planted_faults
 import pytest
 import torch
+import yaml
 from damaged_folders import (
     FOLDERS,
     HONEST,
@@ -251,17 +252,17 @@ def test_promises_that_a_folder_does_not_keep_are_named(tmp_path):
         assert key in text
 
 
-@pytest.mark.parametrize(
-    ("sharding", "ranks", "sizes"),
-    [
-        ({}, 64, 2),
-        ({"strategy": "hsdp", "replicas": 4}, 64, 4),
-        ({"tensor": 8, "pipeline": 16, "context": 2}, 512, 8),
-        ({"expert": 8}, 16, 2),
-        ({"strategy": "ddp", "tensor": 2}, 8, 4),
-        ({"reshard_after_forward": 4}, 8, 2),
-    ],
-)
+FOLDED = yaml.safe_load("""
+- [{}, 64, 2]
+- [{strategy: hsdp, replicas: 4}, 64, 4]
+- [{tensor: 8, pipeline: 16, context: 2}, 512, 8]
+- [{expert: 8}, 16, 2]
+- [{strategy: ddp, tensor: 2}, 8, 4]
+- [{reshard_after_forward: 4}, 8, 2]
+""")
+
+
+@pytest.mark.parametrize(("sharding", "ranks", "sizes"), FOLDED)
 def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, ranks, sizes):
     planned = Layout(Sharding(**sharding), ranks, Batch(rows=512, micro_rows=4))
     small, count = folded(planned)

@@ -20,6 +20,7 @@ import yaml
 from forked import Forked
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from tables import rows
 from world import SMALL, Run, alive, read_lines, wait_until
 
 from fsdp_trainer.apps.sweep import jobs as jobs_module
@@ -120,18 +121,21 @@ def states(lines):
 # --- which jobs ---------------------------------------------------------------------------------
 
 
+SWEPT = """
+optim.lr=1e-5,3e-5 → optim.lr=1e-05 optim.lr=3e-05
+run.seed=range(1,4) → run.seed=1 run.seed=2 run.seed=3
+batch.rows=choice(1,2) → batch.rows=1 batch.rows=2
+sharding=fsdp,ddp → sharding=fsdp sharding=ddp
+++optim.eps=1,2 → optim.eps=1 optim.eps=2
+model=glob(llama3_2*) → model=llama3_2_1b model=llama3_2_3b
+data.path=[a,b],c → data.path=[a,b] data.path=c
+data.validation=[a,b] → data.validation=[a,b]
++recipe=quickstart,llama8b_sft → +recipe=quickstart +recipe=llama8b_sft
+"""
+
+
 def test_values_become_jobs_in_every_way_of_writing_them():
-    swept = {
-        "optim.lr=1e-5,3e-5": ["optim.lr=1e-05", "optim.lr=3e-05"],
-        "run.seed=range(1,4)": ["run.seed=1", "run.seed=2", "run.seed=3"],
-        "batch.rows=choice(1,2)": ["batch.rows=1", "batch.rows=2"],
-        "sharding=fsdp,ddp": ["sharding=fsdp", "sharding=ddp"],
-        "++optim.eps=1,2": ["optim.eps=1", "optim.eps=2"],
-        "model=glob(llama3_2*)": ["model=llama3_2_1b", "model=llama3_2_3b"],
-        "data.path=[a,b],c": ["data.path=[a,b]", "data.path=c"],
-        "data.validation=[a,b]": ["data.validation=[a,b]"],
-        "+recipe=quickstart,llama8b_sft": ["+recipe=quickstart", "+recipe=llama8b_sft"],
-    }
+    swept = {typed: words.split() for typed, words in rows(SWEPT)}
     jobs = jobs_of("train.steps=2", *swept)
     assert jobs == [["train.steps=2", *values] for values in itertools.product(*swept.values())]
 
@@ -268,8 +272,8 @@ def test_a_time_limit_or_another_recipe_is_not_taken_for_finished(sweep, tmp_pat
     assert states(sweep(*command, code=75)) == ["stopped", "finished"]
     assert "the same command resumes" in sweep.said.out
     sweep.endings = {}
-    for rows, trained in ((4, 1), (4, 0), (8, 2)):
-        recipe.write_text(f"batch: {{rows: {rows}}}\n")
+    for count, trained in ((4, 1), (4, 0), (8, 2)):
+        recipe.write_text(f"batch: {{rows: {count}}}\n")
         sweep(*command)
         assert len(sweep.trained) == trained
 

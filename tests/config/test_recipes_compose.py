@@ -80,11 +80,11 @@ def test_what_is_handed_over_is_checked_like_what_was_composed():
 
 
 def test_every_option_sets_its_groups_selector_and_keys_that_exist():
-    values = {
-        "bf16": "bfloat16", "pure_bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16",
-        "fp32": "float32", "enabled": True, "disabled": False, "adamw_8bit": "adamw",
-        "adamw_bf16": "adamw", "normuon": "muon", "qlora": "lora",
-    }  # fmt: skip
+    values = yaml.safe_load(
+        "{bf16: bfloat16, pure_bf16: bfloat16, fp8: bfloat16, fp16: float16, fp32: float32,"
+        " enabled: true, disabled: false, adamw_8bit: adamw, adamw_bf16: adamw, normuon: muon,"
+        " qlora: lora}"
+    )
     for group, names in options("train").items():
         for name in names if group not in ("recipe", "sweep") else []:
             body = yaml.safe_load(file_of(group, name))

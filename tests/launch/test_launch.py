@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from folders import REPO
 from forked import Forked
+from tables import rows
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from world import SMALL, RankFailed, Run, alive, command, end, ranks_below, wait_until
 
@@ -409,12 +410,19 @@ def test_torchrun_wins_over_slurm_and_a_single_task_is_no_world():
     assert environment_of_ranks({}) is None
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("gpu1", "gpu1"), ("gpu[003-007,9]", "gpu003"), ("a-1,b2", "a-1"), ("gpu[9,11]", "gpu9"),
-    ("n[1-2],login1", "n1"), ("gpu-a[01-04]", "gpu-a01"), ("r[1-2]n[3-4]", "r1n3"),
-    ("n[1-4]-ib", "n1-ib")],
-)  # fmt: skip
+FIRST_HOSTS = rows("""
+gpu1 → gpu1
+gpu[003-007,9] → gpu003
+a-1,b2 → a-1
+gpu[9,11] → gpu9
+n[1-2],login1 → n1
+gpu-a[01-04] → gpu-a01
+r[1-2]n[3-4] → r1n3
+n[1-4]-ib → n1-ib
+""")
+
+
+@pytest.mark.parametrize(("nodes", "host"), FIRST_HOSTS)
 def test_the_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import yaml
 from layouts import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,17 +15,17 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
 
-SHAPES = {
-    "large": (7, 1024),
-    "middle": (3, 512),
-    "narrow": (9, 20),
-    "tall": (14, 6),
-    "square": (8, 8),
-    "stack": (5, 6, 4),
-    "experts": (2, 3, 512),
-    "experts_bias": (4, 8),
-    "vector": (11,),
-}
+SHAPES = yaml.safe_load("""
+large: [7, 1024]
+middle: [3, 512]
+narrow: [9, 20]
+tall: [14, 6]
+square: [8, 8]
+stack: [5, 6, 4]
+experts: [2, 3, 512]
+experts_bias: [4, 8]
+vector: [11]
+""")
 """Of the tensors of a block. Some rows are several blocks of 8-bit moments, some are none."""
 LAYOUTS = {
     "rows": ((4,), [Shard(0)]),

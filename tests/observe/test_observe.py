@@ -33,7 +33,6 @@ from tracker_services import SERVICES, SIGNATURES
 from world import SMALL, Run, command, lines_of, read_json
 
 from fsdp_trainer.cli import main
-from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.schema import Adapter, Logging
 from fsdp_trainer.extensions import Tracker
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
@@ -279,14 +278,6 @@ def test_the_causal_formula_leaves_out_what_no_token_sees():
     assert two_documents < causal_flops(config, length, length**2)
 
 
-def test_a_device_that_is_not_known_has_no_peak():
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA L4") == 121e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("Some GPU") is None
-
-
 def test_a_profile_holds_the_steps_asked_for_and_tells_who_waits_for_whom(train, ledger):
     """The first run ends in the middle of them; in the second one rank is late."""
     words = (
@@ -353,20 +344,10 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
         json.dump({"schemaVersion": 1, "traceEvents": events}, file)
     rows = phases_of(read_trace(tmp_path / "trace.json.gz"))
     ms = {
-        row: tuple(round(1e3 * args[what], 3) for what in ("seconds", "idle", "hidden"))
+        row: [round(1e3 * args[what], 3) for what in ("seconds", "idle", "hidden")]
         for row, args in rows.items()
     }
-    assert ms == {
-        "data": (1, 1, 0),
-        "forward": (4 + 45, 4, 0),
-        "all-gather, exposed": (10, 0, 15),
-        "loss": (5, 0, 0),
-        "backward": (35, 0, 0),
-        "gradient sync, exposed": (15, 0, 10),
-        "clip": (5, 0, 0),
-        "optimizer": (20, 0, 0),
-        "log": (10, 10, 0),
-    }
+    assert ms == CASES["milliseconds"]
     assert sum(seconds for seconds, _, _ in ms.values()) == 150
     assert table_of_phases({0: rows})[-1].split() == ["a", "step", "150.0"]
 
@@ -383,22 +364,12 @@ def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path
         def log(self, values, step):
             logged.append(values)
 
-    line = {
-        "step": 1, "time": 9.0, "loss": 1.0, "reward": 0.5, "reward/exact": 0.25, "answers": 3,
-        "mine": {"a": 2}, "own_metrics": ["mine"], "tasks": {"arc/acc": 0.5}, "flag": True,
-        "phases": {"forward": 0.5}, "expert_load": ["44"],
-    }  # fmt: skip
     with inject.around("open_tracker", lambda real, kind, run: Recorder(run)):
         config = {"objective": {"name": "grpo"}}
         trackers = Trackers(Logging(wandb="online"), tmp_path, config, lambda text: None)
-        trackers.log(line)
+        trackers.log(CASES["logged"])
         trackers.close(0)
-    assert logged == [
-        {
-            "loss": 1.0, "tasks/arc/acc": 0.5, "phases/forward": 0.5, "own/mine/a": 2,
-            "grpo/reward": 0.5, "grpo/reward/exact": 0.25, "grpo/answers": 3,
-        }
-    ]  # fmt: skip
+    assert logged == [CASES["sent"]]
 
 
 def steps_of_mlflow(folder: Path) -> list[list]:

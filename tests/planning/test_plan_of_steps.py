@@ -3,9 +3,12 @@
 Steps are rehearsed: `test_layouts.py` compares the rehearsals of LAYOUTS with real steps.
 """
 
+from string import Template
+
 import pytest
-from named_runs import FREED, FULL, LAYOUTS, RUNS, SELECTIVE, STAGES, layout
+from named_runs import FULL, LAYOUTS, RUNS, layout
 from recorded_step import rehearsal_of
+from tables import rows
 
 WIDE = (
     "model.hidden_size=512 model.intermediate_size=1536 model.vocab_size=8000"
@@ -20,45 +23,30 @@ MIXTURE = (
     " model.moe_intermediate_size=256 sharding.expert"
 )
 STEPS = {
-    "seven ranks, tied": (7, f"{TIED} {FULL} {FREED} batch.rows=28"),
-    "units, in eight bits": (
-        2,
-        f"model.family=gemma3_text {UNITS} sharding.prefetch=2 optim=adamw_8bit {FULL} {FREED}",
-    ),
-    "a large vocabulary": (2, "model.vocab_size=64000"),
-    "adapters on two matrices": (
-        3,
-        "adapter=lora adapter.base=fp32 adapter.targets=[q_proj,v_proj] adapter.rank=2"
-        f" {TIED} batch.rows=12",
-    ),
-    "adapters on upper blocks": (
-        2,
-        "adapter=lora adapter.targets=['model.layers.[2-3].*'] adapter.also=[head,norms]"
-        f" {UNITS} {FULL}",
-    ),
-    "adapters in four bits": (
-        3,
-        f"adapter=dora adapter.base=nf4 adapter.targets=[q_proj,down_proj] {SELECTIVE}",
-    ),
-    "gpipe": (2, f"{STAGES} sharding.pipeline_schedule=gpipe"),
-    "gathered products": (2, f"model.family=olmo2 sharding.tensor=2 {FULL}"),
-    "ring": (2, "sharding.context=2 sharding.context_method=ring"),
-    "experts, selective": (
-        8,
-        f"{MIXTURE}=2 sharding=hsdp sharding.replicas=2 {SELECTIVE} sharding.prefetch=2"
-        f" precision.param_dtype=bfloat16 {FREED}",
-    ),
-    "experts and tensor": (8, f"{MIXTURE}=4 sharding.tensor=2 {FULL} {FREED}"),
-    "a shared expert": (
-        4,
-        f"{MIXTURE}=1 model.family=qwen2_moe model.shared_expert_intermediate_size=96"
-        f" sharding.tensor=2 {FULL}",
-    ),
-    "experts with adapters in four bits": (
-        4,
-        f"{MIXTURE}=2 adapter=qlora adapter.targets=[all,experts] {FULL} {FREED}",
-    ),
-    "muon of stages and tensor": (8, f"{STAGES} optim=muon sharding.tensor=2"),
+    name: (int(ranks), Template(words).substitute(globals()))
+    for name, ranks, words in rows("""
+seven ranks, tied → 7 → $TIED $FULL $FREED batch.rows=28
+units, in eight bits → 2 → model.family=gemma3_text $UNITS sharding.prefetch=2 optim=adamw_8bit
+  $FULL $FREED
+a large vocabulary → 2 → model.vocab_size=64000
+adapters on two matrices → 3 → adapter=lora adapter.base=fp32 adapter.targets=[q_proj,v_proj]
+  adapter.rank=2 $TIED batch.rows=12
+adapters on upper blocks → 2 → adapter=lora adapter.targets=['model.layers.[2-3].*']
+  adapter.also=[head,norms] $UNITS $FULL
+adapters in four bits → 3 → adapter=dora adapter.base=nf4 adapter.targets=[q_proj,down_proj]
+  $SELECTIVE
+gpipe → 2 → $STAGES sharding.pipeline_schedule=gpipe
+gathered products → 2 → model.family=olmo2 sharding.tensor=2 $FULL
+ring → 2 → sharding.context=2 sharding.context_method=ring
+experts, selective → 8 → $MIXTURE=2 sharding=hsdp sharding.replicas=2 $SELECTIVE
+  sharding.prefetch=2 precision.param_dtype=bfloat16 $FREED
+experts and tensor → 8 → $MIXTURE=4 sharding.tensor=2 $FULL $FREED
+a shared expert → 4 → $MIXTURE=1 model.family=qwen2_moe
+  model.shared_expert_intermediate_size=96 sharding.tensor=2 $FULL
+experts with adapters in four bits → 4 → $MIXTURE=2 adapter=qlora
+  adapter.targets=[all,experts] $FULL $FREED
+muon of stages and tensor → 8 → $STAGES optim=muon sharding.tensor=2
+""")
 }
 """What LAYOUTS does not have: numbers of ranks and overrides of a rehearsal."""
 RUNS_AND_STEPS = {name: RUNS[name] for name in LAYOUTS} | {

@@ -1,12 +1,14 @@
 """The verb `rehearse`: what it prints, which ranks it runs, and what it finds."""
 
 import json
+from string import Template
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from named_runs import EXPERTS, FULL
 from recorded_step import rehearsal_of, run_of
+from tables import rows
 from world import SMALL, cli, command, write_lines
 
 from fsdp_trainer.config import layout
@@ -160,34 +162,31 @@ def test_whether_a_model_stays_gathered_is_decided_for_all_of_its_blocks():
         assert one.sent() == pytest.approx(other.sent())
 
 
+TWO = "model.num_hidden_layers=2"
 LARGE = {
-    "DeepSeek-V3 with experts and stages": (
-        "deepseek_v3_sft model.num_hidden_layers=4 sharding.pipeline=2 batch.rows=128"
-        " batch.micro_rows=1",
-        128,
-    ),
-    "QLoRA": ("llama8b_qlora model.num_hidden_layers=2", 4),
-    "DPO with a reference": ("llama8b_dpo model.num_hidden_layers=2", 8),
-    "KTO, compiled": ("llama8b_dpo objective=kto model.num_hidden_layers=2 compile=enabled", 8),
-    "states on the host": ("llama8b_sft model.num_hidden_layers=2 sharding.cpu_offload=true", 8),
-    "float8": (
-        "llama8b_sft model.num_hidden_layers=2 precision.float8=tensorwise compile=enabled", 8
-    ),
-    "activations on the host": (
-        "llama8b_sft model.num_hidden_layers=3 activation_checkpoint.offload=true", 8
-    ),
-    "copies of weights": ("llama8b_sft model.num_hidden_layers=2 optim.offload=cpu", 8),
-    "GRPO with a reference": (
-        "qwen3_0_6b_grpo model.num_hidden_layers=2 objective.kl=0.1 objective.reference=start", 8
-    ),
-}  # fmt: skip
+    name: (int(world), Template(words).substitute(TWO=TWO))
+    for name, world, words in rows("""
+DeepSeek-V3 with experts and stages → 128 → deepseek_v3_sft model.num_hidden_layers=4
+  sharding.pipeline=2 batch.rows=128 batch.micro_rows=1
+QLoRA → 4 → llama8b_qlora $TWO
+DPO with a reference → 8 → llama8b_dpo $TWO
+KTO, compiled → 8 → llama8b_dpo objective=kto $TWO compile=enabled
+states on the host → 8 → llama8b_sft $TWO sharding.cpu_offload=true
+float8 → 8 → llama8b_sft $TWO precision.float8=tensorwise compile=enabled
+activations on the host → 8 → llama8b_sft model.num_hidden_layers=3
+  activation_checkpoint.offload=true
+copies of weights → 8 → llama8b_sft $TWO optim.offload=cpu
+GRPO with a reference → 8 → qwen3_0_6b_grpo $TWO objective.kl=0.1 objective.reference=start
+""")
+}
+"""Numbers of ranks and overrides, the recipe first."""
 
 
 @pytest.mark.parametrize("run", LARGE)
 def test_runs_of_real_width_finish_and_need_no_less_than_planned(run):
-    recipe, world = LARGE[run]
-    words = [f"+recipe={recipe.split()[0]}", *recipe.split()[1:], f"plan.world_size={world}"]
-    words = ["rehearse", *words, "plan.gpu=h100", "plan.format=json"]
+    world, recipe = LARGE[run]
+    words = ["rehearse", *f"+recipe={recipe} plan.world_size={world}".split()]
+    words += ["plan.gpu=h100", "plan.format=json"]
     reply = json.loads(command(words, None).out)
     assert reply["finishes"], [kind["problem"] for kind in reply["kinds"]] + reply["mismatches"]
     left_out = {line.partition(":")[0] for line in reply["left_out"]}

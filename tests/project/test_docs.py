@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from browser import browser_page, settle
 from folders import REPO
+from tables import rows
 
 from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.check import flatten
@@ -140,16 +141,36 @@ def test_the_picture_of_the_benchmark_is_the_measured_one():
     assert (REPO / "docs/pictures/scaling.svg").read_text() == measured.read_text()
 
 
-EXPECTED = {
-    "out of memory": "out-of-memory", "learning rate": "learning-rate", "warmup": "learning-rate",
-    "resume": "checkpoints", "model card": "share", "push": "share", "lora": "adapters",
-    "tokenizer": "tokenizers", "dpo": "preferences", "grpo": "reinforcement", "images": "images",
-    "many nodes": "launching", "slurm": "clusters", "checkpoint": "checkpoints",
-    "evaluate": "evaluation", "hang": "watchdog", "sweep": "sweeps",
-    "float8": "precision", "muon": "optimizers", "distillation": "distillation",
-    "batch size": "command-line", "gradient accumulation": "command-line", "csv": "data",
-    "nan loss": "anomalies", "early stopping": "checkpoints", "multi gpu": "launching",
-}  # fmt: skip
+EXPECTED = dict(
+    rows("""
+out of memory → out-of-memory
+learning rate → learning-rate
+warmup → learning-rate
+resume → checkpoints
+model card → share
+push → share
+lora → adapters
+tokenizer → tokenizers
+dpo → preferences
+grpo → reinforcement
+images → images
+many nodes → launching
+slurm → clusters
+checkpoint → checkpoints
+evaluate → evaluation
+hang → watchdog
+sweep → sweeps
+float8 → precision
+muon → optimizers
+distillation → distillation
+batch size → command-line
+gradient accumulation → command-line
+csv → data
+nan loss → anomalies
+early stopping → checkpoints
+multi gpu → launching
+""")
+)
 """The page that a search of the site should show first."""
 
 

@@ -12,43 +12,47 @@ from pkgutil import resolve_name
 import inject
 import pytest
 from folders import TESTS
+from tables import rows
 
 import fsdp_trainer
 from fsdp_trainer.base import moved_modules
 
 PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
-    ("errors", "version", "base"),
-    ("config", "extensions", "interop.folders"),
-    ("models", "rl.rewards", "rl.environments", "rl.reasoning"),
-    # what composes a configuration asks the models' rules, which need no torch either
-    ("config.rules", "config.composing", "config.document"),
-    ("observe",),
-    # a row's way: files, records, templates, tokens, store, order, stream
-    ("data.token_files",),
-    ("data.files",),
-    ("data.records",),
-    ("data.images",),
-    ("data.media",),
-    ("data.templates",),
-    ("data.tokens",),
-    ("data.store",),
-    ("data.order",),
-    ("data.stream",),
-    ("data", "optim"),
-    ("checkpoint", "parallel", "generation", "interop.weights"),
-    ("rl.rollouts",),
-    ("evaluation", "planning.plan", "optim.offload"),
-    ("launch",),
-    ("training",),
-    ("methods", "rl.rounds", "rl.serving"),
-    ("replicas",),
-    ("run",),
-    ("planning.rehearse",),
-    ("apps", "interop.convert"),
-    ("apps.chain", "apps.quickstart"),
-    ("cli", "api"),
-    ("__main__", "__init__"),
+    layer.split()
+    for (layer,) in rows("""
+errors version base
+config extensions interop.folders
+models rl.rewards rl.environments rl.reasoning
+# what composes a configuration asks the models' rules, which need no torch either
+config.rules config.composing config.document
+observe
+# a row's way: files, records, templates, tokens, store, order, stream
+data.token_files
+data.files
+data.records
+data.images
+data.media
+data.templates
+data.tokens
+data.store
+data.order
+data.stream
+data optim
+checkpoint parallel generation interop.weights
+rl.rollouts
+evaluation planning.plan optim.offload
+launch
+training
+methods rl.rounds rl.serving
+replicas
+run
+planning.rehearse
+apps interop.convert
+apps.chain apps.quickstart
+cli api
+__main__ __init__
+""")
 ]
 """From the bottom to the top. Of several names that fit a file the longest counts."""
 

@@ -56,41 +56,37 @@ def assert_near_the_cpu(train, *how, near=2e-3, **options):
     assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=near)
 
 
+def needs_torch(minor, word):
+    """Return a word for versions of torch from 2.`minor` on."""
+    old = pytest.mark.skipif((2, minor) > TORCH, reason=f"needs torch 2.{minor}")
+    return pytest.param(word, marks=old)
+
+
 @pytest.mark.parametrize(
     "how",
     [
-        [],
-        ["sharding.accumulate=unsharded"],
-        ["activation_checkpoint=full"],
-        ["activation_checkpoint=selective"],
-        ["compile=enabled", "activation_checkpoint=budget"],
-        ["model.attention=mask"],
-        ["model.attention=flex"],
-        ["model.attention=flex", "compile=enabled"],
-        ["compile=enabled"],
-        ["sharding.cpu_offload=true"],
-        ["sharding.messages=registered"],
-        pytest.param(
-            ["sharding.messages=symmetric"],
-            marks=pytest.mark.skipif(TORCH < (2, 12), reason="needs torch 2.12"),
-        ),
-        pytest.param(
-            ["sharding.separate_reduce_scatter=true"],
-            marks=pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13"),
-        ),
-        pytest.param(
-            ["sharding.reduce_scatter_buffers=2"],
-            marks=pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13"),
-        ),
-        ["data.prefetch=0"],
+        "",
+        "sharding.accumulate=unsharded",
+        "activation_checkpoint=full",
+        "activation_checkpoint=selective",
+        "compile=enabled activation_checkpoint=budget",
+        "model.attention=mask",
+        "model.attention=flex",
+        "model.attention=flex compile=enabled",
+        "compile=enabled",
+        "sharding.cpu_offload=true",
+        "sharding.messages=registered",
+        needs_torch(12, "sharding.messages=symmetric"),
+        needs_torch(13, "sharding.separate_reduce_scatter=true"),
+        needs_torch(13, "sharding.reduce_scatter_buffers=2"),
+        "data.prefetch=0",
     ],
-    ids=str,
 )
 def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
     # FlexAttention has no kernel for narrower heads
     common = ["train.steps=10", "schedule=constant", "batch.micro_rows=2", "model.head_dim=16"]
     cpu = train("cpu", *common, "launch.device=cpu")
-    common += ["launch.device=cuda", *how]
+    common += ["launch.device=cuda", *how.split()]
     gpu = train("gpu", *common, BFLOAT16, timeout=300)
     exact = train("exact", *common, timeout=300)
     assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
@@ -99,19 +95,19 @@ def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
     assert all(line["memory_gib"] > 0 for line in gpu.metrics)
 
 
-OFFLOADED = ("activation_checkpoint.offload=true", "model.hidden_size=256", "batch.seq_len=512")
+LARGE = "model.hidden_size=256 batch.seq_len=512"
+OFFLOADED = f"activation_checkpoint.offload=true {LARGE}"
 """With tensors that are large enough to be moved."""
 
 
 @pytest.mark.parametrize(
     "how",
-    [[], ["activation_checkpoint=full"], ["activation_checkpoint=selective"], ["compile=enabled"]],
-    ids=str,
+    ["", "activation_checkpoint=full", "activation_checkpoint=selective", "compile=enabled"],
 )
 def test_activations_in_host_memory_change_nothing(train, how):
-    common = ["train.steps=5", "model.num_hidden_layers=4", "launch.device=cuda", *how]
-    plain = train("plain", *common, *OFFLOADED[1:], timeout=300)
-    offloaded = train("offloaded", *common, *OFFLOADED, timeout=300)
+    common = ["train.steps=5", "model.num_hidden_layers=4", "launch.device=cuda", *how.split()]
+    plain = train("plain", *common, LARGE, timeout=300)
+    offloaded = train("offloaded", *common, OFFLOADED, timeout=300)
     for name in ("loss", "grad_norm"):
         assert offloaded.column(name) == pytest.approx(plain.column(name), rel=1e-5)
 
@@ -151,36 +147,35 @@ NO_WAITING = inject.together(
 @pytest.mark.parametrize(
     "how",
     [
-        [],
-        ["activation_checkpoint=selective"],
-        ["activation_checkpoint=full"],
-        ["activation_checkpoint=full", *OFFLOADED],
-        ["optim=adamw_bf16"],
-        ["precision.master_dtype=bfloat16"],
-        ["optim=adamw_8bit", "model.hidden_size=64", "model.intermediate_size=128"],
-        ["loss.z_loss=1e-4", "loss.label_smoothing=0.1"],
-        ["optim.grad_clip_value=1.0"],
+        "",
+        "activation_checkpoint=selective",
+        "activation_checkpoint=full",
+        f"activation_checkpoint=full {OFFLOADED}",
+        "optim=adamw_bf16",
+        "precision.master_dtype=bfloat16",
+        "optim=adamw_8bit model.hidden_size=64 model.intermediate_size=128",
+        "loss.z_loss=1e-4 loss.label_smoothing=0.1",
+        "optim.grad_clip_value=1.0",
         *(
-            [f"model.attention={layout}", "activation_checkpoint=full", "model.head_dim=16"]
+            f"model.attention={layout} activation_checkpoint=full model.head_dim=16"
             for layout in ("documents", "mask", "varlen", "flex")
         ),
         *(
-            [f"model.attention={layout}", GEMMA, "model.head_dim=16"]
+            f"model.attention={layout} {GEMMA} model.head_dim=16"
             for layout in ("documents", "mask", "flex")
         ),
-        ["model.attention=varlen", WINDOWS],
-        ["data.prefetch=0"],
-        ["compile=enabled"],
+        f"model.attention=varlen {WINDOWS}",
+        "data.prefetch=0",
+        "compile=enabled",
         # FSDP2 waits for the gradients of a step's second micro-batch: there is one
-        ["sharding.cpu_offload=true", "batch.micro_rows=6"],
-        [GEMMA, "model.final_logit_softcapping=20"],
-        ["model.tie_word_embeddings=false"],
+        "sharding.cpu_offload=true batch.micro_rows=6",
+        f"{GEMMA} model.final_logit_softcapping=20",
+        "model.tie_word_embeddings=false",
     ],
-    ids=str,
 )
 def test_no_step_waits_for_the_host(train, how):
     common = ["train.steps=5", "launch.device=cuda", BFLOAT16, "batch.micro_rows=2"]
-    run = train("run", *common, *how, seam=NO_WAITING)
+    run = train("run", *common, *how.split(), seam=NO_WAITING)
     assert run.column("step") == [1, 2, 3, 4, 5]
 
 
@@ -258,12 +253,10 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [["optim=adamw_bf16"], ["optim=adamw_8bit"], ["precision.master_dtype=bfloat16"]],
-    ids=str,
+    "how", ["optim=adamw_bf16", "optim=adamw_8bit", "precision.master_dtype=bfloat16"]
 )
 def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train, how):
-    common = [*how, "model.hidden_size=64", "model.intermediate_size=128"]
+    common = [how, "model.hidden_size=64", "model.intermediate_size=128"]
     whole = assert_goes_on_bitwise(train, *common)
     cpu = train("cpu", *common, "schedule=constant launch.device=cpu train.steps=6")
     assert whole.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
@@ -304,26 +297,26 @@ def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
 
 
 ELSEWHERE = [
-    ["optim.offload=cpu"],
-    ["optim.offload=disk"],
-    ["optim.offload=disk", "sharding.cpu_offload=true"],
+    "optim.offload=cpu",
+    "optim.offload=disk",
+    "optim.offload=disk sharding.cpu_offload=true",
 ]
 
 
-@pytest.mark.parametrize("how", ELSEWHERE, ids=str)
+@pytest.mark.parametrize("how", ELSEWHERE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_elsewhere_train_as_on_the_gpu_and_go_on_bitwise(train, how, dtype):
     common = f"precision.param_dtype={dtype} batch.micro_rows=2"
-    whole = assert_goes_on_bitwise(train, common, *how)
+    whole = assert_goes_on_bitwise(train, common, how)
     device = train("device", common, "launch.device=cuda schedule=constant train.steps=6")
     tolerance = 1e-4 if dtype == "float32" else 0.01
     for name in ("loss", "grad_norm"):
         assert whole.column(name) == pytest.approx(device.column(name), rel=tolerance)
 
 
-@pytest.mark.parametrize("how", [["activation_checkpoint=full"], ["compile=enabled"]], ids=str)
+@pytest.mark.parametrize("how", ["activation_checkpoint=full", "compile=enabled"])
 def test_states_on_the_host_go_with_recomputation_and_compilation(train, how):
-    common = ["train.steps=5", "launch.device=cuda", "schedule=constant", *how]
+    common = ["train.steps=5", "launch.device=cuda", "schedule=constant", how]
     device = train("device", *common, timeout=300)
     host = train("host", *common, "optim.offload=cpu", timeout=300)
     assert host.column("loss") == pytest.approx(device.column("loss"), rel=1e-4)

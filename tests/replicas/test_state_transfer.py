@@ -9,13 +9,13 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from addresses import listening
+from json_server import JsonServer
 from stored import assert_byte_equal
 
 from fsdp_trainer.config.schema import Replicas
@@ -53,19 +53,11 @@ def transport(secret, host=HOST):
 @contextmanager
 def answering(answer):
     """Yield where a server listens whose answer to a request is `answer(its path, its headers)`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        log_message = print
-
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer(self.path, self.headers))
-
-    with ThreadingHTTPServer((HOST, 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://{HOST}:{server.server_port}/checkpoint/"
-        server.shutdown()
+    server = JsonServer(lambda path, _body, headers: (200, answer(path, headers)))
+    try:
+        yield f"{server.url}/checkpoint/"
+    finally:
+        server.close()
 
 
 def test_a_state_arrives_as_it_was_sent():

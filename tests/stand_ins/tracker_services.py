@@ -116,7 +116,12 @@ class Comet:
         return SimpleNamespace(name=name)
 
     def API(self):
-        return self
+        return CometApi(self.runs)
+
+
+class CometApi:
+    def __init__(self, runs):
+        self.runs = runs
 
     def get_experiment_by_key(self, experiment_key):
         stored = self.runs[experiment_key]
@@ -152,22 +157,19 @@ class Swanlab:
 
 
 SERVICES = {"wandb": Wandb, "trackio": Trackio, "comet_ml": Comet, "swanlab": Swanlab}
+STAND_INS = {
+    "wandb:": Wandb,
+    "wandb:Run.": WandbRun,
+    "trackio:": Trackio,
+    "comet_ml:": Comet,
+    "comet_ml:CometExperiment.": CometExperiment,
+    "comet_ml:API.": CometApi,
+    "swanlab:": Swanlab,
+    "swanlab:Run.": SwanlabRun,
+}
 SIGNATURES = {
-    "wandb:init": Wandb.init,
-    "wandb:Run.log": WandbRun.log,
-    "wandb:Run.finish": WandbRun.finish,
-    "trackio:init": Trackio.init,
-    "trackio:Run.log": TrackioRun.log,
-    "trackio:Run.finish": TrackioRun.finish,
-    "comet_ml:start": Comet.start,
-    "comet_ml:ExperimentConfig": Comet.ExperimentConfig,
-    "comet_ml:CometExperiment.log_metrics": CometExperiment.log_metrics,
-    "comet_ml:CometExperiment.log_parameters": CometExperiment.log_parameters,
-    "comet_ml:CometExperiment.log_text": CometExperiment.log_text,
-    "comet_ml:CometExperiment.end": CometExperiment.end,
-    "comet_ml:API.get_experiment_by_key": Comet.get_experiment_by_key,
-    "swanlab:init": Swanlab.init,
-    "swanlab:Run.log": SwanlabRun.log,
-    "swanlab:Run.log_text": SwanlabRun.log_text,
-    "swanlab:Run.finish": SwanlabRun.finish,
+    f"{place}{name}": method
+    for place, kind in STAND_INS.items()
+    for name, method in vars(kind).items()
+    if not name.startswith("__") and callable(method)
 }

@@ -517,7 +517,7 @@ def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch)
     (tmp_path / "own.py").touch()
     usual = [*DEMO, "objective=grpo", "objective.rewards=[exact]"]
     for key, parts in NAMES_CODE.items():
-        text, typed = (part.replace("TABLE", TABLE) for part in parts)
+        text, typed = (part.replace("TABLE", TABLE).replace("REPO", str(REPO)) for part in parts)
         (tmp_path / "mine.yaml").write_text(f"{text}\n")
         with pytest.raises(UserError) as raised:
             compose("train", ["mine.yaml", *usual])

@@ -182,7 +182,7 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, tmp_path, program):
+def test_a_program_and_a_tracker_get_every_line(words, tmp_path, program):
     copy = f"logging.command=tee {tmp_path / 'copy.jsonl'}"
     program(*words, copy, f"logging.trackers=[{EXAMPLES}/tracker.py:Table]")
     table = (tmp_path / "run" / "run.csv").read_text().splitlines()
@@ -190,13 +190,6 @@ def test_a_program_and_a_tracker_get_every_line_and_no_recipe_names_one(words, t
     lines = read_lines(tmp_path / "copy.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     assert "checkpoint" in [line.get("event") for line in lines]
-    recipes = tmp_path / "recipe"
-    recipes.mkdir()
-    bad = "--config-dir", tmp_path, "+recipe=bad", *words, "run.name=other"
-    part = f"{EXAMPLES}/tickets.py:conversation"
-    for code in ("logging:\n  command: tee x\n", f"data:\n  format: {part}\n"):
-        (recipes / "bad.yaml").write_text(f"# @package _global_\n{code}")
-        assert "ype it on the command line" in program(*bad, code=2)
 
 
 @pytest.mark.slow

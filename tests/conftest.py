@@ -130,9 +130,9 @@ def enter():
 
 
 @pytest.fixture
-def program(capsys):
+def program():
     """Return `program("verb", "key=value", code=0)`, see program.py."""
-    return Program(capsys)
+    return Program()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fsdp_trainer.cli import main
+from world import command
 
 
 class Program:
@@ -11,17 +11,15 @@ class Program:
     One text is divided at its spaces, or only where it has two of them: `"-m  run.name='a b'"`.
     """
 
-    def __init__(self, capsys: Any):
-        self.capsys = capsys
-        self.out, self.err = "", ""
-        """What the last command line wrote."""
+    out = err = ""
+    """What the last command line wrote."""
 
     def __call__(self, *words: Any, code: int = 0) -> str:
         """Run a command line that ends with `code`; return its output, or its error message."""
-        self.capsys.readouterr()
         typed = words_of(words[0]) if len(words) == 1 else [str(word) for word in words]
-        assert main(typed) == code, self.capsys.readouterr()
-        self.out, self.err = self.capsys.readouterr()
+        result = command(typed, None)
+        assert result.code == code, result
+        self.out, self.err = result.out, result.err
         return self.err if code else self.out
 
     def refuses(self, cases: dict[str, str], *before: Any) -> None:

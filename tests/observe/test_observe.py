@@ -25,7 +25,6 @@ import pytest
 import torch
 import yaml
 from folders import table
-from named_runs import CHATS
 from rich.text import Text
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -124,7 +123,8 @@ def test_tokens_are_those_of_the_rows_without_padding(ledger):
 
 
 def test_every_line_of_a_log_file_says_everything(ledger):
-    out = ledger.run(words=[CHATS[0], "train.steps=4", "logging.every=2"]).out
+    words = "data.path=DATA/chats.jsonl train.steps=4 logging.every=2"
+    out = ledger.run(words=[words]).out
     first, last = (line for line in out.splitlines() if "/4 " in line)
     assert "\r" not in out
     assert last.startswith("4/4 100%")

@@ -96,42 +96,38 @@ def layout(ranks: int, words: str) -> NamedRun:
     return NamedRun(ranks, (*FULL_ROWS, *own), records=True)
 
 
-CHATS = ["data.path=DATA/chats.jsonl", "schedule=constant", "checkpoint.export_hf=true"]
-PAIRS = ["data.path=DATA/pairs.jsonl", "schedule=constant", "batch.seq_len=128", "train.steps=3"]
-VALIDATED = ["data.validation=0.2", "train.validate_every=2"]
+CHATS = "data.path=DATA/chats.jsonl schedule=constant checkpoint.export_hf=true"
+PAIRED = "data.path=DATA/pairs.jsonl schedule=constant batch.seq_len=128 train.steps=3"
+PAIRS = PAIRED.split()
+VALIDATED = "data.validation=0.2 train.validate_every=2"
 GRPO = [
     "objective=grpo", "data.path=demo:sums", "objective.samples=4", "objective.max_new_tokens=6",
     'objective.rewards=[{name: regex, pattern: "[a-z]"},{name: length, max: 4, unit: tokens}]',
     "train.steps=3", "checkpoint.export_hf=true", "schedule=constant",
 ]  # fmt: skip
 LORA = ["adapter=lora", "adapter.rank=4"]
-OTHER = [
-    "model.hidden_size=48", "model.num_hidden_layers=3", "model.family=qwen3",
-    "model.vocab_size=271",
-]  # fmt: skip
-RUNS: dict[str, NamedRun] = {
-    # chats, with all that a run leaves behind
-    "plain": NamedRun(1, (*CHATS, *VALIDATED, "train.steps=4", "checkpoint.every=2")),
-    "plain on two": NamedRun(2, (*CHATS, *VALIDATED, "train.steps=4", "checkpoint.every=2")),
-    "long": NamedRun(1, (*CHATS, *VALIDATED, "train.steps=20", "checkpoint.every=10")),
-    "adapter": NamedRun(1, (*CHATS, *LORA, "train.steps=3", "checkpoint.every=2")),
-    "teacher": NamedRun(1, (*CHATS, *OTHER, "train.steps=1", "run.seed=7")),
-    # a run of each method
-    "pretrain": NamedRun(1, (*CHATS[1:], "train.steps=3")),
-    "dpo": NamedRun(1, (*PAIRS, "objective=dpo", "checkpoint.export_hf=true")),
-    "reward": NamedRun(
-        1, (*PAIRS, *VALIDATED, "objective=reward", "checkpoint.export_hf=true", "optim.lr=1e-2")
-    ),
-    "kto": NamedRun(1, (*PAIRS[1:], "data.path=DATA/labelled.jsonl", "objective=kto")),
-    "distil": NamedRun(
-        1, (*CHATS, *VALIDATED, "train.steps=3", *DISTIL.split(), "objective.temperature=2")
-    ),
-    "grpo": NamedRun(1, tuple(GRPO)),
-    # what an interrupted training is compared with, and goes on from
-    "every step": NamedRun(
-        2,
-        (*CHATS[:2], "train.steps=9", "checkpoint.every=1", "checkpoint.keep=9", "logging.every=2"),
-    ),
-    **{name: layout(*value) for name, value in LAYOUTS.items()},
+RUNS = {
+    name: NamedRun(int(ranks), tuple(Template(words).substitute(globals()).split()))
+    for name, ranks, words in rows("""
+# chats, with all that a run leaves behind
+plain → 1 → $CHATS $VALIDATED train.steps=4 checkpoint.every=2
+plain on two → 2 → $CHATS $VALIDATED train.steps=4 checkpoint.every=2
+long → 1 → $CHATS $VALIDATED train.steps=20 checkpoint.every=10
+adapter → 1 → $CHATS adapter=lora adapter.rank=4 train.steps=3 checkpoint.every=2
+teacher → 1 → $CHATS model.hidden_size=48 model.num_hidden_layers=3 model.family=qwen3
+  model.vocab_size=271 train.steps=1 run.seed=7
+# a run of each method
+pretrain → 1 → schedule=constant checkpoint.export_hf=true train.steps=3
+dpo → 1 → $PAIRED objective=dpo checkpoint.export_hf=true
+reward → 1 → $PAIRED $VALIDATED objective=reward checkpoint.export_hf=true optim.lr=1e-2
+kto → 1 → schedule=constant batch.seq_len=128 train.steps=3 data.path=DATA/labelled.jsonl
+  objective=kto
+distil → 1 → $CHATS $VALIDATED train.steps=3 $DISTIL objective.temperature=2
+# what an interrupted training is compared with, and goes on from
+every step → 2 → data.path=DATA/chats.jsonl schedule=constant train.steps=9 checkpoint.every=1
+  checkpoint.keep=9 logging.every=2
+""")
 }
+RUNS |= {"grpo": NamedRun(1, tuple(GRPO))}
+RUNS |= {name: layout(*value) for name, value in LAYOUTS.items()}
 """All named runs. Those of LAYOUTS are compared with one rank, with their plan and rehearsal."""

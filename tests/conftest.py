@@ -13,6 +13,7 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # for processes that tests start; se
 import composing
 import hypothesis
 import pytest
+from folders import TESTS
 from ledger import Ledger
 from program import Program
 from world import Run, World, split, start_server, write_chats
@@ -22,6 +23,7 @@ composing.keep()
 hypothesis.settings.register_profile("same examples", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same examples")
 internal_errors: list[str] = []
+SLOW = {*(TESTS / "slow.txt").read_text().splitlines()}
 DEADLINE = float(os.environ.get("FSDP_TRAINER_TESTS_DEADLINE", "inf"))
 """Seconds since 1970, after which no test starts: .ci/run must end in time on any machine."""
 SHIFT = int(os.environ.get("FSDP_TRAINER_TESTS_SHIFT", "0"))
@@ -42,13 +44,15 @@ def pytest_internalerror(excrepr):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as `ranks` the tests that start ranks, and begin with folder number SHIFT, if given."""
+    """Mark tests that start ranks and those of slow.txt; begin with folder SHIFT, if given."""
     if SHIFT:
         folders = sorted({item.path.parent for item in items})
         items.sort(key=lambda item: (folders.index(item.path.parent) - SHIFT) % len(folders))
     for item in items:
         if "world" in item.fixturenames:
             item.add_marker(pytest.mark.ranks)
+        if item.nodeid.partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item):

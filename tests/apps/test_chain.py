@@ -83,7 +83,6 @@ def card_of(root):
     return (root / "c" / "card.md").read_text()
 
 
-@pytest.mark.slow
 def test_no_question_at_the_end_is_asked_in_a_conversation(tmp_path):
     rows = {name: read_lines(file) for name, file in write_demo(tmp_path).items()}
     answers = {row["messages"][-1]["content"] for row in rows["questions"]}

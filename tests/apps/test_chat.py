@@ -212,7 +212,6 @@ def image_server(tmp_path_factory):
         yield server
 
 
-@pytest.mark.slow
 def test_openais_client_gets_the_answers_of_generate(server, folder, program):
     reply = program("generate", folder, "prompt=Hi", "max_tokens=8", "format=json")
     text = json.loads(reply)["text"]
@@ -236,7 +235,6 @@ def test_openais_client_gets_the_answers_of_generate(server, folder, program):
     assert stopped.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.slow
 def test_seeds_and_samples_give_the_same_answers_alone_and_together(server):
     def texts(seed):
         answer = server.create(model="m", messages=HI, n=3, seed=seed, temperature=1.5, top_p=0.9)
@@ -250,7 +248,6 @@ def test_seeds_and_samples_give_the_same_answers_alone_and_together(server):
     assert texts(None) != texts(None)
 
 
-@pytest.mark.slow
 def test_a_short_answer_overtakes_a_long_one_and_a_closed_stream_ends(server):
     long = server.create(model="m", messages=HI, stream=True, max_tokens=LONG, seed=1)
     next(iter(long))
@@ -260,7 +257,6 @@ def test_a_short_answer_overtakes_a_long_one_and_a_closed_stream_ends(server):
     wait_until(lambda: server.engine.is_idle)
 
 
-@pytest.mark.slow
 def test_a_client_that_goes_away_ends_its_answer(server):
     import socket
 
@@ -285,7 +281,6 @@ def test_a_client_that_goes_away_while_it_sends_its_request_is_no_error():
     assert asyncio.run(complete(request, None, read_request)).status_code == 499
 
 
-@pytest.mark.slow
 def test_a_long_conversation_does_not_hold_up_other_clients(server, monkeypatch):
     arrived, goes_on = threading.Event(), threading.Event()
     encode = server.engine.speaker.encode
@@ -307,7 +302,6 @@ def test_a_long_conversation_does_not_hold_up_other_clients(server, monkeypatch)
         assert long.result() == 200
 
 
-@pytest.mark.slow
 def test_requests_that_cannot_be_answered_get_a_message(server):
     path = "/v1/chat/completions"
     assert server.status(path, {"messages": []}) == 400
@@ -322,7 +316,6 @@ def test_requests_that_cannot_be_answered_get_a_message(server):
     assert server.status() == 200
 
 
-@pytest.mark.slow
 def test_a_token_is_asked_for_on_every_path(folder):
     with served(folder, token="s3cret") as server:
         for path in ("/", "/v1/models"):
@@ -333,7 +326,6 @@ def test_a_token_is_asked_for_on_every_path(folder):
         assert server.create(model="m", messages=HI).choices
 
 
-@pytest.mark.slow
 def test_the_page_streams_stops_answers_again_and_takes_images_for_a_model_that_reads_them(
     server, image_server, tmp_path
 ):
@@ -380,7 +372,6 @@ def test_the_page_streams_stops_answers_again_and_takes_images_for_a_model_that_
         assert answers.count() == 1
 
 
-@pytest.mark.slow
 def test_sampling_settings_of_a_request_change_its_answer(server):
     def text(**settings):
         body = {"temperature": 0, "max_tokens": 12, **settings}
@@ -398,7 +389,6 @@ def test_sampling_settings_of_a_request_change_its_answer(server):
     assert text(stop=[plain[0]], min_tokens=3)[:1] == plain[0] != text(stop=[plain[0]])[:1]
 
 
-@pytest.mark.slow
 def test_a_turn_goes_on_where_it_ends(server):
     speaker = server.engine.speaker
     turns = [*HI, {"role": "assistant", "content": "The answer "}]
@@ -412,7 +402,6 @@ def test_a_turn_goes_on_where_it_ends(server):
     assert answer.usage.prompt_tokens == len(speaker.encode(begun))
 
 
-@pytest.mark.slow
 def test_text_completions_give_the_likelihoods_that_lm_eval_reads(server, monkeypatch):
     monkeypatch.setattr(continuations, "AT_ONCE", 4)
     client, speaker = server.client().completions, server.engine.speaker
@@ -436,7 +425,6 @@ def test_text_completions_give_the_likelihoods_that_lm_eval_reads(server, monkey
     assert [text[:3] for text in whole] == ["one", "one", "two", "two"]
 
 
-@pytest.mark.slow
 def test_log_probabilities_of_a_turn_are_those_of_its_tokens(server):
     answer = server.create(
         model="model", messages=HI, logprobs=True, top_logprobs=2, max_tokens=6, temperature=0
@@ -448,7 +436,6 @@ def test_log_probabilities_of_a_turn_are_those_of_its_tokens(server):
     assert all(one.logprob == one.top_logprobs[0].logprob for one in content)
 
 
-@pytest.mark.slow
 def test_wrong_addresses_and_models_get_errors_in_json(server):
     assert server.status("/health") == server.status("/v1/models/model") == 200
     with urllib.request.urlopen(f"{server.url}/v1/models/") as response:
@@ -464,7 +451,6 @@ def test_wrong_addresses_and_models_get_errors_in_json(server):
     assert server.status("/v1/chat/completions", args) == 400
 
 
-@pytest.mark.slow
 def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path):
     [name] = write_pictures(tmp_path, 1)
     content = b64encode((tmp_path / name).read_bytes()).decode()
@@ -487,7 +473,6 @@ def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path
             image_server.create(model="model", messages=[turn])
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_server_and_its_streams(folder, tmp_path):
     command = [sys.executable, "-m", "fsdp_trainer", "chat", f"source={folder}", "port=0"]
     body = json.dumps({"messages": HI, "stream": True, "max_tokens": LONG}).encode()

@@ -61,7 +61,6 @@ PAGES = {
 } - {REPO / "docs/mistakes.md"}  # fmt: skip
 
 
-@pytest.mark.slow
 def test_every_command_line_of_the_pages_composes():
     lines = {tuple(trainer_words(c)) for page in PAGES for c in commands(page)}
     assert len(lines) > 150
@@ -157,7 +156,6 @@ def script_of(kind: str, text: str) -> str:
     return yaml.safe_load(text)["run"] if kind == "skypilot" else text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "trainjob", "ray", "docker", "skypilot"])
 def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
     storage = ["claim=null"] if kind == "skypilot" else []
@@ -182,14 +180,12 @@ def test_any_name_of_a_claim_is_a_text(write, claim):
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": claim}
 
 
-@pytest.mark.slow
 def test_nodes_in_containers_meet(write, tmp_path):
     launch = started(tmp_path, write("docker", "+recipe=quickstart", "nodes=3"))["launch"]
     assert (launch["nodes"], launch["rendezvous"]) == (3, "node0:29500")
     assert "HEAD" in write.said
 
 
-@pytest.mark.slow
 def test_nodes_in_a_cloud_meet_at_the_first_one(write, tmp_path):
     words = ["+recipe=quickstart", "nodes=3", "claim=null", "setup=['export SAID=yes']"]
     task = yaml.safe_load(write("skypilot", *words))
@@ -218,7 +214,6 @@ def test_a_file_is_what_its_words_ask_for_to_the_letter(write, name):
 GROUPS = ["replicas.method=sync", "replicas.lighthouse=node0:29510", "launch.groups=3"]
 
 
-@pytest.mark.slow
 def test_a_batch_script_for_groups_is_an_array_with_one_job_a_group(write, tmp_path):
     script = write("slurm", *NASTY, *GROUPS, "nodes=2")
     assert re.search(r"(?m)^#SBATCH --array=0-2$", script)

@@ -40,7 +40,6 @@ def place(cluster):
     return OnSlurm(Slurm(gpus_per_node=0, jobs=2), compose("train", DEMO[:-1]).launch)
 
 
-@pytest.mark.slow
 def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tmp_path):
     (cluster / "hold").touch()
     output = tmp_path / "runs/s/jobs/a/output.log"
@@ -101,7 +100,6 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
     assert commands == ([["scontrol", "requeue", "7"]] if queued else [])
 
 
-@pytest.mark.slow
 def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, program):
     settings = [
         "nodes=2", "gpus_per_node=4", "timeout_min=90", "partition=gpu", "mem_gb=64", "qos=high",
@@ -131,7 +129,6 @@ def test_without_slurm_or_submitit_the_search_says_what_is_missing(
     assert "pip install 'fsdp_trainer[slurm]'" in program(*search, code=2)
 
 
-@pytest.mark.slow
 def test_a_sweep_that_was_killed_finds_its_job_again_and_stops_it_in_order(
     cluster, input_words, tmp_path
 ):

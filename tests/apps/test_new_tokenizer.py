@@ -54,7 +54,6 @@ def new(data, tmp_path, program):
     return train
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
 def test_any_text_comes_back_and_the_masks_of_conversations_cover_the_answers(new, kind):
     size = {"bpe": 400, "sentencepiece": 450}[kind]
@@ -73,7 +72,6 @@ def test_any_text_comes_back_and_the_masks_of_conversations_cover_the_answers(ne
     assert tokenizer.special_tokens["<|im_end|>"] in tokenizer.stop_ids
 
 
-@pytest.mark.slow
 def test_transformers_gives_the_same_tokens_for_every_template(new):
     transformers = pytest.importorskip("transformers")
     texts = [WORDS, " two  spaces\n\n\tand tabs ", "", "a<|im_end|>b", "12345 don't\r\n"]
@@ -97,7 +95,6 @@ def test_transformers_gives_the_same_tokens_for_every_template(new):
         assert encoded == ours.encode(rendered)
 
 
-@pytest.mark.slow
 def test_the_same_text_gives_the_same_tokenizer_whatever_holds_it(new, data, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -118,7 +115,6 @@ def test_the_same_text_gives_the_same_tokenizer_whatever_holds_it(new, data, tmp
         assert (folder / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.slow
 def test_bytes_per_token_are_those_of_held_out_text(new, tmp_path):
     text = sentence(random.Random(5), 300)
     (tmp_path / "held.txt").write_text(text)
@@ -140,7 +136,6 @@ def test_bytes_per_token_are_those_of_held_out_text(new, tmp_path):
     assert printed.splitlines()[-1].split() == ["demo:bytes", "260", f"{size:,}", "1.000", "yes"]
 
 
-@pytest.mark.slow
 def test_rows_are_held_out_as_in_training_and_those_that_cannot_be_read_left_out(
     new, data, tmp_path, program
 ):
@@ -159,7 +154,6 @@ def test_rows_are_held_out_as_in_training_and_those_that_cannot_be_read_left_out
     assert "skipped  30 rows" in new("skipping", *words)[1]
 
 
-@pytest.mark.slow
 def test_a_limit_takes_text_from_all_files(tmp_path, new):
     for letter in "ab":
         line = json.dumps({"text": (letter * 7 + " ") * 40_000})
@@ -182,7 +176,6 @@ def shares(path):
     return [text.count(letter) for letter in "abc"]
 
 
-@pytest.mark.slow
 def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
     sizes = {"a": 400_000, "b": 100_000, "c": 50_000}
     for letter, size in sizes.items():
@@ -199,7 +192,6 @@ def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
     assert a in (0, 99 * 4000)  # all of its rows are alike, and chosen by their content
 
 
-@pytest.mark.slow
 def test_each_mistake_is_one_message(data, tmp_path, program, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, lines in {

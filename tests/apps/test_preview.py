@@ -104,7 +104,6 @@ def test_rows_as_json_have_stdout_for_themselves_and_warnings_go_to_stderr(tmp_p
     assert "'<|im_end|>' the id 9" in program.err, "which is not used"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", FINDINGS)
 def test_what_is_wrong_is_told_with_its_place_and_its_fix(
     key, preview, of_words, without_end, tmp_path, monkeypatch
@@ -131,7 +130,6 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(
     assert f"        {tmp_path}/a.jsonl:{finding['line']}" in described.splitlines()
 
 
-@pytest.mark.slow
 def test_the_row_length_that_is_advised_holds_99_percent(preview):
     lengths = [*range(20, 119), 400, 300, 200, 190]
     out, _ = preview([{"text": "x" * n} for n in lengths])
@@ -145,7 +143,6 @@ def test_the_row_length_that_is_advised_holds_99_percent(preview):
     assert "more than 99% of the samples fit" in out
 
 
-@pytest.mark.slow
 def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     good = write_rows(tmp_path / "good.jsonl", [ask("x" * 5)])
     long = write_rows(tmp_path / "long.jsonl", [ask("x" * 500)])
@@ -157,7 +154,6 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     assert "nothing dropped or cut, no duplicates" in out
 
 
-@pytest.mark.slow
 def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview, tmp_path):
     b = write_rows(tmp_path / "b.jsonl", [ask("b" * n) for n in (5, 5, 6, 7, 500)])
     c = write_rows(tmp_path / "c.jsonl", [ask("c" * n) for n in range(40)])
@@ -187,7 +183,6 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     assert "is seen" not in preview(None, *how, "train.steps=1 batch.rows=4")[0]
 
 
-@pytest.mark.slow
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
     (tmp_path / "own.jinja").write_text(OPENS.replace("<think>\n", ""))
     out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja train.steps=9")
@@ -369,7 +364,6 @@ def test_what_the_model_sees_is_shown_whole_but_for_control_characters(preview):
     assert "http://h/a?key=abcdef␛[31m#b" in said
 
 
-@pytest.mark.slow
 def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
     _, keys = preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1 data.shuffle=false")
     cfg = compose("preview", keys)
@@ -410,7 +404,6 @@ def test_without_a_terminal_tables_keep_to_their_columns_whatever_the_names(
     assert "[[" + "猫" * 20 in out  # three tokens a character
 
 
-@pytest.mark.slow
 def test_pieces_join_to_the_text_for_tokenizers_that_strip_spaces(tmp_path):
     """SentencePiece's decoder drops the space at the beginning, and falls back to bytes."""
     path = SHARED / "llama2_tokenizer.model"
@@ -435,7 +428,6 @@ def test_half_a_character_is_shown_as_its_token():
     assert all("\ufffd" not in piece.text for piece in halves)
 
 
-@pytest.mark.slow
 def test_the_page_in_a_browser_tells_of_each_token_and_runs_nothing_of_the_data(preview, tmp_path):
     rows = [ask("what is 1 + 1", EVIL), ask("half", "an answer", weight=0.5)]
     preview(rows, f"preview.html={tmp_path}/p.html batch.seq_len=400 data.packing=none")

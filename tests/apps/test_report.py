@@ -118,7 +118,6 @@ def test_a_trained_run_is_told_as_its_files_tell_it(ledger, tmp_path, program):
     assert any(line.startswith("data") for line in run.event("start")[0]["about"])
 
 
-@pytest.mark.slow
 def test_rollouts_are_conversations_on_a_page_of_their_own(tmp_path):
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
     turns = [
@@ -219,7 +218,6 @@ def test_names_prompts_and_settings_are_text_and_nothing_is_loaded(tmp_path):
     assert "<img" not in rollouts
 
 
-@pytest.mark.slow
 def test_a_long_run_is_thinned_to_its_extremes(tmp_path):
     lines = [
         {"step": s, "loss": 2.0 + (s % 7) / 10, "grad_norm": 1.0, "tokens": s, "lr": 1e-3}
@@ -336,7 +334,6 @@ def test_a_run_says_in_which_state_it_is(tmp_path):
         assert dict(Summary(run).facts)["state"].startswith(state), name
 
 
-@pytest.mark.slow
 def test_an_empty_run_says_so(tmp_path, capsys):
     data, html = report(write_run(tmp_path / "empty"), out=tmp_path / "page.html")
     assert data["runs"][0]["rows"] == 0
@@ -344,7 +341,6 @@ def test_an_empty_run_says_so(tmp_path, capsys):
     assert "No step is on record yet" in html
 
 
-@pytest.mark.slow
 def test_records_that_hold_no_usable_numbers_are_counted_or_shown_as_they_are(tmp_path):
     lines = [*steps(1, 2, 1000.0, further=10**400), *steps(3, 3, 1010.0, loss=float("inf"))]
     events = [
@@ -361,7 +357,6 @@ def test_records_that_hold_no_usable_numbers_are_counted_or_shown_as_they_are(tm
     assert [e["kind"] for e in data["runs"][0]["events"]] == ["start"]
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_older_page(tmp_path, monkeypatch, program):
     folder = write_run(tmp_path / "run", steps(1, 2, 1000.0))
     report(folder, out=tmp_path / "page.html")
@@ -489,7 +484,6 @@ def test_methods_with_common_metrics_share_charts_and_others_have_a_section(tmp_
     assert re.search(r"kto +5\.6 +4 ", said)
 
 
-@pytest.mark.slow
 def test_the_pages_in_a_browser(sweep, tmp_path):
     call = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
     samples = [

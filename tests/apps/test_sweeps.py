@@ -140,7 +140,6 @@ def test_values_become_jobs_in_every_way_of_writing_them():
     assert jobs == [["train.steps=2", *values] for values in itertools.product(*swept.values())]
 
 
-@pytest.mark.slow
 def test_every_sweep_is_listed_and_composes(program):
     listed = program("--help")
     for name in options("train")["sweep"]:
@@ -165,7 +164,6 @@ def test_a_recipes_file_is_swept_and_its_mistakes_are_told(tmp_path):
         jobs_of(str(file), "optim.lr=1,2")
 
 
-@pytest.mark.slow
 def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/mine.yaml").write_text(
@@ -236,7 +234,6 @@ def test_a_sweep_inside_srun_is_refused_with_the_command_to_type(sweep, monkeypa
 # --- what becomes of them -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     lines = sweep("optim.lr=2,1", "train.steps=2")
     assert states(lines) == ["finished"] * 2
@@ -262,7 +259,6 @@ def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     assert [line["job"] for line in again] == [line["job"] for line in lines][::-1]
 
 
-@pytest.mark.slow
 def test_a_time_limit_or_another_recipe_is_not_taken_for_finished(sweep, tmp_path):
     recipe = tmp_path / "own/recipe/mine.yaml"
     recipe.parent.mkdir(parents=True)
@@ -288,7 +284,6 @@ def test_a_job_is_finished_whose_record_has_the_environments_values(tmp_path, mo
         assert jobs_module.finished(tmp_path, cfg) == is_finished
 
 
-@pytest.mark.slow
 def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     sweep.endings = {2.0: -signal.SIGKILL, 3.0: 75}
     lines = sweep("optim.lr=abc,1,2,3", code=1)
@@ -315,7 +310,6 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     assert [c.optim.lr for c, _ in sweep.trained] == [2.0, 3.0]
 
 
-@pytest.mark.slow
 def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, tmp_path):
     sweep('run.root="ba\\ck"', "optim.lr=1")
     assert sweep.trained[0][0].run.root == "ba\\ck/s/jobs"
@@ -343,7 +337,6 @@ def test_a_signal_ends_the_check_of_many_jobs(sweep, enter):
     assert not sweep.trained
 
 
-@pytest.mark.slow
 def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
     assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == []
     assert not list(tmp_path.iterdir())
@@ -365,7 +358,6 @@ def test_jobs_with_equal_overrides_are_one(sweep):
     assert len(sweep.trained) == 1
 
 
-@pytest.mark.slow
 def test_jobs_of_earlier_commands_keep_their_lines(sweep):
     first = sweep("optim.lr=1,2")
     third = sweeps.job_id([*DEMO, "run.root=elsewhere", "optim.lr=3"])
@@ -387,7 +379,6 @@ def test_a_jobs_folder_is_named_by_its_values_and_one_of_before_is_found_again(s
     assert len(name) <= jobs_module.LONGEST_NAME + len("_0")
 
 
-@pytest.mark.slow
 def test_two_sweeps_do_not_run_in_one_folder(sweep, tmp_path):
     sweep("optim.lr=1")
     with (tmp_path / "runs/s/jobs/.lock").open("a") as lock:
@@ -441,7 +432,6 @@ def test_jobs_side_by_side_divide_the_devices(monkeypatch, tmp_path):
     assert OnThisNode(Local(jobs=4), cfg.launch).world(cfg.launch) == 1
 
 
-@pytest.mark.slow
 def test_a_job_that_fails_leaves_those_beside_it_alone_and_each_is_told_on(sweep):
     sweep.endings, sweep.losses = {2.0: 1}, lambda cfg: [cfg.optim.lr] * 9
     lines = sweep("optim.lr=1,2,3,4", "hydra.launcher.jobs=2", code=1)
@@ -459,7 +449,6 @@ def test_what_a_validation_adds_to_the_last_line_is_read(tmp_path):
     assert [line.get("validation_loss") for line in progress.lines()] == [3.0]
 
 
-@pytest.mark.slow
 def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeypatch):
     command = [
         *OPTUNA,
@@ -514,7 +503,6 @@ def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(tmp
         study()
 
 
-@pytest.mark.slow
 def test_a_job_that_others_beat_is_ended_early(sweep):
     sweep.endings = {2.0: "never"}
     sweep.losses = lambda cfg: [cfg.optim.lr] * 40
@@ -526,7 +514,6 @@ def test_a_job_that_others_beat_is_ended_early(sweep):
     assert "pruner=median" in pruned["reason"]
 
 
-@pytest.mark.slow
 def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
     sweep.endings = {2.0: 1}
     words = [
@@ -542,7 +529,6 @@ def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
     assert {cfg.optim.lr for cfg, _ in sweep.trained} == {2.0}, "only what failed is tried again"
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_not_started(sweep, enter):
     lines = sweep("batch.micro_rows=1,1024", "hydra.launcher.memory_gib=8", "precision=fp32")
     assert states(lines) == ["finished", "does not fit"]

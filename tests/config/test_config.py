@@ -131,7 +131,6 @@ def test_a_prompt_needs_no_quotes():
     assert compose("generate", ["prompt=null"], inputs=False).prompt is None
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None, database=None)
 @given(st.text(st.sampled_from("\\\\\"'ab$={},[]:() \n\t#~é")))
 def test_a_quoted_text_comes_through_hydra_as_it_is(text):
@@ -186,7 +185,6 @@ def test_a_mistake_is_not_told_twice(refused):
 # --- files: recipes and --config-dir ------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_recipe_is_checked_as_the_command_line_is(own, refused):
     folder = own(
         recipe__bad="""\
@@ -220,7 +218,6 @@ train: {steps: 7}
 """
 
 
-@pytest.mark.slow
 def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, program):
     folder = own(recipe__mine=MINE)
     file = f"{folder}/recipe/mine.yaml"
@@ -239,7 +236,6 @@ def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, progr
         assert cfg["precision"]["param_dtype"] == "float32"
 
 
-@pytest.mark.slow
 def test_a_recipes_file_needs_no_folder_of_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROWS", "48")
@@ -254,7 +250,6 @@ def test_a_recipes_file_needs_no_folder_of_recipes(tmp_path, monkeypatch):
         compose("train", ["+recipe=my", *DEMO])
 
 
-@pytest.mark.slow
 def test_a_recipe_is_built_on_packaged_ones_and_on_files_beside_it(own):
     folder = own(
         recipe__base="train: {steps: 3}\nbatch: {rows: 4}\n",
@@ -355,7 +350,6 @@ def test_hydras_own_view_is_there(program, monkeypatch):
     assert "recipe/quickstart" in program("--info defaults +recipe=quickstart")
 
 
-@pytest.mark.slow
 def test_help_lists_verbs_groups_and_recipes(program):
     text = program("--help")
     listed = (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b")
@@ -373,7 +367,6 @@ def test_help_lists_verbs_groups_and_recipes(program):
     assert main(["plan", "--help", "optimizer"]) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_examples_of_help_have_no_wrong_key(program, verb, capsys):
     for line in examples(verb):
@@ -402,7 +395,6 @@ def test_completion_knows_verbs_recipes_keys_and_values(program, own, monkeypatc
     assert program("-sc query=bash").split() == [], "folders are left to the shell"
 
 
-@pytest.mark.slow
 def test_bash_completes(tmp_path):
     program = tmp_path / "fsdp-trainer"
     program.write_text(
@@ -420,7 +412,6 @@ def test_bash_completes(tmp_path):
     assert out.split()[-1] == "activation_checkpoint.mode=selective"
 
 
-@pytest.mark.slow
 def test_answers_come_within_two_seconds_and_without_torch(tmp_path):
     code = """
 import json, sys, time
@@ -457,7 +448,6 @@ def test_comments_and_values_in_conf_and_on_the_page_are_the_schemas():
     assert (REPO / "docs" / "configuration.md").read_text() == markdown(options("train"))
 
 
-@pytest.mark.slow
 def test_every_key_is_explained_and_what_sets_it(program, own):
     folder = own(recipe__mine="optim: {lr: 2}")
     keys = flatten(TrainConfig)

@@ -315,7 +315,6 @@ def line_after(text, start):
     return next(line for line in lines[at:] if line.startswith("#       "))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tmp_path, program):
     content, sets, said = FILES[name]
@@ -335,7 +334,6 @@ def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tm
         assert answer in line_after(text, setting), setting
 
 
-@pytest.mark.slow
 def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
     file = tmp_path / "a.yml"
     file.write_text("base_model: a/b\nsequence_len: 4\nlearning_rate: -1\n")
@@ -464,7 +462,6 @@ def test_a_value_that_stands_for_another_is_not_kept(tmp_path, program):
     assert "${…}" in line_after(text, "output_dir")
 
 
-@pytest.mark.slow
 def test_files_that_trl_ships_are_converted_whole():
     trl = pytest.importorskip("trl")
     files = sorted((Path(trl.__file__).parent / "accelerate_configs").glob("*.yaml"))

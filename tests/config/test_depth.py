@@ -12,7 +12,6 @@ def composed(*words):
     return compose("train", ["model.depth=12", *words], inputs=False)
 
 
-@pytest.mark.slow
 def test_twelve_blocks_are_the_model_that_the_rules_were_measured_on():
     cfg = composed("optim=muon")
     model = cfg.model
@@ -38,7 +37,6 @@ def test_a_deeper_model_has_larger_steps_and_a_wider_one_a_lower_rate():
     assert (odd.hidden_size, odd.num_attention_heads) == (384, 3)
 
 
-@pytest.mark.slow
 def test_what_is_typed_or_stands_in_a_recipe_wins(tmp_path):
     cfg = composed("batch.rows=100", "optim.lr=0.5", "model.head_dim=64", "train.epochs=2")
     assert (cfg.batch.rows, cfg.optim.lr, cfg.train.steps, cfg.train.epochs) == (100, 0.5, None, 2)
@@ -49,7 +47,6 @@ def test_what_is_typed_or_stands_in_a_recipe_wins(tmp_path):
     assert (cfg.batch.seq_len, cfg.batch.rows, cfg.train.steps) == (512, 1024, 7)
 
 
-@pytest.mark.slow
 def test_a_plan_has_its_sizes_and_layouts(program):
     words = ["data=pretrain", "plan.gpu=h100"]
     plan = planned("model.depth=12", *words, "plan.world_size=8")

@@ -37,7 +37,6 @@ SHORT = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_preview_of_a_hub_model_fetches_no_weights(hub, program):
     words = ["preview.format=json", "preview.rows=1", *SHORT[:2]]
     assert json.loads(program("preview", "model.init_from=org/tiny", *words))["row"] == 0
@@ -45,7 +44,6 @@ def test_preview_of_a_hub_model_fetches_no_weights(hub, program):
     assert not any("*.safetensors" in patterns for patterns in hub)
 
 
-@pytest.mark.slow
 def test_training_starts_from_a_hub_model_and_its_adapter_names_it(hub, tmp_path, program):
     def losses(name, *words):
         losses.said = program(f"run.name={name}", *SHORT, *words)

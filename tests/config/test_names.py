@@ -102,7 +102,6 @@ def test_a_key_that_exists_is_named_before_what_other_trainers_mean():
         assert meant_by(name, KEYS, GROUPS).meant in KEYS
 
 
-@pytest.mark.slow
 def test_a_suggestion_is_never_refused_in_turn():
     names = {n for names in OPTIONS.values() for n in names} - KEYS.keys() - GROUPS.keys()
     by_meaning = {meant_by(name, KEYS, GROUPS).meant: name for name in sorted(names)}

@@ -26,7 +26,6 @@ SHRUNK = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_tells_its_use_and_composes_as_it_is_and_with_other_groups_and_values(name):
     head = recipe_heads()[name]
@@ -94,7 +93,6 @@ def test_every_option_sets_its_groups_selector_and_keys_that_exist():
                 assert body[SELECTORS[group]] == values.get(name, name), (group, name)
 
 
-@pytest.mark.slow
 def test_named_sizes_have_their_published_parameter_counts():
     assert set(PARAMETERS) == set(options("train")["model"]) - {"auto", "tiny"}
     for name, (_, count) in PARAMETERS.items():

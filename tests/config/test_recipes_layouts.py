@@ -37,7 +37,6 @@ def model_of(name):
     return resolve_model(model, VOCABULARY) if model.depth else published_model(model.name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", recipes())
 def test_the_head_of_a_recipe_is_its_arithmetic_and_its_plan(name):
     run = candidate(name, [])
@@ -87,7 +86,6 @@ def test_the_head_of_a_recipe_is_its_arithmetic_and_its_plan(name):
     assert own <= SLOWER * seconds(name, layout), f"slower than  {' '.join(layout)}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama8b_pretrain", "gemma3_4b_sft", "qwen3_0_6b_distil"])
 def test_memory_on_other_hardware_is_that_of_its_plan(name):
     (line,) = re.findall(r"# Memory .*", (CONF / "recipe" / f"{name}.yaml").read_text())
@@ -101,7 +99,6 @@ def test_memory_on_other_hardware_is_that_of_its_plan(name):
         assert_rehearsed_above(plan, float(size))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama8b_sft", "qwen3_0_6b_lora", "olmoe_pretrain"])
 def test_memory_in_the_head_of_a_recipe_is_rehearsed(name, program):
     head = (CONF / "recipe" / f"{name}.yaml").read_text()
@@ -140,7 +137,6 @@ def check_answers(cfg, numbers):
     assert numbers(r"A GPU makes (\d+) at a time") == [choice.answer_rows]
 
 
-@pytest.mark.slow
 def test_the_recorded_layouts_are_those_that_a_search_finds():
     layout = fastest("chain_sft")
     assert seconds("chain_sft", recorded()["chain_sft"]) == pytest.approx(
@@ -148,7 +144,6 @@ def test_the_recorded_layouts_are_those_that_a_search_finds():
     ), "run  python -m benchmarks.recipe_layouts --write"
 
 
-@pytest.mark.slow
 def test_the_chain_on_eight_gpus_is_planned_for_about_100_dollars():
     page = (CONF.parent / "docs" / "from-nothing-to-chat.md").read_text()
     written = re.findall(r"\| ([\d.]+) – ([\d.]+) \| \$([\d.]+) – \$([\d.]+) \|", page)

@@ -7,7 +7,6 @@ REFUSED = table("config/refused_commands.yaml")
 LAUNCHED = ("RANK", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("topic", REFUSED)
 def test_what_cannot_be_is_refused_with_what_to_type_and_nothing_is_written(
     topic, program, tmp_path, monkeypatch

@@ -59,7 +59,6 @@ def assert_no_other_files(folder):
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 
 
-@pytest.mark.slow
 def test_ranks_have_their_launchers_configuration_and_stop_in_order(words, cwd, tmp_path):
     how = [
         "train.steps=100000",
@@ -90,7 +89,6 @@ def test_ranks_have_their_launchers_configuration_and_stop_in_order(words, cwd, 
     assert_no_other_files(cwd)
 
 
-@pytest.mark.slow
 def test_ranks_have_launch_env_but_for_what_was_set_before_and_end_with_their_launcher(words, cwd):
     own = ["launch.nproc_per_node=2", "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -113,7 +111,6 @@ def test_the_launcher_ends_with_the_exit_code_of_its_ranks_and_adds_nothing(caps
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.slow
 def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
     """The first rank waits; nobody else notices before the ranks have met."""
     waits, killed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "kill -9 $$"])
@@ -190,7 +187,6 @@ def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collect
         train("whole", "train.steps=1", ranks=2, seam=never_ends)
 
 
-@pytest.mark.slow
 def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, program):
     error = str(tmp_path / "error.json")
     monkeypatch.setenv("RANK", "8")
@@ -251,7 +247,6 @@ def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train
 # --- restarts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(words, cwd, tmp_path):
     """The run stays in one folder, with one voice, and without files of Hydra."""
     line = [*TORCHRUN, *words, "run.root=runs", "train.steps=4", "checkpoint.every=2"]
@@ -459,7 +454,6 @@ def test_the_ranks_of_a_node_divide_its_cores_for_compiling(monkeypatch):
     assert os.environ[name] == "5"
 
 
-@pytest.mark.slow
 def test_a_thousand_ranks_that_wait_for_one_do_not_flood_its_store():
     store, looks = dist.HashStore(), []
     counting = SimpleNamespace(check=lambda keys: looks.append(keys) or store.check(keys))

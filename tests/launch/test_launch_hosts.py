@@ -63,7 +63,6 @@ def test_hosts_are_refused_where_a_launcher_starts_the_ranks(program, monkeypatc
     assert said in program(*DEMO, "launch.hosts=[a,b]", code=2)
 
 
-@pytest.mark.slow
 def test_a_plan_counts_the_ranks_of_all_hosts(program, tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=2")
     usual = "model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"
@@ -95,7 +94,6 @@ def nodes(by_ssh, monkeypatch, tmp_path):
     return become
 
 
-@pytest.mark.slow
 def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatch, capfd):
     nodes([0, 0])
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -122,7 +120,6 @@ def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatc
     assert "WARN" not in calls, "the environment may hold secrets, and everybody sees command lines"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "code"),
     [([75, 75], 75), ([2, 2], 2), ([3, 0], 3), ([1, 1], 1), ([255, 0], 1)],
@@ -133,7 +130,6 @@ def test_the_exit_code_of_the_run_comes_back(nodes, capfd, codes, code):
     assert ("node1 was lost" in capfd.readouterr().err) == (255 in codes)
 
 
-@pytest.mark.slow
 def test_one_message_names_every_host_that_cannot_start_and_none_is_started(nodes, capfd):
     nodes([0] * 7)
     hosts = ["good", "unknown", "closed", "down", "bare", "elsewhere", "older"]
@@ -264,19 +260,16 @@ def assert_a_second_signal_ends(process):
     assert process.returncode == 128 + signal.SIGINT, out
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_all_ranks_at_once(start):
     assert_a_second_signal_ends(start("launch.nproc_per_node=2", before=[], env={}))
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_all_hosts_at_once(on_two_hosts, tmp_path):
     assert len(processes_of(tmp_path / "r")) >= 4, "a node and a rank on each host"
     assert_a_second_signal_ends(on_two_hosts)
     assert not processes_of(tmp_path / "r")
 
 
-@pytest.mark.slow
 def test_a_host_that_loses_its_power_ends_the_run_and_is_named(cluster, on_two_hosts, tmp_path):
     if cluster.network is None:
         pytest.skip("no network namespaces here")

@@ -66,7 +66,6 @@ def come(enter):
             node._close()
 
 
-@pytest.mark.slow
 def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     come("serves", count=3, ranks=2)
     come("late", count=3, ranks=4, env={"SLURM_NODEID": "2"})
@@ -81,7 +80,6 @@ def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     assert {env["GROUP_WORLD_SIZE"] for env in environments} == {"3"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("code", "heard"), [(7, 7), (0, None), (75, None)])
 def test_only_a_node_that_failed_ends_the_others(come, code, heard):
     come("serves")
@@ -100,7 +98,6 @@ def test_only_a_node_that_failed_ends_the_others(come, code, heard):
     assert heard or other.heard is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["serves", "other"])
 def test_a_node_that_dies_is_noticed(come, lost):
     come("serves")
@@ -116,7 +113,6 @@ def test_a_node_that_dies_is_noticed(come, lost):
     assert "was lost" in stays.heard[1]
 
 
-@pytest.mark.slow
 def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
     come("serves")
     come("other")
@@ -138,7 +134,6 @@ def test_a_failure_elsewhere_ends_the_ranks_here_with_its_code(enter, capsys):
     assert ranks[0].returncode == -signal.SIGKILL
 
 
-@pytest.mark.slow
 def test_who_does_not_belong_there_is_told_why(come):
     come("serves", count=3, devices="a:all")
     come("other run", count=3, run="another")
@@ -158,7 +153,6 @@ def test_who_does_not_belong_there_is_told_why(come):
     assert set(errors) == {"other run", "other command", "given twice", "too late"}
 
 
-@pytest.mark.slow
 def test_who_waits_in_vain_says_who_came(come):
     come("serves", count=3, timeout="1s")
     come("second", count=3, timeout="1s")
@@ -168,7 +162,6 @@ def test_who_waits_in_vain_says_who_came(come):
     assert any(came in str(error) for error in errors)
 
 
-@pytest.mark.slow
 def test_a_port_in_use_and_a_host_that_is_none_are_told(come, enter):
     enter(inject.setting("node_answer_seconds", 0.3))
     enter(inject.setting("node_name_seconds", 0.1))
@@ -184,7 +177,6 @@ def test_a_port_in_use_and_a_host_that_is_none_are_told(come, enter):
     assert answers["no host"].exit_code == 2
 
 
-@pytest.mark.slow
 def test_a_signal_ends_the_wait_for_others():
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
@@ -270,7 +262,6 @@ def test_ranks_share_a_gpu_if_that_is_wanted_and_nccl_lets_them(monkeypatch):
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_gpus_that_torch_cannot_use_are_told_and_nothing_trains_on_the_cpu(monkeypatch, device):
     def too_old():
@@ -296,7 +287,6 @@ def test_auto_is_one_rank_for_each_visible_gpu(enter, monkeypatch):
     assert start.ranks_to_start(Launch(nproc_per_node=3)) == 3
 
 
-@pytest.mark.slow
 def test_a_node_without_rank_0_says_where_the_message_is(input_words, capfd, enter):
     class Second:
         first, node, address, heard = 1, 1, "gpu3", None
@@ -312,7 +302,6 @@ def test_a_node_without_rank_0_says_where_the_message_is(input_words, capfd, ent
     assert "ends with code 2; rank 0, on gpu3, says why" in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_two_nodes_train_as_one_world_and_stop_as_one(input_words, tmp_path):
     words = [*SMALL, *input_words, "train.steps=100000", f"run.root={tmp_path}", "run.name=run"]
     meet = f"launch.rendezvous=localhost:{free_port()}"

@@ -388,7 +388,6 @@ def no_room(full):
     return patch.object(*NO_ROOM[full], side_effect=OSError(28, "No space left on device"))
 
 
-@pytest.mark.slow
 def test_time_without_a_processor_is_counted_by_the_system(tmp_path):
     """Two busy processes on one core: each of them waits for about half the time."""
     code = (
@@ -475,7 +474,6 @@ def ranks_that(fault, folder):
     return [rank.returncode for rank in ranks], said, read_lines(run / "events.jsonl"), run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "what"), [("stopped", "stopped by a signal"), ("waits", "outside any collective")]
 )
@@ -495,7 +493,6 @@ def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path,
     assert "state T" in guilty if fault == "stopped" else "threading.py" in guilty
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_those_that_wait_for_it_are_ended(tmp_path):
     codes, said, events, _ = ranks_that("dies", tmp_path)
     assert codes == [-signal.SIGKILL, 3]
@@ -503,7 +500,6 @@ def test_a_rank_that_dies_is_named_and_those_that_wait_for_it_are_ended(tmp_path
     assert "rank 1" in said
 
 
-@pytest.mark.slow
 def test_ranks_that_compile_and_leave_in_order_are_left_alone(tmp_path):
     codes, said, events, _ = ranks_that("compiles", tmp_path)
     assert codes == [0, 0]

@@ -36,7 +36,6 @@ def candidate(*words):
     return Candidate(cfg, architecture(cfg)[0], world, target(cfg, world))
 
 
-@pytest.mark.slow
 def test_what_is_suggested_fits_when_it_is_typed():
     run = candidate(*DOES_NOT_FIT)
     assert not run.plan().fits
@@ -66,7 +65,6 @@ def test_what_is_suggested_fits_when_it_is_typed():
     assert 0.05 < selective[0] < full[0]
 
 
-@pytest.mark.slow
 def test_adapters_are_suggested_for_a_fine_tuning_that_does_not_fit():
     words = ["+recipe=llama8b_sft", "plan.gpu=l4", "plan.world_size=1"]
     words += ["activation_checkpoint=full"]
@@ -94,7 +92,6 @@ EXPERTS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, suggested", [(LARGE_ROWS, "optim=muon"), (EXPERTS, "sharding.expert=")]
 )
@@ -108,7 +105,6 @@ def test_a_pretraining_that_does_not_fit_is_told_of_muon_and_of_dividing_its_exp
     assert again.memory.peak.total == pytest.approx(option.peak_bytes)
 
 
-@pytest.mark.slow
 def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do():
     words = "model=llama3_8b plan.gpu=h100 plan.world_size=1 batch.rows=8"
     report = plan_json(words, "plan.memory_gib=1", code=3)
@@ -119,7 +115,6 @@ def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do():
     assert planned(words, memory, *smallest["override"].split()).fits
 
 
-@pytest.mark.slow
 def test_an_efficiency_that_nobody_reaches_is_told():
     words = "model=smollm2_135m plan.gpu=h100 plan.world_size=1"
     for efficiency, is_told in ((0.99, True), (0.5, False)):
@@ -127,7 +122,6 @@ def test_an_efficiency_that_nobody_reaches_is_told():
         assert ("published trainings reach 0.2 to 0.65" in out) == is_told
 
 
-@pytest.mark.slow
 def test_the_world_is_what_launch_would_start(enter):
     enter(inject.around("device_files", lambda *_: []))
 
@@ -140,7 +134,6 @@ def test_the_world_is_what_launch_would_start(enter):
     assert worlds("launch.device=cpu", "plan.gpu=h100") == [8]
 
 
-@pytest.mark.slow
 def test_what_fits_is_told_what_makes_it_faster():
     words = ["model=smollm2_135m", "plan.gpu=h100", "plan.world_size=8"]
     suggestions = {
@@ -158,7 +151,6 @@ def test_what_fits_is_told_what_makes_it_faster():
     assert sum("micro_rows" in line for line in lines) == 1
 
 
-@pytest.mark.slow
 def test_json_is_one_object_and_the_exit_code_says_whether_it_fits():
     small = "model=smollm2_135m plan.format=json"
     report = json.loads(plan(small, "plan.memory_gib=0.1 plan.world_size=1", code=3).out)
@@ -179,7 +171,6 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits():
     assert several["checkpoint_gib"] > 1
 
 
-@pytest.mark.slow
 def test_several_gpus_are_compared_in_one_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     words = [*DOES_NOT_FIT[:3], "plan.world_size=[8,16]"]
@@ -191,7 +182,6 @@ def test_several_gpus_are_compared_in_one_table(monkeypatch):
     assert re.search(r"8 × L40S .*activation_checkpoint=selective +[\d.]+ GiB +\+\d+%", out)
 
 
-@pytest.mark.slow
 def test_a_list_of_gpus_is_a_list_of_plans_in_json():
     words = "model=smollm2_135m plan.world_size=[1,8] plan.format=json"
 
@@ -210,7 +200,6 @@ def test_a_list_of_gpus_is_a_list_of_plans_in_json():
     assert "Did you mean  plan.gpu=l40s ?" in refused
 
 
-@pytest.mark.slow
 def test_a_plan_for_people_fits_a_narrow_terminal(monkeypatch):
     def printed(columns, code, *words):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -252,7 +241,6 @@ def test_a_mistake_is_told_with_what_to_type(typed):
     assert MISTAKES[typed] in plan(*typed.split(), code=2).err
 
 
-@pytest.mark.slow
 def test_without_a_gpu_one_must_be_named(enter, monkeypatch):
     enter(inject.around("device_files", lambda *_: []))
     with monkeypatch.context() as without:
@@ -281,7 +269,6 @@ PUBLISHED = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_published_runs_are_as_fast_as_planned_and_fit():
     """`python -m benchmarks.plan_published --check` takes all of them."""
     rows = [compare(run) for run in published_runs() if run["name"] in PUBLISHED]
@@ -299,7 +286,6 @@ def seconds(*words):
     return planned(*last.values()).slow.compute
 
 
-@pytest.mark.slow
 def test_speed_depends_on_what_bounds_it():
     usual, compiled = seconds(), seconds("compile=enabled")
     assert seconds("precision=fp8") == usual, "casts are not compiled"
@@ -312,7 +298,6 @@ def test_speed_depends_on_what_bounds_it():
     assert fa3 < 0.95 * flash
 
 
-@pytest.mark.slow
 def test_an_expert_computes_slower_than_a_dense_layer_of_as_many_operations():
     words = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=8", "compile=enabled")
     one, eight = (planned(*words, f"sharding.expert={ranks} plan.world_size=8") for ranks in (1, 8))
@@ -322,7 +307,6 @@ def test_an_expert_computes_slower_than_a_dense_layer_of_as_many_operations():
     assert widths == pytest.approx([1.4**2, 1.18**2])
 
 
-@pytest.mark.slow
 def test_nvlink_connects_the_nodes_of_a_rack():
     words = "model=qwen3_30b_a3b plan.world_size=16 batch.rows=16 sharding.expert=16"
     slow, rack = (planned(words, f"plan.gpu={gpu}") for gpu in ("b200", "gb200"))
@@ -331,7 +315,6 @@ def test_nvlink_connects_the_nodes_of_a_rack():
     assert rack.host_limit_gib == 4 * 224
 
 
-@pytest.mark.slow
 def test_weights_that_stay_gathered_are_copied_once_a_micro_batch():
     again, once = seconds(), seconds("sharding.reshard_after_forward=false")
     copied = 8 * 20 / 3 * 8.03e9 / (3350e9 * 0.8)  # bytes of eight micro-batches over the rate
@@ -358,7 +341,6 @@ def test_every_device_of_the_table_has_times():
         assert named_by_driver(f"NVIDIA {known.name} 80GB").name == known.name
 
 
-@pytest.mark.slow
 def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops():
     words = "model=smollm2_135m plan.memory_gib=48 plan.world_size=1"
     assert planned(words).step_seconds is None
@@ -369,7 +351,6 @@ def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops():
     assert slower > planned(words, "plan.gpu=h100").slow.compute
 
 
-@pytest.mark.slow
 def test_empty_rows_and_memory_of_the_host_are_told():
     words = [
         "plan", "model=llama3_70b", "plan.gpu=a100_40gb", "sharding.cpu_offload=true",
@@ -392,7 +373,6 @@ def test_empty_rows_and_memory_of_the_host_are_told():
     assert "1,051 GiB a node, pinned: more than 1,024 GiB" in out
 
 
-@pytest.mark.slow
 def test_blocks_gathered_inside_nodes_do_not_cross_them():
     cfg = compose("plan", ["sharding=hsdp", "sharding.replicas=2"], inputs=False)
 
@@ -425,7 +405,6 @@ def test_devices_are_known_by_the_drivers_names():
     assert smaller.memory_gib < 40 < larger.memory_gib
 
 
-@pytest.mark.slow
 def test_a_plan_counts_what_a_reference_computes():
     ours = "model=qwen3_0_6b plan.gpu=h100 plan.world_size=1"
     plain, base = (planned(ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))
@@ -438,7 +417,6 @@ def test_a_plan_counts_what_a_reference_computes():
     assert "reads all rows of an epoch once, before step 1" in said
 
 
-@pytest.mark.slow
 def test_offloaded_activations_and_messages_share_a_link_without_nvlink():
     words = "model=llama3_8b plan.gpu=l40s plan.world_size=8 batch.rows=32"
     moved = "batch.micro_rows=4 activation_checkpoint=selective"
@@ -453,7 +431,6 @@ def test_offloaded_activations_and_messages_share_a_link_without_nvlink():
 PRETRAINING = "+recipe=llama8b_pretrain plan.gpu=h100"
 
 
-@pytest.mark.slow
 def test_newton_schulz_takes_its_share_of_a_step():
     """docs/optimizers.md: 2.8% of the arithmetic of Llama 8B with half a million tokens."""
     words = (PRETRAINING, "plan.world_size=8", "batch.rows=64", "activation_checkpoint=none")
@@ -463,7 +440,6 @@ def test_newton_schulz_takes_its_share_of_a_step():
     assert muon.compute == adamw.compute
 
 
-@pytest.mark.slow
 def test_owners_of_other_nodes_are_sent_to_over_the_network():
     one, eight = (
         planned(PRETRAINING, f"optim=muon plan.world_size={ranks}").wire["owners"]
@@ -473,7 +449,6 @@ def test_owners_of_other_nodes_are_sent_to_over_the_network():
     assert eight.across == pytest.approx((eight.gathered + eight.reduced) * 56 / 63)
 
 
-@pytest.mark.slow
 def test_the_plan_tells_the_load_of_the_busiest_rank():
     words = (
         "model=qwen3_30b_a3b plan.gpu=h100 batch.rows=64 batch.seq_len=4096 plan.world_size=8"

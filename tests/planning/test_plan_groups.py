@@ -14,7 +14,6 @@ def planned(*words):
     return plan_json(WORDS, *words)
 
 
-@pytest.mark.slow
 def test_groups_divide_the_rows_and_sum_their_gradients_in_each_step():
     alone, one = planned(), planned("replicas.method=sync launch.groups=4 batch.rows=256")
     assert one["groups"]["groups"] == 4
@@ -32,7 +31,6 @@ def test_groups_divide_the_rows_and_sum_their_gradients_in_each_step():
     assert one["tokens_per_second"] > 3.5 * alone["tokens_per_second"]
 
 
-@pytest.mark.slow
 def test_outer_steps_are_exchanged_seldom_and_keep_two_more_copies():
     seldom = ["replicas.method=diloco", "replicas.every=50", "launch.groups=2"]
     alone, one = planned("batch.rows=32"), planned(*seldom, "plan.groups_gbps=10")

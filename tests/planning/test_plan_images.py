@@ -81,7 +81,6 @@ def test_a_step_with_images_holds_at_least_and_sends_what_is_planned(world, tmp_
         assert way.reduced == pytest.approx(sent["reduce_scatter"], rel=0.01), case
 
 
-@pytest.mark.slow
 def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path):
     config = architecture(tmp_path, "qwen3_vl")
 

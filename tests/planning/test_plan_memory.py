@@ -41,7 +41,6 @@ def test_offloaded_states_are_the_hosts():
     assert there.host == pytest.approx(MODEL.parameters() * 16 / 2, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_block_that_is_computed_again_keeps_its_input_alone():
     def saved(**keys):
         """Return the bytes that each block keeps. keys: of activation_checkpoint."""
@@ -59,7 +58,6 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
     assert saved(mode="budget")[0] == amounts[0], "at least"
 
 
-@pytest.mark.slow
 def test_a_mask_costs_the_rows_length_squared():
     def amounts(length, layout):
         cfg = configured(batch__seq_len=length, model__attention=layout)

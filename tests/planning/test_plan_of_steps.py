@@ -68,7 +68,6 @@ def test_a_step_holds_at_least_and_sends_what_arithmetic_says(ledger, name):
     assert planned == pytest.approx(rehearsed, rel=0.003 if name in STEPS else 0.01, abs=shared)
 
 
-@pytest.mark.slow
 def test_512_ranks_hold_and_send_what_the_plan_says():
     """Blocks as wide as Qwen3 30B-A3B's; of 63 ranks with other experts 56 are on other nodes."""
     words = [

@@ -34,7 +34,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reward_model_needs_what_the_plan_says_while_it_scores(folder, dtype):
     cfg = TrainConfig()
@@ -64,7 +63,6 @@ def initialized(dtype):
     return model.to(dtype).eval().requires_grad_(False)
 
 
-@pytest.mark.slow
 def test_a_plan_counts_a_reward_model_on_every_rank(folder):
     words = "model=qwen3_0_6b plan.gpu=h100 plan.world_size=8 objective=grpo"
     with_model = f"objective.rewards=[exact,{{name: model, source: {folder}}}]"
@@ -92,7 +90,6 @@ def test_a_plan_counts_a_reward_model_on_every_rank(folder):
     assert "someone/reward is not on this disk: its memory and time are not counted" in said
 
 
-@pytest.mark.slow
 def test_a_large_row_of_answers_can_be_the_peak(folder):
     config = replace(REWARDER, intermediate_size=60_000)
     write_json(folder / "config.json", config.to_hf("float32"))

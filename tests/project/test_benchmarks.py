@@ -166,7 +166,6 @@ def rates_of_links():
     return said.getvalue()
 
 
-@pytest.mark.slow
 def test_what_torchruns_ranks_print_as_json_is_returned(tmp_path):
     line = """import json, os
 for _ in range(300):

@@ -1,7 +1,5 @@
 """The cases of `make cuda-shapes`, which itself needs torch's build for CUDA."""
 
-import pytest
-
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.parts.optimizers import OPTIMIZERS
 from fsdp_trainer.models.attention import LAYOUTS
@@ -9,7 +7,6 @@ from fsdp_trainer.models.config import FAMILIES
 from tools.cuda_shapes.cases import KERNELS, MODELS, WAITING, compiled_cases, steps
 
 
-@pytest.mark.slow
 def test_all_families_optimizers_and_layouts_of_attention_are_among_the_cases():
     cases = steps()
     assert {*KERNELS, *WAITING} <= (cases | compiled_cases()).keys()

@@ -174,7 +174,6 @@ multi gpu → launching
 """The page that a search of the site should show first."""
 
 
-@pytest.mark.slow
 def test_a_search_of_the_site_finds_the_page_that_one_expects_first(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path]
@@ -269,7 +268,6 @@ def test_keys_files_and_commands_that_a_page_names_exist():
     assert wrong == set()
 
 
-@pytest.mark.slow
 def test_a_site_like_ours_fetches_nothing_and_a_broken_link_fails_its_build(tmp_path):
     """Three small pages are built as ours are."""
     pytest.importorskip("mkdocs", reason="needs the extra docs")

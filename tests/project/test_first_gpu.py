@@ -28,7 +28,6 @@ def wrong_figures(_folder):
     raise AssertionError("losses differ")
 
 
-@pytest.mark.slow
 def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
     path = tmp_path / "results" / "first-gpu.json"
     look_into_file = f"import json; print(json.load(open({str(path)!r}))['steps'][-1])"
@@ -60,7 +59,6 @@ def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
     assert run_steps(table[4:], tmp_path, {}, path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_each_part_takes_five_minutes_at_most_and_its_configurations_compose(device, tmp_path):
     for part in steps(device, tmp_path).values():

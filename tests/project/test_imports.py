@@ -115,6 +115,12 @@ def test_no_test_imports_from_another():
         assert imported == [], f"{path.name}: what tests share lies in a module of its own"
 
 
+def test_every_slow_test_is_there():
+    for line in (TESTS / "slow.txt").read_text().splitlines()[1:]:
+        file, _, test = line.partition("::")
+        assert f"def {test}(" in (TESTS.parent / file).read_text(), line
+
+
 def test_every_place_where_tests_break_the_package_is_there():
     limits = [place for places in inject.SETTINGS.values() for place in places]
     for place in [*inject.POINTS.values(), *limits]:

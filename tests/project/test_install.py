@@ -27,7 +27,6 @@ assert main(["-m", "+recipe=quickstart", "optim.lr=a,b"]) == 2
 """
 
 
-@pytest.mark.slow
 def test_a_wheel_trains_a_recipe_from_any_folder(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
     subprocess.run(build, cwd=REPO, check=True, capture_output=True)

@@ -43,7 +43,6 @@ def words(input_words, tmp_path):
     return [*SMALL, *input_words, *place, "train.steps=2", "launch.device=cpu"]
 
 
-@pytest.mark.slow
 def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, tmp_path):
     result = fsdp_trainer.train([*words, "data.validation=0.1"], imports=["callback"])
     assert result == result.exit_code == 0
@@ -59,7 +58,6 @@ def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, 
     assert diary[-1] == "finished, exit code 0"
 
 
-@pytest.mark.slow
 def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path, program):
     modules = ["--import", "metric", "--import", "objective"]
     program(*modules, *words, "objective.name=focal")
@@ -69,7 +67,6 @@ def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path
     assert all(0 < line["objective"] < line["loss"] for line in lines)
 
 
-@pytest.mark.slow
 def test_an_object_as_a_callback_is_called_in_one_rank_alone(words):
     done = []
 
@@ -86,7 +83,6 @@ def test_an_object_as_a_callback_is_called_in_one_rank_alone(words):
         fsdp_trainer.train([*words, "run.name=other"], callbacks=[print])
 
 
-@pytest.mark.slow
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -151,7 +147,6 @@ def test_a_name_is_registered_once():
         fsdp_trainer.register("kernel", "mine", object)
 
 
-@pytest.mark.slow
 def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeypatch, capsys):
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     shutil.copytree(EXAMPLES, source := tmp_path / "source")
@@ -181,7 +176,6 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     assert find_environment({"name": "again", "tries": 1}).make().tries == 1
 
 
-@pytest.mark.slow
 def test_a_program_and_a_tracker_get_every_line(words, tmp_path, program):
     copy = f"logging.command=tee {tmp_path / 'copy.jsonl'}"
     program(*words, copy, f"logging.trackers=[{EXAMPLES}/tracker.py:Table]")
@@ -192,7 +186,6 @@ def test_a_program_and_a_tracker_get_every_line(words, tmp_path, program):
     assert "checkpoint" in [line.get("event") for line in lines]
 
 
-@pytest.mark.slow
 def test_a_program_or_tracker_that_fails_stops_no_run(words, tmp_path, capfd):
     (tmp_path / "mine.py").write_text(
         "import fsdp_trainer\nclass Mine(fsdp_trainer.Tracker):\n    def log(*_): 1 / 0\n"

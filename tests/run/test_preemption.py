@@ -363,7 +363,6 @@ def listening():
     stop.close()
 
 
-@pytest.mark.slow
 def test_a_signal_to_a_forked_worker_stops_the_worker_and_not_the_run(listening):
     pid = os.fork()
     if pid == 0:

@@ -77,7 +77,6 @@ def words(input_words, tmp_path):
     return [*input_words, f"run.root={tmp_path}", "run.name=run", "model=tiny"]
 
 
-@pytest.mark.slow
 def test_training_imports_only_what_it_uses_and_torchs_library_while_python_imports(
     words, tmp_path
 ):
@@ -91,13 +90,11 @@ def test_training_imports_only_what_it_uses_and_torchs_library_while_python_impo
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_a_process_that_starts_ranks_imports_no_torch(words):
     done = python(START_RANKS, WORDS=[*words, "launch.nproc_per_node=2"])
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_what_aborts_at_the_interpreters_end_is_no_failure_of_a_command_that_is_done():
     for module, code in (("torch", 0), ("nothing", -6)):
         done = python(ABORT, MODULE=module)

@@ -54,7 +54,6 @@ def falling(steps):
     return [2 + 6 * math.exp(-i / 50) + noise.gauss(0, 0.05) for i in range(steps)]
 
 
-@pytest.mark.slow
 def test_a_loss_or_a_gradient_norm_far_above_those_before_is_a_spike_and_usual_training_has_none():
     losses = falling(400)
     assert judged(losses)[0] == []

@@ -149,10 +149,10 @@ class ChatServer:
         self.engine.start()
         self.thread.start()
 
-    @property
-    def create(self):
-        """The method of OpenAI's client that asks for an answer."""
-        return self.client().chat.completions.create
+    def create(self, messages=HI, **settings):
+        """Ask for an answer by OpenAI's client."""
+        create = self.client().chat.completions.create
+        return create(model="model", messages=messages, **settings)
 
     def client(self):
         openai = pytest.importorskip("openai")
@@ -217,7 +217,7 @@ def test_openais_client_gets_the_answers_of_generate(server, folder, program):
     text = json.loads(reply)["text"]
     assert [model.id for model in server.client().models.list()] == ["model"]
     create = server.create
-    whole = create(model="model", messages=HI)
+    whole = create()
     [choice] = whole.choices
     assert choice.message.content == text
     assert choice.finish_reason == "length"
@@ -225,19 +225,19 @@ def test_openais_client_gets_the_answers_of_generate(server, folder, program):
     prompt = speaker.encode(speaker.ask(HI).text)
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 8)
     usage = {"include_usage": True}
-    chunks = list(create(model="model", messages=HI, stream=True, stream_options=usage))
+    chunks = list(create(stream=True, stream_options=usage))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].usage == whole.usage
     middle = next(letter for letter in text[2:] if letter != "\ufffd")
-    stopped = create(model="model", messages=HI, stop=[middle, "never"])
+    stopped = create(stop=[middle, "never"])
     assert stopped.choices[0].message.content == text[: text.index(middle)]
     assert stopped.choices[0].finish_reason == "stop"
 
 
 def test_seeds_and_samples_give_the_same_answers_alone_and_together(server):
     def texts(seed):
-        answer = server.create(model="m", messages=HI, n=3, seed=seed, temperature=1.5, top_p=0.9)
+        answer = server.create(n=3, seed=seed, temperature=1.5, top_p=0.9)
         return [choice.message.content for choice in answer.choices]
 
     alone = [texts(seed) for seed in range(4)]
@@ -249,9 +249,9 @@ def test_seeds_and_samples_give_the_same_answers_alone_and_together(server):
 
 
 def test_a_short_answer_overtakes_a_long_one_and_a_closed_stream_ends(server):
-    long = server.create(model="m", messages=HI, stream=True, max_tokens=LONG, seed=1)
+    long = server.create(stream=True, max_tokens=LONG, seed=1)
     next(iter(long))
-    assert server.create(model="m", messages=HI, max_tokens=2).usage.completion_tokens == 2
+    assert server.create(max_tokens=2).usage.completion_tokens == 2
     assert not server.engine.is_idle
     long.close()
     wait_until(lambda: server.engine.is_idle)
@@ -323,7 +323,7 @@ def test_a_token_is_asked_for_on_every_path(folder):
             assert server.status(path, Authorization="Bearer wrong") == 401
             assert server.status(f"{path}?token=s3cret", Host="gpu-node") == 200
         assert server.status("/v1/chat/completions", {"messages": HI}) == 401
-        assert server.create(model="m", messages=HI).choices
+        assert server.create().choices
 
 
 def test_the_page_streams_stops_answers_again_and_takes_images_for_a_model_that_reads_them(
@@ -375,7 +375,7 @@ def test_the_page_streams_stops_answers_again_and_takes_images_for_a_model_that_
 def test_sampling_settings_of_a_request_change_its_answer(server):
     def text(**settings):
         body = {"temperature": 0, "max_tokens": 12, **settings}
-        return server.create(model="model", messages=HI, extra_body=body).choices[0].message.content
+        return server.create(extra_body=body).choices[0].message.content
 
     plain = text()
     speaker = server.engine.speaker
@@ -395,9 +395,7 @@ def test_a_turn_goes_on_where_it_ends(server):
     begun = speaker.template.continued(turns)
     assert begun == "user: Hi\nassistant: The answer "
     expected = "".join(speaker.say(Asked(begun), GenerateConfig(max_tokens=8)))
-    answer = server.create(
-        model="model", messages=turns, extra_body={"continue_final_message": True}
-    )
+    answer = server.create(turns, extra_body={"continue_final_message": True})
     assert answer.choices[0].message.content == expected
     assert answer.usage.prompt_tokens == len(speaker.encode(begun))
 
@@ -426,9 +424,7 @@ def test_text_completions_give_the_likelihoods_that_lm_eval_reads(server, monkey
 
 
 def test_log_probabilities_of_a_turn_are_those_of_its_tokens(server):
-    answer = server.create(
-        model="model", messages=HI, logprobs=True, top_logprobs=2, max_tokens=6, temperature=0
-    )
+    answer = server.create(logprobs=True, top_logprobs=2, max_tokens=6, temperature=0)
     content = answer.choices[0].logprobs.content
     written = b"".join(bytes(one.bytes) for one in content)
     assert written.decode(errors="replace") == answer.choices[0].message.content
@@ -456,21 +452,21 @@ def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path
     content = b64encode((tmp_path / name).read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
     turn = {"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}
-    answer = image_server.create(model="model", messages=[turn], max_tokens=8)
+    answer = image_server.create([turn], max_tokens=8)
     speaker = image_server.engine.speaker
     expected = speaker.answer(read_turns([turn]), GenerateConfig(max_tokens=8))
     assert answer.choices[0].message.content == "".join(expected)
     part["image_url"]["url"] = str(tmp_path / name)
     openai = pytest.importorskip("openai")
     with pytest.raises(openai.BadRequestError, match="should be a data URL"):
-        image_server.create(model="model", messages=[turn])
+        image_server.create([turn])
     Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
     broken = {"thin.png": "1 × 300 pixels is refused", name: "cannot be decoded"}
     for file, reason in broken.items():
         content = b64encode((tmp_path / file).read_bytes()[: 99 if file == name else None])
         part["image_url"]["url"] = f"data:image/png;base64,{content.decode()}"
         with pytest.raises(openai.BadRequestError, match=reason):
-            image_server.create(model="model", messages=[turn])
+            image_server.create([turn])
 
 
 def test_ctrl_c_ends_the_server_and_its_streams(folder, tmp_path):

@@ -174,7 +174,7 @@ def test_a_clock_that_is_off_and_too_little_room_do_not_keep_train_from_training
     run = train("run", words, ranks=2, seam=faults)
     assert "note   clock: " in run.out
     assert "note   room: 1.0 MiB free for a checkpoint of" in run.out
-    assert run.column("step") == [1]
+    assert run["step"] == [1]
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
     how = {"seam": paths_of_its_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
     resume = f"checkpoint.resume=${{oc.env:MINE}}/before/checkpoints/{before.checkpoints[-1]}"
     run = train("run", "train.steps=2", resume, "run.root=${oc.env:MINE}", **how)
-    assert run.column("step") == [2]
+    assert run["step"] == [2]
     assert "note   run.root: " in run.out
     assert "note   checkpoint.resume: " in run.out
 
@@ -265,7 +265,7 @@ def a_folder_that_is_seen_late():
 
 def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
     run = train("run", "train.steps=1", ranks=2, seam=a_folder_that_is_seen_late())
-    assert run.column("step") == [1]
+    assert run["step"] == [1]
 
 
 def test_settings_that_cost_speed_come_with_advice(doctor):

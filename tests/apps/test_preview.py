@@ -45,7 +45,7 @@ def write_rows(file, rows):
 
 @pytest.fixture
 def preview(tmp_path, program):
-    """`preview(rows, *keys, code=0)`: (what it prints, the configuration's arguments)."""
+    """`preview(rows, *keys, code=0)`: what it prints; `preview.words`: the configuration's."""
 
     def run(rows, *keys, code=0, tokenizer="demo:bytes"):
         usual = {"tokenizer.path": tokenizer, "data.cache": tmp_path / "cache",
@@ -53,8 +53,8 @@ def preview(tmp_path, program):
         if rows is not None:
             usual["data.path"] = write_rows(tmp_path / "a.jsonl", rows)
         given = dict(key.split("=", 1) for key in split(keys))
-        words = [f"{key}={value}" for key, value in (usual | given).items()]
-        return program("preview", *words, code=code), words
+        run.words = [f"{key}={value}" for key, value in (usual | given).items()]
+        return program("preview", *run.words, code=code)
 
     return run
 
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(
     write_rows(tmp_path / "b.jsonl", labelled)
     if key == "no_other_prompt":  # a part of the data with one prompt
         monkeypatch.setattr(component_store, "SMALLEST", 60)
-    out, _ = preview(finding["rows"], *words, tokenizer=tokenizer)
+    out = preview(finding["rows"], *words, tokenizer=tokenizer)
     values = {"n": 1, "s": "", "are": "is", "seq_len": 128, "samples": 2, "times": "1.6"}
     values |= {"what": "sample", "room": "batch.seq_len=128"}
     text, fix = KINDS[key].text.format(**values), KINDS[key].fix
@@ -132,14 +132,14 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(
 
 def test_the_row_length_that_is_advised_holds_99_percent(preview):
     lengths = [*range(20, 119), 400, 300, 200, 190]
-    out, _ = preview([{"text": "x" * n} for n in lengths])
+    out = preview([{"text": "x" * n} for n in lengths])
     advised = int(re.search(r"batch\.seq_len=(\d+) would", out)[1])
     tokens = np.array(lengths) + 1  # with eos
     assert np.mean(tokens <= advised) >= 0.99
     assert 300 < advised <= 320
     lost = 100 * tokens[tokens > 128].sum() / tokens.sum()
     assert f"{lost:.1f}% of the tokens are lost" in " ".join(out.split())
-    out, _ = preview([{"text": "x" * n} for n in [*range(20, 120), *range(20, 120), 400]])
+    out = preview([{"text": "x" * n} for n in [*range(20, 120), *range(20, 120), 400]])
     assert "more than 99% of the samples fit" in out
 
 
@@ -147,9 +147,9 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     good = write_rows(tmp_path / "good.jsonl", [ask("x" * 5)])
     long = write_rows(tmp_path / "long.jsonl", [ask("x" * 500)])
     path = f"data.path=[{good},{long}]"
-    assert "source long has no samples left" in preview(None, path)[0]
-    assert "every sample of source long is cut" in preview(None, path, "data.too_long=truncate")[0]
-    out, _ = preview(None, path, "batch.seq_len=1024 train.steps=9")
+    assert "source long has no samples left" in preview(None, path)
+    assert "every sample of source long is cut" in preview(None, path, "data.too_long=truncate")
+    out = preview(None, path, "batch.seq_len=1024 train.steps=9")
     assert "nothing to warn about" in out
     assert "nothing dropped or cut, no duplicates" in out
 
@@ -159,44 +159,44 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     c = write_rows(tmp_path / "c.jsonl", [ask("c" * n) for n in range(40)])
     how = [f"data.path=[{{path: {b}, weight: 0.25}},{{path: {c}, weight: 0.75}}]"]
     how += ["batch.micro_rows=1"]
-    out, keys = preview(None, *how, "train.steps=3 batch.rows=8 data.packing=none")
+    out = preview(None, *how, "train.steps=3 batch.rows=8 data.packing=none")
     described = [line.split() for line in out.splitlines()]
     lines = {words[0]: words for words in described if words[:1] in (["b"], ["c"])}
     assert [float(lines[name][3].rstrip("%")) for name in "bc"] == pytest.approx([25, 75], abs=1)
-    cfg = compose("preview", keys)
+    cfg = compose("preview", preview.words)
     rows = OrderMaker.of(cfg).training(cfg.data, build_data(cfg)[2]).taken(3 * 8)
     assert [lines[name][5] for name in "bc"] == [f"{rows[0] / 4:.2f}", f"{rows[1] / 40:.2f}"]
     assert sum(rows) == 24
     assert "warning b: 1 sample dropped: longer than" in out
     assert f"{b}:5" in out
     assert " c: 1 " not in out
-    assert "warning b is seen" in preview(None, *how, "train.steps=30 batch.rows=8")[0]
-    out, _ = preview(None, *how, "train.epochs=2 schedule.warmup_steps=20")
+    assert "warning b is seen" in preview(None, *how, "train.steps=30 batch.rows=8")
+    out = preview(None, *how, "train.epochs=2 schedule.warmup_steps=20")
     assert re.search(r"steps +\d+ of 32 rows, 2.00 epochs", out)
     assert "the warm-up takes 20 steps" in out
     assert "no model learns" not in out
-    typed = preview(None, *how, "train.steps=20 schedule.warmup_steps=20 optim.lr=1e5")[0]
+    typed = preview(None, *how, "train.steps=20 schedule.warmup_steps=20 optim.lr=1e5")
     assert "the learning rate only rises, to" in typed
     assert "the learning rate is 100000: with adamw no model learns above 0.1" in typed
     better = re.search(r"batch.rows=\d+", out)[0]
-    assert "warm-up" not in preview(None, *how, "train.epochs=2 schedule.warmup=0.1", better)[0]
-    assert "is seen" not in preview(None, *how, "train.steps=1 batch.rows=4")[0]
+    assert "warm-up" not in preview(None, *how, "train.epochs=2 schedule.warmup=0.1", better)
+    assert "is seen" not in preview(None, *how, "train.steps=1 batch.rows=4")
 
 
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
     (tmp_path / "own.jinja").write_text(OPENS.replace("<think>\n", ""))
-    out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja train.steps=9")
+    out = preview([ask("a")], f"data.template={tmp_path}/own.jinja train.steps=9")
     assert "note    the chat template does not mark" in out
     assert "warning" not in out
-    assert "does not mark" not in preview([ask("a")])[0]
-    assert "does not mark" not in preview([{"text": "a"}], f"data.template={tmp_path}/own.jinja")[0]
+    assert "does not mark" not in preview([ask("a")])
+    assert "does not mark" not in preview([{"text": "a"}], f"data.template={tmp_path}/own.jinja")
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_and_a_smaller_one_noted(preview):
-    assert "model.vocab_size=260" in preview([ask("a")], "model.vocab_size=100", code=2)[0]
+    assert "model.vocab_size=260" in preview([ask("a")], "model.vocab_size=100", code=2)
     for size, kind in ("300", "note"), ("4,096", "warning"):
         noted = f"{kind} +the model has {size} tokens, the tokenizer 260"
-        assert re.search(noted, preview([ask("a")], f"model.vocab_size={size.replace(',', '')}")[0])
+        assert re.search(noted, preview([ask("a")], f"model.vocab_size={size.replace(',', '')}"))
 
 
 @pytest.mark.parametrize("verb", ["preview", "train"])
@@ -243,7 +243,7 @@ def test_a_run_that_would_lose_most_of_its_tokens_does_not_start(train, tmp_path
     assert "2 dropped (2 too long)" in refused.err
     share = re.search(r"data\.max_lost=(0\.\d+)  to accept it", refused.err)[1]
     assert not refused.folder.exists()
-    assert train(*how, f"data.max_lost={share}").column("step") == [1]
+    assert train(*how, f"data.max_lost={share}")["step"] == [1]
 
 
 def test_a_tokenizer_that_loses_text_is_named(preview, tmp_path):
@@ -275,8 +275,8 @@ def test_what_preview_shows_is_what_each_method_trains_on(preview, method):
     keys += (
         ["objective.rewards=[number]", "objective.max_new_tokens=64"] if method == "grpo" else []
     )
-    out, words = preview(rows, *keys)
-    trained = [word for word in words if not word.startswith("preview.")]
+    out = preview(rows, *keys)
+    trained = [word for word in preview.words if not word.startswith("preview.")]
     cfg = compose("train", [*trained, "run.name=r"])
     order = OrderMaker.of(cfg).training(cfg.data, build_data(cfg)[2])
     shown = lines_of(out)
@@ -304,15 +304,15 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path, monkeypatch, caps
 
 def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(preview, tmp_path):
     words = f"data.path=demo:backwards preview.html={tmp_path}/no/p.html"
-    assert "there is no such folder" in preview(None, words, code=2)[0]
+    assert "there is no such folder" in preview(None, words, code=2)
     assert not (tmp_path / "cache").exists()
-    assert f"preview.html={tmp_path}" in preview([ask("a")], f"preview.html={tmp_path}", code=2)[0]
+    assert f"preview.html={tmp_path}" in preview([ask("a")], f"preview.html={tmp_path}", code=2)
 
 
 def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(preview, tmp_path):
     rows = [ask("你好，世界 👩‍👧", EVIL), ask("half", weight=0.5), ask("\n\n two lines\n")]
     keys = f"preview.html={tmp_path}/p.html batch.seq_len=400 data.packing=none"
-    out, _ = preview(rows, keys, "preview.rows=2 preview.format=json")
+    out = preview(rows, keys, "preview.rows=2 preview.format=json")
     html = (tmp_path / "p.html").read_text()
     page = check_nothing_acts(html)
     assert [tag for tag, _ in page.tags].count("script") == 1
@@ -342,7 +342,7 @@ def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(previe
 
 def test_samples_of_one_conversation_are_numbered(preview):
     chat = {"messages": [*ask("a")["messages"], *ask("b")["messages"]]}
-    out, _ = preview([ask("c"), chat], "data.template=qwen3 batch.seq_len=400")
+    out = preview([ask("c"), chat], "data.template=qwen3 batch.seq_len=400")
     assert "a.jsonl:2 (sample 1 of 2)" in out
     assert "a.jsonl:2 (sample 2 of 2)" in out
     assert "a.jsonl:1 (" not in out
@@ -360,13 +360,13 @@ def test_the_page_shows_every_template_that_rows_are_rendered_with(preview, tmp_
 
 
 def test_what_the_model_sees_is_shown_whole_but_for_control_characters(preview):
-    said, _ = preview([ask("at http://h/a?key=abcdef\x1b[31m#b")], "preview.rows=1")
+    said = preview([ask("at http://h/a?key=abcdef\x1b[31m#b")], "preview.rows=1")
     assert "http://h/a?key=abcdef␛[31m#b" in said
 
 
 def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
-    _, keys = preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1 data.shuffle=false")
-    cfg = compose("preview", keys)
+    preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1 data.shuffle=false")
+    cfg = compose("preview", preview.words)
     tokenizer, template, prepared = build_data(cfg)
     order = OrderMaker.of(cfg).training(cfg.data, prepared)
     page = previewing.build_page(cfg, tokenizer, template, prepared, order, [])
@@ -396,7 +396,7 @@ def test_without_a_terminal_tables_keep_to_their_columns_whatever_the_names(
         monkeypatch.setenv("COLUMNS", "80")
     for name in ("数据" * 12, "b" * 70):
         write_rows(tmp_path / f"{name}.jsonl", [ask("猫" * 20)])
-    out, _ = preview(None, f"data.path={tmp_path} batch.seq_len=256 preview.rows=1")
+    out = preview(None, f"data.path={tmp_path} batch.seq_len=256 preview.rows=1")
     table = out[out.index("source ") : out.index("first sample")].splitlines()
     cells = [sum(2 if "\u2e80" < c < "\uffef" else 1 for c in line) for line in table]
     assert len(table) > 3

@@ -96,9 +96,9 @@ def test_a_trained_run_is_told_as_its_files_tell_it(ledger, tmp_path, program):
     assert not [part for part in ("page: ", "4 of 4", "finished", "1 start") if part not in said]
     [shown] = data_of(run.folder / "report.html")[0]["runs"]
     assert shown["x"]["steps"] == [1, 2, 3, 4]
-    assert shown["x"]["tokens"] == run.column("tokens")
+    assert shown["x"]["tokens"] == run["tokens"]
     for name in ("loss", "grad_norm", "lr", "tokens_per_second"):
-        assert shown["lines"][name] == pytest.approx(run.column(name), rel=1e-5)
+        assert shown["lines"][name] == pytest.approx(run[name], rel=1e-5)
     validated = shown["lines"]["validation_loss"]
     assert validated[::2] == [None, None]
     assert validated[1::2] == pytest.approx(

@@ -583,7 +583,7 @@ def test_a_killed_sweep_leaves_no_rank_and_the_same_command_goes_on(input_words,
     assert "8/8 100%" in log
     assert "fsdp-trainer chat" not in log
     assert run.event("resume")[0]["step"] == 5
-    assert run.column("step") == list(range(1, 9))
-    whole = train("whole", "optim.lr=3e-3", "train.steps=8").column("loss")
-    assert run.column("loss") == whole, "as if it had never been killed"
+    assert run["step"] == list(range(1, 9))
+    whole = train("whole", "optim.lr=3e-3", "train.steps=8")["loss"]
+    assert run["loss"] == whole, "as if it had never been killed"
     assert (line["state"], line["objective"]) == ("finished", whole[-1])

@@ -34,11 +34,11 @@ def test_a_recipe_of_each_kind_trains_and_ends_with_a_checkpoint(world, inputs, 
         ranks=2 if any(word.startswith("sharding.") for word in smaller) else 1,
         base=[],
     )
-    assert run.column("step") == [1, 2]
+    assert run["step"] == [1, 2]
     if kind == "answers":  # whose loss is around 0
-        assert all(0 < tokens <= 8 for tokens in run.column("answer_tokens"))
-        assert all(0 <= reward <= 1 for reward in run.column("reward"))
+        assert all(0 < tokens <= 8 for tokens in run["answer_tokens"])
+        assert all(0 <= reward <= 1 for reward in run["reward"])
     else:
-        assert all(loss > 0 for loss in run.column("loss"))
+        assert all(loss > 0 for loss in run["loss"])
     assert run.events[-1]["exit_code"] == 0
     assert run.checkpoints == ["step-00000002"]

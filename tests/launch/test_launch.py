@@ -166,7 +166,7 @@ def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(train, tmp_path):
     with pytest.raises(RankFailed, match=r"Timed out waiting 8000ms|Application timeout caused"):
         train("run", "train.steps=9 launch.timeout=8s", ranks=2, seam=seam)
     run = Run(tmp_path / "run")
-    assert run.column("step") == [1, 2]
+    assert run["step"] == [1, 2]
     assert (run.events[-1]["event"], run.events[-1]["exit_code"]) == ("end", 1)
 
 
@@ -241,7 +241,7 @@ def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train
         assert run.events[-1]["event"] == "end"
         assert run.events[-1]["exit_code"] == 2
     assert run.checkpoints == ["step-00000001"]
-    assert train("run", "train.steps=2").column("step") == [1, 2]
+    assert train("run", "train.steps=2")["step"] == [1, 2]
 
 
 # --- restarts -----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(words, 
     torchrun = Forked(line, tmp_path / "log", cwd=cwd, seam=killed)
     assert torchrun.wait() == 0, torchrun.said
     run, out = Run(cwd / "runs" / "run"), torchrun.said
-    assert run.column("step") == [1, 2, 3, 4]
+    assert run["step"] == [1, 2, 3, 4]
     assert run.event("start")[0]["world_size"] == 2
     assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 2)]
     assert run.events[-1].items() >= {"event": "end", "reason": "finished", "exit_code": 0}.items()

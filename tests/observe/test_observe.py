@@ -61,12 +61,12 @@ FIELDS = {
 
 def test_metrics_and_events_have_the_contracts_fields(ledger):
     run = ledger.run("every step")
-    assert run.column("step") == list(range(1, 10)), "whatever logging.every is"
+    assert run["step"] == list(range(1, 10)), "whatever logging.every is"
     for line in run.metrics:
         assert line.keys() >= FIELDS
         assert all(isinstance(line[name], int | float) for name in FIELDS)
         assert not any(group_of(name, "sft", ()) for name, _ in numbers(line))
-    tokens, supervised = run.column("tokens"), run.column("supervised_tokens")
+    tokens, supervised = run["tokens"], run["supervised_tokens"]
     assert tokens == sorted(set(tokens))
     assert all(s < t for s, t in zip(supervised, tokens, strict=True))
     assert 0.05 < run.metrics[-1]["memory_gib"] < 10
@@ -95,7 +95,7 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
     assert first["start"] > 0
     assert "start" not in last
     assert last["shards"] > 0, "the first checkpoint is the second write's"
-    assert sum(last.values()) >= sum(run.column("step_seconds")[2:])
+    assert sum(last.values()) >= sum(run["step_seconds"][2:])
     assert began < run.metrics[0]["time"] <= run.metrics[3]["time"] < began + wall
     took = {event["event"]: event.get("seconds") for event in run.events}
     assert all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export"))
@@ -116,8 +116,8 @@ def test_tokens_are_those_of_the_rows_without_padding(ledger):
     out = command(["preview", "preview.format=json", "preview.rows=54", *words], None).out
     rows = lines_of(out)
     ends = range(6, 55, 6)
-    assert run.column("tokens") == [sum(len(r["tokens"]) for r in rows[:n]) for n in ends]
-    assert run.column("supervised_tokens") == [
+    assert run["tokens"] == [sum(len(r["tokens"]) for r in rows[:n]) for n in ends]
+    assert run["supervised_tokens"] == [
         sum(label != -100 for r in rows[:n] for label in r["labels"]) for n in ends
     ]
 
@@ -294,7 +294,7 @@ def test_a_profile_holds_the_steps_asked_for_and_tells_who_waits_for_whom(train,
         for what in ("phases.json", "rank-0.json.gz", "rank-1.json.gz")
     ]
     assert [event["steps"] for event in run.event("profile")] == [[2, 2], [3, 4]]
-    assert run.column("loss") == ledger.run("every step").column("loss")[:4]
+    assert run["loss"] == ledger.run("every step")["loss"][:4]
     assert not (ledger.run("every step").folder / "profile").exists()
     with gzip.open(folder / "steps-3-4-rank-1.json.gz") as file:
         events = json.load(file)["traceEvents"]
@@ -476,7 +476,7 @@ def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
     folders = sorted((again.folder / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     assert all(folder.name.endswith(name) and list(folder.glob("*.wandb")) for folder in folders)
-    assert again.column("step") == [1, 2]
+    assert again["step"] == [1, 2]
     assert "gets no more metrics" not in first.out + again.out
 
 

@@ -53,7 +53,7 @@ def assert_near_the_cpu(train, *how, near=2e-3, **options):
     cpu, gpu = (
         train(device, *steps, f"launch.device={device}", **options) for device in ("cpu", "cuda")
     )
-    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=near)
+    assert gpu["loss"] == pytest.approx(cpu["loss"], rel=near)
 
 
 def needs_torch(minor, word):
@@ -89,9 +89,9 @@ def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
     common += ["launch.device=cuda", *how.split()]
     gpu = train("gpu", *common, BFLOAT16, timeout=300)
     exact = train("exact", *common, timeout=300)
-    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
-    assert exact.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
-    assert gpu.column("step") == list(range(1, 11))
+    assert gpu["loss"] == pytest.approx(cpu["loss"], rel=0.02)
+    assert exact["loss"] == pytest.approx(cpu["loss"], rel=2e-3)
+    assert gpu["step"] == list(range(1, 11))
     assert all(line["memory_gib"] > 0 for line in gpu.metrics)
 
 
@@ -109,7 +109,7 @@ def test_activations_in_host_memory_change_nothing(train, how):
     plain = train("plain", *common, LARGE, timeout=300)
     offloaded = train("offloaded", *common, OFFLOADED, timeout=300)
     for name in ("loss", "grad_norm"):
-        assert offloaded.column(name) == pytest.approx(plain.column(name), rel=1e-5)
+        assert offloaded[name] == pytest.approx(plain[name], rel=1e-5)
 
 
 def test_a_run_goes_on_bitwise(train):
@@ -176,7 +176,7 @@ NO_WAITING = inject.together(
 def test_no_step_waits_for_the_host(train, how):
     common = ["train.steps=5", "launch.device=cuda", BFLOAT16, "batch.micro_rows=2"]
     run = train("run", *common, *how.split(), seam=NO_WAITING)
-    assert run.column("step") == [1, 2, 3, 4, 5]
+    assert run["step"] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -213,7 +213,7 @@ def test_micro_batches_made_ahead_are_those_made_on_the_spot(train):
     how = ["train.steps=30", "launch.device=cuda", "batch.micro_rows=1"]
     how += ["sharding.accumulate=sharded"]
     runs = [train(f"ahead{depth}", *how, f"data.prefetch={depth}") for depth in (0, 1, 4)]
-    assert runs[0].column("loss") == runs[1].column("loss") == runs[2].column("loss")
+    assert runs[0]["loss"] == runs[1]["loss"] == runs[2]["loss"]
 
 
 def test_a_bad_step_of_an_offloaded_run_is_skipped(train):
@@ -240,7 +240,7 @@ def test_samples_change_nothing_of_training(train):
     run = train(
         "run", *how, "train.sample_prompts=[aaa] train.validate_every=2 train.sample_tokens=8"
     )
-    assert run.column("loss") == train("plain", *how).column("loss")
+    assert run["loss"] == train("plain", *how)["loss"]
     assert len(read_lines(run.folder / "samples.jsonl")) == 3
 
 
@@ -259,7 +259,7 @@ def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train
     common = [how, "model.hidden_size=64", "model.intermediate_size=128"]
     whole = assert_goes_on_bitwise(train, *common)
     cpu = train("cpu", *common, "schedule=constant launch.device=cpu train.steps=6")
-    assert whole.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
+    assert whole["loss"] == pytest.approx(cpu["loss"], rel=0.02)
 
 
 def test_rounding_bits_are_those_of_the_cpu():
@@ -292,8 +292,8 @@ def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
     common.append(f"precision.float8={recipe}")
     train("run", *common, "train.steps=3", timeout=300)
     run = train("run", *common, "train.steps=6", timeout=300)
-    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.05)
-    assert run.column("step") == [1, 2, 3, 4, 5, 6]
+    assert run["loss"] == pytest.approx(exact["loss"], rel=0.05)
+    assert run["step"] == [1, 2, 3, 4, 5, 6]
 
 
 ELSEWHERE = [
@@ -311,7 +311,7 @@ def test_states_elsewhere_train_as_on_the_gpu_and_go_on_bitwise(train, how, dtyp
     device = train("device", common, "launch.device=cuda schedule=constant train.steps=6")
     tolerance = 1e-4 if dtype == "float32" else 0.01
     for name in ("loss", "grad_norm"):
-        assert whole.column(name) == pytest.approx(device.column(name), rel=tolerance)
+        assert whole[name] == pytest.approx(device[name], rel=tolerance)
 
 
 @pytest.mark.parametrize("how", ["activation_checkpoint=full", "compile=enabled"])
@@ -319,7 +319,7 @@ def test_states_on_the_host_go_with_recomputation_and_compilation(train, how):
     common = ["train.steps=5", "launch.device=cuda", "schedule=constant", how]
     device = train("device", *common, timeout=300)
     host = train("host", *common, "optim.offload=cpu", timeout=300)
-    assert host.column("loss") == pytest.approx(device.column("loss"), rel=1e-4)
+    assert host["loss"] == pytest.approx(device["loss"], rel=1e-4)
 
 
 METHODS = {

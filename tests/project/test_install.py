@@ -81,7 +81,7 @@ def test_windows_is_told_where_it_runs_in_one_sentence():
 def test_a_mac_trains_with_one_rank(train):
     how = "optim.offload=disk train.steps=2 schedule=constant"
     run = train("run", how, seam=inject.as_on_macos())
-    assert run.column("loss") == train("other", how).column("loss")
+    assert run["loss"] == train("other", how)["loss"]
 
 
 @pytest.mark.parametrize("system", [contextlib.nullcontext, inject.as_on_macos()])

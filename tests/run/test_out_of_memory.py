@@ -74,7 +74,7 @@ def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
     assert "rank 0 ran out of memory" in run.events[-1]["reason"]
     assert "also with another batch.micro_rows" in run.err
     again = train("run", HOW, "batch.micro_rows=1")
-    assert again.column("step") == [1, 2, 3, 4, 5, 6]
+    assert again["step"] == [1, 2, 3, 4, 5, 6]
     assert [e["step"] for e in again.event("resume")] == [4]
 
 

@@ -50,7 +50,7 @@ IN_BACKGROUND = ("shards", "manifest", "rename", "prune")
 
 def assert_the_same_end(run, undisturbed):
     for column in ("step", "loss", "tokens"):
-        assert run.column(column) == undisturbed.column(column), column
+        assert run[column] == undisturbed[column], column
     for each in ("loss", "step"):
         evaluated = [[e[each] for e in r.event("evaluation")] for r in (run, undisturbed)]
         assert evaluated[0] == evaluated[1], each
@@ -99,16 +99,16 @@ def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_
 
 def test_a_signal_amid_the_last_validation_leaves_it_to_the_next_start(start, undisturbed):
     stopped = start(seam=inject.signalled("validation", 1, 12), code=75)
-    assert stopped.column("step") == [1, 2, 3, 4]
+    assert stopped["step"] == [1, 2, 3, 4]
     assert "validation_loss" not in stopped.metrics[-1]
     assert_the_same_end(start(), undisturbed)
 
 
 def test_work_that_a_stop_left_is_dropped_where_nothing_asks_for_it_any_more(start):
     stopped = start(seam=inject.signalled("validation", 0, 2), code=75)
-    assert stopped.column("step") == [1, 2]
+    assert stopped["step"] == [1, 2]
     run = start("train.validate_every=3 train.sample_prompts=[]")
-    assert run.column("step") == [1, 2, 3, 4]
+    assert run["step"] == [1, 2, 3, 4]
     assert [event["step"] for event in run.event("evaluation")] == [3, 4]
 
 
@@ -181,7 +181,7 @@ def test_a_signal_while_another_rank_tokenizes_ends_all_and_leaves_nothing_half_
     assert stopped.events[-1]["reason"] == "SIGINT"
     assert "the same command resumes" in stopped.out
     assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"hashes.json"}
-    assert train("run", *how, ranks=2).column("step") == [1]
+    assert train("run", *how, ranks=2)["step"] == [1]
 
 
 @pytest.mark.parametrize(("phase", "committed"), [("start", 0), ("export", 1)])
@@ -240,7 +240,7 @@ def test_a_run_stops_early_enough_to_save_within_its_limit(train):
     assert run.events[-1]["reason"] == "time_limit"
     assert run.event("time_limit")
     assert run.checkpoints[-1] == "step-00000003"
-    assert run.column("step") == [1, 2, 3]
+    assert run["step"] == [1, 2, 3]
 
 
 def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
@@ -249,7 +249,7 @@ def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
     run = train("run", how, ranks=2, env=env, code=75)
     assert run.events[-1]["reason"] == "slurm_time_limit"
     (stop,) = run.event("slurm_time_limit")
-    assert run.column("step") == [*range(1, stop["step"] + 1)], "what was unwritten is written"
+    assert run["step"] == [*range(1, stop["step"] + 1)], "what was unwritten is written"
     assert run.checkpoints == [f"step-{stop['step']:08d}"]
     other = train("other", "train.steps=3 launch.slurm_time_limit=false", env=env)
     assert len(other.metrics) == 3
@@ -311,7 +311,7 @@ def test_a_second_signal_ends_a_blocked_run_at_once_and_what_is_committed_stays(
     run = train("run", how)
     assert not run.event("hang"), "the watchdog reports no hang"
     assert run.event("resume")[0]["step"] == 2
-    assert run.column("step") == [1, 2, 3, 4]
+    assert run["step"] == [1, 2, 3, 4]
     ended = run.event("end")[0]["reason"] == "second signal (SIGTERM)"
     assert ended or run.events[-3]["event"] == "resume"
 

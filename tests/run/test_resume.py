@@ -49,11 +49,11 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train):
     for i, ranks in enumerate(worlds, 1):
         run = train("run", how, f"train.steps={2 * i}", ranks=ranks)
     whole = train("whole", how, "train.steps=6")
-    assert run.column("step") == list(range(1, 7))
-    assert run.column("tokens") == whole.column("tokens")
-    assert run.column("supervised_tokens") == whole.column("supervised_tokens")
-    assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
-    assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
+    assert run["step"] == list(range(1, 7))
+    assert run["tokens"] == whole["tokens"]
+    assert run["supervised_tokens"] == whole["supervised_tokens"]
+    assert run["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert run["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert read_json(newest(run) / "trainer.json")["rows"] == 7 * 6
     starts = [e for e in run.events if e["event"] in ("start", "resume")]
     assert [e["world_size"] for e in starts] == list(worlds)
@@ -71,8 +71,8 @@ def test_what_changes_no_loss_is_a_note(go_on, checkpoints, ledger):
     assert changes["batch.micro_rows"] == [6, 1]
     assert "batch.micro_rows was 6, is 1" in run.out
     assert changes.keys() >= {"data.on_error", "data.format"}
-    assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
-    assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
+    assert run["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert run["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
 
 
 def test_a_longer_run_keeps_the_steps_of_its_warm_up(train):
@@ -81,8 +81,8 @@ def test_a_longer_run_keeps_the_steps_of_its_warm_up(train):
     train("run", share, "train.steps=8")
     run = train("run", share, "train.steps=12")
     assert "the warm-up has the checkpoint's 3 steps" in run.out
-    assert run.column("lr")[2:4] == pytest.approx([3e-3, 3e-3])
-    assert run.column("lr")[4] < 2.99e-3
+    assert run["lr"][2:4] == pytest.approx([3e-3, 3e-3])
+    assert run["lr"][4] < 2.99e-3
     allow = "checkpoint.allow_changes=[schedule]"
     assert "the warm-up has" not in train("run", share, "train.steps=14", allow).out
 
@@ -96,7 +96,7 @@ def test_what_is_trained_may_not_change(go_on, words, said):
     assert [text for text in said if text not in refused.err] == []
     assert "train.steps" not in refused.err
     assert len(refused.err.splitlines()) < 20
-    assert refused.column("step") == [1, 2, 3, 4]
+    assert refused["step"] == [1, 2, 3, 4]
     assert end_of(refused) == ("end", 2)
 
 
@@ -141,7 +141,7 @@ def test_a_resume_with_changed_data_names_the_files_that_changed(train, tmp_path
 
 def test_the_same_data_at_another_place_is_the_same_data(go_on, ledger, tmp_path):
     moved = shutil.copy(ledger.data / "chats.jsonl", tmp_path / "moved.jsonl")
-    assert go_on(f"train.steps=5 data.path={moved}").column("step") == [1, 2, 3, 4, 5]
+    assert go_on(f"train.steps=5 data.path={moved}")["step"] == [1, 2, 3, 4, 5]
 
 
 def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(go_on):
@@ -149,7 +149,7 @@ def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(go_on):
     assert "already finished" in again.out
     export = f"{again.folder}/hf is a Hugging Face folder, of step 4"
     assert export in again.out
-    assert again.column("step") == [1, 2, 3, 4]
+    assert again["step"] == [1, 2, 3, 4]
     assert end_of(again) == ("end", 0)
     more = "train.steps=6 checkpoint.keep=1 checkpoint.best=false"
     longer = go_on(more, "checkpoint.export_hf=false", ranks=2)
@@ -160,15 +160,15 @@ def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(go_on):
 def test_never_refuses_a_used_folder_and_overwrite_starts_anew(go_on, checkpoints, ledger):
     refused = go_on("checkpoint.resume=never", code=2, ranks=2)
     assert "run.overwrite=true" in refused.err
-    assert refused.column("step") == [1, 2, 3, 4]
+    assert refused["step"] == [1, 2, 3, 4]
     assert refused.checkpoints == ["step-00000002", "step-00000004"]
     elsewhere = checkpoints.rename(checkpoints.parents[1] / "elsewhere")
     checkpoints.symlink_to(elsewhere)
     anew = go_on("train.steps=2 checkpoint.resume=never run.overwrite=true", ranks=2)
-    assert anew.column("step") == [1, 2]
+    assert anew["step"] == [1, 2]
     assert anew.checkpoints == ["step-00000002"]
     assert anew.events[0]["event"] == "start"
-    assert anew.column("loss") == pytest.approx(ledger.run("plain").column("loss")[:2])
+    assert anew["loss"] == pytest.approx(ledger.run("plain")["loss"][:2])
 
 
 def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
@@ -192,7 +192,7 @@ def test_keep_counts_committed_checkpoints_only(go_on, checkpoints):
     (partial / "__0_0.distcp").write_bytes(b"half")
     (checkpoints / ".step-00000002.partial").mkdir()
     run = go_on("train.steps=7 checkpoint.every=1 checkpoint.keep=2", ranks=2)
-    assert run.column("step") == [1, 2, 3, 4, 5, 6, 7]
+    assert run["step"] == [1, 2, 3, 4, 5, 6, 7]
     assert run.checkpoints == ["step-00000006", "step-00000007"]
     assert "MANIFEST.json is missing" in run.event("damaged")[0]["problems"][0]
 
@@ -206,8 +206,8 @@ def test_where_everything_is_damaged_the_run_starts_at_its_beginning(go_on, chec
         cut(checkpoint / "__0_0.distcp")
     run = go_on()
     assert len(run.event("damaged")) == 2
-    assert run.column("step") == [1, 2, 3, 4]
-    assert run.column("loss") == ledger.run("plain").column("loss")
+    assert run["step"] == [1, 2, 3, 4]
+    assert run["loss"] == ledger.run("plain")["loss"]
 
 
 def test_a_damaged_checkpoint_never_drives_out_a_good_one(go_on, checkpoints):
@@ -223,7 +223,7 @@ def test_going_back_to_an_older_checkpoint_makes_it_the_run(go_on, checkpoints):
     how = "optim.lr=1e-4 checkpoint.allow_changes=[optim.lr] checkpoint.keep=1"
     back = f"checkpoint.resume={checkpoints / 'step-00000002'}"
     run = go_on("train.steps=3", how, back)
-    assert run.column("step") == [1, 2, 3]
+    assert run["step"] == [1, 2, 3]
     assert "step-00000003" in run.checkpoints
     again = go_on("train.steps=5", how)
     assert again.event("resume")[-1]["step"] == 3, "of the branch, not what was left behind"
@@ -241,7 +241,7 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ran
     assert "Traceback" not in run.err
     assert run.checkpoints == []
     assert end_of(run) == ("end", 1)
-    assert train("run", how, ranks=2).column("step") == [1, 2, 3, 4]
+    assert train("run", how, ranks=2)["step"] == [1, 2, 3, 4]
 
 
 def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
@@ -250,7 +250,7 @@ def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
     how = "train.steps=4 checkpoint.every=3 logging.every=10"
     # as good as killed after the first checkpoint
     run = train("run", how, seam=inject.failed(step=4), code=1)
-    assert run.column("step") == [1, 2, 3]
+    assert run["step"] == [1, 2, 3]
 
 
 # --- changes that were allowed ------------------------------------------------------------------
@@ -259,11 +259,11 @@ def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
 def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train):
     how = "train.epochs=2 schedule=constant checkpoint.keep=9"
     first = train("run", how, "batch.rows=20 checkpoint.every=1")
-    tokens, steps = first.column("tokens")[-1], len(first.metrics)
+    tokens, steps = first["tokens"][-1], len(first.metrics)
     middle = f"checkpoint.resume={first.folder}/checkpoints/step-00000002"
     run = train("run", how, "batch.rows=7", middle, "checkpoint.allow_changes=[batch]")
     assert end_of(run) == ("end", 0)
-    assert run.column("tokens")[-1] == tokens
+    assert run["tokens"][-1] == tokens
     assert len(run.metrics) > steps
 
 
@@ -273,7 +273,7 @@ def test_a_step_without_a_target_is_a_step(train, tmp_path):
     run = train("run", *data, "batch.seq_len=16 batch.rows=1 batch.micro_rows=1")
     assert len(run.metrics) == 6
     assert not run.event("skipped")
-    assert 0 in run.column("loss")
+    assert 0 in run["loss"]
 
 
 # --- deterministic kernels ----------------------------------------------------------------------
@@ -292,4 +292,4 @@ def test_a_deterministic_run_takes_deterministic_kernels_until_it_ends(train):
     how = "train.steps=5 schedule=constant train.spike_window=4"
     run = train("run", how, "train.deterministic=true", seam=inject.at(None, refuse_other_kernels))
     plain = train("plain", how, seam=inject.at(None, refuse_deterministic_kernels))
-    assert run.column("loss") == plain.column("loss")
+    assert run["loss"] == plain["loss"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from folders import REPO
+from folders import TESTS
 from mutations import (
     BYTES,
     Mutation,
@@ -26,6 +26,7 @@ from mutations import (
     change_safetensors,
     compress_bomb,
 )
+from tables import rows
 from texts import write_sentencepiece
 from world import SMALL, read_json, write_json
 from zoo import make_folder
@@ -36,8 +37,6 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
-CHECKPOINTS = REPO / "tests" / "checkpoint"
-TOKEN_FILES = REPO / "tests" / "data" / "token_files"
 Value = dict[str, bytes]
 Change = Callable[[bytes, random.Random], Mutation]
 END = 258
@@ -151,7 +150,8 @@ def rows_of(lines: str) -> list[Any]:
     return [row["text"] for row in rows]
 
 
-def by_json(name: str, opened: Callable[[bytes], bytes] = bytes) -> Callable[[Path], Value]:
+def by_json(name: str) -> Callable[[Path], Value]:
+    opened = {".gz": gzip.decompress, ".zst": by_zstd}.get(Path(name).suffix, bytes)
     return lambda folder: of_texts(rows_of(opened((folder / name).read_bytes()).decode()))
 
 
@@ -162,15 +162,19 @@ def by_csv(folder: Path) -> Value:
     return of_texts([row["text"] for row in rows])
 
 
-def by_arrow(read: Callable[[Path], Any]) -> Callable[[Path], Value]:
-    def right(folder: Path) -> Value:
-        table = read(folder)
-        table.validate(full=True)
-        if table.column_names != ["text"]:
-            raise NoOpinion
-        return of_texts(table["text"].to_pylist())
+def by_arrow(folder: Path) -> Value:
+    import pyarrow
+    import pyarrow.parquet
 
-    return right
+    if (folder / "a.parquet").exists():
+        table = pyarrow.parquet.read_table(folder / "a.parquet")
+    else:
+        with pyarrow.OSFile(str(folder / "a.arrow")) as file:
+            table = pyarrow.ipc.open_file(file).read_all()
+    table.validate(full=True)
+    if table.column_names != ["text"]:
+        raise NoOpinion
+    return of_texts(table["text"].to_pylist())
 
 
 def by_safetensors(folder: Path) -> Value:
@@ -276,17 +280,18 @@ def seal_own(folder: Path) -> None:
     (checkpoint / "MANIFEST.json").write_text(manifest_text(manifest))
 
 
-def copied(source: Path, name: str = "") -> Callable[[Path], Any]:
-    """Return what copies a folder that another tool has written."""
-    return lambda folder: shutil.copytree(source, folder / name, dirs_exist_ok=True)
+def copied(source: str, name: str = "") -> Callable[[Path], Any]:
+    """Return what copies a folder of tests that another tool has written."""
+    return lambda folder: shutil.copytree(TESTS / source, folder / name, dirs_exist_ok=True)
 
 
-def write_lines(file: Path, pack: Callable[[bytes], bytes] = bytes) -> None:
+def write_lines(file: Path) -> None:
+    pack = {".gz": gzip.compress, ".zst": pack_zstd}.get(file.suffix, bytes)
     file.write_bytes(pack("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
 
 
-def lines_in(name: str, pack: Callable[[bytes], bytes] = bytes) -> Callable[[Path], None]:
-    return lambda folder: write_lines(folder / name, pack)
+def lines_in(name: str) -> Callable[[Path], None]:
+    return lambda folder: write_lines(folder / name)
 
 
 def pack_zstd(content: bytes) -> bytes:
@@ -307,12 +312,6 @@ def write_parquet(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
 
 
-def read_parquet(folder: Path) -> Any:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_table(folder / "a.parquet")
-
-
 def write_arrow(folder: Path) -> None:
     import pyarrow
 
@@ -321,15 +320,8 @@ def write_arrow(folder: Path) -> None:
         file.write_table(table)
 
 
-def read_arrow(folder: Path) -> Any:
-    import pyarrow
-
-    with pyarrow.OSFile(str(folder / "a.arrow")) as file:
-        return pyarrow.ipc.open_file(file).read_all()
-
-
 def flat_tokens() -> np.ndarray:
-    documents = read_json(TOKEN_FILES / "documents.json")
+    documents = read_json(TESTS / "data/token_files/documents.json")
     return np.array([token for document in documents for token in document])
 
 
@@ -426,6 +418,10 @@ optim: {lr: 0.001}
 """
 
 
+def write_axolotl(folder: Path) -> None:
+    (folder / "a.yaml").write_bytes(AXOLOTL)
+
+
 def write_recipe(folder: Path) -> None:
     (folder / "recipe").mkdir()
     (folder / "recipe" / "mine.yaml").write_bytes(RECIPE)
@@ -520,35 +516,83 @@ JSON = (*BYTES, *[change_json] * 12)
 """Changes of a JSON file: half of them leave it readable."""
 
 
-def model_format(name: str, write: Callable[[Path], Any], files: str, **options: Any) -> FileFormat:
-    return FileFormat(name, write, of_model, files, **options)
-
-
-def token_format(name: str, files: str, **options: Any) -> FileFormat:
-    """Return the format of a folder that another tool has written."""
-    return FileFormat(name, copied(TOKEN_FILES / name, "data"), of_folder, files, **options)
+CHANGES = {
+    "": BYTES,
+    "json": JSON,
+    "header": (*BYTES, *[change_safetensors] * 8),
+    "bomb": (*BYTES, compress_bomb),
+}
 
 
 def sharded(folder: Path) -> Path:
     return model_folder(folder, shard="40KB")
 
 
+def part(text: str) -> Any:
+    """Return a function of this file by its name; called, if arguments follow."""
+    name, *words = text.split()
+    return globals()[name](*words) if words else globals()[name]
+
+
 FORMATS = [
-    model_format("safetensors", model_folder, "model.safetensors", numbers=True,
-                 changes=(*BYTES, *[change_safetensors] * 8), right=by_safetensors),
-    model_format("safetensors index", sharded, "model.safetensors.index.json", changes=JSON),
-    model_format("config.json", model_folder, "config.json", changes=JSON, same_names=False),
-    model_format("torch", write_torch, "pytorch_model.bin", numbers=True, right=by_torch),
-    model_format("DCP", copied(CHECKPOINTS / "titan_checkpoints" / "torchtitan-0.3"), "*.distcp",
-                 numbers=True),
-    model_format("DCP description", copied(CHECKPOINTS / "titan_checkpoints" / "torchtitan-0.3"),
-                 ".metadata"),
-    model_format("ZeRO", copied(CHECKPOINTS / "zero_checkpoints" / "stage_2"),
-                 "global_step2/*_states.pt", numbers=True),
-    model_format("ZeRO stage 3", copied(CHECKPOINTS / "zero_checkpoints" / "stage_3"),
-                 "global_step2/*_states.pt", numbers=True),
-    model_format("Megatron", copied(CHECKPOINTS / "megatron_checkpoints" / "stacked"),
-                 "iter_0000010/*", numbers=True),
+    FileFormat(
+        name,
+        part(write),
+        part(read),
+        files,
+        CHANGES[changes.removeprefix("numbers").strip()],
+        part(right) if right != "none" else None,
+        numbers="numbers" in changes,
+    )
+    for name, write, read, files, right, changes in rows("""
+# name → write → read → files → right → numbers, and how files are changed
+safetensors → model_folder → of_model → model.safetensors → by_safetensors → numbers header
+safetensors index → sharded → of_model → model.safetensors.index.json → none → json
+torch → write_torch → of_model → pytorch_model.bin → by_torch → numbers
+DCP → copied checkpoint/titan_checkpoints/torchtitan-0.3 → of_model → *.distcp → none → numbers
+DCP description → copied checkpoint/titan_checkpoints/torchtitan-0.3 → of_model → .metadata
+  → none →
+ZeRO → copied checkpoint/zero_checkpoints/stage_2 → of_model → global_step2/*_states.pt → none
+  → numbers
+ZeRO stage 3 → copied checkpoint/zero_checkpoints/stage_3 → of_model → global_step2/*_states.pt
+  → none → numbers
+Megatron → copied checkpoint/megatron_checkpoints/stacked → of_model → iter_0000010/* → none
+  → numbers
+PEFT → write_adapter → of_adapter → adapter/*.safetensors → none → header
+PEFT's description → write_adapter → of_adapter → adapter/*.json → none → json
+chat template → write_template → of_template → tokenizer/*.jinja → none →
+megatron → copied data/token_files/megatron data → of_folder → data/* → none → numbers
+mds_int32 → copied data/token_files/mds_int32 data → of_folder → data/* → none → numbers
+mds_zstd → copied data/token_files/mds_zstd data → of_folder → data/*.zst* → by_zstd_chunks
+  → numbers
+litdata → copied data/token_files/litdata data → of_folder → data/* → none → numbers
+litdata_items → copied data/token_files/litdata_items data → of_folder → data/* → none → numbers
+litdata_zstd → copied data/token_files/litdata_zstd data → of_folder → data/*.zst*
+  → by_zstd_chunks → numbers
+npy → write_npy → of_file a.npy → a.npy → by_npy → numbers
+tokens → write_flat → of_file a.bin data.format=tokens → a.bin → by_tokens → numbers
+llm.c → write_llm_c → of_file a.bin → a.bin → none → numbers
+tokens in gzip → write_packed_tokens → of_file a.bin.gz → a.bin.gz → none → bomb
+JSON lines → lines_in a.jsonl → of_file a.jsonl → a.jsonl → by_json a.jsonl → json
+JSON lines in gzip → lines_in a.jsonl.gz → of_file a.jsonl.gz → a.jsonl.gz → by_json a.jsonl.gz
+  → bomb
+JSON lines in zstd → lines_in a.jsonl.zst → of_file a.jsonl.zst → a.jsonl.zst
+  → by_json a.jsonl.zst →
+CSV → write_csv → of_file a.csv → a.csv → by_csv →
+Parquet → write_parquet → of_file a.parquet → a.parquet → by_arrow →
+Arrow → write_arrow → of_file a.arrow → a.arrow → by_arrow →
+tokenizer.json → write_tokenizer → with_tokenizer tokenizer → tokenizer/tokenizer.json
+  → by_tokenizers → json
+SentencePiece → write_pieces → with_tokenizer a.model → a.model → by_sentencepiece →
+images → write_image → of_images → a.* → by_pillow →
+recipe → write_recipe → of_recipe → recipe/mine.yaml → none →
+convert → write_axolotl → of_conversion → a.yaml → none →
+records of a run → write_records → of_report → run/* → none → json
+""")
+]
+FORMATS += [
+    FileFormat("config.json", model_folder, of_model, "config.json", changes=JSON,
+               same_names=False),
     FileFormat("GGUF", write_gguf, lambda folder: of_model(folder / "a.gguf"), "a.gguf",
                numbers=True, right=by_gguf, in_order=sorted_rows),
     FileFormat("own checkpoint", write_own, of_own, "checkpoint/*", checked=True, codes=(2, 3)),
@@ -556,42 +600,6 @@ FORMATS = [
                numbers=True, seal=seal_own, codes=(2, 3)),
     FileFormat("JSON of own checkpoint", write_own, of_own, "checkpoint/[!M]*.json", changes=JSON,
                seal=seal_own, codes=(2, 3)),
-    FileFormat("PEFT", write_adapter, of_adapter, "adapter/*.safetensors",
-               changes=(*BYTES, *[change_safetensors] * 8)),
-    FileFormat("PEFT's description", write_adapter, of_adapter, "adapter/*.json", changes=JSON),
-    FileFormat("chat template", write_template, of_template, "tokenizer/*.jinja"),
     FileFormat("cache of data", lines_in("a.jsonl"), of_file("a.jsonl"), "cache/**/*",
                checked=True),
-    token_format("megatron", "data/*", numbers=True),
-    token_format("mds_int32", "data/*", numbers=True),
-    token_format("mds_zstd", "data/*.zst*", numbers=True, right=by_zstd_chunks),
-    token_format("litdata", "data/*", numbers=True),
-    token_format("litdata_items", "data/*", numbers=True),
-    token_format("litdata_zstd", "data/*.zst*", numbers=True, right=by_zstd_chunks),
-    FileFormat("npy", write_npy, of_file("a.npy"), "a.npy", numbers=True, right=by_npy),
-    FileFormat("tokens", write_flat, of_file("a.bin", "data.format=tokens"), "a.bin",
-               numbers=True, right=by_tokens),
-    FileFormat("llm.c", write_llm_c, of_file("a.bin"), "a.bin", numbers=True),
-    FileFormat("tokens in gzip", write_packed_tokens, of_file("a.bin.gz"), "a.bin.gz",
-               changes=(*BYTES, compress_bomb)),
-    FileFormat("JSON lines", lines_in("a.jsonl"), of_file("a.jsonl"), "a.jsonl", changes=JSON,
-               right=by_json("a.jsonl")),
-    FileFormat("JSON lines in gzip", lines_in("a.jsonl.gz", gzip.compress), of_file("a.jsonl.gz"),
-               "a.jsonl.gz", changes=(*BYTES, compress_bomb),
-               right=by_json("a.jsonl.gz", gzip.decompress)),
-    FileFormat("JSON lines in zstd", lines_in("a.jsonl.zst", pack_zstd), of_file("a.jsonl.zst"),
-               "a.jsonl.zst", right=by_json("a.jsonl.zst", by_zstd)),
-    FileFormat("CSV", write_csv, of_file("a.csv"), "a.csv", right=by_csv),
-    FileFormat("Parquet", write_parquet, of_file("a.parquet"), "a.parquet",
-               right=by_arrow(read_parquet)),
-    FileFormat("Arrow", write_arrow, of_file("a.arrow"), "a.arrow", right=by_arrow(read_arrow)),
-    FileFormat("tokenizer.json", write_tokenizer, with_tokenizer("tokenizer"),
-               "tokenizer/tokenizer.json", changes=JSON, right=by_tokenizers),
-    FileFormat("SentencePiece", write_pieces, with_tokenizer("a.model"), "a.model",
-               right=by_sentencepiece),
-    FileFormat("images", write_image, of_images, "a.*", right=by_pillow),
-    FileFormat("recipe", write_recipe, of_recipe, "recipe/mine.yaml"),
-    FileFormat("convert", lambda folder: (folder / "a.yaml").write_bytes(AXOLOTL), of_conversion,
-               "a.yaml"),
-    FileFormat("records of a run", write_records, of_report, "run/*", changes=JSON),
 ]  # fmt: skip

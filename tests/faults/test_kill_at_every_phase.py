@@ -1,13 +1,11 @@
 """A rank, or the only one, killed hard as a phase begins: the same command resumes, and ends with
 the weights of an undisturbed run."""
 
-import json
-
 import inject
 import pytest
 from named_runs import NamedRun
 from stored import assert_columns, assert_same_end, end_of, newest
-from world import RankFailed, Run
+from world import RankFailed, Run, read_json
 
 STEP = 4  # the second checkpoint is written after it, and the first deleted
 HOW = (
@@ -47,5 +45,5 @@ def test_a_kill_costs_no_bit(ledger, world, tmp_path, phase, ranks, mode):
         "nothing half written or half deleted stays"
     )
     assert_same_end(run, whole)
-    ours, theirs = ((newest(each) / "trainer.json").read_text() for each in (run, whole))
-    assert json.loads(ours) == json.loads(theirs)
+    ours, theirs = (read_json(newest(each) / "trainer.json") for each in (run, whole))
+    assert ours == theirs

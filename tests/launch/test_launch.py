@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from folders import REPO
 from forked import Forked
+from stored import end_of
 from tables import rows
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from world import SMALL, RankFailed, Run, alive, command, end, ranks_below, wait_until
@@ -167,7 +168,7 @@ def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(train, tmp_path):
         train("run", "train.steps=9 launch.timeout=8s", ranks=2, seam=seam)
     run = Run(tmp_path / "run")
     assert run["step"] == [1, 2]
-    assert (run.events[-1]["event"], run.events[-1]["exit_code"]) == ("end", 1)
+    assert end_of(run) == ("end", 1)
 
 
 BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
@@ -238,8 +239,7 @@ def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train
         if name == "run":
             train(name, "train.steps=1")
         run = train(name, *wrong, code=2)
-        assert run.events[-1]["event"] == "end"
-        assert run.events[-1]["exit_code"] == 2
+        assert end_of(run) == ("end", 2)
     assert run.checkpoints == ["step-00000001"]
     assert train("run", "train.steps=2")["step"] == [1, 2]
 
@@ -297,8 +297,7 @@ def test_torchrun_does_not_train_again_what_stopped_in_order(world, words, tmp_p
     assert "fsdp_trainer/" not in said, "no traceback of ours"
     assert "broken.jsonl:2" in other.err, "an attempt of another launch tries again"
     run = Run(tmp_path / "run")
-    assert run.events[-1]["event"] == "end"
-    assert run.events[-1]["exit_code"] == 2
+    assert end_of(run) == ("end", 2)
     assert not run.event("resume")
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plain import documents, shown
-from replica_groups import GroupPools, lighthouse
 from stored import assert_byte_equal, newest, stored
 from world import SMALL, split
 from zoo import make_model
@@ -30,22 +29,14 @@ WHOLE = {"every": 3}
 STREAMED = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.3}
 
 
-@pytest.fixture(scope="module")
-def pools(world):
-    with lighthouse() as address:
-        pools = GroupPools(world, address)
-        yield pools
-        pools.close()
-
-
 @pytest.fixture
-def train(pools, words, tmp_path):
+def train(groups, words, tmp_path):
     """Return `train("name", choice, *overrides)`, which trains as groups, two if none are said."""
 
     def start(name, choice, *overrides, **options):
         settings = [f"replicas.{key}={value}" for key, value in choice.items()]
         own = [*words, *settings, *overrides]
-        return pools.train(tmp_path / name, *own, method="diloco", base=[], **options)
+        return groups.train(tmp_path / name, *own, method="diloco", base=[], **options)
 
     return start
 

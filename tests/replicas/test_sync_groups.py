@@ -8,7 +8,7 @@ from functools import partial
 import inject
 import pytest
 import torch
-from replica_groups import GroupPools, lighthouse, stopped_by
+from replica_groups import stopped_by
 from stored import assert_near, assert_same_end, newest, stored
 from world import SMALL, SPIKY, World, wait_until
 from world import Run as WorldRun
@@ -20,14 +20,6 @@ HOW = (
     "train.steps=6 schedule=constant batch.micro_rows=2 data.validation=0.2"
     " train.validate_every=3 checkpoint.every=3"
 )
-
-
-@pytest.fixture(scope="module")
-def groups(world):
-    with lighthouse() as address:
-        pools = GroupPools(world, address)
-        yield pools
-        pools.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 command ends with the same weights."""
 
 import ctypes
-import json
 import os
 import re
 import select
@@ -17,7 +16,7 @@ import inject
 import pytest
 from named_runs import NamedRun
 from stored import assert_bitwise_equal, end_of, newest, stored
-from world import RankFailed, wait_until, write_chats
+from world import RankFailed, Run, read_json, wait_until, write_chats
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.training.progress import Progress
@@ -59,8 +58,8 @@ def assert_the_same_end(run, undisturbed):
     assert run.checkpoints[-1] == undisturbed.checkpoints[-1]
     assert end_of(run) == ("end", 0)
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
-    said, expected = ((newest(r) / "trainer.json").read_text() for r in (run, undisturbed))
-    assert json.loads(said) == json.loads(expected), "with the best validation"
+    said, expected = (read_json(newest(r) / "trainer.json") for r in (run, undisturbed))
+    assert said == expected, "with the best validation"
     samples = [(r.folder / "samples.jsonl").read_text() for r in (run, undisturbed)]
     assert samples[0] == samples[1]
 
@@ -331,10 +330,9 @@ PEER_DIES = inject.together(
 def test_a_signal_after_another_rank_has_died_ends_this_one_at_once(train, tmp_path):
     with pytest.raises(RankFailed, match="rank 0: died"):
         train("run", "train.steps=4", ranks=2, seam=PEER_DIES)
-    last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
-    assert last["event"] == "end"
-    assert last["exit_code"] == 1
-    assert last["reason"] == "SIGTERM after rank 1 had ended"
+    run = Run(tmp_path / "run")
+    assert end_of(run) == ("end", 1)
+    assert run.events[-1]["reason"] == "SIGTERM after rank 1 had ended"
 
 
 def hanging_write(_real, records, _lines):

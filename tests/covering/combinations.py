@@ -14,7 +14,6 @@ it; a refusal must be one message, without a traceback. Where a combination diff
 lines are printed, and those of the smallest combination with a difference.
 """
 
-import json
 import math
 import re
 import shlex
@@ -32,10 +31,11 @@ from zlib import crc32
 import inject
 import torch
 import yaml
+from folders import copy_rows
 from image_models import make_image_folder, write_pictures
 from pairs import write_labelled, write_pairs
 from stored import tensors
-from world import SMALL, RankFailed, Run, World, command, write_chats, write_lines
+from world import SMALL, RankFailed, Run, World, command, write_chats
 
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.config.composing.compose import compose
@@ -253,8 +253,8 @@ class Fuzz:
         write_chats(self.data / "chats.jsonl", 100)
         write_pairs(self.data / "pairs.jsonl", 40)
         write_labelled(self.data / "labelled.jsonl", 40)
-        write_weighted(self.data / "weighted.jsonl", 60)
-        write_texts(self.data / "texts.jsonl", 80)
+        for name in ("weighted", "texts"):
+            copy_rows(self.data / f"{name}.jsonl")
         write_shown(self.data, 40)
         for kind in ("llava", "qwen3_vl"):
             make_image_folder(self.data / "vision" / kind, kind)
@@ -455,42 +455,10 @@ def refusal(text: str) -> Refused:
     return Refused(refused or re.findall(r"\b[a-z_]+\.[a-z_]+\b", text))
 
 
-def write_weighted(path: Path, count: int) -> None:
-    """Write chats of several turns whose answers have weights."""
-    rows = [
-        {
-            "messages": [
-                turn
-                for n in range(1 + i % 2)
-                for turn in (
-                    {"role": "user", "content": "q" * (i % 5 + n)},
-                    {"role": "assistant", "content": f"{i}", "weight": 0.25 * (1 + i % 4)},
-                )
-            ]
-        }
-        for i in range(count)
-    ]
-    write_lines(path, rows)
-
-
-def write_texts(path: Path, count: int) -> None:
-    """Write texts of 5 to 160 characters."""
-    rows = [{"text": " ".join(str(i * n % 89) for n in range(2, 4 + i % 50))} for i in range(count)]
-    write_lines(path, rows)
-
-
 def write_shown(folder: Path, count: int) -> None:
     """Write chats.jsonl's like with a picture in most of them, and the pictures beside it."""
-    names = write_pictures(folder / "pictures", 5)
-    rows = []
-    for i in range(count):
-        picture = {"type": "image", "image": f"pictures/{names[i % 5]}"}
-        text = {"type": "text", "text": "q" * (1 + i % 7)}
-        content = [picture, text] if i % 3 else [text]
-        answer = {"role": "assistant", "content": f"it is {i * i}!"}
-        rows.append({"messages": [{"role": "user", "content": content}, answer]})
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "images.jsonl").write_text(text)
+    write_pictures(folder / "pictures", 5)
+    copy_rows(folder / "images.jsonl", count=count)
 
 
 SIMPLEST: Combination = {name: values[0][0] for name, values in DIMENSIONS.items()}

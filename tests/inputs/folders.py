@@ -1,4 +1,4 @@
-"""The repository, the folder of its tests, wherever a test lies, and tables of cases in it."""
+"""The repository, the folder of its tests, wherever a test lies, and tables and rows in it."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,13 @@ import yaml
 
 TESTS = Path(__file__).resolve().parents[1]
 REPO = TESTS.parent
+
+
+def copy_rows(path: Path, name: str = "", count: int | None = None) -> Path:
+    """Write the first rows of a file in inputs/rows, by default that of this name; return path."""
+    rows = (TESTS / "inputs/rows" / (name or path.name)).read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:count]))
+    return path
 
 
 def table(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+from folders import copy_rows
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
@@ -18,60 +19,22 @@ def write_rows(path, rows):
     write_lines(path, rows)
 
 
-def words(i, label):
-    """A few words of a label, of different lengths."""
-    known = WORDS[label].split()
-    return " ".join(known[(i + j * j) % 3] for j in range(1 + i % 4)) + "." * (i % 3)
-
-
 def write_classes(folder):
     """Write texts with one label, with several, and with a number."""
-    names = [*WORDS]
-    labels = [names[i * i % 7 % 3] for i in range(24)]
-    texts = [words(i, label) for i, label in enumerate(labels)]
-    one = [{"text": t, "label": label} for t, label in zip(texts, labels, strict=True)]
-    write_rows(folder / "classes.jsonl", one)
-    some = [{**row, "label": [row["label"], names[i % 3]][: i % 3]} for i, row in enumerate(one)]
-    write_rows(folder / "several.jsonl", some)
-    write_rows(folder / "numbers.jsonl", [{**row, "label": len(row["text"]) / 8} for row in one])
+    for name in ("classes", "several", "numbers"):
+        copy_rows(folder / f"{name}.jsonl")
 
 
 def write_tags(folder):
     """Write words with labels of entities, some of them none, and answers with labels of steps."""
-    names, types = [*WORDS], ["O", "B-FRUIT", "I-FRUIT", "B-ROOT", "I-ROOT"]
-    rows, steps = [], []
-    for i in range(20):
-        tokens = f"{words(i, names[i % 3])} {words(i + 1, names[i * i % 3])}".split()
-        tags = [types[(i + j * j) % 5] if (i + j) % 7 else None for j in range(len(tokens))]
-        rows.append({"tokens": tokens, "ner_tags": tags})
-        parts = [f"Step {j}: {word}" for j, word in enumerate(tokens[:4])]
-        labels = [bool((i + j) % 3) for j in range(len(parts))]
-        steps.append({"prompt": f"What is {i}?", "completions": parts, "labels": labels})
-    write_rows(folder / "tags.jsonl", rows)
-    write_rows(folder / "steps.jsonl", steps)
+    for name in ("tags", "steps"):
+        copy_rows(folder / f"{name}.jsonl")
 
 
 def write_queries(folder):
     """Write queries with one or two documents that answer them, and up to two others; scores."""
-    names = [f"{chr(97 + i)}{i * i}" for i in range(16)]
-    rows = [
-        {
-            "query": name * 2,
-            "positive": [name[::-1], f"{name}!"][: 1 + i % 2],
-            "negatives": [f"no {name}", f"{name}?"][: i % 3],
-        }
-        for i, name in enumerate(names)
-    ]
-    write_rows(folder / "queries.jsonl", rows)
-    lists = [
-        {"query": n, "documents": [n[::-1], f"no {n}", "x"][: 2 + i % 2]}
-        for i, n in enumerate(names)
-    ]
-    for i, row in enumerate(lists):
-        row["scores"] = [1, 0, 1][: len(row["documents"])] if i % 4 else [0.5, 0.25, 1][: 2 + i % 2]
-    write_rows(folder / "lists.jsonl", lists)
-    pairs = [{"sentence1": n, "sentence2": n[1:] + n, "score": i % 5} for i, n in enumerate(names)]
-    write_rows(folder / "alike.jsonl", pairs)
+    for name in ("queries", "lists", "alike"):
+        copy_rows(folder / f"{name}.jsonl")
 
 
 ENCODERS = {

@@ -2,31 +2,17 @@
 
 import torch
 import torch.nn.functional as F
-from world import write_lines
+from folders import copy_rows
 
 
 def write_pairs(path, count=30):
     """Write pairs of different lengths, whose chosen answers are sums; return the file."""
-    rows = [
-        {"prompt": f"{i}+{i % 7}?", "chosen": f"{i + i % 7}" + "!" * (i % 4), "rejected": f"no {i}"}
-        for i in range(count)
-    ]
-    write_lines(path, rows)
-    return path
+    return copy_rows(path, "pairs.jsonl", count)
 
 
 def write_labelled(path, count=30):
     """Answers of many lengths, of which sums are good."""
-    rows = [
-        {
-            "prompt": f"{i}+{i % 7}?",
-            "completion": f"{i + i % 7}" + "!" * (i % 4) if i % 3 else f"no {i}",
-            "label": bool(i % 3),
-        }
-        for i in range(count)
-    ]
-    write_lines(path, rows)
-    return path
+    return copy_rows(path, "labelled.jsonl", count)
 
 
 def textbook(name, policy, reference, tokens, beta, smoothing=0.0, gamma=0.0, sft_weight=0.0):

@@ -36,7 +36,7 @@ from fsdp_trainer.apps.rehearse.comparison import PlanComparison
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
     "fsdp_trainer", "conf", "recipes", "hydra_plugins", "tests/ranks/ledger.py",
-    "tests/ranks/world.py", "tests/inputs/pairs.py", "tests/inputs/heads.py",
+    "tests/ranks/world.py", "tests/inputs/pairs.py", "tests/inputs/heads.py", "tests/inputs/rows",
     "tests/measures/recorded_step.py",
 ]  # fmt: skip
 """Files, and folders of files, that decide a run's results beside its words."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from folders import table
 from tokenizers import (
     AddedToken,
     Regex,
@@ -24,20 +25,15 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.word_cache import GPT_4O, LLAMA_3, QWEN
 from fsdp_trainer.errors import UserError
 
-WORDS = ["the", "then", "one", "é", "世界", "İ", "ﬁ", "e\u0301", "42", "007", "x1", ".", ",", "n't"]
-WORDS += ["🙂", "'s", "don't", "<", "|", ">", "-", "A", "Z"]
-SPACES = [" ", " ", "  ", "   ", "\n", "\t", "", "", "\u00a0"]
-TOKENS = ["<|a|>", "<|b|>", "<tool>", "the", "foo", "é!", "<s>", "</s>", "<pad>", "▁x", "Word"]
-"""Texts of added tokens; some are in the vocabulary of some tokenizers."""
-NAMES = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"]
-NAMES += ["image_token", "boi_token"]
+PARTS = table("strangers/tokenizer_parts.yaml")
+WORDS, SPACES, TOKENS, NAMES = (PARTS[name] for name in ("words", "spaces", "tokens", "names"))
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def byte_level(random: random.Random) -> Tokenizer:
     """Return a byte-level BPE."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "o"), ("n", "e"), ("4", "2"), ("Ġ", "Ġ")]
+    merges = [*map(tuple, PARTS["byte_level_merges"])]
     texts = [*alphabet, *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE({text: id for id, text in enumerate(texts)}, merges))
     prefix = random.random() < 0.2
@@ -55,14 +51,12 @@ def byte_level(random: random.Random) -> Tokenizer:
 
 def with_spaces_as_signs(random: random.Random) -> Tokenizer:
     """Return a BPE or unigram model as of SentencePiece."""
-    texts = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "t", "h", "e", "o", "n"]
-    texts += ["th", "the", "▁the", "on", "one", "▁one", "x", "4", "2", "é", "世", ".", ",", "▁▁"]
+    texts = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *PARTS["signs"]]
     tokenizer: Tokenizer
     if random.random() < 0.5:
-        merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("o", "n"), ("on", "e"), ("▁", "one")]
         model = models.BPE(
             {text: id for id, text in enumerate(texts)},
-            [*merges, ("▁", "▁")],
+            [*map(tuple, PARTS["sign_merges"])],
             unk_token="<unk>",
             fuse_unk=random.random() < 0.5,
             byte_fallback=True,
@@ -89,8 +83,7 @@ def with_spaces_as_signs(random: random.Random) -> Tokenizer:
 
 def of_words(random: random.Random) -> Tokenizer:
     """Return a tokenizer of whole words or of their parts."""
-    texts = ["[UNK]", "the", "one", "th", "##e", "##n", "x", "##1", "42", ".", ",", "'", "é", "世"]
-    vocabulary = {text: id for id, text in enumerate(texts)}
+    vocabulary = {text: id for id, text in enumerate(PARTS["word_parts"])}
     if random.random() < 0.5:
         tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
         tokenizer.decoder = decoders.WordPiece(cleanup=random.random() < 0.5)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from folders import table
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -15,10 +16,8 @@ from zoo import MODELS
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
-TOKENS = [
-    *("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    *("<|video_pad|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<image>"),
-]
+WRITTEN = table("inputs/image_models.yaml")
+TOKENS = WRITTEN["tokens"]
 CONFIGS = MODELS["with_images"]
 """Sizes by model_type."""
 TURN = "<|im_start|>{{ m.role }}\n%s<|im_end|>\n"
@@ -26,23 +25,11 @@ PARTS = (
     "{%% if m.content is string %%}{{ m.content }}{%% else %%}{%% for p in m.content %%}"
     "{%% if p.type == 'image' %%}%s{%% else %%}{{ p.text }}{%% endif %%}{%% endfor %%}{%% endif %%}"
 )
-MARKS = {
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
-    "gemma3": "<start_of_image>",
-    "llava": "<image>\n",
-}
-TOKENS_OF_GEMMA = {
-    "image_token": "<image_soft_token>",
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-}
 
 
 def template_of(kind):
     """Return a chat template that shows images as the model's own does."""
-    turn = TURN % (PARTS % MARKS[kind])
+    turn = TURN % (PARTS % WRITTEN["marks"][kind])
     end = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     return "{% for m in messages %}" + turn + "{% endfor %}" + end
 
@@ -62,19 +49,7 @@ def make_image_model(kind):
     """Return transformers' model of a model_type with random weights, in float32."""
     tokenizer = load_tokenizer("demo:bytes", TOKENS)
     numbers = {token: tokenizer.backend.token_to_id(token) for token in TOKENS}
-    image = {"gemma3": "<image_soft_token>", "llava": "<image>"}.get(kind, "<|image_pad|>")
-    own = {"image_token_id": numbers[image]}
-    if kind.startswith("qwen"):
-        own |= {
-            "video_token_id": numbers["<|video_pad|>"],
-            "vision_start_token_id": numbers["<|vision_start|>"],
-            "vision_end_token_id": numbers["<|vision_end|>"],
-        }
-    if kind == "gemma3":
-        own |= {
-            "boi_token_index": numbers["<start_of_image>"],
-            "eoi_token_index": numbers["<end_of_image>"],
-        }
+    own = {name: numbers[token] for name, token in WRITTEN["numbered"][kind].items()}
     config = CONFIG_MAPPING[kind](**CONFIGS[kind], **own)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -94,16 +69,11 @@ def make_image_folder(folder, kind):
     file = Path(folder) / "tokenizer_config.json"
     settings = read_json(file)
     (Path(folder) / "chat_template.jinja").write_text(template_of(kind))
-    if kind == "gemma3":
-        settings |= {"extra_special_tokens": TOKENS_OF_GEMMA, **TOKENS_OF_GEMMA}
+    if named := WRITTEN["named"].get(kind):
+        settings |= {"extra_special_tokens": named, **named}
     write_json(file, settings)
-    if kind == "llava":
-        own = {"patch_size": 4, "vision_feature_select_strategy": "default"}
-        own |= {"num_additional_image_tokens": 1, "processor_class": "LlavaProcessor"}
-        write_json(Path(folder) / "processor_config.json", own)
-    if kind == "gemma3":
-        own = {"image_seq_length": 4, "processor_class": "Gemma3Processor"}
-        write_json(Path(folder) / "processor_config.json", own)
+    if processor := WRITTEN["processors"].get(kind):
+        write_json(Path(folder) / "processor_config.json", processor)
     return folder
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from folders import table
 from world import pack
 
 from fsdp_trainer.base.distributed import gather, local_part, local_slice
@@ -55,25 +56,8 @@ SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
 Those of the first row are all in one half, and the third row has none.
 """
 
-LATENT = {
-    "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 12,
-    "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
-    "first_k_dense_replace": 9,
-}  # fmt: skip
-"""A model with latent attention of 4 heads, and dense blocks."""
-GROUPED = LATENT | {
-    "first_k_dense_replace": 1, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
-    "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 12, "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-}  # fmt: skip
-"""The model of LATENT with experts in all blocks but the first."""
-
-
-SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
-    "tie_word_embeddings": False, "family": "qwen3",
-}  # fmt: skip
+MODELS = table("measures/layout_models.yaml")
+SIZES, LATENT, GROUPED = (MODELS[name] for name in ("sizes", "latent", "grouped"))
 CPU = torch.device("cpu")
 
 

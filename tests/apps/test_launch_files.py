@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +32,7 @@ NASTY = [
 NAMES = {"fsdp-trainer", "fsdp_trainer"}
 
 
-def commands(path: Path) -> list[list[str]]:
+def commands(path):
     """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each
     variable, but for blocks that show how one is refused."""
     text = path.read_text().replace("\\\n", " ")
@@ -48,7 +47,7 @@ def commands(path: Path) -> list[list[str]]:
     return [words for words in matches if NAMES & {*words}]
 
 
-def trainer_words(command: list[str]) -> list[str]:
+def trainer_words(command):
     """Return what the trainer itself is given."""
     words = command[max(i for i, word in enumerate(command) if word in NAMES) + 1 :]
     return [*itertools.takewhile(lambda word: word not in (">", "|"), words)]
@@ -72,7 +71,7 @@ def test_every_command_line_of_the_pages_composes():
             compose(verb, with_source(verb, completed(verb, more)), inputs=False)
 
 
-def completed(verb: str, words: tuple[str, ...]) -> list[str]:
+def completed(verb, words):
     """Return the words of a page, for a verb of training with what `…` and names stand for."""
     text = " ".join(words)
     words = [word.replace("=NAME", "=quickstart") for word in words if "…" not in word]
@@ -86,7 +85,7 @@ def completed(verb: str, words: tuple[str, ...]) -> list[str]:
     return [*words, *added] if "…" in text else words
 
 
-def with_source(verb: str, words: list[str]) -> list[str]:
+def with_source(verb, words):
     """Return the words with the paths among them as `source`: the pages' folders do not exist."""
     paths = [word for word in words if not re.match(r"\w+=", word)] if verb in READING else []
     others = [word for word in words if word not in paths]
@@ -98,7 +97,7 @@ def write(monkeypatch, tmp_path, program):
     """`write("slurm", *words, code=0)`: the text of the file; `write.said`: what was printed."""
     monkeypatch.chdir(tmp_path)
 
-    def run(kind: str, *words: str, code: int = 0) -> str:
+    def run(kind, *words, code=0):
         run.said = program("launch-files", f"kind={kind}", *words, code=code)
         kinds = (".sbatch", ".yaml", ".sh", ".py")
         files = [file for file in tmp_path.rglob("*") if file.suffix in kinds]
@@ -107,7 +106,7 @@ def write(monkeypatch, tmp_path, program):
     return run
 
 
-def started(tmp_path: Path, script: str, **env: str) -> dict:
+def started(tmp_path, script, **env):
     """The configuration that a script's command composes.
 
     Stands for srun, docker and torchrun: they start their last words, torchrun -m's.
@@ -130,7 +129,7 @@ def started(tmp_path: Path, script: str, **env: str) -> dict:
     return asdict(compose(verb, words, inputs=False))
 
 
-def with_stubs(folder: Path, stubs: dict[str, str]) -> dict[str, str]:
+def with_stubs(folder, stubs):
     """Return the environment of a Slurm job in which these scripts stand for commands."""
     (folder / "bin").mkdir()
     for name, body in stubs.items():
@@ -140,12 +139,12 @@ def with_stubs(folder: Path, stubs: dict[str, str]) -> dict[str, str]:
     return {**os.environ, "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "7", "PATH": path}
 
 
-def pod_of(job: dict, kind: str) -> dict:
+def pod_of(job, kind):
     """Return what a Kubernetes job says about its master or its workers."""
     return job["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"]
 
 
-def script_of(kind: str, text: str) -> str:
+def script_of(kind, text):
     """Return the shell commands in a file."""
     if kind == "ray":
         return ast.literal_eval(re.search(r"(?m)^COMMAND = (.*)$", text)[1])
@@ -221,7 +220,7 @@ def test_a_batch_script_for_groups_is_an_array_with_one_job_a_group(write, tmp_p
     assert (cfg["replicas"]["id"], cfg["launch"]["groups"]) == (2, 1)
 
 
-def lacking(name: str, tree: dict, fields: dict) -> list[str]:
+def lacking(name, tree, fields):
     """Return what a tree has and the model of this name lacks, with those of the models within."""
     lacks = [f"{name}.{key}" for key in tree.keys() - fields[name].keys()]
     for key, value in tree.items():

@@ -39,9 +39,9 @@ from fsdp_trainer.launch import start as start_module
 DEMO = ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "run.name=s"]
 
 
-def jobs_of(*words: str, config_dir: str | None = None) -> list[list[str]]:
+def jobs_of(*words, config_dir=None):
     """The overrides of each job of a command line."""
-    lines: list[list[str]] = []
+    lines = []
     SweepLine(list(words), config_dir).run(
         lambda batch: lines.extend(map(list, batch)) or [math.nan] * len(batch)
     )

@@ -59,7 +59,7 @@ def refused(program):
     return run
 
 
-def answers(message: str) -> dict[str, str]:
+def answers(message):
     """Return what a message says about each thing that was typed."""
     parts = message.split("\n\n")[1:]
     return dict(re.split(r"  |\n", f"{part.strip()}\n", maxsplit=1) for part in parts)
@@ -69,7 +69,7 @@ def answers(message: str) -> dict[str, str]:
 def own(tmp_path):
     """Write files into a --config-dir; gives the folder."""
 
-    def write(**files: str) -> str:
+    def write(**files):
         for name, text in files.items():
             path = tmp_path / "own" / (name.replace("__", "/") + ".yaml")
             path.parent.mkdir(parents=True, exist_ok=True)

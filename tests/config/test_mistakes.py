@@ -30,13 +30,13 @@ BLOCK = re.compile(r'(?ms)^```console(?: title="([^"\n]*)")?\n(.*?)^```$')
 RIGHT = ("data.path=chats.jsonl", "tokenizer.path=demo:bytes")
 
 
-def commands(block: str) -> list[tuple[str, str]]:
+def commands(block):
     """(command line, what it said) of a block of the page."""
     parts = (part.partition("\n") for part in re.split(r"(?m)^\$ ", block)[1:])
     return [(line, said.rstrip("\n")) for line, _, said in parts]
 
 
-def words_of(line: str, base: tuple | list = ()) -> list[str]:
+def words_of(line, base=()):
     """Return what the program is given; what is right, and left out on the page, is added."""
     words = shlex.split(
         line.replace("torchrun --nproc_per_node=8 -m fsdp_trainer", "fsdp-trainer")
@@ -196,7 +196,7 @@ def said(world, folder, without_ranks):
 
 
 def test_every_mistake_says_what_the_page_shows(said, folder):
-    def as_said(block: re.Match) -> str:
+    def as_said(block):
         how, shown = block[1] or "", ""
         for line, _ in commands(block[2]):
             text = said[how, line][1].replace(str(folder), "/home/me")

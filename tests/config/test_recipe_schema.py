@@ -40,13 +40,13 @@ WRONG = """\
 {model: {rope_scaling: {_target_: os.system}}}"""
 
 
-def nested(key: str, value) -> dict:
+def nested(key, value):
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
 
 
-def problems(key: str, value):
+def problems(key, value):
     """Return what the program's own parsers say of a value; nothing where they accept it."""
     report = Report({}, [], set())
     group, *parts = key.split(".")

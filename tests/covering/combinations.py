@@ -20,12 +20,12 @@ import shlex
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import inject
@@ -46,8 +46,6 @@ from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.planning.plan.plan_inputs import architecture
 
 STEPS = 2
-Value = tuple[str, ...]
-"""The words of a value, in the ways that take turns."""
 RANKS = "launch.nproc_per_node="
 THEN = "then:"
 """Begins the words of a second layout, on which the run is resumed after its first step."""
@@ -58,7 +56,7 @@ BASE = [
 WRITTEN = yaml.safe_load(Path(__file__).with_name("dimensions.yaml").read_text())
 
 
-def dimensions(part: str) -> dict[str, list[Value]]:
+def dimensions(part):
     """Return the values of each dimension of a part of the file."""
     return {
         name: [
@@ -74,8 +72,6 @@ is the simplest."""
 WITH_A_FOLDER = ("model=auto", "model.init_from", "model.attention=", "model.vocab_multiple")
 """Beginnings of the words about the model that a run has which starts from a folder."""
 DIMENSIONS = TASK | LAYOUT
-Combination = dict[str, str]
-"""The words of a combination, by dimension."""
 
 
 # --- what may differ ------------------------------------------------------------------------------
@@ -124,7 +120,7 @@ DECISIVE = {"loss", "objective", "grad_norm", "validation_loss", "tokens", "supe
 """Metrics that are compared there; others are differences of numbers that nearly cancel."""
 
 
-def tolerance(combination: Combination) -> Tolerance:
+def tolerance(combination):
     """Return the largest differences that a combination may have."""
     if combination["precision"] or "sharding.quantize" in combination["gather"]:
         return ROUNDED
@@ -140,13 +136,13 @@ class Results:
     weights: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, run: Run) -> "Results":
+    def of(cls, run):
         lines = [dict(numbers(line)) for line in run.metrics]
         weights = tensors(run.folder / "hf") or tensors(run.folder / "adapter")
         return cls(lines, weights)
 
 
-def numbers(line: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers(line, prefix=""):
     """Yield the metrics of a line that are compared, also those inside lists and mappings."""
     for name, value in line.items():
         if NOT_COMPARED.search(name):
@@ -168,7 +164,7 @@ class Difference(NamedTuple):
     where: str
 
 
-def differences(one: Results, other: Results, allowed: Tolerance) -> Difference:
+def differences(one, other, allowed):
     """Return the largest difference of two runs."""
     listed = [Difference(0.0, "")]
     if len(one.metrics) != len(other.metrics) or one.weights.keys() != other.weights.keys():
@@ -188,9 +184,7 @@ def differences(one: Results, other: Results, allowed: Tolerance) -> Difference:
     return max(listed)
 
 
-def differing_weights(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], allowed: Tolerance
-) -> Iterator[Difference]:
+def differing_weights(one, other, allowed):
     """Yield the largest difference of each weight."""
     for name, expected in other.items():
         if one[name].shape != expected.shape or one[name].dtype != expected.dtype:
@@ -213,7 +207,7 @@ def differing_weights(
 class Refused(Exception):
     """The program refuses a combination, with one message. keys: those that it names."""
 
-    def __init__(self, keys: list[str]):
+    def __init__(self, keys):
         super().__init__(keys)
         self.keys = keys
 
@@ -222,7 +216,7 @@ class Failed(Exception):
     """A run ended otherwise than it should. args[0] says how."""
 
 
-def nudge(seed: int, trainer: Any) -> None:
+def nudge(seed, trainer):
     """Change each weight by a few units of its last place, as another order of sums would."""
     for name, parameter in trainer.runner.model.named_parameters():
         if not parameter.is_floating_point():
@@ -247,7 +241,7 @@ class Fuzz:
     fault: Callable | None = None
     count: int = 0
 
-    def write_inputs(self) -> None:
+    def write_inputs(self):
         """Write the data, models and teacher that words name as DATA."""
         self.data.mkdir(parents=True, exist_ok=True)
         write_chats(self.data / "chats.jsonl", 100)
@@ -261,7 +255,7 @@ class Fuzz:
         teacher = [f"data.path={self.data / 'chats.jsonl'}", "run.seed=7", "train.steps=1"]
         self.start(teacher, self.data / "teacher")
 
-    def words(self, combination: Combination, dimensions: dict[str, Any]) -> list[str]:
+    def words(self, combination, dimensions):
         """Return the words of these dimensions, without those of a second layout."""
         chosen = [
             combination[name] for name in dimensions if not combination[name].startswith(THEN)
@@ -272,11 +266,11 @@ class Fuzz:
             words = [word for word in words if word.startswith(WITH_A_FOLDER) or not is_size(word)]
         return words
 
-    def with_places(self, word: str) -> str:
+    def with_places(self, word):
         """Return a word in which DATA and HERE are folders."""
         return word.replace("DATA", str(self.data)).replace("HERE", str(self.folder))
 
-    def check(self, combination: Combination) -> Difference:
+    def check(self, combination):
         """Return the largest difference between a combination and its reference.
 
         Raises Refused, and Failed.
@@ -302,7 +296,7 @@ class Fuzz:
             ratio, f"{largest.where} (rounding makes {amplified:.2g} of what is allowed)"
         )
 
-    def require_accepted(self, combination: Combination) -> None:
+    def require_accepted(self, combination):
         """Raise Refused if the configuration is refused before any rank starts."""
         require_comparable(combination)
         words = self.words(combination | {"start": ""}, DIMENSIONS)
@@ -310,7 +304,7 @@ class Fuzz:
         if then := combination["resume"]:
             accepted(*self.argv(second_layout(words, then)))
 
-    def timed(self, combination: Combination) -> tuple[Difference, float]:
+    def timed(self, combination):
         """Return the largest difference, infinite if a run failed, and seconds. Raises Refused."""
         started = time.monotonic()
         try:
@@ -319,7 +313,7 @@ class Fuzz:
             largest = Difference(math.inf, str(error))
         return largest, time.monotonic() - started
 
-    def train(self, words: list[str], then: str = "", seam: Callable | None = None) -> Results:
+    def train(self, words, then="", seam=None):
         """Train, perhaps on a second layout after the first step; return the results."""
         self.count += 1
         folder = self.folder / f"run{self.count}"
@@ -331,7 +325,7 @@ class Fuzz:
         shutil.rmtree(folder)
         return results
 
-    def start(self, words: list[str], folder: Path, seam: Callable | None = None) -> None:
+    def start(self, words, folder, seam=None):
         """Train into a folder on as many ranks as the words say. Raises Refused, and Failed."""
         argv, ranks = self.argv(words)
         cfg = accepted(argv, ranks)
@@ -348,25 +342,25 @@ class Fuzz:
         if codes != [0] * ranks:
             raise Failed(f"exit codes {codes}\n{said}")
 
-    def argv(self, words: list[str]) -> tuple[tuple[str, ...], int]:
+    def argv(self, words):
         """Return the command line of every rank, without its folder, and the number of ranks."""
         own = [word for word in words if not word.startswith(RANKS)]
         return ("train", *self.all_words([f"train.steps={STEPS}", *own])), ranks_of(words)
 
-    def words_of_start(self, combination: Combination) -> list[str]:
+    def words_of_start(self, combination):
         """Return the words of a run that only exports the weights of the combination's model."""
         words = self.words(combination, TASK)
         sizes = [word for word in words if is_size(word) or word.startswith("precision")]
         return [*sizes, "objective=sft", f"data.path={self.data}/chats.jsonl", "train.steps=0"]
 
-    def all_words(self, words: list[str]) -> list[str]:
+    def all_words(self, words):
         from_folder = any(word.startswith("model.init_from") for word in words)
         base = [word for word in BASE if not (from_folder and is_size(word))]
         if any("/vision/" in word for word in words):
             base.remove("tokenizer.path=demo:bytes")
         return [*base, f"data.cache={self.data / 'cache'}", *words]
 
-    def command_lines(self, combination: Combination) -> str:
+    def command_lines(self, combination):
         """Return the command lines of a combination and its reference."""
         lines = []
         for dimensions, name in ((DIMENSIONS, "run"), (TASK, "reference")):
@@ -383,7 +377,7 @@ class Fuzz:
             )
         return "\n".join(lines)
 
-    def smallest(self, combination: Combination) -> Combination:
+    def smallest(self, combination):
         """Return a combination that still differs, with as many simplest values as can be."""
         for name in reversed(DIMENSIONS):
             simpler = combination | {name: SIMPLEST[name]}
@@ -391,7 +385,7 @@ class Fuzz:
                 combination = simpler
         return combination
 
-    def differs(self, combination: Combination) -> bool:
+    def differs(self, combination):
         try:
             return self.check(combination).ratio > 1
         except Refused:
@@ -400,24 +394,24 @@ class Fuzz:
             return True
 
 
-def is_size(word: str) -> bool:
+def is_size(word):
     """Return True for a word that decides the architecture, or how random weights are drawn."""
     return word.startswith("model")
 
 
-def ranks_of(words: list[str]) -> int:
+def ranks_of(words):
     """Return the largest number of ranks in some words; 1 without one."""
     return max([1, *(int(w.removeprefix(RANKS)) for w in words if w.startswith(RANKS))])
 
 
-def second_layout(words: list[str], then: str) -> list[str]:
+def second_layout(words, then):
     """Return the words of a run that goes on with the layout of a resume."""
     own = [word for word in words if not word.startswith(("sharding", RANKS))]
     return own + then.removeprefix(THEN).split()
 
 
 @lru_cache
-def accepted(argv: tuple[str, ...], ranks: int) -> Any:
+def accepted(argv, ranks):
     """Return the configuration. Raises Refused if it is refused, by itself or for this model."""
     try:
         cfg = compose("train", list(argv[1:]))
@@ -435,7 +429,7 @@ def accepted(argv: tuple[str, ...], ranks: int) -> Any:
     return cfg
 
 
-def require_comparable(combination: Combination) -> None:
+def require_comparable(combination):
     """Raise Refused if some words count for nothing, or if rounding decides what is trained on."""
     if "model.init_from" in combination["method"]:
         void = ("family", "blocks", "embedding", "start")
@@ -447,7 +441,7 @@ def require_comparable(combination: Combination) -> None:
         raise Refused(["objective"])  # other answers would be sampled
 
 
-def refusal(text: str) -> Refused:
+def refusal(text):
     """Return what a message refuses. Raises Failed unless it is one message."""
     if "Traceback" in text or text.count("fsdp-trainer:") != 1:
         raise Failed(f"a refusal is not one message:\n{text}")
@@ -455,16 +449,17 @@ def refusal(text: str) -> Refused:
     return Refused(refused or re.findall(r"\b[a-z_]+\.[a-z_]+\b", text))
 
 
-def write_shown(folder: Path, count: int) -> None:
+def write_shown(folder, count):
     """Write chats.jsonl's like with a picture in most of them, and the pictures beside it."""
     write_pictures(folder / "pictures", 5)
     copy_rows(folder / "images.jsonl", count=count)
 
 
-SIMPLEST: Combination = {name: values[0][0] for name, values in DIMENSIONS.items()}
+SIMPLEST = {name: values[0][0] for name, values in DIMENSIONS.items()}
+"""A combination: words by dimension."""
 
 
-def title(combination: Combination) -> str:
+def title(combination):
     """Return a combination's words in short: without data, sizes and simplest values."""
     words = " ".join(
         value for name, value in combination.items() if value != SIMPLEST[name]
@@ -474,9 +469,7 @@ def title(combination: Combination) -> str:
     return " ".join([family, *short]).replace(RANKS, "ranks=")
 
 
-def run_all(
-    fuzz: Fuzz, combinations: Iterable[Combination], say: Callable[[str], None] = print
-) -> list[str]:
+def run_all(fuzz, combinations, say=print):
     """Check combinations and print a line for each; return reports of those that differ."""
     reports = []
     for number, combination in enumerate(combinations, 1):

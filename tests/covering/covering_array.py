@@ -6,25 +6,22 @@ covering_array.json has them, and the pairs that are refused. `make covering` de
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from combinations import DIMENSIONS, SIMPLEST, Combination, Refused, ranks_of
+from combinations import DIMENSIONS, SIMPLEST, Refused, ranks_of
 from world import read_json
 
 FILE = Path(__file__).with_name("covering_array.json")
 TRIES = 3
 """Number of combinations of which the one is taken that covers most pairs."""
-Choice = tuple[str, int]
-"""A dimension and the number of one of its values."""
-Pair = frozenset[Choice]
 
 
-def choices(name: str) -> list[Choice]:
+def choices(name):
+    """Return each value of a dimension, as the dimension and the number of the value."""
     return [(name, number) for number in range(len(DIMENSIONS[name]))]
 
 
-def all_pairs() -> list[Pair]:
+def all_pairs():
     """Return all pairs of values of two dimensions, those of the largest dimensions first."""
     return [
         frozenset(pair)
@@ -36,7 +33,7 @@ def all_pairs() -> list[Pair]:
     ]
 
 
-def numbers_of(combination: Combination) -> dict[str, int]:
+def numbers_of(combination):
     """Return the number of each dimension's value."""
     return {
         name: number
@@ -46,7 +43,7 @@ def numbers_of(combination: Combination) -> dict[str, int]:
     }
 
 
-def pairs_of(combination: Combination) -> set[Pair]:
+def pairs_of(combination):
     """Return the pairs of values that occur in a combination."""
     chosen = numbers_of(combination).items()
     return {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
@@ -59,14 +56,14 @@ class Dealer:
     the simplest values of all other dimensions, nor with another family.
     """
 
-    def __init__(self, seed: int, accepts: Callable[[Combination], None]):
+    def __init__(self, seed, accepts):
         self.random = random.Random(seed)
         self.accepts = accepts
         self.uncovered = dict.fromkeys(all_pairs())  # in order, and quick to look up
-        self.refused: set[Pair] = set()
-        self.dealt: Counter[str] = Counter()
+        self.refused = set()
+        self.dealt = Counter()
 
-    def deal(self) -> Iterator[Combination]:
+    def deal(self):
         """Yield combinations: first those that cover pairs, then those with other ways to write."""
         yield from self.deal_pairs()
         for name, values in DIMENSIONS.items():
@@ -74,7 +71,7 @@ class Dealer:
                 if words not in self.dealt and (one := self.with_words({name: words})):
                     yield one
 
-    def deal_pairs(self) -> Iterator[Combination]:
+    def deal_pairs(self):
         while self.uncovered:
             first = next(iter(self.uncovered))
             del self.uncovered[first]
@@ -89,7 +86,7 @@ class Dealer:
             else:
                 self.refused.add(first)
 
-    def with_pair(self, pair: Pair) -> Combination | None:
+    def with_pair(self, pair):
         """Return the simplest combination with a pair, or None if all of its ways are refused."""
         one, other = sorted(pair)
         for words, others in itertools.product(self.ways(one), self.ways(other)):
@@ -97,7 +94,7 @@ class Dealer:
                 return combination
         return None
 
-    def with_words(self, words: Combination) -> Combination | None:
+    def with_words(self, words):
         """Return the simplest combination with some words, or None if it is refused.
 
         Some need another family than the simplest, as a layout of experts, or more blocks.
@@ -107,7 +104,7 @@ class Dealer:
         tries = (SIMPLEST | third | words for third in thirds)
         return next(filter(self.is_accepted, tries), None)
 
-    def filled(self, combination: Combination, numbers: dict[str, int]) -> Combination:
+    def filled(self, combination, numbers):
         """Return a combination with the values that add most pairs. numbers: those it has."""
         names = [name for name in DIMENSIONS if name not in numbers]
         self.random.shuffle(names)
@@ -122,19 +119,19 @@ class Dealer:
                     break
         return combination
 
-    def gain(self, choice: Choice, numbers: dict[str, int]) -> int:
+    def gain(self, choice, numbers):
         """Return how many pairs a value adds; 0 if one is refused."""
         pairs = [frozenset((choice, other)) for other in numbers.items()]
         if any(pair in self.refused for pair in pairs):
             return 0
         return sum(pair in self.uncovered for pair in pairs)
 
-    def ways(self, choice: Choice) -> list[str]:
+    def ways(self, choice):
         """Return the ways to write a value, first that of the fewest ranks in all runs so far."""
         ways = DIMENSIONS[choice[0]][choice[1]]
         return sorted(ways, key=lambda words: self.dealt[words] * ranks_of(words.split()))
 
-    def is_accepted(self, combination: Combination) -> bool:
+    def is_accepted(self, combination):
         try:
             self.accepts(combination)
         except Refused:
@@ -142,12 +139,12 @@ class Dealer:
         return True
 
 
-def stored() -> list[Combination]:
+def stored():
     """Return the combinations of the file."""
     return [SIMPLEST | row for row in read_json(FILE)["combinations"]]
 
 
-def refused() -> set[Pair]:
+def refused():
     """Return the pairs that the file lists as refused."""
     return {
         frozenset((name, number) for name, number in pair) for pair in read_json(FILE)["refused"]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from folders import REPO
 from namespaces import Network
@@ -25,9 +24,9 @@ time.sleep(3600)
 class Hosts(Network):
     """Hosts that run torchrun, with the rendezvous at the switch, outside of all hosts."""
 
-    def __init__(self, count: int):
+    def __init__(self, count):
         super().__init__(count)
-        self.running: dict[int, subprocess.Popen] = {}
+        self.running = {}
         self.store = subprocess.Popen(
             [*self.at(0), sys.executable, "-c", STORE],
             stdout=subprocess.PIPE,
@@ -35,7 +34,7 @@ class Hosts(Network):
         )
         assert self.store.stdout.readline() == "ready\n"
 
-    def start(self, i: int, words: list[str], env: dict[str, str], cwd: Path) -> None:
+    def start(self, i, words, env, cwd):
         """Start torchrun on host i, for a world of one up to all hosts."""
         conf = (
             "is_host=false,last_call_timeout=2,"
@@ -54,18 +53,18 @@ class Hosts(Network):
         process.told = log
         self.running[i] = process
 
-    def kill(self, i: int) -> None:
+    def kill(self, i):
         """Kill torchrun and all ranks of host i at once, as if it lost its power."""
         self.power_off(i)
         self.running.pop(i).wait()
 
-    def told(self, i: int) -> str:
+    def told(self, i):
         """Return the output of host i's torchrun and ranks."""
         file = self.running[i].told
         file.seek(0)
         return file.read()
 
-    def close(self) -> None:
+    def close(self):
         """End all processes and delete the hosts."""
         for i in list(self.running):
             self.kill(i)
@@ -74,7 +73,7 @@ class Hosts(Network):
         super().close()
 
 
-def seconds_until(there, limit: float) -> float:
+def seconds_until(there, limit):
     """Return the seconds until `there()` holds. Raises AssertionError after `limit` seconds."""
     began = time.monotonic()
     while not there():

@@ -14,7 +14,7 @@ from world import SMALL, Run, split
 CONSTANT = "schedule=constant schedule.warmup_steps=0 optim.lr=3e-4"
 
 
-def trained(run: Run, world: int, since: int) -> bool:
+def trained(run, world, since):
     """Return True if `world` ranks took over after `since` starts of ranks, and trained."""
     starts = [*run.event("start"), *run.event("resume")][since:]
     if not starts or starts[-1]["world_size"] != world or not run.metrics:
@@ -42,7 +42,7 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
     }
     run, hosts, table = Run(tmp_path / "run"), Hosts(2), []
 
-    def see(what: str, world: int, act) -> None:
+    def see(what, world, act):
         since = len(run.event("start")) + len(run.event("resume"))
         act()
         try:
@@ -52,11 +52,11 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
             text = "\n".join([what, *outputs, *map(str, run.events)])
             raise AssertionError(text) from None
 
-    def start(*which: int) -> None:
+    def start(*which):
         for i in which:
             hosts.start(i, split(words), env, tmp_path)
 
-    def plug_in_again() -> None:
+    def plug_in_again():
         hosts.kill(1)  # its torchrun has given up, or is about to
         hosts.cable(1, plugged=True)
         start(1)

@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from folders import REPO
@@ -56,7 +55,7 @@ class Hang:
     said: str
 
 
-def hang(folder: Path, fault: str, *more: str) -> Hang:
+def hang(folder, fault, *more):
     """Run with a fault until the end, or kill the run after LIMIT_SECONDS."""
     notes = folder.with_suffix(".faults")
     path = os.pathsep.join([str(INJECT), str(REPO), os.environ.get("PYTHONPATH", "")])
@@ -80,7 +79,7 @@ def hang(folder: Path, fault: str, *more: str) -> Hang:
     run, happened = Run(folder), notes / "fault.0"
     began = float(happened.read_text()) if happened.exists() else time.time()
 
-    def since(name: str) -> float | None:
+    def since(name):
         return next((event["time"] - began for event in run.event(name)), None)
 
     return Hang(run, process.returncode, since("hang"), since("resume"), said)

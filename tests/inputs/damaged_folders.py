@@ -20,15 +20,15 @@ OUTPUT = "model.layers.0.self_attn.o_proj.weight"
 Edit = Callable[[Path], Any]
 
 
-def set_keys(name: str, **keys: Any) -> Edit:
+def set_keys(name, **keys):
     """Return an edit of keys in a JSON file."""
     return lambda folder: edit_json(folder / name, **keys)
 
 
-def set_tensors(change: Callable[[dict], Any], name: str = WEIGHTS) -> Edit:
+def set_tensors(change, name=WEIGHTS):
     """Return an edit of the tensors in a file."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         tensors = load_file(folder / name)
         change(tensors)
         whole = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
@@ -37,7 +37,7 @@ def set_tensors(change: Callable[[dict], Any], name: str = WEIGHTS) -> Edit:
     return edit
 
 
-def into_gguf(folder: Path) -> None:
+def into_gguf(folder):
     """Write a folder's model into a GGUF file, which is all that stays."""
     from fsdp_trainer.interop.weights.gguf_file import write_gguf
 
@@ -47,7 +47,7 @@ def into_gguf(folder: Path) -> None:
     (folder.parent / "model.gguf").rename(folder / "model.gguf")
 
 
-def half_merged(tensors: dict, base: dict) -> None:
+def half_merged(tensors, base):
     """Halve what an adapter has changed."""
     tensors.update({name: base[name] + (t - base[name]) / 2 for name, t in tensors.items()})
 
@@ -97,7 +97,7 @@ HONEST = [("adapter", "base"), ("merged", "adapter"), ("gguf", "base"), ("base",
 """Folders and references of which `prove` may say nothing."""
 
 
-def write_folders(out: Path) -> None:
+def write_folders(out):
     """Write the folders: a base, one in shards and one in 8 bits, an adapter, and it merged."""
     import transformers
     from peft import LoraConfig, get_peft_model
@@ -116,7 +116,7 @@ def write_folders(out: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "base")
     targets = ["q_proj", "v_proj"]
     options = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    adapted: Any = get_peft_model(model, options)
+    adapted = get_peft_model(model, options)
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, 0, 0.02)
@@ -125,13 +125,13 @@ def write_folders(out: Path) -> None:
     (out / "merged" / "generation_config.json").write_text(ends)
 
 
-def wrong_in_folder(source: Path, reference: Path | None) -> list[str]:
+def wrong_in_folder(source, reference):
     """Return the checks of a folder that are not ok."""
     given = [f"reference={reference}"] if reference else []
     return wrong_of(command(["prove", f"source={source}", *given, "format=json"], None))
 
 
-def wrong_of(result: Any) -> list[str]:
+def wrong_of(result):
     """Return the names of the checks that are not ok, from what `prove` printed as JSON."""
     if result.code not in (0, 3):
         return [f"exit {result.code}: {result.err[-800:]}"]
@@ -140,7 +140,7 @@ def wrong_of(result: Any) -> list[str]:
     return wrong
 
 
-def wrong_with(fault: FolderFault, folders: Path) -> list[str]:
+def wrong_with(fault, folders):
     """Return the checks of a copy of a folder with a fault that are not ok."""
     damaged = folders / "damaged"
     shutil.rmtree(damaged, ignore_errors=True)

@@ -5,7 +5,7 @@ from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.training.batches import Assembler
 
 
-def leak() -> None:
+def leak():
     """Let all documents of a row see each other."""
     layout = Assembler.layout
 
@@ -15,7 +15,7 @@ def leak() -> None:
     Assembler.layout = joined
 
 
-def weighed(change) -> None:
+def weighed(change):
     """Change the weights of tokenized samples."""
     weigh = SampleBuilder._weigh
 
@@ -27,12 +27,12 @@ def weighed(change) -> None:
     SampleBuilder._weigh = changed
 
 
-def learn_questions(builder, sample) -> None:
+def learn_questions(builder, sample):
     """Learn all tokens."""
     sample.weights[:] = 1
 
 
-def chat_otherwise() -> None:
+def chat_otherwise():
     """Write a space after what chat asks with."""
     ask = Speaker.ask
 

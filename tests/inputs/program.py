@@ -1,7 +1,5 @@
 """The command line in this process, as a user meets it: what it prints, and what it refuses."""
 
-from typing import Any
-
 from world import command
 
 
@@ -14,7 +12,7 @@ class Program:
     out = err = ""
     """What the last command line wrote."""
 
-    def __call__(self, *words: Any, code: int = 0) -> str:
+    def __call__(self, *words, code=0):
         """Run a command line that ends with `code`; return its output, or its error message."""
         typed = words_of(words[0]) if len(words) == 1 else [str(word) for word in words]
         result = command(typed, None)
@@ -22,7 +20,7 @@ class Program:
         self.out, self.err = result.out, result.err
         return self.err if code else self.out
 
-    def refuses(self, cases: dict[str, str], *before: Any) -> None:
+    def refuses(self, cases, *before):
         """Check that each command line is refused in one message, with what is said of it.
 
         before: words with which each begins.
@@ -33,6 +31,6 @@ class Program:
             assert (message.count("fsdp-trainer: "), self.out) == (1, ""), words
 
 
-def words_of(line: str) -> list[str]:
+def words_of(line):
     """Return the words of a command line. See Program."""
     return [word for word in line.split("  " if "  " in line else None) if word]

@@ -87,7 +87,7 @@ def by_ssh(monkeypatch, tmp_path):
 def nodes(by_ssh, monkeypatch, tmp_path):
     """`nodes(codes)`: instead of a training each host's node ends with its code at once."""
 
-    def become(codes: list[int]) -> None:
+    def become(codes):
         env = seamed(tmp_path / "seam", f"CODES = {codes}\n{NODES}")
         monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
 
@@ -177,7 +177,7 @@ def start(tmp_path):
     """Start a training by a process of its own, whose ranks train nothing, and wait for these."""
     processes = []
 
-    def run(*words: str, before: list[str], env: dict[str, str]) -> subprocess.Popen:
+    def run(*words, before, env):
         env = os.environ | seamed(tmp_path / "seam", RANKS) | env
         for name in ("RANK", "SLURM_JOB_ID"):
             env.pop(name, None)
@@ -207,7 +207,7 @@ def on_two_hosts(start, cluster):
     return start(hosts, "launch.nproc_per_node=1", before=cluster.before, env=cluster.env)
 
 
-def processes_of(run: Path) -> list[str]:
+def processes_of(run):
     """Process ids of all nodes and ranks of a run."""
     ids = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):

@@ -291,7 +291,7 @@ def test_a_node_without_rank_0_says_where_the_message_is(input_words, capfd, ent
     class Second:
         first, node, address, heard = 1, 1, "gpu3", None
 
-        def __init__(self, *_: object):
+        def __init__(self, *_):
             self.environment, self.leave = dict, lambda code: None
 
     fails = [sys.executable, "-c", "raise SystemExit(2)"]

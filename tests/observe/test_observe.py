@@ -372,7 +372,7 @@ def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path
     assert logged == [CASES["sent"]]
 
 
-def steps_of_mlflow(folder: Path) -> list[list]:
+def steps_of_mlflow(folder):
     """Return the steps with their losses of each run, the last run first."""
     client = pytest.importorskip("mlflow").MlflowClient()
     (experiment,) = client.search_experiments(filter_string="name = 'fsdp_trainer'")
@@ -382,7 +382,7 @@ def steps_of_mlflow(folder: Path) -> list[list]:
     return [[(one.step, one.value) for one in history] for history in histories]
 
 
-def steps_of_tensorboard(folder: Path) -> list[list]:
+def steps_of_tensorboard(folder):
     """Return the steps with their losses that TensorBoard shows."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

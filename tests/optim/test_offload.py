@@ -91,7 +91,7 @@ def test_a_rewind_leaves_the_checkpoints_alone_that_link_the_states(train):
 
 
 @inject.fault
-def killed_in_an_update(step: int):
+def killed_in_an_update(step):
     """Kill the process in the middle of an update."""
     steps = []
 

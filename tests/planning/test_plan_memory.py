@@ -20,7 +20,7 @@ MODEL = ModelConfig(
 )
 
 
-def configured(ranks: int = 8, **keys) -> TrainConfig:
+def configured(ranks=8, **keys):
     """keys: `group__key`."""
     cfg = TrainConfig()
     cfg.batch.seq_len = 512

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from browser import browser_page, settle
@@ -32,34 +31,34 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img 
 SLUG_DROPS = re.compile(r"[^\w\- ]")
 
 
-def files(navigation: str) -> list[str]:
+def files(navigation):
     """Return the pages of a part of the navigation."""
     return re.findall(r"\S+\.md", navigation)
 
 
-def without_blocks(page: Path) -> str:
+def without_blocks(page):
     return BLOCK.sub("", page.read_text())
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"(?m)^#+ (.*)$", without_blocks(page))
     return {SLUG_DROPS.sub("", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def links(page: Path) -> list[str]:
+def links(page):
     """Return the targets of a page's links and pictures."""
     text = re.sub(r"`[^`\n]*`", "", without_blocks(page))
     return ["".join(groups) for groups in LINK.findall(text)]
 
 
-def is_broken(page: Path, link: str) -> bool:
+def is_broken(page, link):
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     return not target.exists() or (bool(anchor) and anchor not in anchors(target))
 
 
-def commands(page: Path) -> list[str]:
+def commands(page):
     """Return the lines of a page's blocks without comments, and the commands in its text."""
     lines = "".join(BLOCK.findall(page.read_text())).splitlines()
     in_text = re.findall(r"`([^`\n]+)`", without_blocks(page))
@@ -90,7 +89,7 @@ def test_old_addresses_lead_to_a_page_and_a_heading():
     assert [target for target in targets if is_broken(DOCS / "index.md", target)] == []
 
 
-def tables(page: Path) -> list[int]:
+def tables(page):
     """Return the number of rows of each table of a page."""
     lines = without_blocks(page).splitlines()
     grouped = itertools.groupby(lines, key=lambda line: line.startswith("|"))
@@ -110,7 +109,7 @@ def test_the_start_page_and_the_tutorials_are_in_both_languages():
     assert {page.name.replace(".zh-CN", "") for page in CHINESE} == {*english}
 
 
-def by_hand(text: str) -> list[str]:
+def by_hand(text):
     """Return the words of a page without the tables that the program writes."""
     return re.sub(r"(?s)<!-- table -->.*<!-- end of table -->", "", text).split()
 
@@ -127,7 +126,7 @@ def test_all_pages_by_hand_can_be_read():
 
 
 def test_every_page_begins_with_what_it_is_for():
-    def begins_with_text(page: Path) -> bool:
+    def begins_with_text(page):
         title, empty, first = page.read_text().splitlines()[:3]
         begins = bool(first) and first[0] not in "|!#<" and not first.startswith("```")
         return title.startswith("# ") and not empty and begins
@@ -193,7 +192,7 @@ def test_a_search_of_the_site_finds_the_page_that_one_expects_first(tmp_path):
             page.press(".md-search__input", "End")  # the page listens to keys
             before = link
 
-            def is_other(before=before) -> bool:
+            def is_other(before=before):
                 top = page.query_selector(results)
                 return bool(top) and top.get_attribute("href") != before
 

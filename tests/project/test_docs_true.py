@@ -5,7 +5,6 @@ import contextlib
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,17 +36,17 @@ OTHERS = (Path(__file__).parent / "other_names.txt").read_text().split()
 """Names of other programs, of files that an example invents, and of files that have a number."""
 
 
-def sentences(page: Path) -> str:
+def sentences(page):
     """Return a page without its blocks."""
     return BLOCK.sub("", page.read_text())
 
 
-def code(page: Path) -> list[str]:
+def code(page):
     """Return the code in a page's sentences and tables."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"https?://[^ `\"']+", "", sentences(page)))
 
 
-def names_in(file: Path) -> Iterator[str]:
+def names_in(file):
     """Yield the names and texts of a file of Python, without its docstrings and comments."""
     tree = ast.parse(file.read_text())
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -59,7 +58,7 @@ def names_in(file: Path) -> Iterator[str]:
 
 
 @cache
-def program() -> str:
+def program():
     """Return all names and texts of the program and its tools, and the names of all files."""
     texts = [str(file.relative_to(REPO)) for file in TRACKED]
     for file in TRACKED:
@@ -108,7 +107,7 @@ def test_a_file_in_a_sentence_is_in_the_repository_or_written_by_the_program():
     assert not wrong, sorted(wrong)
 
 
-def settings(text: str) -> list[tuple[str, str]]:
+def settings(text):
     """Return the (key, value) pairs in code, without those whose value only stands for one."""
     is_one = re.fullmatch(r"[\w.]+=[\[{][^=]*", text)
     with contextlib.suppress(ValueError):
@@ -119,7 +118,7 @@ def settings(text: str) -> list[tuple[str, str]]:
     return []
 
 
-def is_accepted(key: str, value: str) -> bool:
+def is_accepted(key, value):
     """Return whether a verb has a key or group that accepts a value; several are separate."""
     groups, fields = options("train"), [flatten(PRIMARY[verb]).get(key) for verb in VERBS]
     known = [field for field in fields if field]
@@ -180,7 +179,7 @@ SETTINGS = {"8,192", "32,000", "65,536"}
 """Sizes of a measured run, which the name of its result implies."""
 
 
-def sections(page: Path) -> list[str]:
+def sections(page):
     return re.split(r"(?m)^(?=#+ )", sentences(page))
 
 
@@ -191,7 +190,7 @@ def test_a_figure_names_the_result_it_comes_from():
     assert not wrong, wrong
 
 
-def leaves(tree: object) -> Iterator[float]:
+def leaves(tree):
     """Yield the numbers in a result."""
     if isinstance(tree, dict | list):
         for item in tree.values() if isinstance(tree, dict) else tree:
@@ -200,7 +199,7 @@ def leaves(tree: object) -> Iterator[float]:
         yield tree
 
 
-def is_in(number: str, results: list[float]) -> bool:
+def is_in(number, results):
     """Return whether a number is in results, rounded as it is written, maybe in another unit."""
     value, near = float(number.replace(",", "")), 0.5 * 10 ** -len(number.partition(".")[2])
     units = (1, 100, 1e3, 1e-3, 1e-6, 1e-9, 1e-12, 1 / 2**10, 1 / 2**20, 1 / 2**30)

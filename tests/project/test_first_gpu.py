@@ -20,7 +20,7 @@ from benchmarks.two_ranks import CASES, COMMON
 from fsdp_trainer.config.composing.compose import compose
 
 
-def python(text: str, **expected) -> Command:
+def python(text, **expected):
     return Command(("-c", text), **expected)
 
 

@@ -9,20 +9,17 @@ each override is cached, too.
 
 import copy
 import pickle
-from typing import Any
 
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import (
     CachingConfigRepository,
     ConfigRepository,
-    IConfigRepository,
 )
 from hydra._internal.defaults_list import DefaultsList
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
-from hydra.plugins.config_source import ConfigResult
 
 from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.composing.recipe_files import OWN
@@ -33,7 +30,7 @@ PACKAGED = {str(CONF.resolve()), "hydra.conf", "structured://", None, ""}
 """Paths of the sources whose files are the project's or Hydra's."""
 
 
-def keep() -> None:
+def keep():
     """Enable the cache in this process and in those that are forked from it later."""
     keep_loaded_files()
     keep_search_path()
@@ -44,11 +41,11 @@ def keep() -> None:
     keep_sources()
 
 
-def keep_loaded_files() -> None:
+def keep_loaded_files():
     load = ConfigRepository.load_config
-    cache: dict[str, bytes] = {}
+    cache = {}
 
-    def load_once(self: ConfigRepository, config_path: str) -> ConfigResult | None:
+    def load_once(self, config_path):
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         own = config_path.removeprefix("recipe/") in OWN
         if own or source is None or source.path not in PACKAGED:
@@ -60,12 +57,10 @@ def keep_loaded_files() -> None:
     ConfigRepository.load_config = load_once
 
 
-def keep_search_path() -> None:
+def keep_search_path():
     look = ConfigLoaderImpl._process_config_searchpath
 
-    def look_at_words(
-        self: ConfigLoaderImpl, config_name: str | None, words: list[Override], repo: Any
-    ) -> None:
+    def look_at_words(self, config_name, words, repo):
         """No file of ours has a search path, and Hydra would parse and wrap one to see that."""
         if any(word.get_key_element() == "hydra.searchpath" for word in words):
             look(self, config_name, words, repo)
@@ -73,17 +68,17 @@ def keep_search_path() -> None:
     ConfigLoaderImpl._process_config_searchpath = look_at_words
 
 
-def keep_defaults_lists() -> None:
+def keep_defaults_lists():
     create = config_loader_impl.create_defaults_list
-    cache: dict[tuple, DefaultsList] = {}
+    cache = {}
 
     def create_once(
-        repo: IConfigRepository,
-        config_name: str | None,
-        overrides_list: list[Override],
-        prepend_hydra: bool,
-        skip_missing: bool,
-    ) -> DefaultsList:
+        repo,
+        config_name,
+        overrides_list,
+        prepend_hydra,
+        skip_missing,
+    ):
         settings = config_name, prepend_hydra, skip_missing
         if not never_changes(repo):
             return create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
@@ -101,22 +96,22 @@ def keep_defaults_lists() -> None:
     config_loader_impl.create_defaults_list = create_once
 
 
-def skip_choices() -> None:
+def skip_choices():
     """Collect the choices made so far only for interpolations, not for every file as Hydra does."""
     collect = defaults_list._create_interpolation_map
 
-    def collect_if_read(overrides: Any, defaults: list, self_added: bool) -> Any:
+    def collect_if_read(overrides, defaults, self_added):
         read = any(default.is_interpolation() for default in defaults)
         return collect(overrides, defaults, self_added) if read else None
 
     defaults_list._create_interpolation_map = collect_if_read
 
 
-def keep_merged_files() -> None:
+def keep_merged_files():
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
-    cache: dict[tuple, bytes] = {}
+    cache = {}
 
-    def merge_once(self: ConfigLoaderImpl, defaults: list, repo: IConfigRepository) -> Any:
+    def merge_once(self, defaults, repo):
         if not never_changes(repo):
             return merge(self, defaults, repo)
         key = tuple((file.config_path, file.package, file.is_self) for file in defaults)
@@ -127,11 +122,11 @@ def keep_merged_files() -> None:
     ConfigLoaderImpl._compose_config_from_defaults_list = merge_once
 
 
-def keep_parsed_words() -> None:
+def keep_parsed_words():
     parse = OverridesParser.parse_rule
-    cache: dict[tuple[str, str], Any] = {}
+    cache = {}
 
-    def parse_once(self: OverridesParser, text: str, rule: str) -> Any:
+    def parse_once(self, text, rule):
         if (text, rule) not in cache:
             cache[text, rule] = parse(self, text, rule)
         parsed = cache[text, rule]
@@ -141,22 +136,22 @@ def keep_parsed_words() -> None:
     OverridesParser.parse_rule = parse_once
 
 
-def keep_sources() -> None:
+def keep_sources():
     """Copy the list of sources for each composition, but not the sources, which do not change."""
 
-    def copy_repository(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
+    def copy_repository(self, delegate):
         self.delegate = copy.copy(delegate)
         self.cache = {}
 
     CachingConfigRepository.__init__ = copy_repository
 
 
-def never_changes(repo: IConfigRepository) -> bool:
+def never_changes(repo):
     """Return True if all files are the project's or Hydra's; files that tests write may change."""
     return not OWN and all(source.path in PACKAGED for source in repo.get_sources())
 
 
-def chooses_option(override: Override, repo: IConfigRepository) -> bool:
+def chooses_option(override, repo):
     """Return True for `model=tiny`; False for `train.steps=3` and for a group given as a map."""
     if override.is_sweep_override() or isinstance(override.value(), dict):
         return False

@@ -15,10 +15,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
 from world import PRELOAD, SERVER, await_stores, use_server
 
@@ -30,12 +28,12 @@ class Forked:
 
     def __init__(
         self,
-        command: list[str],
-        log: Path,
-        env: dict[str, str] | None = None,
-        cwd: Path | None = None,
-        own: Callable | None = None,
-        seam: Callable | None = None,
+        command,
+        log,
+        env=None,
+        cwd=None,
+        own=None,
+        seam=None,
     ):
         """Start it. log: file of its output.
 
@@ -54,43 +52,43 @@ class Forked:
         self.pid = self.process.pid
 
     @property
-    def said(self) -> str:
+    def said(self):
         """Return its output so far, and that of the processes it has started."""
         return self.log.read_text() if self.log.exists() else ""
 
     @property
-    def children(self) -> list[int]:
+    def children(self):
         """Return the ids of the processes that it has started and that still run."""
         return [*map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split())]
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.process.exitcode
 
-    def wait(self, timeout: float = 300) -> int | None:
+    def wait(self, timeout=300):
         self.process.join(timeout)
         return self.poll()
 
-    def communicate(self) -> tuple[str, str]:
+    def communicate(self):
         self.wait()
         return self.said, ""
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
 
 def run_into(
-    command: list[str],
-    log: str,
-    env: dict[str, str],
-    cwd: str,
-    own: Callable | None,
-    seam: Callable | None,
-) -> NoReturn:
+    command,
+    log,
+    env,
+    cwd,
+    own,
+    seam,
+):
     """Run a command in this process, which appends its output to a file."""
     await_stores()
     os.fsync = lambda file: None
@@ -102,8 +100,8 @@ def run_into(
 class Child:
     """A process that is forked from this one, as subprocess.Popen would show it."""
 
-    def __init__(self, command: list[str], seam: Callable | None, options: dict[str, Any]):
-        self.returncode: int | None = None
+    def __init__(self, command, seam, options):
+        self.returncode = None
         self.stdout, output = None, options.get("stdout")
         if output == subprocess.PIPE:
             reads, output = os.pipe()
@@ -118,27 +116,27 @@ class Child:
             signal.signal(number, default)
         run(command, options["env"], os.getcwd(), output, options.get("stderr"), seam)
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.wait(hangs=os.WNOHANG)
 
-    def wait(self, timeout: float | None = None, hangs: int = 0) -> int | None:
+    def wait(self, timeout=None, hangs=0):
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, hangs)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def terminate(self) -> None:
+    def terminate(self):
         self.send_signal(signal.SIGTERM)
 
 
-def start(seam: Callable | None, popen: type, args: Any, *_: Any, **options: Any) -> Any:
+def start(seam, popen, args, *_, **options):
     """Take the place of Popen.__new__: fork a process of the trainer, and start all others."""
     if args[0] == sys.executable and "fsdp_trainer" in args[1:4]:
         return Child(list(args), seam, options)
@@ -146,13 +144,13 @@ def start(seam: Callable | None, popen: type, args: Any, *_: Any, **options: Any
 
 
 def run(
-    command: list[str],
-    env: dict[str, str],
-    cwd: str,
-    stdout: Any,
-    stderr: Any,
-    seam: Callable | None = None,
-) -> NoReturn:
+    command,
+    env,
+    cwd,
+    stdout,
+    stderr,
+    seam=None,
+):
     """Run `python -m MODULE WORDS` in this process until its end.
 
     stdout, stderr: a file, its descriptor, or None for those of this process.

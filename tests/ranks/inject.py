@@ -20,7 +20,7 @@ import signal
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -190,7 +190,7 @@ sweep_tell_seconds → fsdp_trainer.apps.sweep.jobs:TELL_EVERY_SECONDS
 }
 """Constants by a name for what they limit, each with every module that has a copy."""
 
-trainer: Any = None
+trainer = None
 """The trainer of this rank, after it was built inside `with_trainer`."""
 
 
@@ -206,21 +206,21 @@ class Fault:
     options: dict[str, Any]
     entered: list[contextlib.AbstractContextManager] = field(default_factory=list, repr=False)
 
-    def __call__(self) -> contextlib.AbstractContextManager:
+    def __call__(self):
         return self.choose.context(*self.args, **self.options)
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.entered.append(self())
         self.entered[-1].__enter__()
 
-    def __exit__(self, *error: Any) -> bool | None:
+    def __exit__(self, *error):
         return self.entered.pop().__exit__(*error)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " ".join([self.choose.__name__, *map(str, self.args)])
 
 
-def fault(body: Callable) -> Callable[..., Fault]:
+def fault(body):
     """Decorate a generator function so that a call returns a Fault, which is not entered yet."""
 
     @functools.wraps(body)
@@ -232,7 +232,7 @@ def fault(body: Callable) -> Callable[..., Fault]:
 
 
 @fault
-def together(*faults: Callable):
+def together(*faults):
     """Enter several faults at once."""
     with contextlib.ExitStack() as stack:
         for one in faults:
@@ -240,7 +240,7 @@ def together(*faults: Callable):
         yield
 
 
-def this_rank(rank: int | str | None) -> bool:
+def this_rank(rank):
     """Return True if this process is `rank`: a number, "last", or None for every rank."""
     mine, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return rank is None or mine == (size - 1 if rank == "last" else rank)
@@ -249,7 +249,7 @@ def this_rank(rank: int | str | None) -> bool:
 # --- injection points ---------------------------------------------------------------------------
 
 
-def replace(place: str, value: Any) -> contextlib.AbstractContextManager:
+def replace(place, value):
     """Replace "module:attribute" by `value`; the context manager restores it at the end."""
     module, path = place.split(":")
     owner, _, name = path.rpartition(".")
@@ -257,7 +257,7 @@ def replace(place: str, value: Any) -> contextlib.AbstractContextManager:
 
 
 @fault
-def around(point: str, wrapper: Callable, rank: int | str | None = None):
+def around(point, wrapper, rank=None):
     """Call `wrapper(real, *args)` instead of the function of POINTS, on `rank`."""
     real = resolve_name(POINTS[point])
 
@@ -269,7 +269,7 @@ def around(point: str, wrapper: Callable, rank: int | str | None = None):
 
 
 @fault
-def fails(point: str, error: BaseException, rank: int | str | None = None, nth: int | None = None):
+def fails(point, error, rank=None, nth=None):
     """Raise `error` instead of calling the function of POINTS; nth: only at the nth call."""
     calls = []
 
@@ -284,7 +284,7 @@ def fails(point: str, error: BaseException, rank: int | str | None = None, nth: 
 
 
 @fault
-def setting(name: str, value: Any):
+def setting(name, value):
     """Set the constant of SETTINGS to `value`."""
     with contextlib.ExitStack() as stack:
         for place in SETTINGS[name]:
@@ -292,13 +292,13 @@ def setting(name: str, value: Any):
         yield
 
 
-def no_kernels() -> Fault:
+def no_kernels():
     """Compile without generating kernels, which takes most of the time, for tests of numbers."""
     return setting("compile_backend", "aot_eager_decomp_partition")
 
 
 @fault
-def listening(listener: phases.Listener, rank: int | str | None = None):
+def listening(listener, rank=None):
     """Call `listener(thread, ended phase)` whenever `rank` enters a phase.
 
     It is called within the new phase, after all listeners of the product, including the profiler's.
@@ -316,11 +316,11 @@ def listening(listener: phases.Listener, rank: int | str | None = None):
 
 @fault
 def at(
-    phase: str | None,
-    act: Callable,
-    rank: int | str | None = None,
-    step: int | None = None,
-    nth: int | None = None,
+    phase,
+    act,
+    rank=None,
+    step=None,
+    nth=None,
 ):
     """Call `act()` whenever `rank` enters a phase, only in `step` or only the nth time.
 
@@ -341,7 +341,7 @@ def at(
 
 
 @fault
-def after(phase: str, act: Callable, rank: int | str | None = None):
+def after(phase, act, rank=None):
     """Call `act()` whenever `rank` leaves a phase and enters another."""
 
     def listen(thread, ended):
@@ -353,7 +353,7 @@ def after(phase: str, act: Callable, rank: int | str | None = None):
 
 
 @fault
-def with_trainer(act: Callable = id):
+def with_trainer(act=id):
     """Keep the trainer as `inject.trainer` when it is built, and call `act(trainer)`."""
 
     def build(real, *args, **options):
@@ -369,28 +369,28 @@ def with_trainer(act: Callable = id):
 # --- failures -----------------------------------------------------------------------------------
 
 
-def kill() -> None:
+def kill():
     """Kill this process, as if its machine were lost."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(text: str = "as good as killed") -> None:
+def fail(text="as good as killed"):
     """End the run with an error like those that the trainer raises itself."""
     raise RunFailed(text)
 
 
-def send(signum: int) -> None:
+def send(signum):
     """Send this process a signal, and give the listening thread time to receive it."""
     os.kill(os.getpid(), signum)
     time.sleep(0.05)
 
 
-def exhaust_memory() -> None:
+def exhaust_memory():
     """Allocate more memory than the address space has, so that the system itself refuses it."""
     torch.empty(2**50, dtype=torch.uint8)
 
 
-def signalled(phase, rank=1, nth=2, signum=signal.SIGTERM) -> Fault:
+def signalled(phase, rank=1, nth=2, signum=signal.SIGTERM):
     """Send `rank` a signal when it enters a phase for the nth time."""
     return at(phase, functools.partial(send, signum), rank=rank, nth=nth)
 
@@ -403,7 +403,7 @@ def signalled_before(step, phase, rank=1, nth=2, signum=signal.SIGTERM):
     """
     sent = threading.Event()
 
-    def send_once() -> None:
+    def send_once():
         send(signum)
         sent.set()
 
@@ -414,40 +414,40 @@ def signalled_before(step, phase, rank=1, nth=2, signum=signal.SIGTERM):
         yield
 
 
-def killed(rank=None, step=None) -> Fault:
+def killed(rank=None, step=None):
     """Kill `rank` by SIGKILL when it begins a step."""
     return at(None, kill, rank=rank, step=step)
 
 
-def killed_once(note: Path, step: int, rank=None) -> Fault:
+def killed_once(note, step, rank=None):
     """Kill the first process, or only `rank`, that begins a step. note: file that is made then."""
     return at(None, functools.partial(kill_first, note), rank=rank, step=step)
 
 
-def kill_first(note: Path) -> None:
+def kill_first(note):
     """Kill this process if no other one was killed before."""
     with contextlib.suppress(FileExistsError):
         note.touch(exist_ok=False)
         kill()
 
 
-def failed(step, phase=None, nth=1) -> Fault:
+def failed(step, phase=None, nth=1):
     """End the run with an error when it begins a step, or enters a phase of it."""
     return at(phase, fail, step=step, nth=nth)
 
 
-def at_phases(acts: dict[tuple[int, str], Callable]) -> Fault:
+def at_phases(acts):
     """Call on rank 0 the act of each (step, phase) that it enters, also in repeated saves."""
     moments = [at(phase, act, rank=0, step=step) for (step, phase), act in acts.items()]
     return together(quick_retries(), *moments)
 
 
-def quick_retries() -> Fault:
+def quick_retries():
     """Shorten the pauses before a checkpoint that failed at the end of a run is tried again."""
     return setting("save_pauses", two_short_pauses)
 
 
-def two_short_pauses(patience: float) -> list[float]:
+def two_short_pauses(patience):
     """Replace `saving.pauses`."""
     return [0.1, 0.1]
 
@@ -456,7 +456,7 @@ def two_short_pauses(patience: float) -> list[float]:
 
 
 @fault
-def bad_numbers(kind: str, steps: Iterable[int]):
+def bad_numbers(kind, steps):
     """Make the last rank's "loss", or only its "gradient", non-finite in the given steps."""
 
     def bad(wanted):
@@ -477,18 +477,18 @@ def bad_numbers(kind: str, steps: Iterable[int]):
         yield
 
 
-def bad_gradient(*steps: int) -> Fault:
+def bad_gradient(*steps):
     """Make gradients of the last rank NaN in the given steps, by default the third."""
     return bad_numbers("gradient", steps or (3,))
 
 
-def bad_loss(*steps: int) -> Fault:
+def bad_loss(*steps):
     """Make losses of the last rank infinite in the given steps, by default the third."""
     return bad_numbers("loss", steps or (3,))
 
 
 @fault
-def infinite_gradient(step: int = 3):
+def infinite_gradient(step=3):
     """Make one element of one shard of the last rank's gradient infinite, before it is clipped."""
 
     def spoil():
@@ -500,7 +500,7 @@ def infinite_gradient(step: int = 3):
 
 
 @fault
-def spiked_once(point: str, step: int, factor: float = 1e4):
+def spiked_once(point, step, factor=1e4):
     """Multiply the result of the function of POINTS by a factor on the last rank in a step.
 
     It stops when the run has been rewound.
@@ -515,7 +515,7 @@ def spiked_once(point: str, step: int, factor: float = 1e4):
 
 
 @fault
-def flipped_bit(rank: int, after_step: int):
+def flipped_bit(rank, after_step):
     """Flip one bit of one weight of a rank between two steps."""
 
     def flip():
@@ -529,7 +529,7 @@ def flipped_bit(rank: int, after_step: int):
 
 
 @fault
-def garbage_rows(which: Callable, labels: Callable):
+def garbage_rows(which, labels):
     """Replace the labels of rows for which `which(index)` is true by `labels(index, tokens)`."""
 
     def read(real, self, indices):
@@ -547,12 +547,12 @@ SPIKED = 20
 """The step whose rows `garbage` spoils, with 3 rows a step."""
 
 
-def garbage() -> Fault:
+def garbage():
     """Replace the labels of step SPIKED's rows by noise, in whatever step they are trained."""
     return garbage_rows(_is_spiked, _noise)
 
 
-def always_garbage() -> Fault:
+def always_garbage():
     """Replace the labels of one step in three by noise, from row 57 on."""
     return garbage_rows(_is_often_spiked, _other_noise)
 
@@ -576,12 +576,12 @@ def _other_noise(_index, tokens):
 # --- disks --------------------------------------------------------------------------------------
 
 
-def no_space() -> OSError:
+def no_space():
     return OSError(errno.ENOSPC, "No space left on device")
 
 
 @fault
-def when_writing(act: Callable):
+def when_writing(act):
     """Call `act(step, run's folder)` before a rank writes its shards of a checkpoint."""
 
     def write(real, path, windows):
@@ -593,7 +593,7 @@ def when_writing(act: Callable):
 
 
 @fault
-def broken_writes(steps: Iterable[int], error: int):
+def broken_writes(steps, error):
     """Make rank 0's writes in these steps fail: records after 25 bytes, shards at once."""
     write = os.write
 
@@ -617,7 +617,7 @@ def broken_writes(steps: Iterable[int], error: int):
 
 
 @fault
-def unseen(method: str, hides: Callable, rank: int = 1, seconds: float = float("inf")):
+def unseen(method, hides, rank=1, seconds=float("inf")):
     """Hide files for which `hides(path)` is true from Path's `method` on a rank, for `seconds`."""
     real, until = getattr(Path, method), time.monotonic() + seconds
 
@@ -632,7 +632,7 @@ def unseen(method: str, hides: Callable, rank: int = 1, seconds: float = float("
 
 
 @fault
-def without_package(name: str):
+def without_package(name):
     """Make `importlib.util.find_spec` return None for a package."""
     find = importlib.util.find_spec
 
@@ -659,7 +659,7 @@ def as_on_macos():
 # --- processes that the product starts ----------------------------------------------------------
 
 
-def seamed(folder: Path, code: str) -> dict[str, str]:
+def seamed(folder, code):
     """Return an environment in which every Python process first runs `code`.
 
     For real processes that a test does not start itself, if the order of events must be certain.

@@ -18,20 +18,16 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import recorded_step
 from heads import write_classes, write_queries, write_tags
 from named_runs import ROW, RUNS, NamedRun
 from pairs import write_labelled, write_pairs
-from world import SMALL, Run, World, split, write_chats, write_lines
-
-from fsdp_trainer.apps.rehearse.comparison import PlanComparison
+from world import SMALL, Run, split, write_chats, write_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -54,7 +50,7 @@ class LedgerRun(Run):
     """Its number of ranks."""
 
     @cached_property
-    def steps(self) -> list[tuple[list, Any, dict[str, float]]]:
+    def steps(self):
         """Return the collectives, the peak and the work of each rank in its second step."""
         return recorded_step.recorded(self.folder.with_suffix(".step"), self.size)
 
@@ -62,7 +58,7 @@ class LedgerRun(Run):
 class Ledger:
     """Executes runs once, in this process's pool of ranks, and returns them."""
 
-    def __init__(self, world: World, folder: Path | None = None):
+    def __init__(self, world, folder=None):
         self.world = world
         self.folder = folder or ROOT / "build/ledger" / digest_of_sources()
         self.data = self.folder / "data"
@@ -71,21 +67,19 @@ class Ledger:
                 forget_others(self.folder)
                 write_data(self.data)
 
-    def run(
-        self, name: str = "", *, words: list[str] | tuple[str, ...] = (), ranks: int = 1
-    ) -> LedgerRun:
+    def run(self, name="", *, words=(), ranks=1):
         """Return a run by its name in RUNS, or by its words and ranks.
 
         DATA in a word is the folder of data. Raises AssertionError if the run fails.
         """
         return self.execute(RUNS[name] if name else NamedRun(ranks, tuple(split(words))))
 
-    def copy(self, name: str, folder: Path) -> Run:
+    def copy(self, name, folder):
         """Return a copy of a run, as its own folder, which the caller may change."""
         shutil.copytree(self.run(name).folder, folder)
         return Run(folder)
 
-    def words_of(self, one: NamedRun) -> list[str]:
+    def words_of(self, one):
         """Return all overrides of a run but its place."""
         is_from_folder = any(word.startswith("model.init_from") for word in one.words)
         base = [word for word in BASE if not (is_from_folder and word.startswith("model"))]
@@ -94,12 +88,12 @@ class Ledger:
         words = [*base, f"data.cache={self.folder / 'cache'}", *data.split(), *one.words]
         return [self.with_places(word) for word in words]
 
-    def with_places(self, word: str) -> str:
+    def with_places(self, word):
         """Return a word in which DATA and RUN(name) are folders."""
         word = re.sub(r"RUN\((.*?)\)", lambda name: str(self.run(name[1]).folder), word)
         return word.replace("DATA", str(self.data))
 
-    def execute(self, one: NamedRun) -> LedgerRun:
+    def execute(self, one):
         """Return the run, which is trained if nobody has."""
         words = self.words_of(one)
         folder = self.folder / "runs" / key_of(one, words)
@@ -111,7 +105,7 @@ class Ledger:
         run.ranks = pickle.loads(folder.with_suffix(".ranks").read_bytes())
         return run
 
-    def train(self, one: NamedRun, words: list[str], folder: Path) -> None:
+    def train(self, one, words, folder):
         """Train a run into its folder, and record its second step if it says so."""
         seam = None
         if one.records:
@@ -123,7 +117,7 @@ class Ledger:
         run = self.world.train(folder, *words, ranks=one.ranks, seam=seam, base=[])
         folder.with_suffix(".ranks").write_bytes(pickle.dumps(run.ranks))
 
-    def comparison(self, one: str | NamedRun) -> PlanComparison:
+    def comparison(self, one):
         """Return the rehearsal and the plan of a run, on a CPU and as many fake ranks."""
         one = RUNS[one] if isinstance(one, str) else one
         words = self.words_of(one)
@@ -136,7 +130,7 @@ class Ledger:
         return pickle.loads(file.read_bytes())
 
     @contextlib.contextmanager
-    def once(self, name: str) -> Iterator[Callable[[], bool]]:
+    def once(self, name):
         """Hold a lock on `name`; yield a function that returns True if it was done before.
 
         It counts as done when the block ends without an exception.
@@ -150,12 +144,12 @@ class Ledger:
                 file.write("done")
 
 
-def key_of(one: NamedRun, words: list[str]) -> str:
+def key_of(one, words):
     """Return the name of a run's files. words: its overrides, with the folders of other runs."""
     return hashlib.sha256(repr((one, words)).encode()).hexdigest()[:16]
 
 
-def write_data(folder: Path) -> None:
+def write_data(folder):
     """Write the data that words of runs name: DATA/chats.jsonl and the others."""
     folder.mkdir(parents=True, exist_ok=True)
     write_chats(folder / "chats.jsonl", 100)
@@ -171,7 +165,7 @@ def write_data(folder: Path) -> None:
     write_lines(folder / "rows.jsonl", rows)
 
 
-def forget_others(folder: Path) -> None:
+def forget_others(folder):
     """Delete the results of other sources, but for those of the last two."""
     others = sorted(folder.parent.glob("*/"), key=os.path.getmtime)
     for other in others[:-3]:
@@ -180,7 +174,7 @@ def forget_others(folder: Path) -> None:
 
 
 @cache
-def digest_of_sources() -> str:
+def digest_of_sources():
     """Return the digest of all files that decide what a run computes, and of torch's version."""
     digest = hashlib.sha256(f"{version('torch')} {ROOT}".encode())
     for source in SOURCES:

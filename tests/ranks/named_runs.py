@@ -78,7 +78,7 @@ class NamedRun:
     records: bool = False
 
 
-def readers(ranks: int, words: list[str]) -> int:
+def readers(ranks, words):
     """Return how many ranks read different rows."""
     sizes = dict(word.split("=", 1) for word in words)
     for name in ("tensor", "context", "pipeline"):
@@ -86,7 +86,7 @@ def readers(ranks: int, words: list[str]) -> int:
     return ranks
 
 
-def layout(ranks: int, words: str) -> NamedRun:
+def layout(ranks, words):
     """Return the run of a layout, with two rows for each rank that reads, and for each stage."""
     own = words.split()
     count = 4 if "sharding.pipeline=2" in own else 1

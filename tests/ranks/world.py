@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -68,36 +67,36 @@ class Run:
     ranks: list[CommandResult] = field(default_factory=list)
 
     @property
-    def out(self) -> str:
+    def out(self):
         return self.ranks[0].out
 
     @property
-    def err(self) -> str:
+    def err(self):
         return self.ranks[0].err
 
     @property
-    def metrics(self) -> list[dict]:
+    def metrics(self):
         return read_lines(self.folder / "metrics.jsonl")
 
     @property
-    def events(self) -> list[dict]:
+    def events(self):
         return read_lines(self.folder / "events.jsonl")
 
     @property
-    def checkpoints(self) -> list[str]:
+    def checkpoints(self):
         return sorted(path.name for path in (self.folder / "checkpoints").glob("*"))
 
-    def __getitem__(self, name: str) -> list:
+    def __getitem__(self, name):
         """Return a column of the metrics: run["loss"]."""
         return [line[name] for line in self.metrics]
 
     column = __getitem__
 
-    def event(self, name: str) -> list[dict]:
+    def event(self, name):
         return [line for line in self.events if line["event"] == name]
 
 
-def write_chats(path: Path, count: int, start: int = 0) -> Path:
+def write_chats(path, count, start=0):
     """Write short questions and answers of 26 to 41 tokens; return the file."""
     rows = [
         {"prompt": chr(97 + i % 26) * (1 + i % 9), "completion": f"{i * i % 97}" + "!" * (i % 7)}
@@ -106,37 +105,37 @@ def write_chats(path: Path, count: int, start: int = 0) -> Path:
     return write_lines(path, rows)
 
 
-def flip_bit(file: Path) -> None:
+def flip_bit(file):
     """Flip a bit in the middle of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def read_lines(path: Path) -> list[dict]:
+def read_lines(path):
     return lines_of(path.read_text()) if path.exists() else []
 
 
-def lines_of(text: str) -> list[dict]:
+def lines_of(text):
     """Return what lines of JSON hold."""
     return [json.loads(line) for line in text.splitlines()]
 
 
-def write_lines(path: Path, rows: Iterable) -> Path:
+def write_lines(path, rows):
     """Write a line of JSON for each row; return the file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def read_json(path: Path) -> Any:
+def read_json(path):
     return json.loads(path.read_text())
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path, content):
     path.write_text(json.dumps(content))
 
 
-def edit_json(path: Path, **changes: Any) -> None:
+def edit_json(path, **changes):
     """Change keys of the object in a file."""
     write_json(path, read_json(path) | changes)
 
@@ -150,9 +149,9 @@ def wait_for_step(step, run):
         time.sleep(0.01)
 
 
-def ranks_below(pid: int) -> dict[str, int]:
+def ranks_below(pid):
     """Return the process ids of all descendants of `pid` that are ranks, by RANK."""
-    pids: dict[str, int] = {}
+    pids = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
             env = dict(
@@ -166,7 +165,7 @@ def ranks_below(pid: int) -> dict[str, int]:
     return pids
 
 
-def wait_until(condition: Callable[[], Any], process: Any = None) -> Any:
+def wait_until(condition, process=None):
     """Poll `condition` until it returns a true value, and return that.
 
     Raises AssertionError after 300 s, or if `process` ends.
@@ -179,7 +178,7 @@ def wait_until(condition: Callable[[], Any], process: Any = None) -> Any:
     return result
 
 
-def end(processes: list) -> None:
+def end(processes):
     """Kill the processes that a test started and that still run."""
     for process in processes:
         if process.poll() is None:
@@ -187,7 +186,7 @@ def end(processes: list) -> None:
             process.communicate()
 
 
-def alive(pid: int | str) -> bool:
+def alive(pid):
     """Return True if a process runs; False if it has ended, even if it is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -195,7 +194,7 @@ def alive(pid: int | str) -> bool:
         return False
 
 
-def start_server() -> None:
+def start_server():
     """Start the server that ranks are forked from, for all processes that this one starts.
 
     It imports torch and transformers once, while pytest's workers collect tests.
@@ -205,7 +204,7 @@ def start_server() -> None:
     os.environ[SERVER] = forkserver._forkserver._forkserver_address
 
 
-def use_server(address: str) -> None:
+def use_server(address):
     """Fork ranks from the server of another process."""
     server = forkserver._forkserver
     if server._forkserver_address != address:
@@ -223,18 +222,18 @@ class World:
         self.context.set_forkserver_preload(PRELOAD)
         if SERVER in os.environ:
             use_server(os.environ[SERVER])
-        self.workers: list = []
-        self.worn_out: list[int] = []
+        self.workers = []
+        self.worn_out = []
 
     def call(
         self,
-        ranks: int,
-        function: Callable,
-        *args: Any,
-        env: dict[str, str] | None = None,
-        timeout: float = 600,
-        patience: float = 20,
-    ) -> list:
+        ranks,
+        function,
+        *args,
+        env=None,
+        timeout=600,
+        patience=20,
+    ):
         """Run `function(*args)` on each rank with torchrun's variables; return its results by rank.
 
         patience: seconds after the first failure for other ranks to end. Raises RankFailed.
@@ -253,7 +252,7 @@ class World:
                 "MASTER_PORT": port,
             }
             pipe.send((pack((function, args)), place | (env or {})))
-        answers: dict[int, tuple[str, Any, bool]] = {}
+        answers = {}
         deadline = time.monotonic() + timeout
         while len(answers) < ranks and time.monotonic() < deadline:
             waiting = {workers[rank][1]: rank for rank in range(ranks) if rank not in answers}
@@ -277,12 +276,12 @@ class World:
 
     def command(
         self,
-        *argv: str,
-        ranks: int = 1,
-        code: int = 0,
-        seam: Callable | None = None,
-        **options: Any,
-    ) -> list[CommandResult]:
+        *argv,
+        ranks=1,
+        code=0,
+        seam=None,
+        **options,
+    ):
         """Run a command line on every rank; each must exit with `code`.
 
         seam: a function whose context manager is entered on every rank. options: see call.
@@ -300,12 +299,12 @@ class World:
 
     def train(
         self,
-        folder: Path,
-        *overrides: str,
-        ranks: int = 1,
-        base: list[str] | None = None,
-        **options: Any,
-    ) -> Run:
+        folder,
+        *overrides,
+        ranks=1,
+        base=None,
+        **options,
+    ):
         """Do a small training into `folder`. base: overrides instead of SMALL."""
         place = [f"run.root={folder.parent}", f"run.name={folder.name}"]
         results = self.command(
@@ -313,7 +312,7 @@ class World:
         )
         return Run(folder, results)
 
-    def new_worker(self) -> tuple:
+    def new_worker(self):
         """Start a process that waits for jobs; return it and our end of its pipe."""
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=work, args=(theirs,), daemon=True)
@@ -321,7 +320,7 @@ class World:
         theirs.close()
         return process, ours
 
-    def replace_worn_out(self) -> None:
+    def replace_worn_out(self):
         """Replace the workers whose last job left them with too many threads.
 
         All others keep their rank, because torch's caches in them are of that rank.
@@ -331,13 +330,13 @@ class World:
             self.workers[rank] = self.new_worker()
         self.worn_out = []
 
-    def close(self) -> None:
+    def close(self):
         """End the workers; the next call makes new ones."""
         end_workers(self.workers)
         self.workers, self.worn_out = [], []
 
 
-def end_workers(workers: list) -> None:
+def end_workers(workers):
     """End some workers of a pool."""
     for process, pipe in workers:
         process.kill()
@@ -345,7 +344,7 @@ def end_workers(workers: list) -> None:
         pipe.close()
 
 
-def work(pipe) -> None:
+def work(pipe):
     """Run a worker: one job after the other, until the pipe is closed."""
     import torch
     import torch.distributed as dist
@@ -388,18 +387,18 @@ def work(pipe) -> None:
         collect_garbage()
 
 
-def is_worn_out() -> bool:
+def is_worn_out():
     """Return True if this worker has too many threads, even after garbage collection."""
     if thread_count() > MOST_THREADS:
         collect_garbage()
     return thread_count() > MOST_THREADS
 
 
-def thread_count() -> int:
+def thread_count():
     return len(os.listdir("/proc/self/task"))
 
 
-def collect_garbage() -> None:
+def collect_garbage():
     """Close what a job has left open.
 
     A rank may not get another job for long, and each process group has a thread that wakes 100
@@ -408,7 +407,7 @@ def collect_garbage() -> None:
     gc.collect()  # only objects created by the job, so it is quick
 
 
-def do_nothing() -> None:
+def do_nothing():
     """Take the place of a function that is not wanted, as gc.freeze in a worker."""
 
 
@@ -429,7 +428,7 @@ class Packer(pickle.Pickler):
         return unpack_tensor, (flat.numpy().tobytes(), value.dtype, value.shape)
 
 
-def unpack_tensor(data: bytes, dtype: Any, shape: Any) -> Any:
+def unpack_tensor(data, dtype, shape):
     """Return the tensor that a Packer has written."""
     import torch
 
@@ -437,14 +436,14 @@ def unpack_tensor(data: bytes, dtype: Any, shape: Any) -> Any:
     return flat.view(shape)
 
 
-def pack(value: Any) -> bytes:
+def pack(value):
     """Return a value's bytes for `pickle.loads`."""
     file = io.BytesIO()
     Packer(file).dump(value)
     return file.getvalue()
 
 
-def await_stores() -> None:
+def await_stores():
     """Make torch connect to the store of rank 0 as soon as it listens.
 
     torch itself tries at once, and again only after half a second.
@@ -460,7 +459,7 @@ def await_stores() -> None:
     dist.TCPStore = dist.rendezvous.TCPStore = Store
 
 
-def keep_result_shapes() -> None:
+def keep_result_shapes():
     """Compute the result shapes of each DTensor operator once, instead of again in every job.
 
     They depend only on the arguments.
@@ -468,7 +467,7 @@ def keep_result_shapes() -> None:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     find = getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None)
-    cache: dict[tuple, Any] = {}
+    cache = {}
 
     def find_once(self, schema):
         key = schema.op, *arguments(schema, lambda spec: spec.tensor_meta)
@@ -483,7 +482,7 @@ def keep_result_shapes() -> None:
         ShardingPropagator._propagate_tensor_meta_non_cached = find_once
 
 
-def keep_placements() -> None:
+def keep_placements():
     """Decide once where the results of each DTensor operator lie, instead of again in every job.
 
     It depends only on the arguments and the shape of their mesh. torch's own cache holds the mesh
@@ -495,7 +494,7 @@ def keep_placements() -> None:
     from torch.utils._pytree import tree_leaves
 
     find = getattr(ShardingPropagator, "propagate_op_sharding_non_cached", None)
-    cache: dict[tuple, Any] = {}
+    cache = {}
 
     def find_once(self, schema):
         leaves = tree_leaves([schema.args_schema, schema.kwargs_schema])
@@ -521,7 +520,7 @@ def keep_placements() -> None:
         ShardingPropagator.propagate_op_sharding_non_cached = find_once
 
 
-def draw_only_what_is_held() -> None:
+def draw_only_what_is_held():
     """Let transformers draw no weights on the meta device, where nothing holds them.
 
     It takes a tenth of a small run of its models.
@@ -539,7 +538,7 @@ def draw_only_what_is_held() -> None:
         model._initialize_weights = draw_if_held
 
 
-def arguments(schema: Any, of_tensor: Callable) -> tuple:
+def arguments(schema, of_tensor):
     """Return the arguments of a DTensor operator as a key. of_tensor: returns the part of one."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.utils._pytree import tree_leaves
@@ -553,7 +552,7 @@ def arguments(schema: Any, of_tensor: Callable) -> tuple:
     return lengths, *leaves
 
 
-def on_mesh(mesh: Any, spec: Any) -> Any:
+def on_mesh(mesh, spec):
     """Return a copy of a DTensorSpec, or of several, on another mesh of the same shape."""
     if spec is None:
         return None
@@ -564,7 +563,7 @@ def on_mesh(mesh: Any, spec: Any) -> Any:
     return placed
 
 
-def await_port(host: str, port: int) -> None:
+def await_port(host, port):
     """Wait until a port accepts connections, for about a second at most."""
     for _ in range(100):
         try:
@@ -574,7 +573,7 @@ def await_port(host: str, port: int) -> None:
             time.sleep(0.01)
 
 
-def compose_once(argv: list[str]) -> Any:
+def compose_once(argv):
     """Return the configuration of all ranks of a training, composed once as by our launcher.
 
     None if each rank must compose it itself.
@@ -587,12 +586,12 @@ def compose_once(argv: list[str]) -> Any:
         return None  # rank 0 reports the error
 
 
-def split(words: Iterable[str]) -> list[str]:
+def split(words):
     """Return words of a command line; a text may have several: "train.steps=2 optim=lion"."""
     return [word for text in words for word in re.split(r"\s+(?=[\w.]+=)", str(text))]
 
 
-def command(argv: list[str], seam: Callable | None, composed: Any = None) -> CommandResult:
+def command(argv, seam, composed=None):
     """Run a command line in this process; return its exit code and output.
 
     seam: see World.command. composed: the configuration, if a launcher passes it.
@@ -612,7 +611,7 @@ def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Com
     return CommandResult(code, out.getvalue(), err.getvalue())
 
 
-def cli(*words: str, code: int = 0) -> CommandResult:
+def cli(*words, code=0):
     """Run a command line in this process, which must end with `code`.
 
     For tests that have imported transformers: a worker would spend seconds importing it again.
@@ -622,6 +621,6 @@ def cli(*words: str, code: int = 0) -> CommandResult:
     return result
 
 
-def verify(*words: str, code: int = 0) -> str:
+def verify(*words, code=0):
     """Run `verify` in this process and return its output."""
     return cli("verify", *words, code=code).out

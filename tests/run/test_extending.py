@@ -90,7 +90,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     cells = read_json(REPO / "examples/notebook.ipynb")["cells"]
-    names: dict = {}
+    names = {}
     hook = sys.excepthook
     for cell in cells:
         if cell["cell_type"] == "code":

@@ -63,7 +63,7 @@ run()
 """
 
 
-def python(program: str, **constants) -> subprocess.CompletedProcess:
+def python(program, **constants):
     """Run a program in a fresh process."""
     values = "".join(f"{name} = {value!r}\n" for name, value in constants.items())
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -23,7 +23,7 @@ def browser_page(served="file:"):
     binary = next(filter(None, map(shutil.which, BINARIES)), None)
     if not binary:
         pytest.skip("no Chromium on PATH")
-    problems: list[str] = []
+    problems = []
 
     def on_console(message):
         if message.type in ("error", "warning"):

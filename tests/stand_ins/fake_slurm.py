@@ -18,7 +18,7 @@ HERE = Path(
 )  # holds JOB.state, JOB.pid, JOB.tasks and JOB.script; while `hold` exists, no job begins
 
 
-def install(folder: Path) -> dict[str, str]:
+def install(folder):
     """Return environment variables for a Slurm whose queue is kept in `folder`."""
     (folder / "bin").mkdir(parents=True)
     for name in COMMANDS:
@@ -29,12 +29,12 @@ def install(folder: Path) -> dict[str, str]:
     return {"FAKE_SLURM": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
-def states(folder: Path) -> dict[str, str]:
+def states(folder):
     """Return the states of all jobs, by id."""
     return {file.stem: file.read_text() for file in sorted(folder.glob("*.state"))}
 
 
-def sbatch(script: str) -> int:
+def sbatch(script):
     job = str(1000 + len(list(HERE.glob("*.script"))))
     (HERE / f"{job}.script").write_text(Path(script).read_text())
     say(job, "PENDING")
@@ -44,7 +44,7 @@ def sbatch(script: str) -> int:
     return 0
 
 
-def run(job: str) -> int:
+def run(job):
     """Run a job as slurmctld does, until it has ended."""
     nodes = re.search(r"--nodes=(\d+)", (HERE / f"{job}.script").read_text())
     while (HERE / "hold").exists():
@@ -67,7 +67,7 @@ def run(job: str) -> int:
     return 0
 
 
-def srun(*words: str) -> int:
+def srun(*words):
     """Run the step's tasks, one per node, all on this machine. Signals are forwarded to them."""
     while words[0].startswith("-"):
         words = words[2 if words[0] == "--output" else 1 :]
@@ -90,7 +90,7 @@ def srun(*words: str) -> int:
     return max(task.wait() for task in tasks)
 
 
-def sacct(*words: str) -> int:
+def sacct(*words):
     wanted = [words[i + 1] for i, word in enumerate(words) if word == "-j"]
     print("JobID|State|NodeList")
     for job, state in states(HERE).items():
@@ -99,7 +99,7 @@ def sacct(*words: str) -> int:
     return 0
 
 
-def scancel(*words: str) -> int:
+def scancel(*words):
     *how, job = words
     with suppress(ProcessLookupError, FileNotFoundError):
         if how:
@@ -111,7 +111,7 @@ def scancel(*words: str) -> int:
     return 0
 
 
-def say(job: str, state: str) -> None:
+def say(job, state):
     partial = HERE / f"{job}.partial"
     partial.write_text(state)
     partial.replace(HERE / f"{job}.state")

@@ -34,7 +34,7 @@ esac
 """
 
 
-def stand_in(folder: Path) -> dict[str, str]:
+def stand_in(folder):
     """Return an environment in which ssh is STAND_IN.
 
     Its command lines are appended to `calls` in the folder.
@@ -42,7 +42,7 @@ def stand_in(folder: Path) -> dict[str, str]:
     return ssh_of(folder, STAND_IN)
 
 
-def ssh_of(folder: Path, script: str) -> dict[str, str]:
+def ssh_of(folder, script):
     """Return an environment in which ssh is the given script."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "ssh").write_text(script)
@@ -50,12 +50,12 @@ def ssh_of(folder: Path, script: str) -> dict[str, str]:
     return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
-def sshd() -> str | None:
+def sshd():
     """Return the path of sshd, or None if OpenSSH is not installed."""
     return shutil.which("sshd", path=namespaces.PATH)
 
 
-def why_not() -> str | None:
+def why_not():
     """Return the reason why sshd cannot run here, or None."""
     if not (sshd() and shutil.which("ssh") and shutil.which("ssh-keygen")):
         return "no OpenSSH here: apt-get install openssh-server"
@@ -69,7 +69,7 @@ class SshHosts:
     environment variables that it needs.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.network = None if namespaces.why_not() else namespaces.Network(2)
         if self.network:
             self.port, addresses = 22, self.network.addresses
@@ -85,7 +85,7 @@ class SshHosts:
             Path("/run/sshd").mkdir(exist_ok=True)  # for sshd's privilege separation
         self.servers = [self._serve(folder, i, address) for i, address in enumerate(addresses, 1)]
 
-    def _write_files(self, folder: Path) -> None:
+    def _write_files(self, folder):
         for name in ("host", "user"):
             keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
             subprocess.run(keygen, check=True)
@@ -96,7 +96,7 @@ class SshHosts:
             f"UserKnownHostsFile {folder}/known\nGlobalKnownHostsFile none\n"
         )
 
-    def _serve(self, folder: Path, i: int, address: str) -> subprocess.Popen:
+    def _serve(self, folder, i, address):
         config = folder / f"sshd_config{i}"
         config.write_text(
             f"Port {self.port}\nListenAddress {address}\nHostKey {folder}/host\nPidFile none\n"
@@ -109,7 +109,7 @@ class SshHosts:
         wait_until(lambda: "listening" in (folder / f"log{i}").read_text(), server)
         return server
 
-    def close(self) -> None:
+    def close(self):
         """End the servers and delete the hosts."""
         for server in self.servers:
             server.kill()

@@ -18,13 +18,13 @@ class StoredRun:
     names: list = field(default_factory=list)
     config: dict = field(default_factory=dict)
 
-    def open(self, name: str, config: dict) -> "StoredRun":
+    def open(self, name, config):
         """Return the run, after a start with these."""
         self.names.append(name)
         self.config |= config
         return self
 
-    def newest(self) -> int:
+    def newest(self):
         """Return the last step; -1 if there is none."""
         return max((step for step, _ in self.steps), default=-1)
 
@@ -32,7 +32,7 @@ class StoredRun:
 class WandbRun:
     """Offline, each start counts from 0."""
 
-    def __init__(self, stored: StoredRun, mode: str):
+    def __init__(self, stored, mode):
         self.stored, self.step = stored, stored.newest() + 1 if mode == "online" else 0
 
     def log(self, data, *, step):
@@ -57,7 +57,7 @@ class Wandb:
 class TrackioRun:
     """Sends at `finish` and every half second, which does not come before a kill here."""
 
-    def __init__(self, stored: StoredRun):
+    def __init__(self, stored):
         self.stored, self.unsent, self._next_step = stored, [], stored.newest() + 1
 
     def log(self, metrics, step):
@@ -80,7 +80,7 @@ class Trackio:
 class CometExperiment:
     """Online, steps are sent at once; offline, `end` writes the archive."""
 
-    def __init__(self, stored: StoredRun, online: bool):
+    def __init__(self, stored, online):
         self.stored, self.unsent = stored, stored.steps if online else []
 
     def log_metrics(self, dic, *, step):
@@ -132,7 +132,7 @@ class CometApi:
 class SwanlabRun:
     """Drops steps that the service has."""
 
-    def __init__(self, stored: StoredRun):
+    def __init__(self, stored):
         self.stored, self.newest = stored, stored.newest()
 
     def log(self, data, *, step):

@@ -47,7 +47,7 @@ TEXTS = [f"{i} is a number, and {i * i} its square" for i in range(12)]
 class Refusal(Exception):
     """The command line ended with another exit code than 0. code, text: that code, and stderr."""
 
-    def __init__(self, code: int, text: str):
+    def __init__(self, code, text):
         super().__init__(code, text)
         self.code, self.text = code, text
 
@@ -83,19 +83,19 @@ class FileFormat:
 # --- readers
 
 
-def of_model(folder: Path) -> Value:
+def of_model(folder):
     """Return the weights of a model's folder, as bytes."""
     return bytes_of(dict(load_model(folder).named_weights()))
 
 
-def bytes_of(tensors: dict[str, torch.Tensor]) -> Value:
+def bytes_of(tensors):
     return {
         name: tensor.detach().float().contiguous().numpy().tobytes()
         for name, tensor in tensors.items()
     }
 
 
-def run(*words: str | Path) -> str:
+def run(*words):
     """Run a command line in this process; return its output. Raises Refusal."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -105,7 +105,7 @@ def run(*words: str | Path) -> str:
     return out.getvalue()
 
 
-def of_documents(path: Path, *words: str, tokenizer: str = "demo:bytes") -> Value:
+def of_documents(path, *words, tokenizer="demo:bytes"):
     """Return the tokens of all documents of a path, in their order."""
     out = run(
         "preview", "data=pretrain", f"data.path={path}", f"tokenizer.path={tokenizer}",
@@ -116,17 +116,17 @@ def of_documents(path: Path, *words: str, tokenizer: str = "demo:bytes") -> Valu
     return {"tokens": np.array(json.loads(out.splitlines()[0])["tokens"], np.int64).tobytes()}
 
 
-def of_folder(folder: Path) -> Value:
+def of_folder(folder):
     """Return the tokens of a folder of token files."""
     return of_documents(folder / "data")
 
 
-def of_file(name: str, *words: str) -> Callable[[Path], Value]:
+def of_file(name, *words):
     """Return the reader of one file of documents."""
     return lambda folder: of_documents(folder / name, *words)
 
 
-def of_texts(texts: Sequence[Any]) -> Value:
+def of_texts(texts):
     """Return the tokens that these texts have as documents. Raises NoOpinion if they are none."""
     if not all(isinstance(text, str) for text in texts):
         raise NoOpinion
@@ -142,7 +142,7 @@ class NoOpinion(Exception):
     """An independent reader cannot say what is right, only that the input can be read."""
 
 
-def rows_of(lines: str) -> list[Any]:
+def rows_of(lines):
     """Return the texts of JSON lines."""
     rows = [json.loads(line) for line in lines.split("\n") if line.strip()]
     if any(type(row) is not dict or row.keys() != {"text"} for row in rows):
@@ -150,19 +150,19 @@ def rows_of(lines: str) -> list[Any]:
     return [row["text"] for row in rows]
 
 
-def by_json(name: str) -> Callable[[Path], Value]:
+def by_json(name):
     opened = {".gz": gzip.decompress, ".zst": by_zstd}.get(Path(name).suffix, bytes)
     return lambda folder: of_texts(rows_of(opened((folder / name).read_bytes()).decode()))
 
 
-def by_csv(folder: Path) -> Value:
+def by_csv(folder):
     rows = list(csv.DictReader((folder / "a.csv").read_text().splitlines(keepends=True)))
     if any(row.keys() != {"text"} for row in rows):
         raise NoOpinion
     return of_texts([row["text"] for row in rows])
 
 
-def by_arrow(folder: Path) -> Value:
+def by_arrow(folder):
     import pyarrow
     import pyarrow.parquet
 
@@ -177,17 +177,17 @@ def by_arrow(folder: Path) -> Value:
     return of_texts(table["text"].to_pylist())
 
 
-def by_safetensors(folder: Path) -> Value:
+def by_safetensors(folder):
     from safetensors.torch import load_file
 
     return bytes_of(load_file(folder / "model.safetensors"))
 
 
-def by_torch(folder: Path) -> Value:
+def by_torch(folder):
     return bytes_of(torch.load(folder / "pytorch_model.bin", weights_only=True))
 
 
-def by_gguf(folder: Path) -> Value:
+def by_gguf(folder):
     """Return the numbers that the package gguf reads, in any order: it has other names."""
     import gguf
 
@@ -195,31 +195,31 @@ def by_gguf(folder: Path) -> Value:
     return {t.name: gguf.quants.dequantize(t.data, t.tensor_type).tobytes() for t in tensors}
 
 
-def sorted_rows(value: Value) -> Value:
+def sorted_rows(value):
     """Return all numbers by 16, sorted: rows of queries and keys lie elsewhere in a GGUF file."""
     numbers = b"".join(value.values())
     return {"rows": b"".join(sorted(numbers[i : i + 64] for i in range(0, len(numbers), 64)))}
 
 
-def by_tokens(folder: Path) -> Value:
+def by_tokens(folder):
     return {"tokens": np.fromfile(folder / "a.bin", "<u2").astype(np.int64).tobytes()}
 
 
-def by_zstd_chunks(folder: Path) -> Value:
+def by_zstd_chunks(folder):
     """Read only whether each chunk can be read: no checksum holds what it unpacks to."""
     for file in folder.glob("data/*.zst*"):
         by_zstd(file.read_bytes())
     raise NoOpinion
 
 
-def by_npy(folder: Path) -> Value:
+def by_npy(folder):
     numbers = np.load(folder / "a.npy", allow_pickle=False)
     if numbers.ndim != 1:
         raise NoOpinion
     return {"tokens": numbers.astype(np.int64).tobytes()}
 
 
-def by_zstd(content: bytes) -> bytes:
+def by_zstd(content):
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
@@ -228,13 +228,13 @@ def by_zstd(content: bytes) -> bytes:
 # --- valid inputs
 
 
-def model_folder(folder: Path, **options: Any) -> Path:
+def model_folder(folder, **options):
     """Write a model whose every weight is random, so that no two rows of numbers are the same."""
     make_folder(folder, vocab_size=264, num_hidden_layers=1, **options)
     return folder
 
 
-def write_torch(folder: Path) -> None:
+def write_torch(folder):
     from safetensors.torch import load_file
 
     model_folder(folder)
@@ -242,13 +242,13 @@ def write_torch(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def write_gguf(folder: Path) -> None:
+def write_gguf(folder):
     model_folder(folder / "hf")
     run("export", f"source={folder / 'hf'}", f"out={folder / 'a.gguf'}", "form=gguf", "dtype=f32")
     shutil.rmtree(folder / "hf")
 
 
-def train_in(folder: Path, steps: int) -> None:
+def train_in(folder, steps):
     """Train a small model on texts, into `folder/run`."""
     write_lines(folder / "a.jsonl")
     run(
@@ -258,7 +258,7 @@ def train_in(folder: Path, steps: int) -> None:
     )  # fmt: skip
 
 
-def write_own(folder: Path) -> None:
+def write_own(folder):
     """Train a step, whose checkpoint is the input."""
     train_in(folder, 1)
     (checkpoint,) = (folder / "run" / "checkpoints").glob("step-*")
@@ -266,13 +266,13 @@ def write_own(folder: Path) -> None:
     shutil.rmtree(folder / "run")
 
 
-def of_own(folder: Path) -> Value:
+def of_own(folder):
     """Return the weights of a checkpoint, which `verify` has called whole."""
     run("verify", f"source={folder / 'checkpoint'}")
     return of_model(folder / "checkpoint")
 
 
-def seal_own(folder: Path) -> None:
+def seal_own(folder):
     """Write a checkpoint's manifest anew."""
     checkpoint = folder / "checkpoint"
     manifest = read_manifest(checkpoint)
@@ -280,39 +280,39 @@ def seal_own(folder: Path) -> None:
     (checkpoint / "MANIFEST.json").write_text(manifest_text(manifest))
 
 
-def copied(source: str, name: str = "") -> Callable[[Path], Any]:
+def copied(source, name=""):
     """Return what copies a folder of tests that another tool has written."""
     return lambda folder: shutil.copytree(TESTS / source, folder / name, dirs_exist_ok=True)
 
 
-def write_lines(file: Path) -> None:
+def write_lines(file):
     pack = {".gz": gzip.compress, ".zst": pack_zstd}.get(file.suffix, bytes)
     file.write_bytes(pack("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
 
 
-def lines_in(name: str) -> Callable[[Path], None]:
+def lines_in(name):
     return lambda folder: write_lines(folder / name)
 
 
-def pack_zstd(content: bytes) -> bytes:
+def pack_zstd(content):
     import pyarrow
 
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
-def write_csv(folder: Path) -> None:
+def write_csv(folder):
     with (folder / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in TEXTS)])
 
 
-def write_parquet(folder: Path) -> None:
+def write_parquet(folder):
     import pyarrow
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
 
 
-def write_arrow(folder: Path) -> None:
+def write_arrow(folder):
     import pyarrow
 
     table = pyarrow.table({"text": TEXTS})
@@ -320,36 +320,36 @@ def write_arrow(folder: Path) -> None:
         file.write_table(table)
 
 
-def flat_tokens() -> np.ndarray:
+def flat_tokens():
     documents = read_json(TESTS / "data/token_files/documents.json")
     return np.array([token for document in documents for token in document])
 
 
-def write_flat(folder: Path) -> None:
+def write_flat(folder):
     flat_tokens().astype("<u2").tofile(folder / "a.bin")
 
 
-def write_packed_tokens(folder: Path) -> None:
+def write_packed_tokens(folder):
     (folder / "a.bin.gz").write_bytes(gzip.compress(flat_tokens().astype("<u2").tobytes()))
 
 
-def write_npy(folder: Path) -> None:
+def write_npy(folder):
     np.save(folder / "a.npy", flat_tokens().astype("<u2"))
 
 
-def write_llm_c(folder: Path) -> None:
+def write_llm_c(folder):
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(flat_tokens())
     content = header.tobytes() + flat_tokens().astype("<u2").tobytes()
     (folder / "a.bin").write_bytes(content)
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder):
     load_tokenizer("demo:bytes").save(folder / "tokenizer")
     write_lines(folder / "a.jsonl")
 
 
-def by_tokenizers(folder: Path) -> Value:
+def by_tokenizers(folder):
     """Read only whether the tokenizer can be read: which token ends a text is in other files."""
     import tokenizers
 
@@ -357,16 +357,16 @@ def by_tokenizers(folder: Path) -> Value:
     raise NoOpinion
 
 
-def write_pieces(folder: Path) -> None:
+def write_pieces(folder):
     write_sentencepiece(folder / "a.model")
     write_lines(folder / "a.jsonl")
 
 
-def with_tokenizer(name: str) -> Callable[[Path], Value]:
+def with_tokenizer(name):
     return lambda folder: of_documents(folder / "a.jsonl", tokenizer=str(folder / name))
 
 
-def by_sentencepiece(folder: Path) -> Value:
+def by_sentencepiece(folder):
     """Return the tokens of SentencePiece's own library."""
     import sentencepiece
 
@@ -376,7 +376,7 @@ def by_sentencepiece(folder: Path) -> Value:
     return {"tokens": np.array(flat, np.int64).tobytes()}
 
 
-def write_image(folder: Path) -> None:
+def write_image(folder):
     import PIL.Image
 
     noise = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
@@ -385,7 +385,7 @@ def write_image(folder: Path) -> None:
     PIL.Image.fromarray(noise).save(folder / "a.gif")
 
 
-def of_images(folder: Path) -> Value:
+def of_images(folder):
     from fsdp_trainer.data.files.sources import RecordError
     from fsdp_trainer.data.images.image_files import decoded
 
@@ -398,7 +398,7 @@ def of_images(folder: Path) -> Value:
         raise UserError(str(error)) from None
 
 
-def by_pillow(folder: Path) -> Value:
+def by_pillow(folder):
     import PIL.Image
 
     return {
@@ -418,16 +418,16 @@ optim: {lr: 0.001}
 """
 
 
-def write_axolotl(folder: Path) -> None:
+def write_axolotl(folder):
     (folder / "a.yaml").write_bytes(AXOLOTL)
 
 
-def write_recipe(folder: Path) -> None:
+def write_recipe(folder):
     (folder / "recipe").mkdir()
     (folder / "recipe" / "mine.yaml").write_bytes(RECIPE)
 
 
-def of_recipe(folder: Path) -> Value:
+def of_recipe(folder):
     """Compose a recipe; its keys may be any that a user could write."""
     run("train", "--config-dir", folder, "--cfg", "job", "+recipe=mine")
     return {}
@@ -446,24 +446,24 @@ lora_r: 16
 """
 
 
-def of_conversion(folder: Path) -> Value:
+def of_conversion(folder):
     run("convert", folder / "a.yaml")
     return {}
 
 
-def write_records(folder: Path) -> None:
+def write_records(folder):
     """Write the records of a run that `report` shows."""
     train_in(folder, 2)
     shutil.rmtree(folder / "run" / "checkpoints")
 
 
-def of_report(folder: Path) -> Value:
+def of_report(folder):
     run("report", f"source={folder / 'run'}", f"out={folder / 'report.html'}")
     assert b"</html>" in (folder / "report.html").read_bytes()
     return {}
 
 
-def write_adapter(folder: Path) -> None:
+def write_adapter(folder):
     """Write an adapter of one matrix as peft does, beside the model that it changes."""
     from safetensors.torch import save_file
 
@@ -485,7 +485,7 @@ def write_adapter(folder: Path) -> None:
 CHANGED = "model.layers.0.self_attn.o_proj.weight"
 
 
-def of_adapter(folder: Path) -> Value:
+def of_adapter(folder):
     """Return the weights that the adapter leaves as they are."""
     weights = of_model(folder / "adapter")
     del weights[CHANGED]
@@ -498,12 +498,12 @@ TEMPLATE = (
 )
 
 
-def write_template(folder: Path) -> None:
+def write_template(folder):
     load_tokenizer("demo:bytes").save(folder / "tokenizer", TEMPLATE)
     (folder / "a.jsonl").write_text('{"prompt": "one?", "completion": "two"}\n')
 
 
-def of_template(folder: Path) -> Value:
+def of_template(folder):
     """Render a chat; a template may render it in any way."""
     run(
         "preview", f"data.path={folder / 'a.jsonl'}", f"tokenizer.path={folder / 'tokenizer'}",
@@ -524,11 +524,11 @@ CHANGES = {
 }
 
 
-def sharded(folder: Path) -> Path:
+def sharded(folder):
     return model_folder(folder, shard="40KB")
 
 
-def part(text: str) -> Any:
+def part(text):
     """Return a function of this file by its name; called, if arguments follow."""
     name, *words = text.split()
     return globals()[name](*words) if words else globals()[name]

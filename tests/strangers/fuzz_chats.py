@@ -10,13 +10,11 @@ import random
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import jinja2
 from random_templates import random_template
@@ -33,10 +31,8 @@ from world import write_json
 
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Conversation, make_reader, turns_of
-from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.records.preference_records import Preference
 from fsdp_trainer.data.templates.chat_template import Template
-from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
 
@@ -66,18 +62,18 @@ PER_TEMPLATE = 12
 class Writer:
     """Writes the texts of a chat, each with a mark of its own."""
 
-    def __init__(self, chance: random.Random, controls: bool):
+    def __init__(self, chance, controls):
         """controls: whether texts may hold special tokens and fragments of templates."""
         self.chance, self.controls, self.count = chance, controls, 0
 
-    def text(self, kind: str) -> str:
+    def text(self, kind):
         self.count += 1
         around = [self.chance.choice(SPACES) for _ in range(2)]
         if self.controls and self.chance.random() < 0.2:
             around[self.chance.randrange(2)] = self.chance.choice(FRAGMENTS)
         return f"{around[0]}m{self.count}x{kind}q{around[1]}"
 
-    def content(self, kind: str) -> Any:
+    def content(self, kind):
         draw = self.chance.random()
         if draw < 0.05:
             return ""
@@ -85,8 +81,8 @@ class Writer:
             return [{"type": "text", "text": self.text(kind)} for _ in range(2)]
         return self.text(kind)
 
-    def call(self) -> dict[str, Any]:
-        arguments: Any = {"key": self.text("call"), "number": 3}
+    def call(self):
+        arguments = {"key": self.text("call"), "number": 3}
         if self.chance.random() < 0.3:
             arguments = json.dumps(arguments)
         call = {"function": {"name": "look", "arguments": arguments}}
@@ -94,7 +90,7 @@ class Writer:
             call |= {"type": "function", "id": self.chance.choice(("c1", "abcDEF123"))}
         return call
 
-    def answer(self) -> list[dict[str, Any]]:
+    def answer(self):
         chance = self.chance
         turn = {"role": "assistant", "content": self.content("text")}
         if chance.random() < 0.25:
@@ -102,7 +98,7 @@ class Writer:
             turn[key] = self.text("reasoning")
         elif chance.random() < 0.1 and isinstance(turn["content"], str):
             turn["content"] = f"<think>\n{self.text('reasoning')}\n</think>\n\n{turn['content']}"
-        results: list[dict[str, Any]] = []
+        results = []
         if chance.random() < 0.25:
             turn["tool_calls"] = [self.call() for _ in range(chance.choice((1, 1, 2)))]
             if chance.random() < 0.5:
@@ -114,9 +110,9 @@ class Writer:
             turn |= chance.choice(({"weight": 0}, {"train": False}, {"weight": 0.5}))
         return [turn, *results]
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self):
         chance = self.chance
-        turns: list[dict[str, Any]] = []
+        turns = []
         if chance.random() < 0.4:
             role = chance.choice(("system", "system", "developer"))
             turns.append({"role": role, "content": self.content("system")})
@@ -126,7 +122,7 @@ class Writer:
             turns += self.answer()
         if turns[-1]["role"] == "tool" or chance.random() < 0.1:
             turns += self.answer()[:1]
-        row: dict[str, Any] = {"messages": turns}
+        row = {"messages": turns}
         if chance.random() < 0.3:
             properties = {"key": {"type": "string", "description": self.text("tool")}}
             parameters = {"type": "object", "properties": properties}
@@ -147,12 +143,12 @@ class Case:
 
 
 @lru_cache(1)
-def plain_backend() -> str:
+def plain_backend():
     """Return a byte-level tokenizer without special tokens, as JSON."""
     return make_tokenizer([]).to_str()
 
 
-def case_of(name: str, source: str, folder: Path, is_ours: bool) -> Case:
+def case_of(name, source, folder, is_ours):
     """Return a template as a case. folder: where the tokenizer may be written."""
     backend = Tokenizer.from_str(plain_backend())
     names = dict.fromkeys([*SPECIAL.values(), *SPECIAL_TEXT.findall(source)])
@@ -166,7 +162,7 @@ def case_of(name: str, source: str, folder: Path, is_ours: bool) -> Case:
     return Case(name, source, tokenizer, template, is_ours)
 
 
-def wrongs(case: Case, row: dict[str, Any], plain: bool) -> Iterator[str]:
+def wrongs(case, row, plain):
     """Yield what is wrong with what is learnt of a row; RecordError if it is refused.
 
     plain: the texts hold no control strings, and the text itself is compared too.
@@ -188,7 +184,7 @@ def wrongs(case: Case, row: dict[str, Any], plain: bool) -> Iterator[str]:
         yield from differences(case, conversation, samples, builder)
 
 
-def wrong_marks(turns: list[Message], learnt: list[str], builder: SampleBuilder) -> Iterator[str]:
+def wrong_marks(turns, learnt, builder):
     """Yield marks of the context that are learnt, and those of answers that are not, or twice."""
     marks = Counter(MARK.findall("".join(learnt)))
     yield from (f"context is learnt: {mark}" for mark in marks if CONTEXT.search(mark))
@@ -202,7 +198,7 @@ def wrong_marks(turns: list[Message], learnt: list[str], builder: SampleBuilder)
                 yield f"not learnt: {mark}"
 
 
-def pair_of(row: dict[str, Any], writer: Writer) -> dict[str, Any]:
+def pair_of(row, writer):
     """Return a chat as a pair of answers to its last question; as it is if it ends otherwise."""
     *before, last = row["messages"]
     if last["role"] != "assistant" or not any(turn["role"] == "user" for turn in before):
@@ -214,14 +210,12 @@ def pair_of(row: dict[str, Any], writer: Writer) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "messages"} | sides
 
 
-def differences(
-    case: Case, row: Conversation, samples: list[Any], builder: SampleBuilder
-) -> Iterator[str]:
+def differences(case, row, samples, builder):
     """Yield how samples differ from transformers: in their texts, or in the template's own mask."""
     messages = case.template.adapt(row.messages, row.tools)
     theirs = in_transformers(case.tokenizer, case.source)
 
-    def rendered(count: int, is_prompt: bool = False) -> str:
+    def rendered(count, is_prompt=False):
         options = {"tools": row.tools, "tokenize": False, "add_generation_prompt": is_prompt}
         return theirs.apply_chat_template(messages[:count], **options)
 
@@ -246,9 +240,7 @@ def differences(
             yield f"other mask, {[*builder.counts]}: {supervised_texts(case.tokenizer, samples[0])}"
 
 
-def wrong_prompt(
-    case: Case, row: Conversation, messages: list[Message], rendered: Callable[[int, bool], str]
-) -> Iterator[str]:
+def wrong_prompt(case, row, messages, rendered):
     """Yield how the prompt of the last answer differs from transformers, in text and tokens."""
     k = max(k for k, message in enumerate(messages) if message["role"] == "assistant")
     try:
@@ -265,12 +257,12 @@ def wrong_prompt(
             yield f"other tokens of a prompt: {case.tokenizer.decode(tokens)[-200:]!r}"
 
 
-def excused(builder: SampleBuilder) -> bool:
+def excused(builder):
     """Return True if the mask may differ from the template's own: a warning says so."""
     return any(builder.counts[key] for key in ("no_end", "shared_token"))
 
 
-def templates(seed: int, given: dict[str, str]) -> Iterator[tuple[str, str, bool]]:
+def templates(seed, given):
     """Yield names and texts of templates, without an end, and whether they are random ones."""
     number = 0
     while True:
@@ -281,7 +273,7 @@ def templates(seed: int, given: dict[str, str]) -> Iterator[tuple[str, str, bool
             yield f"random {number}", random_one, True
 
 
-def cases(seed: int, count: int, given: dict[str, str]) -> Iterator[tuple[int, Case]]:
+def cases(seed, count, given):
     """Yield the numbers of chats, and the template of each. given: templates beside random ones."""
     sources = templates(seed, given)
     with TemporaryDirectory() as folder:
@@ -292,7 +284,7 @@ def cases(seed: int, count: int, given: dict[str, str]) -> Iterator[tuple[int, C
                 yield number, case
 
 
-def chat_of(seed: int, number: int) -> tuple[dict[str, Any], bool]:
+def chat_of(seed, number):
     """Return a chat by its number, and whether its texts hold no control strings."""
     chance = random.Random(f"{seed} chat {number}")
     plain = chance.random() < 0.6
@@ -303,7 +295,7 @@ def chat_of(seed: int, number: int) -> tuple[dict[str, Any], bool]:
     return row, plain
 
 
-def outcome(case: Case, seed: int, number: int) -> str:
+def outcome(case, seed, number):
     """Return what became of one chat: right, refused or wrong, which is printed."""
     row, plain = chat_of(seed, number)
     try:

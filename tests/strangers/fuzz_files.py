@@ -16,11 +16,9 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from file_formats import FileFormat, NoOpinion, Refusal, Value
@@ -61,7 +59,7 @@ class Tally:
 # --- one process
 
 
-def limited(function: Callable[[], Outcome]) -> Outcome:
+def limited(function):
     """Run a function in a forked process with bounds, and return its outcome."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -88,7 +86,7 @@ def limited(function: Callable[[], Outcome]) -> Outcome:
     return Outcome("hang" if is_late else f"ended by signal {-number}")
 
 
-def bound() -> None:
+def bound():
     """Limit this process's time and memory; end it if it starts another or connects anywhere."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))
@@ -97,7 +95,7 @@ def bound() -> None:
     for stream in range(3):
         os.dup2(null, stream)
 
-    def forbid(event: str, args: tuple) -> None:
+    def forbid(event, args):
         is_own_program = event == "ctypes.dlopen" and args == (None,)
         if event in STARTS_SOMETHING and not is_own_program:
             raise Started(f"{event} {args!r:.200}")
@@ -109,7 +107,7 @@ class Started(BaseException):
     """Reading a file has started a program, loaded a library or opened a connection."""
 
 
-def read_until(pipe: Any, deadline: float) -> bytes:
+def read_until(pipe, deadline):
     """Return all that a process writes; b"" if it is not at its end by the deadline."""
     parts = []
     while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -119,7 +117,7 @@ def read_until(pipe: Any, deadline: float) -> bytes:
     return b""
 
 
-def end_group(pid: int) -> None:
+def end_group(pid):
     """Kill a process that is still running, and all that it has started."""
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -127,7 +125,7 @@ def end_group(pid: int) -> None:
         return
 
 
-def outcome_of(form: FileFormat, folder: Path) -> Outcome:
+def outcome_of(form, folder):
     """Return what a format's reader makes of a folder, as a user would see it."""
     try:
         return Outcome("value", form.read(folder))
@@ -141,13 +139,13 @@ def outcome_of(form: FileFormat, folder: Path) -> Outcome:
         return Outcome("memory", text=traceback.format_exc())
 
 
-def written_by(form: FileFormat, folder: Path) -> Outcome:
+def written_by(form, folder):
     """Write a format's valid input."""
     form.write(folder)
     return Outcome("value")
 
 
-def refused(form: FileFormat, code: int, text: str) -> Outcome:
+def refused(form, code, text):
     """Return the outcome of an exit code and a message."""
     if code not in form.codes:
         return Outcome(f"exit code {code}", text=text)
@@ -158,7 +156,7 @@ def refused(form: FileFormat, code: int, text: str) -> Outcome:
     return Outcome("refused", text=text)
 
 
-def right_of(form: FileFormat, folder: Path) -> Outcome:
+def right_of(form, folder):
     """Return the value that an independent reader makes of a folder."""
     try:
         return Outcome("value", form.right(folder) if form.right else None)
@@ -181,14 +179,14 @@ class Mutant:
     path: Path
     change: Mutation
 
-    def write(self) -> None:
+    def write(self):
         """Write the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.valid, self.folder)
         (self.folder / self.path).write_bytes(self.change.content)
         self.form.seal(self.folder)
 
-    def verdict(self, value: Value) -> Outcome:
+    def verdict(self, value):
         """Return what is to be said of it. value: of the valid input."""
         self.write()
         outcome = limited(lambda: outcome_of(self.form, self.folder))
@@ -198,7 +196,7 @@ class Mutant:
             return outcome
         return self.judged(outcome.value, value)
 
-    def judged(self, value: Value, valid: Value) -> Outcome:
+    def judged(self, value, valid):
         """Return RIGHT or SAME for a right value, else what is wrong with it."""
         if self.form.numbers and self.changes_alike(value, valid):
             return Outcome(RIGHT)
@@ -213,11 +211,11 @@ class Mutant:
             return Outcome(RIGHT)
         return Outcome("another value", text=difference(value, right.value or valid) + right.text)
 
-    def is_right(self, value: Value, right: Outcome) -> bool:
+    def is_right(self, value, right):
         """Return True if a value is that of an independent reader."""
         return self.form.in_order(value) == self.form.in_order(right.value or {})
 
-    def changes_alike(self, value: Value, valid: Value) -> bool:
+    def changes_alike(self, value, valid):
         """Return True if no more bytes of the value have changed than of the file.
 
         For flipped bits: no more bits. A reader that is led elsewhere reads other numbers
@@ -231,7 +229,7 @@ class Mutant:
             return 0 < bits <= len(self.change.flipped)
         return 0 < changed <= sum(a != b for a, b in zip(content, self.change.content, strict=True))
 
-    def is_among(self, value: Value) -> bool:
+    def is_among(self, value):
         """Return True if all flipped bytes lie among the numbers of the value."""
         content = (self.valid / self.path).read_bytes()
         numbers = b"".join(value.values())
@@ -241,7 +239,7 @@ class Mutant:
         )
 
 
-def difference_of(value: Value, valid: Value) -> tuple[int, int]:
+def difference_of(value, valid):
     """Return how many bits and bytes of a value have changed; 0 if it has other sizes."""
     if value.keys() != valid.keys() or any(len(value[n]) != len(valid[n]) for n in valid):
         return 0, 0
@@ -250,14 +248,14 @@ def difference_of(value: Value, valid: Value) -> tuple[int, int]:
     return int(np.unpackbits(changed).sum()), int(np.count_nonzero(changed))
 
 
-def agrees(value: Value, valid: Value, same_names: bool) -> bool:
+def agrees(value, valid, same_names):
     """Return True if two values are the same; of the names that both have, if others may lack."""
     if same_names:
         return value == valid
     return all(value[name] == valid[name] for name in value.keys() & valid.keys())
 
 
-def difference(value: Value, right: Value) -> str:
+def difference(value, right):
     """Return how two values differ, in a line."""
     if value.keys() != right.keys():
         return f"names {sorted(value.keys() ^ right.keys())[:4]} "
@@ -265,9 +263,7 @@ def difference(value: Value, right: Value) -> str:
     return f"{name}: {len(value[name])} bytes, right are {len(right[name])} "
 
 
-def mutants(
-    home: Path, seed: int, count: int, forms: Sequence[FileFormat]
-) -> Iterator[tuple[int, Mutant]]:
+def mutants(home, seed, count, forms):
     """Yield `count` mutants of the formats in turn; one of a number is the same in every run."""
     for number in range(count):
         form = forms[number % len(forms)]
@@ -283,11 +279,9 @@ def mutants(
         yield number, Mutant(form, valid, home / "mutant", path.relative_to(valid), mutation)
 
 
-def run_all(
-    home: Path, seed: int, count: int, forms: Sequence[FileFormat], say: Callable[[str], None]
-) -> dict[str, Tally]:
+def run_all(home, seed, count, forms, say):
     """Read `count` mutants; return what became of them by format."""
-    values: dict[str, Value] = {}
+    values = {}
     for form in forms[:count]:
         folder = home / "mutant"
         folder.mkdir()
@@ -299,7 +293,7 @@ def run_all(
         folder.rename(home / form.name.replace(" ", "_"))
         assert outcome.value is not None, f"{form.name}, unchanged: {outcome.kind}\n{outcome.text}"
         values[form.name] = outcome.value
-    tallies: dict[str, Tally] = defaultdict(Tally)
+    tallies = defaultdict(Tally)
     for number, mutant in mutants(home, seed, count, forms):
         outcome = mutant.verdict(values[mutant.form.name])
         tally = tallies[mutant.form.name]

@@ -3,16 +3,13 @@
 import gzip
 import json
 import math
-import random
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 WRONG_NUMBERS = (0, 1, -1, 2, 255, 2**15, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2**60, 2**63 - 1)
 DEEP = 20_000
 """Brackets of a nested value: far more than Python's own limit of recursion."""
-WRONG_VALUES: tuple[Any, ...] = (
+WRONG_VALUES = (
     None, True, -1, 0, 2**31, 2**63, 10**30, 1e308, 0.5, math.inf, math.nan, "", "x", "../../x",
     "/etc/passwd", "\x1b]0;title\x07", "a" * 10_000, [], {}, [None], [[]], {"a": {}},
     [2**40, 2**40],
@@ -28,7 +25,7 @@ class Mutation:
     flipped: tuple[int, ...] = ()
 
 
-def flip_bits(content: bytes, chance: random.Random) -> Mutation:
+def flip_bits(content, chance):
     """Flip one to three bits anywhere."""
     changed, places = bytearray(content), []
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
@@ -37,7 +34,7 @@ def flip_bits(content: bytes, chance: random.Random) -> Mutation:
     return Mutation(f"bits flipped in bytes {places}", bytes(changed), tuple(places))
 
 
-def flip_early_bit(content: bytes, chance: random.Random) -> Mutation:
+def flip_early_bit(content, chance):
     """Flip a bit in the first 256 bytes, where headers are."""
     changed = bytearray(content)
     place = chance.randrange(min(len(content), 256))
@@ -45,27 +42,27 @@ def flip_early_bit(content: bytes, chance: random.Random) -> Mutation:
     return Mutation(f"a bit flipped in byte {place}", bytes(changed), (place,))
 
 
-def cut(content: bytes, chance: random.Random) -> Mutation:
+def cut(content, chance):
     """Cut the end off."""
     length = chance.choice((0, 1, len(content) - 1, chance.randrange(len(content))))
     return Mutation(f"cut to {length} bytes", content[:length])
 
 
-def cut_out(content: bytes, chance: random.Random) -> Mutation:
+def cut_out(content, chance):
     """Leave bytes out in the middle."""
     first, length = chance.randrange(len(content)), chance.choice((1, 4, 8, 64))
     changed = content[:first] + content[first + length :]
     return Mutation(f"{length} bytes from {first} on left out", changed)
 
 
-def repeat(content: bytes, chance: random.Random) -> Mutation:
+def repeat(content, chance):
     """Write a part of the file twice."""
     first, last = sorted(chance.randrange(len(content) + 1) for _ in range(2))
     changed = content[:last] + content[first:]
     return Mutation(f"bytes {first} to {last} twice", changed)
 
 
-def swap(content: bytes, chance: random.Random) -> Mutation:
+def swap(content, chance):
     """Exchange two parts of equal length."""
     length = min(chance.choice((1, 4, 8, 32)), len(content) // 2)
     one = chance.randrange(len(content) // 2 - length + 1)
@@ -78,7 +75,7 @@ def swap(content: bytes, chance: random.Random) -> Mutation:
     return Mutation(f"{length} bytes from {one} and from {other} exchanged", bytes(changed))
 
 
-def lie(content: bytes, chance: random.Random) -> Mutation:
+def lie(content, chance):
     """Write another number over four or eight bytes, mostly near the begin or the end."""
     size, wanted = chance.choice((4, 8)), chance.choice(WRONG_NUMBERS)
     last = max(len(content) - size, 0)
@@ -89,7 +86,7 @@ def lie(content: bytes, chance: random.Random) -> Mutation:
     return Mutation(f"{wanted} in {size} bytes from {place} on", changed)
 
 
-def nest(content: bytes, chance: random.Random) -> Mutation:
+def nest(content, chance):
     """Put a deeply nested value somewhere, or in place of everything."""
     opening, closing = chance.choice((("[", "]"), ('{"a":', "}"), ("(", ")"), ("[", "")))
     middle = "1" if opening == '{"a":' else ""
@@ -102,7 +99,7 @@ def nest(content: bytes, chance: random.Random) -> Mutation:
     )
 
 
-def splice(content: bytes, chance: random.Random) -> Mutation:
+def splice(content, chance):
     """Write bytes that mean something to many formats into the middle."""
     pieces = (
         b"\n", b"\r", b'"', b"\\", b"\x00" * 8, b"\xff" * 8, b"\xef\xbb\xbf", b"\x1b[31m", b"NaN",
@@ -113,13 +110,13 @@ def splice(content: bytes, chance: random.Random) -> Mutation:
     return Mutation(f"{piece[:20]!r} at {place}", content[:place] + piece + content[place:])
 
 
-BYTES: list[Callable[[bytes, random.Random], Mutation]] = [
+BYTES = [
     flip_bits, flip_early_bit, cut, cut_out, repeat, swap, lie, lie, nest, splice,
 ]  # fmt: skip
 """Changes that need not know the format."""
 
 
-def change_json(content: bytes, chance: random.Random) -> Mutation:
+def change_json(content, chance):
     """Write another value over one in a JSON text, drop a key or write it under another name.
 
     Raises ValueError if there is none.
@@ -150,7 +147,7 @@ def change_json(content: bytes, chance: random.Random) -> Mutation:
     return Mutation(what, b"\n".join([*lines[:number], text, *lines[number + 1 :]]))
 
 
-def places_of(value: Any) -> list[tuple[Any, Any]]:
+def places_of(value):
     """Return every (dictionary or list, key) of a JSON value."""
     pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     inner = [
@@ -159,7 +156,7 @@ def places_of(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key, _ in pairs] + inner
 
 
-def change_safetensors(content: bytes, chance: random.Random) -> Mutation:
+def change_safetensors(content, chance):
     """Change the JSON header of a safetensors file."""
     size = int.from_bytes(content[:8], "little")
     header = change_json(content[8 : 8 + size], chance)
@@ -167,7 +164,7 @@ def change_safetensors(content: bytes, chance: random.Random) -> Mutation:
     return Mutation(header.what, length + header.content + content[8 + size :])
 
 
-def compress_bomb(_content: bytes, chance: random.Random) -> Mutation:
+def compress_bomb(_content, chance):
     """Compress many zeros."""
     size = chance.choice((80, 400)) * 2**20
     packed = gzip.compress(bytes(2**20), 9)

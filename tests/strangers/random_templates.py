@@ -1,7 +1,5 @@
 """Random chat templates in the shapes of published ones; the text that is learnt is marked."""
 
-import random
-
 from folders import table
 
 PARTS = table("strangers/template_parts.yaml")
@@ -14,13 +12,13 @@ AFTER = PARTS["after"]
 DEFAULT = "You are a helpful assistant who was made for tests."
 
 
-def random_template(chance: random.Random) -> str:
+def random_template(chance):
     """Return a template. Its `{% generation %}` holds what an answer's turn should teach."""
     pick = chance.choice
     header, end, opening = pick(HEADERS), pick(ENDS), pick(OPENINGS)
     names = {"user": pick(("user", "human", "question")), "assistant": pick(("assistant", "model"))}
 
-    def header_of(role: str) -> str:
+    def header_of(role):
         return header.replace("ROLE", names.get(role, role))
 
     always = pick(AFTER) * bool(header)

@@ -4,8 +4,6 @@ A folder is made from a seed. `differences` returns what is not as `AutoTokenize
 """
 
 import random
-from pathlib import Path
-from typing import Any
 
 import transformers
 from folders import table
@@ -21,7 +19,7 @@ from tokenizers import (
 from world import write_json
 
 from fsdp_trainer.data.tokens.text_stream import TextStream
-from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.word_cache import GPT_4O, LLAMA_3, QWEN
 from fsdp_trainer.errors import UserError
 
@@ -30,16 +28,14 @@ WORDS, SPACES, TOKENS, NAMES = (PARTS[name] for name in ("words", "spaces", "tok
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
-def byte_level(random: random.Random) -> Tokenizer:
+def byte_level(random):
     """Return a byte-level BPE."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [*map(tuple, PARTS["byte_level_merges"])]
     texts = [*alphabet, *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE({text: id for id, text in enumerate(texts)}, merges))
     prefix = random.random() < 0.2
-    cuts: list[Any] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in (LLAMA_3, QWEN, GPT_4O)
-    ]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in (LLAMA_3, QWEN, GPT_4O)]
     cuts += [pre_tokenizers.Digits(individual_digits=True), None, None]
     cut = random.choice(cuts)
     last = pre_tokenizers.ByteLevel(prefix, use_regex=cut is None or random.random() < 0.2)
@@ -49,10 +45,9 @@ def byte_level(random: random.Random) -> Tokenizer:
     return tokenizer
 
 
-def with_spaces_as_signs(random: random.Random) -> Tokenizer:
+def with_spaces_as_signs(random):
     """Return a BPE or unigram model as of SentencePiece."""
     texts = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *PARTS["signs"]]
-    tokenizer: Tokenizer
     if random.random() < 0.5:
         model = models.BPE(
             {text: id for id, text in enumerate(texts)},
@@ -81,7 +76,7 @@ def with_spaces_as_signs(random: random.Random) -> Tokenizer:
     return tokenizer
 
 
-def of_words(random: random.Random) -> Tokenizer:
+def of_words(random):
     """Return a tokenizer of whole words or of their parts."""
     vocabulary = {text: id for id, text in enumerate(PARTS["word_parts"])}
     if random.random() < 0.5:
@@ -100,13 +95,13 @@ def of_words(random: random.Random) -> Tokenizer:
 KINDS = [byte_level, byte_level, with_spaces_as_signs, with_spaces_as_signs, of_words]
 
 
-def random_flags(random: random.Random, text: str) -> dict[str, Any]:
+def random_flags(random, text):
     """Return a token as added_tokens_decoder has it; a flag in three is left out."""
     flags = {flag: random.random() < 0.3 for flag in FLAGS if random.random() < 0.8}
     return {"content": text, **flags}
 
 
-def written_folder(folder: Path, seed: int) -> bool:
+def written_folder(folder, seed):
     """Write the files of a tokenizer; return whether ids in them are other than those they get."""
     chance = random.Random(seed)
     tokenizer = chance.choice(KINDS)(chance)
@@ -135,9 +130,9 @@ def written_folder(folder: Path, seed: int) -> bool:
     return is_wrong
 
 
-def random_config(chance: random.Random) -> dict[str, Any]:
+def random_config(chance):
     """Return the content of tokenizer_config.json, without added_tokens_decoder."""
-    config: dict[str, Any] = {}
+    config = {}
     if chance.random() < 0.7:
         config["tokenizer_class"] = chance.choice(["PreTrainedTokenizerFast", "TokenizersBackend"])
     if chance.random() < 0.3:
@@ -150,9 +145,9 @@ def random_config(chance: random.Random) -> dict[str, Any]:
     return config
 
 
-def named(chance: random.Random, mark: str | None) -> dict[str, Any]:
+def named(chance, mark):
     """Return named tokens. mark: the key that makes an object a token in tokenizer_config.json."""
-    words: dict[str, Any] = {}
+    words = {}
     for name in chance.sample(NAMES, chance.randrange(5)):
         text = chance.choice(TOKENS)
         form = chance.random()
@@ -165,7 +160,7 @@ def named(chance: random.Random, mark: str | None) -> dict[str, Any]:
     return words
 
 
-def extra(chance: random.Random) -> Any:
+def extra(chance):
     """Return extra_special_tokens in one of its forms."""
     texts = chance.sample(TOKENS, chance.randrange(4))
     if chance.random() < 0.4:
@@ -173,7 +168,7 @@ def extra(chance: random.Random) -> Any:
     return texts
 
 
-def with_ids(chance: random.Random, tokenizer: Tokenizer) -> tuple[dict[str, int], bool]:
+def with_ids(chance, tokenizer):
     """Return tokens with the ids that they get, or sometimes others, and whether so."""
     next_id = max(tokenizer.get_vocab().values()) + 1
     by_id = {}
@@ -190,7 +185,7 @@ def with_ids(chance: random.Random, tokenizer: Tokenizer) -> tuple[dict[str, int
     return by_id, is_wrong
 
 
-def random_text(chance: random.Random) -> str:
+def random_text(chance):
     """Return a text of words, spaces and tokens."""
     pieces = [
         chance.choice(TOKENS if chance.random() < 0.3 else WORDS) + chance.choice(SPACES)
@@ -199,10 +194,9 @@ def random_text(chance: random.Random) -> str:
     return "".join([chance.choice(SPACES), *pieces])
 
 
-def differences(folder: Path, seed: int, texts: int = 6) -> list[str]:
+def differences(folder, seed, texts=6):
     """Write a folder into an empty one; return what differs from AutoTokenizer, as sentences."""
     is_wrong = written_folder(folder, seed)
-    theirs: Any
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:
@@ -229,7 +223,7 @@ def differences(folder: Path, seed: int, texts: int = 6) -> list[str]:
     return lines
 
 
-def other_specials(ours: TextTokenizer, theirs: Any) -> list[str]:
+def other_specials(ours, theirs):
     """Return what differs in the number of tokens and in special ones."""
     lines = []
     if ours.vocab_size != len(theirs):
@@ -241,7 +235,7 @@ def other_specials(ours: TextTokenizer, theirs: Any) -> list[str]:
     return lines
 
 
-def other_texts(ours: TextTokenizer, theirs: Any, ids: list[int]) -> list[str]:
+def other_texts(ours, theirs, ids):
     """Return how the text of tokens differs, with and without special ones, and streamed."""
     lines = []
     for skips in (True, False):

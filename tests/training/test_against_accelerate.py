@@ -37,7 +37,7 @@ def test_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
     assert losses[-1] < losses[0] - 0.5
 
 
-def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], list[float]]:
+def train_with_accelerate(folder, rows):
     """One rank's training, each step in one forward of its part of the rows; the losses and
     gradient norms of all ranks together."""
     plugin = accelerate.FullyShardedDataParallelPlugin(
@@ -83,7 +83,7 @@ def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], l
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def padded(rows: list[dict]) -> dict[str, torch.Tensor]:
+def padded(rows):
     """Rows as a transformers collator makes them: labels stand where their token does, and the
     model shifts them."""
     assert all(row["labels"][-1] == IGNORED for row in rows)

@@ -57,7 +57,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.training.batches import Batches, BatchOptions
 from fsdp_trainer.training.objective import CrossEntropy
 
-SEQ_LEN = 1024
+SEQ_LEN, LONG = 1024, 8192
 MARKS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
@@ -263,14 +263,14 @@ def memory_mib(which: str) -> float:
 
 def pack(scratch: Path) -> dict[str, float]:
     """Return seconds, memory and fill of best fit for PACKED lengths."""
-    lengths, before = lengths_of(PACKED, 8192), memory_mib("VmHWM")
+    lengths, before = lengths_of(PACKED, LONG), memory_mib("VmHWM")
     started = time.perf_counter()
-    packing = best_fit(lengths, 8192)
+    packing = best_fit(lengths, LONG)
     seconds = time.perf_counter() - started
     return {
         "seconds": seconds,
         "mib": memory_mib("VmHWM") - before,
-        "fill": float(lengths.sum()) / 8192 / (len(packing.offsets) - 1),
+        "fill": float(lengths.sum()) / LONG / (len(packing.offsets) - 1),
     }
 
 
@@ -279,7 +279,7 @@ def large_store(folder: Path, samples: int) -> TokenStore:
 
     It is made unless `folder` exists.
     """
-    lengths = lengths_of(samples, 8192)
+    lengths = lengths_of(samples, LONG)
     columns = {"lengths": lengths, "weight_sums": lengths - 1.0, "supervised": lengths - 1}
     if not folder.exists():
         folder.mkdir()
@@ -306,7 +306,7 @@ def balance(store: TokenStore) -> dict[str, dict[str, float]]:
     """
     result = {}
     for ranks, rows in ((2, 32), (8, 64)):
-        batches = batches_of(store, 8192, ranks)
+        batches = batches_of(store, LONG, ranks)
         sums = {"in order": np.zeros(2), "dealt": np.zeros(2)}
         for plan in islice(batches.plans(rows, None), 50):
             dealt = batches.assign_rows_to_ranks(plan)[..., 0]  # [micro-batches, ranks]
@@ -328,7 +328,7 @@ def first_batch(scratch: Path) -> dict[str, float]:
     if not folder.exists():
         large_store(folder, RESUMED)
     before, started = memory_mib("RssAnon"), time.perf_counter()
-    batches = batches_of(TokenStore(folder, "f"), 8192)
+    batches = batches_of(TokenStore(folder, "f"), LONG)
     plan = next(batches.plans(32, None, 1_000_000, 32_000_000))
     next(batches.micro_batches(plan))
     seconds = time.perf_counter() - started

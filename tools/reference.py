@@ -35,7 +35,8 @@ from fsdp_trainer.data.templates.chat_template import BUILT_IN
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.models.hf.further_blocks import HEADS
-from fsdp_trainer.observe.metric_groups import GENERAL, TITLES
+from fsdp_trainer.observe.metric_groups import GENERAL, TITLES, WITHOUT_CURVE
+from fsdp_trainer.observe.records import EVENTS
 from fsdp_trainer.rl.environments.known_environments import ENVIRONMENTS
 from fsdp_trainer.rl.rewards.table import REWARDS
 
@@ -366,10 +367,11 @@ def hardware() -> str:
 
 
 def metrics() -> str:
-    """Return the page of the numbers in metrics.jsonl."""
+    """Return the page of the numbers in metrics.jsonl and of the events."""
     parts = [
-        "# Metrics\n\nThe names in `metrics.jsonl`, with the titles of their charts. A name that"
-        f" ends with / begins several names. [What they mean](../seeing.md#metrics). {WRITTEN}"
+        "# Metrics and events\n\nThe names in `metrics.jsonl`, with the titles of their charts, and"
+        " in `events.jsonl`. A name that ends with / begins several names."
+        f" [What they mean](../seeing.md#metrics). {WRITTEN}"
     ]
     for section, titles in GENERAL.items():
         rows = [[f"`{name}`", title.text] for name, title in titles.items()]
@@ -379,6 +381,9 @@ def metrics() -> str:
         for name, title in TITLES.items()
     ]
     parts.append(f"## Of methods\n\n{table(['name', 'title'], rows)}")
+    for title, texts in (("Without a chart", WITHOUT_CURVE), ("Events", EVENTS)):
+        rows = [[f"`{name}`", text] for name, text in texts.items()]
+        parts.append(f"## {title}\n\n{table(['name', 'meaning'], rows)}")
     return "\n".join(parts)
 
 

@@ -64,9 +64,16 @@ GENERAL: dict[str, dict[str, Title]] = {
 }
 """Numbers that runs of any method have, by section. A name that ends with / is the beginning of
 several numbers' names."""
-WITHOUT_CURVE = ("step", "time", "tokens", "supervised_tokens", "phases/")
-"""General numbers without a curve: they are an axis of the others, or have a picture of their own.
-"""
+WITHOUT_CURVE = {
+    "step": "Steps so far",
+    "time": "Seconds since 1970",
+    "tokens": "Tokens so far, padding not counted",
+    "supervised_tokens": "Supervised tokens so far",
+    "phases/": "Seconds of rank 0 in each phase since the last write",
+    "expert_load": "Load of each expert, as a digit or letter",
+    OWN_METRICS: "Names of your own metrics",
+}
+"""What a line has without a curve: an axis of the others, or what has a picture of its own."""
 REWARDS, LIKELIHOODS, LENGTHS = (
     "Rewards of the answers",
     "Log-probabilities of the answers, nats",
@@ -113,6 +120,11 @@ TITLES = {
     "accuracy": Title("Texts whose labels are all right", is_share=True),
     "f1_macro": Title("F1 of the labels", "mean of the labels", is_share=True),
     "f1_micro": Title("F1 of the labels", "of all texts", is_share=True),
+    "auc": Title("Area under the ROC curve", is_share=True),
+    "entity_precision": Title("Entities", "precision", is_share=True),
+    "entity_recall": Title("Entities", "recall", is_share=True),
+    "entity_f1": Title("Entities", "F1", is_share=True),
+    "entity_f1_macro": Title("Entities", "F1, mean of the kinds", is_share=True),
     "mrr": Title("Mean reciprocal rank of the right document", is_share=True),
     "recall_1": Title("Right documents among the first k", "k = 1", is_share=True),
     "recall_10": Title("Right documents among the first k", "k = 10", is_share=True),

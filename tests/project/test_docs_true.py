@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -14,12 +15,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from world import read_json
 
+from fsdp_trainer import errors
 from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import options
 from fsdp_trainer.config.composing.overrides import owner_of, takes
 from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.verbs import PRIMARY
+from fsdp_trainer.observe.metric_groups import GENERAL, TITLES, WITHOUT_CURVE
+from fsdp_trainer.observe.records import EVENTS
 
 GENERATED = {"CHANGELOG.md", "mistakes.md", "configuration.md"}
 """Pages that are history, are run by a test of their own, or are written by the program."""
@@ -72,11 +76,95 @@ def program():
     return "\n".join(texts)
 
 
+METRICS = {
+    name.rstrip("/") for names in (*GENERAL.values(), TITLES, WITHOUT_CURVE) for name in names
+}
+METRICS |= {f"validation_{name}" for name in TITLES} | {"validation_"}
+
+
+def columns(page: Path, *heads: str) -> set[str]:
+    """Return the names in the columns of a page's tables that have one of these heads."""
+    names, at = set(), None
+    for line in sentences(page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if not cells or {*cells} & {*heads}:
+            at = next((i for i, cell in enumerate(cells) if cell in heads), None)
+        elif at is not None:
+            names |= {*re.findall(r"`([a-z_0-9]+)`|^(\d+)$", cells[at])}
+    return {"".join(one) for one in names}
+
+
+def test_metrics_events_and_exit_codes_of_pages_are_the_ones_of_runs():
+    methods = [REPO / f"fsdp_trainer/{room}" for room in ("methods", "rl")]
+    texts = "".join(f.read_text() for room in methods for f in room.rglob("*.py"))
+    keys = re.findall(r"(?m)^    keys(?:: .*)? = \((.*)\)$", texts)
+    assert {*re.findall(r'"(\w+)"', "".join(keys))} <= METRICS
+    package = "".join(f.read_text() for f in (REPO / "fsdp_trainer").rglob("*.py"))
+    written = {*re.findall(r'(?:\.|_)(?:event|record)\(\s*"(\w+)"', package)}
+    assert written <= EVENTS.keys()
+    assert [name for name in EVENTS if package.count(f'"{name}"') < 2] == []
+    codes = {getattr(one, "exit_code", 0) for one in vars(errors).values() if inspect.isclass(one)}
+    wrong = []
+    for page in PAGES:
+        text, wide = page.read_text(), page.name == "seeing.md"
+        metrics = columns(page, "metric", *["field"] * wide)
+        metrics |= {*re.findall(r"\bvalidation_\w+", "\n".join(code(page)))}
+        events = {*re.findall(r'"event": "(\w+)"|events? `(\w+)`|`(\w+)` in `events', text)}
+        events = {"".join(one) for one in events} | columns(page, "event")
+        exits = re.findall(r"\bexit(?:s|_code)?(?: code)?(?: with)?\b\D{0,2} (\d+)\b", text)
+        exits += columns(page, "exit code")
+        wrong += [(page.name, name) for name in metrics - METRICS]
+        wrong += [(page.name, name) for name in events - EVENTS.keys()]
+        wrong += [(page.name, one) for one in exits if int(one) not in codes | {3}]
+    assert wrong == []
+
+
+SCRIPT = re.compile(r"\b(benchmarks|tools)[./](\w+)")
+MAKEFILE = (REPO / "Makefile").read_text()
+PROGRAM = {"--help", "--version", "--cfg", "--import", "--config-dir"}
+
+
+def options_of(room: str, name: str) -> set[str]:
+    """Return the options of a script."""
+    path = REPO / room / name
+    files = [one for one in (path.with_suffix(".py"), path / "__main__.py") if one.exists()]
+    text = "".join(one.read_text() for one in files)
+    options = {*re.findall(r'(?:add_argument\(|if )"(--[\w-]+)"', text)}
+    for call in re.findall(r"\barguments\(\s*__doc__,(.*?)\)\n", text, re.S):
+        options |= {f"--{word.replace('_', '-')}" for word in re.findall(r"(\w+)=", call)} | {
+            "--check"
+        }
+    return options
+
+
+def test_an_option_on_a_page_is_one_of_its_program():
+    """Options of a script that its line, or else its section, names; else ours or OTHERS'."""
+    targets = dict(re.findall(r"(?m)^([\w-]+):.*\n((?:\t.*\n)+)", MAKEFILE))
+    targets["bench"] = targets["bench"].replace("$$name", "train_step")
+    wrong, count = [], 0
+    for page, text in ((p, t) for p in PAGES for t in re.split(r"(?m)^(?=#+ )", p.read_text())):
+        blocks = [line for block in BLOCK.findall(text) for line in block.splitlines()]
+        for line in (*blocks, *re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))):
+            own = re.sub(r" +#.*|'[^']*'", "", line)
+            options = re.findall(r"(?<![\w-])--[a-z][\w-]*", own)
+            called = {
+                n for n in targets if re.search(rf"\bmake {n}\b", line if " " in line else text)
+            }
+            scripts = SCRIPT.findall(line + "".join(targets[name] for name in called))
+            scripts = scripts or [*{*SCRIPT.findall(text)}]
+            known = {one for script in scripts for one in options_of(*script)} | PROGRAM | {*OTHERS}
+            is_ours = SCRIPT.search(line) or re.match(r"(make|fsdp-trainer|--|ARGS)", line)
+            wrong += [(page.name, line, o) for o in options if is_ours and o not in known]
+            count += len(options) if is_ours else 0
+    assert count > 20
+    assert wrong == []
+
+
 def test_a_name_in_a_sentence_is_one_of_the_program():
     known = {*WORD.findall(program()), *OTHERS}
     used = {(p.name, w) for p in PAGES for one in code(p) for w in WORD.findall(one)}
     ours = {(page, w) for page, w in used if page != "comparison.md" and not w.isupper()}
-    wrong = {(page, w) for page, w in ours if w.removeprefix("validation_") not in known | {""}}
+    wrong = {(page, w) for page, w in ours if w not in known | METRICS}
     assert not wrong, sorted(wrong)
     text = "\n".join(one for page in PAGES for one in code(page))
     assert [name for name in OTHERS if name not in text] == []
@@ -175,8 +263,7 @@ SOURCE = re.compile(
 )
 RESULTS = [file for file in TRACKED if file.suffix == ".json" and "benchmarks" in file.parts]
 NUMBER = re.compile(r"(?<![\w.,^/-])\d+(?:,\d{3})*(?:\.\d+)?(?![\d\w.-]*\w)")
-SETTINGS = {"8,192", "32,000", "65,536"}
-"""Sizes of a measured run, which the name of its result implies."""
+UNIT = re.compile(r"(?<![\w.,^/-])(\d[\d,]*)(?: ?%| (?:m?s|[GMT]i?B|times|tokens|TFLOP/s)\b)")
 
 
 def sections(page):
@@ -190,13 +277,24 @@ def test_a_figure_names_the_result_it_comes_from():
     assert not wrong, wrong
 
 
-def leaves(tree):
-    """Yield the numbers in a result."""
+def leaves(tree: object) -> Iterator[float]:
+    """Yield the numbers in a result, also in its names and descriptions."""
     if isinstance(tree, dict | list):
-        for item in tree.values() if isinstance(tree, dict) else tree:
+        for item in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
             yield from leaves(item)
     elif isinstance(tree, int | float):
         yield tree
+    elif isinstance(tree, str):
+        yield from (float(number.replace(",", "")) for number in NUMBER.findall(tree))
+
+
+def constants(result: Path) -> Iterator[float]:
+    """Yield the numbers that a benchmark declares on its first level."""
+    script = REPO / "benchmarks" / f"{result.stem.replace('published_runs', 'plan_published')}.py"
+    for node in ast.parse(script.read_text()).body if script.exists() else ():
+        if isinstance(node, ast.Assign):
+            values = (getattr(one, "value", None) for one in ast.walk(node.value))
+            yield from leaves([*values])
 
 
 def is_in(number, results):
@@ -207,19 +305,20 @@ def is_in(number, results):
 
 
 def test_a_measured_figure_is_the_one_in_its_result():
-    """Numbers with decimals or thousands, in sections that name files in benchmarks/results."""
+    """Numbers with decimals, thousands or a unit, in sections that name files of results."""
     wrong, count = [], 0
     for page, text in ((p, text) for p in PAGES for text in sections(p)):
         named = [file for file in RESULTS if f"/{file.name}" in text or f"`{file.name}`" in text]
         results = [n for file in named for n in leaves(read_json(file))]
+        results += [n for file in named for n in constants(file)]
         bare = re.sub(r"<!-- table -->[^¤]*<!-- end of table -->|`[^`]*`|\]\([^)]*\)", "", text)
         bare = re.sub(r"(?:torch|trl|DeepSpeed|[Aa]rXiv) [\d.]+|\d+%? of \d+%?", "", bare)
-        numbers = [n for n in NUMBER.findall(bare) if re.search(r"[.,]", n)] if results else []
+        with_unit = {*UNIT.findall(bare)}
+        numbers = [n for n in NUMBER.findall(bare) if n in with_unit or re.search(r"[.,]", n)]
+        numbers = numbers if results else []
         count += len(numbers)
         wrong += [
-            (page.name, *{file.name for file in named}, n)
-            for n in numbers
-            if n not in SETTINGS and not is_in(n, results)
+            (page.name, *{file.name for file in named}, n) for n in numbers if not is_in(n, results)
         ]
     assert not wrong, wrong
     assert count > 100

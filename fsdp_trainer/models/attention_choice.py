@@ -221,7 +221,6 @@ def _first_kernel(layout: str, context: AttentionContext) -> str | None:
 
 
 def _ring_kernel(context: AttentionContext) -> str | None:
-    """Return the fastest kernel of a ring; sinks are added to what it returns."""
     plain = replace(context, sinks=False)
     broken = _first_broken(LAYOUT_RULES["varlen"], plain, "varlen")
     first = _first_kernel("mask" if broken else "varlen", plain)

@@ -222,7 +222,6 @@ class WeightNames:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The parameters with a row for each token of the vocabulary."""
         return tuple(filter(None, (self.embedding, self.head, self.head_bias)))
 
 
@@ -434,7 +433,6 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated channels of a head."""
         if self.is_latent:
             return self.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
@@ -692,7 +690,6 @@ class ModelConfig:
         return next((known for known in names if known in self.source), names[0])
 
     def _is_exported(self, option: str) -> bool:
-        """Return True if config.json needs this key of `Family.options`."""
         spec = self.family_spec
         absent = getattr(ModelConfig, option)
         when_read = (spec.defaults | spec.hf_defaults).get(option, absent)
@@ -784,7 +781,6 @@ def read_config_file(path: Path) -> Json:
 
 
 def needs_transformers(raw: Json, implementation: str) -> bool:
-    """Return True if transformers' own class computes the model of a config.json."""
     if implementation == AUTO and raw.get(COMPUTED_BY) == TRANSFORMERS:
         return True
     kind = _text_part(raw).get("model_type")
@@ -929,7 +925,6 @@ def is_classifier(raw: Json) -> bool:
 
 
 def is_embedding(raw: Json) -> bool:
-    """Return True for a model without a head, whose last states are its results."""
     names = raw.get("architectures")
     name = str(next(iter(names), "")) if isinstance(names, list) else ""
     return name.endswith(BARE_MODEL) and not name.endswith("LMHeadModel")
@@ -943,7 +938,6 @@ without what follows the underscore."""
 
 
 def stored_pooling(folder: Path, otherwise: str = "last") -> str:
-    """Return how a folder's model pools, if it is named there and known here."""
     if not (folder / POOLING).is_file():
         return otherwise
     raw = read_config_file(folder / POOLING)
@@ -1036,7 +1030,6 @@ def _object_problems(raw: Json, spec: Family) -> Iterator[Problem]:
 
 
 def _why_no_value(name: str, kind: Any, value: Any) -> str:
-    """Return why a value of config.json cannot be one of this type; "" if it can."""
     types = {*get_args(kind), kind, get_origin(kind)}
     if bool in types:
         return "" if isinstance(value, bool) else "is neither true nor false"
@@ -1050,7 +1043,6 @@ def _why_no_value(name: str, kind: Any, value: Any) -> str:
 
 
 def _why_no_number(name: str, is_whole: bool, value: Any) -> str:
-    """Return why a value of config.json is no number, or none that makes sense; "" if it is one."""
     if is_whole and type(value) is not int:
         return "is not a whole number"
     if type(value) not in (int, float):

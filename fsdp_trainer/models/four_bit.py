@@ -48,7 +48,6 @@ def encoded_columns(columns: int) -> int:
 
 
 def is_encoded(weight: Tensor) -> bool:
-    """Return True if a weight consists of codes and scales, as `encode` returns them."""
     return weight.dtype == torch.uint8
 
 
@@ -169,7 +168,6 @@ class DecodedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and bias. The matrix is frozen."""
         (gradient,) = gradients
         (encoded,) = ctx.saved_tensors
         by_x = by_bias = None

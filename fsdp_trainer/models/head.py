@@ -497,7 +497,6 @@ def score_chunk(
 def differentiate_objective(
     objective: Objective, scores: Scores, tokens: slice
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the objective's value on these tokens, and its derivative for each kind of score."""
     own = [None if score is None else score.detach().requires_grad_() for score in scores]
     with torch.enable_grad():
         value = objective(Scores._make(own), tokens)

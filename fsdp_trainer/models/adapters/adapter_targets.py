@@ -188,7 +188,6 @@ def chosen_layers(
 
 
 def matching_images(pattern: str, names: list[str], model: Decoder) -> list[str]:
-    """Return the layers for images that match a pattern, or are in the part that it names."""
     if pattern in OF_IMAGES:
         return [name for name in names if model.part_of(name) == pattern]
     return matching(pattern, names, model.config)
@@ -240,7 +239,6 @@ def by_pattern(
 def fully_trained(
     patterns: Iterable[str], model: Decoder, targets: list[str], problems: list[Problem]
 ) -> tuple[str, ...]:
-    """Return the parameters of the modules in adapter.also, each under its first name."""
     modules = modules_with_parameters(model)
     chosen: list[str] = []
     for pattern in patterns:
@@ -307,7 +305,6 @@ def too_high_ranks(
 
 
 def without_match(key: str, value: Any, pattern: str, names: Iterable[str], kind: str) -> Problem:
-    """Return the problem of a pattern in adapter.`key` that matches none of the names."""
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     prefix, dot, end = pattern.rpartition(".")
     closest = nearest(end, ends)

@@ -119,7 +119,6 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return True if any layer, experts included, has an adapter."""
     return bool(adapted_layers(model) or adapted_experts(model))
 
 

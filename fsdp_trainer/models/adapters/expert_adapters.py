@@ -36,7 +36,6 @@ def adapt_experts(experts: Any, matrix: str, rank: int, scale: float, dtype: tor
 
 
 def adapted_experts(model: nn.Module) -> dict[str, tuple[Experts, str]]:
-    """Return the experts' module and the matrix name of each adapted stacked matrix, by name."""
     return {
         f"{name}.{matrix}": (module, matrix)
         for name, module in model.named_modules()

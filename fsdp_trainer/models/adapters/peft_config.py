@@ -161,7 +161,6 @@ class PeftFolder:
         return self._names("target_parameters", name)
 
     def _names(self, key: str, module: str) -> bool:
-        """Return True if a module's name ends in a name of the list or matches the expression."""
         value = self.config.get(key)
         if isinstance(value, str):
             return bool(matched(value, module, whole=True))
@@ -203,7 +202,6 @@ class NamePatterns:
                 self._searched.append((number, expression(rf"(.*\.)?({pattern})$")))
 
     def value(self, name: str, default: Any) -> Any:
-        """Return the value of the first pattern that matches a name."""
         first = min(self._looked_up(name), default=len(self._values))
         if self._searched:
             with searches("rank_pattern, alpha_pattern", name):
@@ -267,7 +265,6 @@ def _unusable(text: str, reason: str) -> UserError:
 
 
 def ends_of(name: str) -> list[str]:
-    """Return a name, and its ends after each dot."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 
@@ -286,7 +283,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _form_problems(config: dict[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each value of another type than PEFT gives it."""
     for key in LISTS_OF_NAMES:
         value = config.get(key)
         if not isinstance(value, str | None) and not _are_all(
@@ -305,7 +301,6 @@ def _form_problems(config: dict[str, Any]) -> Iterator[Problem]:
 def _number_problems(
     config: dict[str, Any], default: str, pattern: str, is_one: Callable[[Any], bool]
 ) -> Iterator[Problem]:
-    """Yield a problem for a value of r or lora_alpha, or of their patterns, that is none."""
     by_name = config.get(pattern) or {}
     if not isinstance(by_name, dict):
         yield Problem(f"{pattern}={str(by_name)[:80]}", "is not an object")
@@ -354,7 +349,6 @@ def unsupported(config: dict[str, Any]) -> list[Problem]:
 
 
 def without_effect(config: dict[str, Any]) -> list[str]:
-    """Return a line for each setting of adapter_config.json that has no effect here."""
     lines = []
     if config.get("lora_dropout"):
         lines.append(

@@ -51,12 +51,10 @@ class StackedParameter:
 
     @property
     def shape(self) -> Shape:
-        """Shape (experts, rows of all parts, columns)."""
         first = self.parts[0].shape
         return (first[0], sum(part.shape[1] for part in self.parts), first[2])
 
     def first_row(self, layer: str) -> int:
-        """Return the first row of a part."""
         before = [part.shape[1] for part in self.parts]
         return sum(before[: [part.layer for part in self.parts].index(layer)])
 

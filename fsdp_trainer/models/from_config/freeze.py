@@ -59,14 +59,12 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def count_trained(model: Decoder) -> int:
-    """Return the number of trained weights of a model, without the padding of the vocabulary."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = dict.fromkeys(model.config.names.vocabulary, model.config.vocab_size)
     return sum(rows.get(name, len(p)) * p.shape[1:].numel() for name, p in parameters.items())
 
 
 def _suggest(pattern: str, names: Sequence[str] | dict[str, nn.Parameter]) -> str:
-    """Return the end of a message, with parameter names that the pattern may have meant."""
     plain = pattern.replace("*", "")
     inside = [name for name in names if plain.strip(".") and plain.strip(".") in name]
     closest = nearest(pattern, names, 0.0)

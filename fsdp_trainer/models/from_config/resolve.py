@@ -126,7 +126,6 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool, added: int = 
 
 
 def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
-    """Return a problem for each set key that contradicts init_from's config.json."""
     is_named = model.name != "auto"
     free = {*NOT_COMPUTED, *FREE, *(() if is_named else CONTEXT_KEYS)}
     free |= {"tie_word_embeddings"} if stored.scores else set()
@@ -315,7 +314,6 @@ def _group_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _balance_problems(config: ModelConfig, loss: Loss, has_adapter: bool) -> Iterator[Problem]:
-    """Yield a problem for each auxiliary loss of experts that this model cannot have."""
     reason = None
     if EXPERTS not in config.feed_forwards:
         having = ", ".join(n for n, s in FAMILIES.items() if s.feed_forward == EXPERTS)
@@ -341,7 +339,6 @@ def _bias_problems(config: ModelConfig, speed: float, has_adapter: bool) -> Iter
 
 
 def _separate_expert_problems(key: str, size: int) -> Iterator[Problem]:
-    """Yield the problems of experts on a separate mesh, which `size` of a key makes necessary."""
     torch = installed_version("torch")
     if tuple(map(int, torch.split(".")[:2])) < TWO_MESHES:
         needed = ".".join(map(str, TWO_MESHES))
@@ -386,7 +383,6 @@ def block_problems(
 
 
 def _row_widths(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return a name for the width and the width of each matrix whose rows are cut, by module."""
     heads = config.num_attention_heads * config.value_dim
     widths = {"self_attn.o_proj": ("num_attention_heads × head_dim", heads)}
     if DENSE in config.feed_forwards:
@@ -451,7 +447,6 @@ def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:
 
 
 def _shared_key(config: ModelConfig) -> str:
-    """Return the keys that define the width of the shared expert."""
     if config.shared_expert_intermediate_size:
         return "model.shared_expert_intermediate_size"
     return "model.n_shared_experts × model.moe_intermediate_size"

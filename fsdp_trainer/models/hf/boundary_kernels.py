@@ -72,7 +72,6 @@ def first_line(error: Exception) -> str:
 
 
 def results(model: TransformersDecoder, packed: bool) -> tuple[Tensor, Tensor]:
-    """Return the states of two documents, packed or alone, and the gradient of the embedding."""
     weight = model.embedding.weight
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, VOCABULARY, (1, sum(LENGTHS)), generator=generator)

@@ -35,7 +35,6 @@ class DocumentCalls:
 
     @cached_property
     def plan(self) -> CallPlan:
-        """The calls, made when a layer first needs them."""
         layout = self.layout
         return plan_calls(layout.lengths, layout.row, None, layout.device)
 
@@ -102,7 +101,6 @@ class DocumentLayer(nn.Module):
 
     @torch.compiler.disable  # each micro-batch has other shapes
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Return what the layer returns for each document alone, in packed rows."""
         rows, inner = self.rows, super().forward
         if rows is None:
             return inner(*args, **named)
@@ -127,7 +125,6 @@ class DocumentBlock(nn.Module):
     document_layers: list[DocumentLayer]
 
     def forward(self, *args: Any, rows: DocumentCalls | None = None, **named: Any) -> Any:
-        """rows: None: each row is one document."""
         for layer in self.document_layers:
             layer.expect(rows)
         return super().forward(*args, **named)
@@ -144,7 +141,6 @@ class DocumentRows:
         self.arguments: Sequence[str] = ()
 
     def use(self, arguments: Sequence[str]) -> None:
-        """Let layers get boundaries by these names."""
         self.arguments = arguments
 
     @contextmanager
@@ -178,7 +174,6 @@ def keep_apart(blocks: Sequence[nn.Module], kinds: Sequence[str], rows: Document
 
 
 def put_before(first: type, module: nn.Module) -> None:
-    """Give a module a class of the same name whose forward is that of `first`."""
     kind = type(module)
     own = type(kind.__name__, (first, kind), {"__module__": kind.__module__})
     object.__setattr__(module, "__class__", own)
@@ -239,7 +234,6 @@ def mixing_kinds(
 
 
 def change_alone(call: Call, rows: DocumentCalls) -> float:
-    """Return by how much a layer's result differs from those for each document alone."""
     packed = first_of(call.result)
     if packed.shape[:2] != rows.shape:
         return 0.0
@@ -249,5 +243,4 @@ def change_alone(call: Call, rows: DocumentCalls) -> float:
 
 
 def first_of(result: Any) -> Tensor:
-    """Return the states among a layer's results."""
     return result if isinstance(result, Tensor) else result[0]

@@ -44,7 +44,6 @@ def stored_heads(config: ModelConfig) -> int:
 
 
 def start_of_names(config: ModelConfig) -> str:
-    """Return how the names of the tensors of a model's head begin."""
     return HEADS[config.family].format(blocks=config.num_hidden_layers)
 
 
@@ -63,7 +62,6 @@ def copies_in_head(config: ModelConfig) -> dict[str, str]:
 
 
 def is_further(name: str, config: ModelConfig) -> bool:
-    """Return True for a tensor of a head that is no part of the model, as folders name it."""
     if config.mtp_heads and name.startswith(start_of_names(config)):
         return False
     block = BLOCK.match(name)
@@ -79,7 +77,6 @@ def is_unread(name: str, config: ModelConfig) -> bool:
 
 
 def copy_counts(into: Json, source: Json) -> None:
-    """Replace these numbers in a config.json by those of another one, where that has them."""
     for key, value in into.items():
         theirs = source.get(key, value)
         if isinstance(value, dict) and isinstance(theirs, dict):

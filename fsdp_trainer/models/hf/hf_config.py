@@ -103,7 +103,6 @@ def config_object(raw: Json, folder: str) -> Any:
 
 
 def absurd_count(raw: Json) -> Problem | None:
-    """Return the problem of a number of modules that transformers would build one by one."""
     for name, value in raw.items():
         if isinstance(value, dict) and (problem := absurd_count(value)):
             return problem

@@ -36,7 +36,6 @@ class BiasedHead(TransformersHead):
         return torch.cat([hidden, ones], 1)
 
     def rows(self) -> Tensor:
-        """Return the weight, with the bias as one more column."""
         return torch.cat([self.weight, F.pad(self.bias[:, None], (0, COLUMNS - 1))], 1)
 
     def product(self, hidden: Tensor) -> Tensor:

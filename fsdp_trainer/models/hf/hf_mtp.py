@@ -82,7 +82,6 @@ class RecordedRotations:
             self.is_recording = False
 
     def taken(self) -> tuple[Tensor, Any]:
-        """Return both, and hold them no longer."""
         embedded, rotations = self.embedded, self.rotations
         assert embedded is not None
         self.embedded = self.rotations = None

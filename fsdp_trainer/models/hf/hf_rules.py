@@ -30,7 +30,6 @@ def transformers_problems(sharding: Sharding, kind: Any, keys: dict[str, Any]) -
 
 
 def without_folder(model: Model) -> Iterator[Problem]:
-    """Yield the problem of a request for transformers' class without a folder that names one."""
     chosen = model.implementation
     if chosen == TRANSFORMERS and model.init_from is None:
         reason = (

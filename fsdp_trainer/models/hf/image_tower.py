@@ -75,7 +75,6 @@ class ImageTower:
         ]
 
     def is_inside(self, name: str) -> bool:
-        """Return True for the name of a weight, or of a module, of the tower or the projector."""
         return any(within(name, part) for part in (self.name, *self.projectors))
 
     def part_of(self, name: str) -> str:
@@ -111,7 +110,6 @@ class ImageTower:
         return find(tokens[None], mm_token_type_ids=types, **given)[0][:, 0]
 
     def taken(self, media: MediaInputs) -> dict[str, Tensor]:
-        """Return the arrays of media that the tower takes."""
         if not self.is_registered:
             register_classes(self.tower)
             self.is_registered = True
@@ -178,5 +176,4 @@ def first_rows(states: Any, count: int) -> Any:
 
 
 def within(name: str, part: str) -> bool:
-    """Return True if a name is that of a part or of something in it."""
     return name == part or name.startswith(f"{part}.")

@@ -170,7 +170,6 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def factor_of(model: TransformersDecoder, states: Tensor, tokens: Tensor) -> float:
-    """Return the factor of the logits, of those that the configuration suggests."""
     own = model.own_logits(tokens, positions_of(tokens))
     text = model.hf.config.get_text_config(decoder=True)
     named = (setting(text, name) for name in FACTORS)

@@ -61,7 +61,6 @@ def sizes_that_fit(model: Any) -> Iterator[None]:
 
 
 def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
-    """Return the problem of logits that are not transformers' own."""
     if not model.config.predicts:
         return []
     first = tokens[:, : LENGTHS[0]]
@@ -71,7 +70,6 @@ def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
 
 
 def image_problems(model: Any, picture: Picture, tokens: Tensor, dtype: str) -> list[Problem]:
-    """Return the problem of logits of a document with an image that are not transformers' own."""
     both = model.both_image_logits(*with_image(model, picture, tokens))
     page = "docs/images.md has the models that are tried"
     return logits_problems(
@@ -113,7 +111,6 @@ def logits_problems(
 
 
 def packing_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
-    """Return the problem of packed documents that change each other."""
     if not model.config.packs:
         return []
     trial = Trial(tokens)

@@ -132,7 +132,6 @@ def merged_list(name: str, groups: list[list[str]], stored: Mapping[str, Shape])
 
 
 def concatenated(name: str, tensors: list[str], stored: Mapping[str, Shape]) -> list[Place]:
-    """Return the places of tensors one below the other."""
     placed, first = [], 0
     for tensor in tensors:
         placed.append(Place(name, first, tensor, 0, matrix_rows(stored[tensor])))

@@ -31,7 +31,6 @@ def broken_weights(model: Decoder, folder: Path | None) -> str:
 
 
 def stored(model: Decoder, folder: Path) -> Mapping[str, Any]:
-    """Return the tensors of a folder by name; {} if they cannot be read."""
     try:
         return stored_tensors(folder, model.config)[0]
     except (OSError, UserError):
@@ -39,6 +38,5 @@ def stored(model: Decoder, folder: Path) -> Mapping[str, Any]:
 
 
 def file_of(files: Mapping[str, Any], name: str, folder: Path | None) -> str:
-    """Return the file that a weight was read from, else its folder."""
     chunks = getattr(files.get(name), "chunks", None)
     return str(chunks[0].file if chunks else folder or "the random weights")

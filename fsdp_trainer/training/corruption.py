@@ -44,7 +44,6 @@ def differences(one: dict[str, list[int]], other: dict[str, list[int]]) -> set[s
 
 
 def outvoted(ranks: list[int], values: dict[int, int]) -> list[int]:
-    """Return the ranks whose value is not that of the majority; all ranks without a majority."""
     value, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
     majority = 2 * count > len(ranks)
     return [rank for rank in ranks if values[rank] != value] if majority else ranks
@@ -67,7 +66,6 @@ def find_odd(by_rank: list[dict[int, int]]) -> dict[int, list[int]]:
 
 
 def ranks_with_copies(model: Decoder, dims: Dims, name: str, tensor: Tensor) -> Ranks:
-    """Return the ranks that hold the same part of a checkpoint's tensor as this rank."""
     ranks = dims.holders(tensor)
     if copies_in_stages(parameter_of(name), model) == 1:
         return ranks
@@ -89,7 +87,6 @@ class Corruption:
     """Results for which some rank's kernels are not deterministic: no longer compared."""
 
     def is_due(self, step: int) -> bool:
-        """Return True if a step is to be checked."""
         return self.every is not None and step % self.every == 0
 
     def check_computation(

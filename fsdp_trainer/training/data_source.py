@@ -109,7 +109,6 @@ class StoredRows:
 
     @classmethod
     def build(cls, order: Mixture, progress: Progress, context: SourceContext) -> "StoredRows":
-        """Return the source of the rows of a mixture."""
         train, end = context.cfg.train, None
         if train.steps is None:
             end = last_row(train.epochs or 1, order.rows_per_epoch, progress.segments)
@@ -121,7 +120,6 @@ class StoredRows:
         return cls(order, context, None)
 
     def total_steps(self, progress: Progress) -> int:
-        """Return train.steps, or the number of steps that end at last_row."""
         if self.last_row is None:
             return self.steps
         done, skipped = progress.rows, progress.skipped_row_ranges
@@ -129,12 +127,10 @@ class StoredRows:
         return progress.step + steps
 
     def plans(self, progress: Progress) -> Iterator[StepPlan]:
-        """Return the plans of the steps after `progress`."""
         plans = self._plans_from(progress.step, progress.rows, self.last_row, progress)
         return islice(plans, max(0, self.total_steps(progress) - progress.step))
 
     def plans_after(self, plan: StepPlan, progress: Progress) -> Iterator[StepPlan]:
-        """Return the plans of the steps after `plan`, as in a run that does not end."""
         return self._plans_from(plan.step, plan.stop, None, progress)
 
     def _plans_from(
@@ -167,7 +163,6 @@ class StoredRows:
         return {"segments": [*progress.segments[:-1], self.order.state(progress.rows)]}
 
     def suspects(self, report: StepReport) -> dict[str, Any]:
-        """Return the ranks with the highest loss, and the samples of their micro-batches."""
         ranks = ranks_with_highest(report.worst_losses)
         samples = self.batches.samples_of(report.plan, ranks, report.worst_micro_batches)
         return self.batches.suspects_event(ranks, samples)
@@ -177,18 +172,15 @@ class StoredRows:
         return self.order.report(progress.rows) if len(self.order.components) > 1 else []
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
-        """Return printed lines about the store, the mixture and its packing."""
         notes = dict.fromkeys(part.note for part in self.order.orders if part.note)
         last = self._end(progress)
         lines = summary_lines(prepared, self.order.seq_len, self.order)
         return [*lines, *self.order.plan(last), *notes]
 
     def epochs(self, progress: Progress) -> float:
-        """Return the total number of epochs of the run."""
         return (self._end(progress) - self.order.start) / self.order.rows_per_epoch
 
     def _end(self, progress: Progress) -> int:
-        """Return the row at which the run ends."""
         if self.last_row:
             return self.last_row
         steps = self.total_steps(progress) - progress.step

@@ -54,7 +54,6 @@ def sum_copied_gradients(model: nn.Module, dims: Dims) -> None:
 
 
 def is_copied_in_tensor_group(parameter: Tensor) -> bool:
-    """Return True if all ranks of a tensor group hold the same part of a parameter."""
     if not isinstance(parameter, DTensor):
         return True
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -70,15 +70,12 @@ class OneGroup:
         lead()
 
     def begin_step(self, progress: Progress, check_stop: CheckStop) -> GroupPart:
-        """Return the whole step."""
         return GroupPart()
 
     def sum_step(self, model: Decoder, sums: Tensor, worst: Tensor, missing: bool) -> bool:
-        """Return True: there is nothing to add."""
         return True
 
     def exchange_due(self, progress: Progress) -> bool:
-        """Return False."""
         return False
 
     def exchange(self, progress: Progress) -> None:
@@ -127,5 +124,4 @@ class SharedSteps:
         return self._feed.next_step(step)
 
     def close(self) -> None:
-        """End the reading."""
         self._feed.close()

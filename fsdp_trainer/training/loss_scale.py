@@ -45,7 +45,6 @@ class LossScale:
         self.numbers.copy_(torch.stack([scale, steps]))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors to store in a checkpoint, by name."""
         return {"loss_scale/numbers": self.numbers}
 
 

@@ -105,7 +105,6 @@ def load_as_worker(processor: MediaProcessor, medium: SampleMedium, report: Repo
 
 
 def received(pool: WorkerPool, item: Any, asked: list[Connection]) -> tuple[Any, list[Arrays]]:
-    """Return an item with the answers of the workers that were asked for its media."""
     return item, [pool.receive(worker) for worker in asked]
 
 

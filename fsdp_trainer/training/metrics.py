@@ -87,7 +87,6 @@ class StepTotal:
     size: int = 1
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's part, a scalar."""
         return getattr(result, self.name)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
@@ -109,7 +108,6 @@ class MtpLoss:
         return torch.stack([-(result.auxiliary[LOGPROBS] * weights).sum(), weights.sum()])
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return `mtp_loss`; None if it is not finite or nothing is supervised."""
         loss, weight = sums
         return {"mtp_loss": finite_or_none(loss / weight) if weight else None}
 
@@ -132,7 +130,6 @@ class LossBySource:
         return sums.flatten()
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return `loss_by_source`: the mean loss of each source that has any weight."""
         losses, weights = sums[: len(self.names)], sums[len(self.names) :]
         means = {
             name: finite_or_none(loss / weight)
@@ -164,7 +161,6 @@ class BitsPerByte:
         return torch.stack([nats.masked_fill(sizes == 0, 0).sum(), sizes.sum()])
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return `bits_per_byte`; None if it is not finite or no text is supervised."""
         nats, size = sums
         return {"bits_per_byte": finite_or_none(nats / (math.log(2) * size)) if size else None}
 
@@ -182,7 +178,6 @@ class AuxiliaryMean:
         return torch.stack([value, torch.ones_like(value)])
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the mean under its name."""
         return {self.name: finite_or_none(sums[0] / sums[1])}
 
 
@@ -194,11 +189,9 @@ class AuxiliaryTotal:
     size: int = 1
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's part, a scalar."""
         return result.auxiliary[self.name]
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the sum under its name."""
         return {self.name: finite_or_none(sums[0])}
 
 
@@ -276,7 +269,6 @@ class Metrics:
         return torch.zeros(self.size, device=self.device, dtype=torch.float64)
 
     def add(self, sums: Tensor, result: MicroBatchResult) -> None:
-        """Add a micro-batch's addend of every metric to `sums`."""
         for name, metric in self.metrics.items():
             sums[self._slices[name]] += metric.part(result)
 
@@ -292,7 +284,6 @@ class Metrics:
         return self._slices[name].start
 
     def of(self, name: str, sums: Tensor) -> Tensor:
-        """Return a metric's part of the sums."""
         return sums[self._slices[name]]
 
     def written(self, sums: list[float]) -> dict[str, Any]:
@@ -350,7 +341,6 @@ def validation_metrics(
 
 
 def loss_metrics(source_names: Sequence[str], of_method: MethodMetric | None) -> dict[str, Metric]:
-    """Return the loss, the method's own metrics, and the loss by source if there are several."""
     metrics: dict[str, Metric] = {"loss": StepTotal("loss")}
     if of_method is not None:
         metrics["method"] = of_method

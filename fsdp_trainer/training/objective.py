@@ -65,7 +65,6 @@ class Registered:
 
 
 def token_objective(choice: ObjectiveChoice, cfg: Loss) -> Callable[[Tensor], Objective]:
-    """Return a function that makes the objective of a micro-batch from its weights."""
     if function := registered_by_user(choice):
         return partial(Registered, function)
     return lambda weights: CrossEntropy(weights, cfg.label_smoothing, cfg.z_loss)

@@ -104,13 +104,11 @@ class Progress:
         return progress
 
     def take_over(self, other: "Progress") -> None:
-        """Become equal to another progress."""
         for f in fields(self):
             setattr(self, f.name, getattr(other, f.name))
 
     @property
     def at_start(self) -> bool:
-        """True before the first step of the run."""
         return self.step == self.first_step
 
     @property
@@ -123,7 +121,6 @@ class Progress:
         self.warmup_steps = steps
 
     def advance(self, plan: StepPlan) -> None:
-        """Count a finished step."""
         self.step, self.rows = plan.step, plan.stop
         self.tokens += plan.tokens
         self.supervised_tokens += plan.supervised
@@ -169,7 +166,6 @@ class Progress:
 
 
 def _damaged(odd: dict[str, Any]) -> UserError:
-    """Return the error for fields of another form, by name."""
     reason = "is not what a run writes there"
     problems = [Problem(f"{k} in trainer.json", f"{v!s:.80} {reason}") for k, v in odd.items()]
     return UserError("the checkpoint is damaged", problems)

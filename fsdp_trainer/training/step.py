@@ -178,7 +178,6 @@ class ForwardBackward:
 
 
 def with_step_token_share(batch: MicroBatch, plan: StepPlan) -> MicroBatch:
-    """Return a micro-batch whose token_share, if any, is divided by the step's number of tokens."""
     if batch.token_share is None:
         return batch
     return replace(batch, token_share=batch.token_share / max(plan.tokens, 1))

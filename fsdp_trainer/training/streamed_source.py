@@ -100,7 +100,6 @@ class StreamedRows:
     def build(
         cls, order: StreamedData, progress: Progress, context: SourceContext
     ) -> "StreamedRows":
-        """Return the source of streamed rows."""
         cfg, dims = context.cfg, context.dims
         assembler = Assembler(order.seq_len, len(order.source_names), context.options)
         workers = cfg.data.workers or context.workers
@@ -108,11 +107,9 @@ class StreamedRows:
         return cls(cfg, order, assembler, dims, cost, workers, signals, context.observer)
 
     def total_steps(self, progress: Progress) -> int:
-        """Return train.steps, since streams have no end."""
         return self.steps
 
     def plans(self, progress: Progress) -> Iterator[StepPlan]:
-        """Yield the plans of the steps after `progress`, without their sums, not known yet."""
         ranges = row_ranges(self.data.streams, None, progress.rows, progress.skipped_row_ranges)
         steps = range(progress.step + 1, self.steps + 1)
         for step, (start, stop) in zip(steps, ranges, strict=False):
@@ -130,7 +127,6 @@ class StreamedRows:
         return [range(first, min(first + rows, streams)) for first in firsts]
 
     def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> "StreamFeed":
-        """Begin to read from the cursors of `progress`."""
         self.cursors.clear()
         return StreamFeed(self, progress, leave)
 
@@ -170,7 +166,6 @@ class StreamedRows:
         """Return None, since streams have no epochs."""
 
     def padded(self, rows: list[StreamedRow]) -> Rows:
-        """Return the rows, padded to batch.seq_len."""
         padded = Rows.empty(len(rows), self.data.seq_len)
         for i, row in enumerate(rows):
             n = len(row.tokens)
@@ -183,7 +178,6 @@ class StreamedRows:
         return padded
 
     def sums(self, row: StreamedRow) -> list[float]:
-        """Return LocalStep.sums of one row."""
         cost = self.attention_cost(np.array(row.documents)).sum()
         supervised = np.count_nonzero(row.labels != -100)
         weight = row.weights.sum(dtype=np.float64)
@@ -320,6 +314,5 @@ class StreamFeed(Feed):
         self._shown_skipped += len(places)
 
     def describe(self) -> str:
-        """Return a description of the data that this rank reads for the step."""
         reads = self._readers.waits_for
         return f"the data of step {self.plan.step:,}" + (f" from {reads}" if reads else "")

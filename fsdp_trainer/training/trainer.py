@@ -81,7 +81,6 @@ class Trainer:
                 raise lost.args[0] from None
 
     def run_steps(self, steps: SharedSteps) -> None:
-        """Run all remaining steps, and the work that is due after each."""
         progress, groups = self.progress, self.runner.groups
         self.run_pending()
         while not self.finished:
@@ -107,7 +106,6 @@ class Trainer:
             self.profiler.after(progress.step)
 
     def rate_of_step(self, step: int) -> float:
-        """Return the learning rate of a step."""
         cfg = self.runner.cfg
         peak = peak_learning_rate(cfg.optim, cfg.batch)
         steps = self.timetable.total_steps(self.progress)
@@ -170,7 +168,6 @@ class Trainer:
         return self.timetable.finished(self.progress)
 
     def continue_from(self, progress: Progress) -> None:
-        """Continue from the checkpoint with this progress, whose tensors are restored already."""
         self.progress = progress
         self.runner.guard.load(progress)
         self.checkpoints.go_back_to(progress)

@@ -196,7 +196,6 @@ def under_own_names(model: Decoder, tensors: dict[str, TensorOnDisk]) -> dict[st
 
 
 def extra_state(*parts: Balance | LossScale | OuterStep | None) -> dict[str, Tensor]:
-    """Return the tensors of the parts that are not None, by name; they share the parts' memory."""
     return {name: tensor for part in parts if part for name, tensor in part.state().items()}
 
 

@@ -277,7 +277,7 @@ def test_a_figure_names_the_result_it_comes_from():
     assert not wrong, wrong
 
 
-def leaves(tree: object) -> Iterator[float]:
+def leaves(tree):
     """Yield the numbers in a result, also in its names and descriptions."""
     if isinstance(tree, dict | list):
         for item in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
@@ -288,7 +288,7 @@ def leaves(tree: object) -> Iterator[float]:
         yield from (float(number.replace(",", "")) for number in NUMBER.findall(tree))
 
 
-def constants(result: Path) -> Iterator[float]:
+def constants(result):
     """Yield the numbers that a benchmark declares on its first level."""
     script = REPO / "benchmarks" / f"{result.stem.replace('published_runs', 'plan_published')}.py"
     for node in ast.parse(script.read_text()).body if script.exists() else ():

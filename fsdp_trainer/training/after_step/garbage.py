@@ -43,11 +43,9 @@ class GarbageCollection:
                 gc.enable()
 
     def due(self, progress: Progress) -> bool:
-        """Return True after the first step in the context, and after every `every` steps."""
         return self.every is not None and (self._is_first or progress.step % self.every == 0)
 
     def run(self, progress: Progress) -> None:
-        """Collect garbage."""
         gc.collect()
         if self._is_first:
             gc.freeze()

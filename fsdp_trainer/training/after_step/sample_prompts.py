@@ -33,7 +33,6 @@ class Samples(StoppableWork[list[tuple[str, str]]]):
     device: torch.device
 
     def compute(self, check: Callable[[], None]) -> list[tuple[str, str]]:
-        """Return each prompt with its answer."""
         forward_backward, cfg = self.forward_backward, self.cfg
         gathered = stay_gathered(forward_backward.model, cfg.sharding, cfg.precision, self.device)
         with without_compiling(self.cfg.compile.enabled), gathered:
@@ -71,7 +70,6 @@ def encode_prompts(
 def encode_prompt(
     prompt: str, tokenizer: TextTokenizer, template: Template | None, context: int
 ) -> list[int]:
-    """Return the tokens of a prompt. template: None: it is plain text."""
     name = f"train.sample_prompts: {prompt[:60]}"
     try:
         text = template.ask([{"role": "user", "content": prompt}]) if template else prompt

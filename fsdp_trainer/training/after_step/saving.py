@@ -77,7 +77,6 @@ class CheckpointManager:
     _failure: str = ""
 
     def due(self, progress: Progress) -> bool:
-        """Return True if a checkpoint is due after this step."""
         return self.timetable.checkpoint_due(progress)
 
     def run(self, progress: Progress) -> None:
@@ -110,7 +109,6 @@ class CheckpointManager:
         return self.newest == step and (self.complete or not complete)
 
     def go_back_to(self, progress: Progress) -> None:
-        """Take the checkpoint with this progress as the newest."""
         self.newest, self.complete = progress.step, not progress.pending
 
     def settle(self, progress: Progress, report_wait: bool = False) -> None:
@@ -170,7 +168,6 @@ class CheckpointManager:
         self.settle(progress)
 
     def _explain_patience(self) -> None:
-        """Delete the oldest checkpoint if that is allowed, else print how to make room."""
         patience = self.store.cfg.patience
         oldest = self.store.droppable()
         if oldest and self.store.cfg.make_room:
@@ -182,7 +179,6 @@ class CheckpointManager:
         self.observer.say(f"the last checkpoint is tried again for {patience}. Make room: {room}")
 
     def _record_failure(self, failed: int, error: RunFailed, progress: Progress) -> None:
-        """Record that the checkpoint of step `failed` could not be written."""
         self._failure = error.args[0]
         goes_on = ""
         following = self.timetable.next_checkpoint(progress)

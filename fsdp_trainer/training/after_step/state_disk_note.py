@@ -26,7 +26,6 @@ class StateDiskNote:
     _before: tuple[float, int] = field(default=(0.0, 0))
 
     def due(self, progress: Progress) -> bool:
-        """Return True after the steps that begin and end the measurement."""
         self._steps += 1
         return self._steps in (1, 1 + STEPS)
 

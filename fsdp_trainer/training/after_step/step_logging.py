@@ -119,11 +119,9 @@ class SkipLimit:
     """The folder that the weights were read from; None: they were drawn."""
 
     def due(self, progress: Progress) -> bool:
-        """Return True after train.max_skipped skipped steps in a row."""
         return self.guard.skipped_in_a_row >= self.max_skipped
 
     def has_learnt(self, progress: Progress) -> bool:
-        """Return False if there were steps, and none of them changed a weight."""
         steps = progress.step - progress.first_step
         return not steps or self.guard.skipped < steps
 
@@ -142,7 +140,6 @@ class SkipLimit:
             raise RunFailed(NO_STEP.format(progress.step - progress.first_step) + f".\n{ADVICE}")
 
     def run(self, progress: Progress) -> None:
-        """Raise RunFailed."""
         phases.enter("staging")
         self.checkpoints.settle(progress)
         newest = self.checkpoints.newest

@@ -39,7 +39,6 @@ class TrainingTasks(StoppableWork[Metrics]):
             return self.tasks.run(scorer)
 
     def record(self, computed: Metrics, progress: Progress, seconds: Callable[[], float]) -> None:
-        """Record the metrics as an event and in the line of the last step."""
         self.log.observer.evaluated(progress.step, computed, seconds())
         self.log.add_to_line({"tasks": flat_metrics(computed)}, progress)
 

@@ -33,7 +33,6 @@ class Timetable:
     """Number of validations in a row without a lower loss that end the run; None: none do."""
 
     def total_steps(self, progress: Progress) -> int:
-        """Return the total number of steps of the run."""
         return self.data.total_steps(progress)
 
     def finished(self, progress: Progress) -> str | None:
@@ -52,12 +51,10 @@ class Timetable:
         return step == total or (between is not None and step % between == 0)
 
     def checkpoint_due(self, progress: Progress) -> bool:
-        """Return True if a checkpoint is due after this step."""
         best = self.checkpoint.best and progress.best_step == progress.step
         return best or bool(self.finished(progress)) or self.due(self.checkpoint.every, progress)
 
     def next_checkpoint(self, progress: Progress) -> int | None:
-        """Return the step of the next regular checkpoint; None after the last step."""
         step, total = progress.step, self.total_steps(progress)
         every = steps_between(self.checkpoint.every, total) or total
         return None if step == total else min(total, (step // every + 1) * every)

@@ -91,7 +91,6 @@ class TrainState:
 
     @property
     def validation_fingerprint(self) -> str | None:
-        """Fingerprint of the validation set; None if there is none."""
         return self.validation.fingerprint if self.validation else None
 
     def capture(self, progress: Progress) -> None:

@@ -66,7 +66,6 @@ class Validation(StoppableWork[ValidationSums]):
     def record(
         self, computed: ValidationSums, progress: Progress, seconds: Callable[[], float]
     ) -> None:
-        """Sum over ranks; record the loss in `progress`, as an event and in the last line."""
         metrics, sums, plan = computed
         self.forward_backward.dims.sum_over_tokens(sums)
         dist.broadcast(sums, 0)  # decisions depend on it: it must be bitwise equal on all ranks

@@ -24,7 +24,6 @@ class RunLength:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the whole run."""
         if self.train.steps is not None:
             steps, rows = self.train.steps, self.batch.rows
             return self.ends.row_after(steps, rows, 0) if self.ends else steps * rows
@@ -32,30 +31,25 @@ class RunLength:
 
     @property
     def steps(self) -> int:
-        """The number of its optimizer steps."""
         if self.train.steps is None and self.ends:
             return self.ends.steps(self.batch.rows, 0, self.rows)
         return math.ceil(self.rows / self.batch.rows)
 
     @property
     def ends(self) -> EpochEnds | None:
-        """The rows at which steps end with epochs; None if they do not."""
         is_cut = not self.batch.across_epochs and self.rows_per_epoch
         return EpochEnds(0, self.rows_per_epoch) if is_cut else None
 
     def highest_rate(self, first: int, steps: int, warmup: int) -> tuple[float, int]:
-        """Return the highest learning rate from step `first` to step `steps`, and its step."""
         last = warmup + (self.schedule.from_zero and warmup > 0)
         step = max(first, min(max(1, last), steps))
         peak = peak_learning_rate(self.optim, self.batch)
         return learning_rate(self.schedule, peak, step, steps, warmup), step
 
     def findings(self) -> list[Finding]:
-        """Return the findings on the learning rate and on the number of steps."""
         return [*self._rate_findings(), *self._length_findings()]
 
     def _rate_findings(self) -> list[Finding]:
-        """Return the finding that no model learns at the peak of the learning rate."""
         peak, highest = peak_learning_rate(self.optim, self.batch), self.optim.spec.highest_lr
         if peak <= highest:
             return []

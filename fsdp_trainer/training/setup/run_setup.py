@@ -45,7 +45,6 @@ class RunSetup:
 
     @property
     def config(self) -> ModelConfig:
-        """The architecture of the model in training."""
         return self.model_setup.config
 
     @property
@@ -60,7 +59,6 @@ class RunSetup:
 
     @property
     def frozen_model_device(self) -> torch.device:
-        """The device on which the weights of a second, frozen model are kept."""
         return torch.device("cpu") if self.cfg.sharding.cpu_offload else self.device
 
     @property

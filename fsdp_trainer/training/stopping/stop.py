@@ -78,7 +78,6 @@ class StopSignals(SignalListener):
 
     @property
     def data_missing(self) -> bool:
-        """True if this rank has no data for the current step."""
         return self.data_error is not None or self.data_wait_interrupted
 
     def sync(self, seconds_to_checkpoint: float = 0.0, save_failed: bool = False) -> Agreement:
@@ -140,7 +139,6 @@ class StopSignals(SignalListener):
 
     @property
     def ended_ranks(self) -> list[int]:
-        """Ranks of this node that have ended since `watch_ranks`."""
         return [rank for rank, process in self._started.items() if has_ended(*process)]
 
     def wait_for_ended_ranks(self) -> list[int]:
@@ -158,7 +156,6 @@ class StopSignals(SignalListener):
             self._store.set("failure", text)
 
     def reported_failure(self) -> str | None:
-        """Return the message of a failure that another rank has reported, if there is one."""
         with suppress(RuntimeError):
             if self._store.check(["failure"]):
                 return self._store.get("failure").decode()

@@ -46,12 +46,10 @@ def choice_texts(item: Item, delimiter: str) -> list[str]:
 
 
 def schema_texts(item: Item, delimiter: str) -> list[str]:
-    """Return one text for each context, followed by the same continuation."""
     return [f"{each}{delimiter}{item['continuation']}" for each in item["context_options"]]
 
 
 def language_texts(item: Item, delimiter: str) -> list[str]:
-    """Return the context without and with its continuation."""
     context = f"{item['context'].strip()}{delimiter}"
     return [context, f"{context}{item['continuation']}"]
 
@@ -154,7 +152,6 @@ class Core:
         return {"acc": accuracy, "acc_stderr": spread, "centered": centered}
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text after bos, or after eos if the tokenizer has no bos."""
         tokenizer = self.tokenizer
         first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         return [first or 0, *tokenizer.encode(text)]

@@ -86,7 +86,6 @@ class EnvironmentTask:
 
 
 def beside(data: Any, folder: Path) -> Any:
-    """Return data, of which paths that are in a folder are complete."""
     if isinstance(data, list):
         return [beside(each, folder) for each in data]
     if isinstance(data, dict):
@@ -114,7 +113,6 @@ def problems_of(given: Any, code: Collection[str] = ()) -> list[str]:
 
 
 def untyped_code(entry: Any, code: Collection[str]) -> list[str]:
-    """Return a line for each name of code in an environment that evaluation.code does not have."""
     known = {*code, *(str(Path(file).expanduser().resolve()) for file in code)}
     names = [name.rpartition(":")[0] or name for name in code_of(entry)]
     return [why_untyped(name) for name in names if not known & {name, str(Path(name).resolve())}]
@@ -186,7 +184,6 @@ def environment_of(choice: ObjectiveChoice) -> EnvironmentSpec | None:
 
 
 def is_first_of_group(scorer: Scorer) -> bool:
-    """Return True on the first of the ranks that compute the same requests."""
     groups = getattr(scorer.split.ranks, "groups", [])
     return all(dist.get_rank(group) == 0 for group in groups)
 

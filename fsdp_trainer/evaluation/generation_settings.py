@@ -99,7 +99,6 @@ def read_settings(task: str, options: Mapping[str, Any]) -> GenerationSettings:
 
 
 def unused_settings(options: Mapping[str, Any]) -> str:
-    """Return a sentence about settings that have no effect beside another one, or ""."""
     does = options.get("do_sample")
     if does and options.get("temperature") is not None and not float(options["temperature"]):
         return "do_sample: true has no effect, since its temperature is 0"
@@ -109,7 +108,6 @@ def unused_settings(options: Mapping[str, Any]) -> str:
 
 
 def why_not(name: str, value: Any) -> str | None:
-    """Return why a setting cannot be used; None if it can."""
     if name not in (*COMPUTED, *NEUTRAL):
         near = nearest(str(name), COMPUTED)
         return "there is no such setting here" + (f". Did you mean  {near} ?" if near else "")

@@ -72,7 +72,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         eos = self.text_tokenizer.eos_id
         return self.prefix_token_id if eos is None else eos
 
@@ -89,11 +88,9 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """A name by which the harness distinguishes its caches."""
         return self.text_tokenizer.fingerprint
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template's name, which the harness records."""
         return self.template.name if chat_template else None
 
     def apply_chat_template(
@@ -118,7 +115,6 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the tokens of a text, with bos if the published tokenizer adds it."""
         special = add_special_tokens
         if special is None:
             bos = self.text_tokenizer.bos_token
@@ -126,7 +122,6 @@ class HarnessModel(TemplateLM):
         return self.published.encode(string, add_special_tokens=special).ids
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return for each request (log-likelihood of its continuation, True if that is greedy)."""
         shown = [i for i, request in enumerate(requests) if len(request.args) > 2]
         if not shown:
             return super().loglikelihood(requests, disable_tqdm)
@@ -140,7 +135,6 @@ class HarnessModel(TemplateLM):
         return [scores[i] for i in range(len(requests))]
 
     def ending_with_media(self, request: Any) -> Ending:
-        """Return the ending of a request (context, continuation, media)."""
         context, continuation, _ = request.args
         whole = self.with_media(request, context)
         before, after = self._encode_pair(whole.text, continuation)

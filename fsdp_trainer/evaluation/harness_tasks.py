@@ -365,7 +365,6 @@ def is_local(path: Any, folder: Path) -> bool:
 
 
 def unknown_keys(spec: Any) -> Iterator[str]:
-    """Yield a sentence for each key of a task or group that the harness does not have."""
     if not isinstance(spec, dict):
         return
     members = spec.get("task")
@@ -383,7 +382,6 @@ def unknown_keys(spec: Any) -> Iterator[str]:
 
 
 def fetched_metrics(spec: Any) -> Iterator[str]:
-    """Yield the metrics in a task or a group of tasks that the harness would fetch as code."""
     if isinstance(spec, dict):
         # a task with its own function for results names metrics of its own; one in a group may
         # have other settings than the group
@@ -399,7 +397,6 @@ def fetched_metrics(spec: Any) -> Iterator[str]:
 
 
 def is_fetched(metric: Any, options: dict[str, Any]) -> bool:
-    """Return True for a metric that is not in the harness, or is to be another of the same name."""
     is_named = isinstance(metric, str)
     return is_named and bool(options.get("hf_evaluate") or metric not in metric_registry)
 

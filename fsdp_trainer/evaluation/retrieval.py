@@ -84,7 +84,6 @@ def rows_of(path: str, kind: str, data: Data) -> Iterator[LabelledTexts]:
 
 
 def of_rows(name: str, rows: Sequence[LabelledTexts], kind: str) -> RetrievalTask:
-    """Return the task of rows; documents with the same text are one document."""
     numbers: dict[str, int] = {}
     queries, relevant, candidates = [], [], []
     for row in rows:
@@ -182,7 +181,6 @@ def ranks_of(similarity: Tensor, relevant: dict[int, float]) -> dict[int, int]:
 
 
 def metrics_of(ranks: dict[int, int], relevant: dict[int, float]) -> dict[str, float]:
-    """Return the metrics of a query, by its documents' ranks and gains."""
     places = sorted(ranks.values())
     recalls = {f"recall_{k}": sum(p <= k for p in places) / len(places) for k in RECALLS}
     ideal = sorted(relevant.values(), reverse=True)[:FIRST]

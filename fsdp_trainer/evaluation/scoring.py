@@ -183,7 +183,6 @@ class Scorer:
         return self.compute_in_parts(prompts, generate, lambda prompt: len(prompt.tokens))
 
     def media_of(self, media: Sequence[SampleMedium]) -> PromptMedia | None:
-        """Return the media of a text, which are read when they are needed; None without any."""
         return PromptMedia.of_files(self.media.processor, media) if self.media else None
 
     def compute_in_parts(

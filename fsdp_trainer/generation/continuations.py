@@ -377,7 +377,6 @@ def prompt_scores(model: Decoder, prompt: list[int], alternatives: int) -> list[
 
 
 def idle_answer(idle: Idle, sampling: Sampling) -> Continuation:
-    """Return the answer of a rank that has none left."""
     tokens, media = idle
     return Continuation(tokens, sampling, 1, media=media)
 
@@ -392,12 +391,10 @@ def length_to_match(model: Decoder, length: int) -> int:
 
 
 def cut(answers: list[Continuation], rows: int) -> Iterator[list[Continuation]]:
-    """Yield batches of up to `rows` answers."""
     for i in range(0, len(answers), rows):
         yield answers[i : i + rows]
 
 
 def room_after(model: Decoder, prompt: list[int]) -> int:
-    """Return the number of tokens that fit in the model's context after a prompt."""
     assert prompt, "a prompt needs a token to begin with"
     return model.config.max_position_embeddings - len(prompt)

@@ -152,7 +152,6 @@ class DecodingMLP:
 
 
 def is_own(module: nn.Module, *classes: type[nn.Module]) -> bool:
-    """Return True if a module is of exactly one of these classes, with its forward unchanged."""
     return type(module) in classes and "forward" not in vars(module)
 
 
@@ -209,5 +208,4 @@ def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], several: 
 
 
 def is_packed_for_one_row(weight: Tensor) -> bool:
-    """Return True if the packed layout is the fastest one for a single row."""
     return torch.get_num_threads() > 1 and weight.numel() >= PACKED_FROM and can_pack()

@@ -69,7 +69,6 @@ def packed_media(
     media: Sequence[PromptMedia | None],
     device: torch.device,
 ) -> MediaInputs | None:
-    """Return the media of texts that are packed into one row; None without any."""
     inputs, own = loaded(media, device)
     if inputs is None or model.media_positions is None:
         return inputs
@@ -80,7 +79,6 @@ def packed_media(
 def loaded(
     media: Sequence[PromptMedia | None], device: torch.device
 ) -> tuple[MediaInputs | None, list[Arrays | None]]:
-    """Return the media of texts without positions, None without any, and the arrays of each."""
     own = [each.load() if each is not None else None for each in media]
     arrays = [each for each in own if each is not None]
     if not arrays:

@@ -113,7 +113,6 @@ class RecordedDecoding:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Set `logits` from the tokens, the cache and the number of filled columns."""
         model: Any = self.model
         layout = AllColumns(self.starts, self.end, self.capacity)
         embed, norm, head = map(forward_of, (model.embedding, model.final_norm, model.lm_head))
@@ -167,7 +166,6 @@ class AllColumns(PackedAttention):
         return attend_to_cached(q, k, v, mask, scoring)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """Return which columns are visible, or with a dtype of numbers what is added to scores."""
         visible = self.visible
         if self.window is not None:
             visible = visible & (self.after >= -self.window)

@@ -52,7 +52,6 @@ of each label, and label smoothing."""
 def cross_entropy(
     numbers: Tensor, wanted: Tensor, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Return the cross-entropy of one label of several."""
     targets = wanted[:, 0].long()
     return F.cross_entropy(numbers, targets, weight, reduction="none", label_smoothing=smoothing)
 
@@ -60,7 +59,6 @@ def cross_entropy(
 def binary_cross_entropy(
     numbers: Tensor, wanted: Tensor, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Return the mean over all labels of the cross-entropy of having it or not."""
     targets = wanted * (1 - smoothing) + smoothing / 2
     losses = F.binary_cross_entropy_with_logits(numbers, targets, weight, reduction="none")
     return losses.mean(1)
@@ -69,7 +67,6 @@ def binary_cross_entropy(
 def squared_error(
     numbers: Tensor, wanted: Tensor, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Return the mean of the squared errors."""
     return (numbers - wanted).square().mean(1)
 
 
@@ -251,7 +248,6 @@ class RegressionMetrics:
         return counted_once(torch.stack(each).sum(1), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the metrics; no correlation of numbers that are all the same."""
         count, error, x, y, xx, yy, xy = sums
         if not count:
             return {}

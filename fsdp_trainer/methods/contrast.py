@@ -126,7 +126,6 @@ def mean_of(values: Tensor, chosen: Tensor, dim: int) -> Tensor:
 
 
 def own_similarity(texts: StepTexts) -> tuple[Tensor, Tensor]:
-    """Return the similarity of each document to its query, and the documents' numbers."""
     documents = (~texts.is_query).nonzero()[:, 0]
     queries = texts.vectors[texts.is_query][texts.groups[documents]]
     return (queries * texts.vectors[documents]).sum(1), documents
@@ -167,7 +166,6 @@ def divergence(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
 
 
 def _log_softmax(values: Tensor, groups: Tensor) -> Tensor:
-    """Return log-probabilities of values among those of the same group."""
     count = int(groups.max()) + 1 if len(groups) else 0
     largest = values.new_zeros(count).scatter_reduce(
         0, groups, values.detach(), "amax", include_self=False

@@ -90,7 +90,6 @@ class TeacherMetrics:
         return (values * weights).sum(1)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return both means, without entries if the step has no weight."""
         weight, *totals = sums
         means = [total / weight for total in totals] if weight else []
         return {key: finite_or_none(mean) for key, mean in zip(self.keys, means, strict=False)}

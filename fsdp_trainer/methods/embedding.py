@@ -177,7 +177,6 @@ class RetrievalMetrics:
         return counted_once(queries.sum(0), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the means over the queries."""
         count, *totals = sums
         return {name: total / count for name, total in zip(RETRIEVAL, totals, strict=True) if count}
 

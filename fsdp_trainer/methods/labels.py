@@ -144,7 +144,6 @@ def token_labels(store: TokenStore, config: ModelConfig, key: str) -> np.ndarray
 
 
 def _row(values: list[Any], numbers: dict[str, int], problem: str) -> list[float] | None:
-    """Return the numbers of a label; None if the head does not have it."""
     if problem == REGRESSION:
         read = [number_of(value) for value in values]
         is_whole = None not in read and len(read) == len(numbers)
@@ -158,7 +157,6 @@ def _row(values: list[Any], numbers: dict[str, int], problem: str) -> list[float
 
 
 def _place(value: Any, numbers: dict[str, int]) -> int | None:
-    """Return the number of a label, by its name or, for a whole number without one, itself."""
     name = name_of(value)
     if name in numbers:
         return numbers[name]
@@ -181,7 +179,6 @@ def _unknown(values: list[Any], config: ModelConfig, where: str) -> UserError:
 
 
 def name_of(value: Any) -> str:
-    """Return the name of a label that is a word or a number."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
@@ -194,7 +191,6 @@ def rank(name: str) -> tuple[float, str]:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return the labels of a text as a list."""
     return value if isinstance(value, list) else [value]
 
 

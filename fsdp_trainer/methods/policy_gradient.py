@@ -211,7 +211,6 @@ class RolloutMetrics:
 
 
 def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
-    """Return the columns of a micro-batch, zeros if missing (no tokens or no reference)."""
     zeros = torch.zeros_like(batch.weights)
     return {name: batch.columns.get(name, zeros) for name in (ADVANTAGE, SAMPLED, REFERENCE)}
 

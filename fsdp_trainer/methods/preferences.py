@@ -257,7 +257,6 @@ class PairMetrics:
         return counted_once(sums, self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the means, such as reward_chosen, and the rewards' margin and accuracy."""
         count, right, *totals = sums
         if not count:
             return {}

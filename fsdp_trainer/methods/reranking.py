@@ -161,7 +161,6 @@ class RankingMetrics:
         return counted_once(torch.stack(each)[:, has_gain].sum(1), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the means over the lists."""
         count, *totals = sums
         return {name: total / count for name, total in zip(self.keys, totals, strict=True) if count}
 

@@ -53,7 +53,6 @@ class RunRows:
 
     @property
     def stored(self) -> list[tuple[RowOrder, int]]:
-        """The orders of stored rows, each with its number of rows per step."""
         orders: list[tuple[RowOrder, int]] = []
         if isinstance(self.training, Mixture):
             orders += [(order, self.per_step) for order in self.training.orders]
@@ -167,7 +166,6 @@ class ReferenceColumn(StoredColumn):
         return self.prepare(digest), digest
 
     def _is_named_in(self, checkpoint: Path | None) -> bool:
-        """Return True if a checkpoint's configuration names the reference as this run does."""
         second = self.cfg.second_model
         if checkpoint is None or second is None:
             return False

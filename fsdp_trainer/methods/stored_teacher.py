@@ -113,7 +113,6 @@ class TeacherColumn(StoredColumn):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that both models know."""
         return min(config.vocab_size for config in self.models)
 
     @property
@@ -240,7 +239,6 @@ class TeacherColumn(StoredColumn):
             self.progress(f"teach  {done / count:.0%} of {rows:,} rows")
 
     def _batches(self, mixture: Mixture) -> Batches:
-        """Return the micro-batches of rows in which the teacher reads them on these ranks."""
         cfg, dims, (_, config) = self.cfg, self.dims, self.models
         part = config.on_tensor_rank(cfg.sharding.tensor)
         method = context_method(cfg.sharding, cfg.batch.seq_len, part).method

@@ -103,7 +103,6 @@ class Teacher(FrozenModel):
 
     @torch.no_grad()
     def _soft_targets(self, batch: MicroBatch) -> TeacherLogits:
-        """Run the teacher; return its hidden states at the targets and its gathered head."""
         hidden = self.model.states_for_head(batch)
         heat, kl = self.choice.temperature, self.choice.divergence
         return TeacherLogits(hidden, self.model.lm_head, self.vocabulary, heat, kl)

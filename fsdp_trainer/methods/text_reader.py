@@ -52,7 +52,6 @@ class TextReader:
 
     @property
     def context(self) -> int:
-        """Number of tokens of the longest text that it reads."""
         return self.model.config.max_position_embeddings
 
     def encode(
@@ -106,14 +105,12 @@ class TextReader:
 
 
 def with_types(config: ModelConfig, tokenizer: TextTokenizer) -> ModelConfig:
-    """Return an architecture that gives the second of two texts a type, as the tokenizer does."""
     if not config.encoder or config.source.get("type_vocab_size", 1) < 2:
         return config
     return replace(config, second_after=tokenizer.ends_first_of_two)
 
 
 def stored_prompts(folder: Path) -> dict[str, str]:
-    """Return the prompts of an embedding model's folder, by name."""
     if not (folder / SETTINGS).is_file():
         return {}
     prompts = read_object(folder / SETTINGS, "cannot read the prompts").get("prompts")

@@ -64,14 +64,12 @@ def said_in(text: str, prompt: str = "") -> str:
 
 
 def begun_by(prompt: str) -> str:
-    """Return the mark of the reasoning that a prompt ends with, else ""."""
     end = prompt.rstrip()
     return next((begin for begin in THOUGHTS if end.endswith(begin)), "")
 
 
 @lru_cache
 def finder(call: tuple[str, str] | None) -> re.Pattern[str]:
-    """Return an expression that finds calls, reasoning, and ends of reasoning without a begin."""
     thoughts = [rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in THOUGHTS.items()]
     ends = map(re.escape, THOUGHTS.values())
     parts = [f"(?P<thought>{'|'.join(thoughts)})", f"(?P<end>{'|'.join(ends)})"]

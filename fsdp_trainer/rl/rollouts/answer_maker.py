@@ -167,7 +167,6 @@ class AnswerMaker:
         )
 
     def _said(self, prompt: Sequence[int], answer: Sequence[int]) -> str:
-        """Return an answer without its reasoning, whose marks may be special tokens."""
         before = self.tokenizer.decode([*prompt[-PROMPT_END:]], skip_special=False)
         said = said_in(self.tokenizer.decode([*answer], skip_special=False), before)
         for text in self.tokenizer.special_tokens:

@@ -65,7 +65,6 @@ class Episode:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Row of its prompt, and number of the sample."""
         return self.request.row, self.request.sample
 
     @property
@@ -111,7 +110,6 @@ class Episode:
             self.is_open = self.is_complete = False
 
     def add_context(self, tokens: list[int]) -> None:
-        """Append tokens of the environment; the first are the prompt."""
         if not self.prompt:
             self.prompt = tokens
             return
@@ -136,7 +134,6 @@ class Episode:
         self.is_open = self.is_open and not update.is_over
 
     def require_room(self, longest: int, answer: int) -> bool:
-        """Return True if it can go on; end one without room for another answer."""
         if self.is_open and not self.is_paused and len(self.context) + answer > longest:
             if not self.turns:
                 self.fail(f"the prompt of {len(self.prompt):,} tokens leaves no room")
@@ -146,16 +143,13 @@ class Episode:
     # --- on the rank that calls the environment
 
     def note_tools(self, are_shown: bool) -> None:
-        """Note whether the template shows its tools to the model."""
         self.hides_tools = not are_shown
 
     def begin(self, spec: EnvironmentSpec, row: dict[str, Any]) -> Any:
-        """Make the environment and return what its reset returns."""
         self.environment = spec.make()
         return self.environment.reset(row)
 
     def show(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> None:
-        """Set the first turns and the tools."""
         self.messages, self.tools = messages, tools
 
     def step(self) -> Any:
@@ -170,7 +164,6 @@ class Episode:
         self.wrong_calls += 1
 
     def reward(self, value: Any) -> EpisodeUpdate:
-        """Set the rewards that the environment returned."""
         self.rewards, failure = checked_rewards(value, self.answers)
         return EpisodeUpdate(failure=failure)
 
@@ -182,7 +175,6 @@ class Episode:
             self.seconds += time.monotonic() - began
 
     def sampled(self) -> SampledAnswer:
-        """Return it as one answer, to the prompt; without an environment it has no turns."""
         turns = self.turns[: 2 * self.answers - 1]  # what follows the last answer is not read
         length = sum(turns)
         return SampledAnswer(
@@ -227,7 +219,6 @@ def reason_of(method: str, error: Exception) -> str:
 
 
 def checked_rewards(value: Any, answers: int) -> tuple[Any, str | None]:
-    """Return a reward as a number or a list of one for each answer, and why it is neither."""
     if isinstance(value, Exception):
         return None, reason_of("reward", value)
     by_turn = isinstance(value, list | tuple)

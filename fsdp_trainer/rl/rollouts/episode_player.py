@@ -63,7 +63,6 @@ class EpisodePlayer:
 
     @property
     def titles(self) -> list[str]:
-        """The name of the environment's reward, if it gives one."""
         return [self.spec.title] if self.spec.rewards else []
 
     def play(self, requests: Sequence[Request], questions: Questions) -> list[Episode]:
@@ -101,7 +100,6 @@ class EpisodePlayer:
             self._update(episodes, partial(self._reply, whole))
 
     def close(self, episodes: list[Episode]) -> None:
-        """Set the rewards of ended episodes, and close their environments."""
         self._update(episodes, lambda: self._reward(episodes))
 
     def _update(
@@ -235,7 +233,6 @@ class EpisodePlayer:
             return EpisodeUpdate(failure=reason_of("its turns cannot be rendered", error))
 
     def _text(self, episode: Episode) -> str:
-        """Return the text of the newest answer, with special tokens, without its stop token."""
         own = episode.tokens[len(episode.tokens) - episode.turns[-1] :]
         stop_ids = self.turn_tokens.tokenizer.stop_ids
         own = own[:-1] if own and own[-1] in stop_ids else own
@@ -247,7 +244,6 @@ class EpisodePlayer:
         return self.turn_tokens.tokenizer.decode(before, skip_special=False)
 
     def _bounded(self, turns: list[Message]) -> list[Message]:
-        """Return turns whose texts are cut to the longest allowed."""
         longest = self.choice.environment_output
         return [
             {**turn, "content": turn["content"][:longest] + CUT}
@@ -258,7 +254,6 @@ class EpisodePlayer:
 
 
 def are_turns(value: Any) -> bool:
-    """Return True for a list of turns with a role and a text."""
     return isinstance(value, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
         for turn in value

@@ -53,7 +53,6 @@ class Rollout:
 
     @property
     def is_used(self) -> bool:
-        """False for one that failed."""
         return not math.isnan(self.reward)
 
     @property

@@ -52,7 +52,6 @@ class SampledAnswer:
 
     @property
     def own_turns(self) -> list[slice]:
-        """The tokens of each of the model's turns."""
         turns = self.turns or (len(self.tokens),)
         ends = list(accumulate(turns))
         return [slice(end - n, end) for end, n in zip(ends[::2], turns[::2], strict=True)]

@@ -36,7 +36,6 @@ def ready_key(number: int) -> str:
 
 
 def go_key(number: int) -> str:
-    """Return the key after which a round's weights are sent."""
     return f"go{number}"
 
 
@@ -61,7 +60,6 @@ class RankRounds:
         self._runs, self._forgets = False, False
 
     def start(self, work: RoundWork, check: Check) -> None:
-        """Hand the work over, and send the weights when the rollout ranks wait for them."""
         if self._runs:
             self.finish(check)  # of a round that was given up
         self._number += 1

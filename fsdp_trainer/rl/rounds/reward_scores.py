@@ -30,7 +30,6 @@ class RewardModel:
 
     @cached_property
     def template(self) -> Template:
-        """The model's own chat template, or `plain` if it has none."""
         return load_template(None, self.tokenizer)
 
     @property

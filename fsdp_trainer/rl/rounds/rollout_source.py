@@ -64,7 +64,6 @@ def require_some(rollouts: Sequence[Rollout]) -> None:
 
 
 def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return a rollout as text; with an environment also its turns, and whose they are."""
     answer, decode = rollout.answer, partial(tokenizer.decode, skip_special=False)
     line = {
         "prompt": tokenizer.decode(rollout.prompt),
@@ -104,7 +103,6 @@ class StepRollouts:
 
     @property
     def is_complete(self) -> bool:
-        """True if all have ended."""
         return len(self.ended) == self.count
 
     def add(self, ended: Sequence[Rollout], going_on: Sequence[OpenEpisode]) -> None:
@@ -169,7 +167,6 @@ class RolloutSource:
         return Feed(self.assembler, what, items, 0, self.context.signals)
 
     def _read(self, progress: Progress, leave: LeaveTogether) -> Iterator[StepPlan | MicroBatch]:
-        """Yield each plan, followed by this rank's micro-batches of that step."""
         choice = self.cfg.objective
         blocks = self._blocks(progress)
         coming = deque(islice(blocks, choice.ahead // choice.updates))

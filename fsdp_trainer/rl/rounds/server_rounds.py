@@ -79,7 +79,6 @@ class ServerRounds:
 
 
 def explained(error: Exception) -> RunFailed | UserError:
-    """Return an error of the background as one that ends the run with its message."""
     if isinstance(error, RunFailed | UserError):
         return error
     return RunFailed(f"the rollouts failed: {type(error).__name__}: {error}")

@@ -75,7 +75,6 @@ class PolicyServer:
         ]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Make the server load an adapter, which requests can then use by name."""
         body = {"lora_name": name, "lora_path": str(folder)}
         self._ask("/v1/load_lora_adapter", body)
 

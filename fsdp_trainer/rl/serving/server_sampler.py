@@ -80,7 +80,6 @@ class ServerSampler:
         return lambda: self._complete(complete)
 
     def _complete(self, complete: Callable[[], Completion]) -> Completion:
-        """Return a completion; if the server does not know the model, make it load that again."""
         for _ in range(LOADS):
             try:
                 return complete()

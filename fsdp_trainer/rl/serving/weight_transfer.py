@@ -24,7 +24,6 @@ def send_weights(model: Decoder, link: RolloutLink, device: torch.device) -> Non
 
 @torch.no_grad()
 def receive_weights(model: Decoder, link: RolloutLink, device: torch.device) -> None:
-    """Receive all trained weights, of which each rank keeps its part."""
     for weight in weights(model).values():
         whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
         link.broadcast(whole)

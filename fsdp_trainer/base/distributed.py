@@ -119,7 +119,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def place(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return a parameter without storage as a DTensor on a mesh of one dimension."""
     # src_data_rank=None: nothing to send, since the weights are on the meta device
     placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     return nn.Parameter(placed, parameter.requires_grad)

@@ -54,7 +54,6 @@ def is_possible(name: str) -> bool:
 
 
 def is_inside(name: str) -> bool:
-    """Return True for the name of a file in a folder or below it, as an untrusted file gives it."""
     path = PurePath(name)
     is_below = bool(path.name) and not path.is_absolute() and ".." not in path.parts
     return is_below and is_possible(name)

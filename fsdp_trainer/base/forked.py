@@ -40,7 +40,6 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def _send_result(call: Callable[[], T], theirs: Connection) -> None:
-    """Send what a call returns or raises."""
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     try:
         theirs.send((call(), None))

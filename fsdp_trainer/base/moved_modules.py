@@ -20,7 +20,6 @@ MOVED = {
 
 
 def moved_to(inner: str) -> str | None:
-    """Return the new name within the package of a module that was moved, else None."""
     names = (
         new + inner[len(old) :] for old, new in MOVED.items() if f"{inner}.".startswith(f"{old}.")
     )
@@ -44,5 +43,4 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let the old names be imported."""
     sys.meta_path.insert(0, MovedModules())

@@ -113,7 +113,6 @@ class Compiling:
         training.enter("compile")
 
     def ends(self, _: object) -> None:
-        """Return to the phase that the compiler interrupted."""
         training.enter(self.interrupted)
 
 

@@ -25,7 +25,6 @@ class FromEnvironment(str):
 
 
 def marked(tree: Any, written: Mapping[Place, str], place: Place = ()) -> Any:
-    """Return a tree in which texts from the environment know how they were written."""
     if isinstance(tree, dict):
         return {name: marked(value, written, (*place, name)) for name, value in tree.items()}
     if isinstance(tree, list):
@@ -45,7 +44,6 @@ def marks_of(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
 
 
 def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of every leaf of a nested dictionary, with the keys joined."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             for below, leaf in flat(value, separator):
@@ -55,7 +53,6 @@ def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of the configuration as records show it."""
     if isinstance(value, dict):
         return {name: as_written(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -66,7 +63,6 @@ def as_written(value: Any) -> Any:
 
 
 def as_recorded_earlier(value: Any) -> Any:
-    """Return a value as records of earlier versions have it, with the environment's values."""
     if isinstance(value, dict):
         return {name: as_recorded_earlier(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -6,7 +6,6 @@ _ALLOWED: set[str] = set()
 
 
 def allow_remote_code(cfg: Any) -> None:
-    """Allow it from here on if a configuration says trust_remote_code=true."""
     if getattr(getattr(cfg, "model", cfg), "trust_remote_code", False):
         _ALLOWED.add("remote code")
 

@@ -28,7 +28,6 @@ SIGNATURES = {
 
 
 def identity(text: str) -> str:
-    """Return a text whose addresses are the same after a new signature or password."""
     text = USER.sub(r"\1@", text)
     for name, parts in SIGNATURES.items():
         if name in text.lower():
@@ -57,5 +56,4 @@ def safe(text: str) -> str:
 
 
 def has_password(value: object) -> bool:
-    """Return True for a text that is an address with a password."""
     return isinstance(value, str) and PASSWORD.fullmatch(value) is not None

@@ -150,7 +150,6 @@ def leave() -> None:
 
 
 def read_slots(content: bytes) -> list[RankSlot]:
-    """Return the slots of all ranks that have started, ordered by local rank."""
     offsets = range(0, len(content) - SLOT_BYTES + 1, SLOT_BYTES)
     slots = [_read(content[offset : offset + SLOT_BYTES]) for offset in offsets]
     return [slot for slot in slots if slot.thread]

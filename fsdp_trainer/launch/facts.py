@@ -161,7 +161,6 @@ def source_digest(package: Path) -> str:
 
 
 def changed_keys(cfg: TrainConfig) -> dict[str, str]:
-    """Return every key that is not at its default, with its value as written in an override."""
     return {
         f"{group}.{name}": as_compared(value)
         for (group, keys), default in zip(
@@ -290,7 +289,6 @@ def differences(facts: Sequence[RankFacts], kind: str) -> list[Check]:
 
 
 def may_differ(key: str, values: set[str]) -> bool:
-    """Return True if nodes may have these different values of a key."""
     if key == "checkpoint.resume":
         return values.isdisjoint({"auto", "never", "the default"})
     return OF_A_NODE.match(key) is not None
@@ -375,7 +373,6 @@ def who(ranks: Iterable[int], facts: Sequence[RankFacts]) -> str:
 
 
 def host_name(node: int, facts: Sequence[RankFacts]) -> str:
-    """Return the host of a node, with the node's number if the host has several, as in tests."""
     host = next(f.host for f in facts if f.node == node)
     return host if len({f.node for f in facts if f.host == host}) == 1 else f"{host}, node {node}"
 

@@ -83,17 +83,14 @@ class RankStatus:
 
     @property
     def trains(self) -> bool:
-        """True if the rank has not ended and is not about to."""
         return self.state is not None and not self.slot.closed and self.place.phase != "end"
 
     @property
     def waits(self) -> bool:
-        """True if the rank waits in a collective, or for a device that may be in one."""
         return self.place.phase == "read" or in_collective(frames(self.stacks, self.slot.thread))
 
     @property
     def waits_along(self) -> str | None:
-        """The dimension whose ranks this one waits for, `all` for all ranks; None if it works."""
         files = frames(self.stacks, self.slot.thread)
         if not in_collective(files):
             return None
@@ -167,7 +164,6 @@ class Durations:
 
 
 def look(slot: RankSlot) -> RankStatus:
-    """Return the status of a rank as the system reports it, with state `?` if it does not."""
     try:
         fields = process_stat(slot.pid)
     except OSError:  # no memory, or processes are hidden; None, not OSError, for an ended process
@@ -326,7 +322,6 @@ def first_difference(ranks: list[RankStatus]) -> tuple[int, str, dict[int, int]]
 
 
 def waiting(ranks: Iterable[RankStatus]) -> dict[str, list[int]]:
-    """Return the ranks that wait in a collective, by the dimension along which it runs."""
     by_dimension: dict[str, list[int]] = defaultdict(list)
     for status in ranks:
         if status.waits_along:

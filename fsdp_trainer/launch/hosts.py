@@ -117,7 +117,6 @@ def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") 
 
 
 def refuse_other_launchers(env: Mapping[str, str]) -> None:
-    """Raise UserError if torchrun or Slurm starts the ranks."""
     reason = ""
     if "RANK" in env:
         reason = "torchrun starts the ranks here: leave launch.hosts out, or torchrun"
@@ -146,7 +145,6 @@ def node_on(host: Host, number: int) -> "NodeOfHost":
 def common_overrides(
     launch: Launch, run: str, overrides: list[str], nodes: Sequence["NodeOfHost"]
 ) -> list[str]:
-    """Return the overrides that are the same for all nodes. run: the run's name."""
     words = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in SET_HERE]
     where = meeting_point(launch, nodes) if len(nodes) > 1 else "null"
     return [
@@ -159,7 +157,6 @@ def common_overrides(
 
 
 def host_overrides(launch: Launch, host: Host) -> list[str]:
-    """Return the overrides of one host: its number of ranks, if that is configured."""
     ranks = ranks_of(host, launch.nproc_per_node)
     return [f"launch.nproc_per_node={ranks}"] if ranks else []
 
@@ -184,7 +181,6 @@ class Output:
         self.thread.start()
 
     def pass_on_all(self) -> None:
-        """Pass on all lines from now on, without waiting for the host to be ready."""
         self.ready = {}
 
     def _read(self) -> None:
@@ -296,7 +292,6 @@ class LocalNode(NodeOfHost):
         self.port = free_port()
 
     def address(self, other: Host) -> str:
-        """Return this host's name; for localhost its address on the route to `other`."""
         if not socket.gethostbyname(self.host.name).startswith("127."):
             return self.host.name
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -328,7 +323,6 @@ class SshNode(NodeOfHost):
         self._send(job)
 
     def waits(self) -> bool:
-        """Return True if the host has not reported that it is ready, and ssh has not ended."""
         readies = [output.ready for output in self.outputs]
         if None not in readies and readies[0]:
             self.port = int(readies[0]["port"])
@@ -358,7 +352,6 @@ class SshNode(NodeOfHost):
         return f"cannot be reached: {last}. Try  {self._trial()}"
 
     def address(self, other: Host) -> str:
-        """Return the host's name or address in ssh's configuration."""
         return name_of_ssh(self.host)
 
     def start(self, words: list[str]) -> None:
@@ -410,7 +403,6 @@ class NodeProcesses(RankProcesses):
 
 
 def destination(host: Host) -> list[str]:
-    """Return the arguments of ssh that select a host."""
     port = ["-p", str(host.port)] if host.port else []
     return [*port, f"{host.user}@{host.name}" if host.user else host.name]
 

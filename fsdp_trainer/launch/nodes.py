@@ -297,7 +297,6 @@ class Node:
             print(f"{len(here)} of {self.nodes} nodes have come: {hosts}", flush=True)
 
     def _wait_for_next(self) -> None:
-        """Close the connection, and give the next Meeting time to open."""
         self._connection.close()
         self._pause(MOMENT)
 
@@ -367,7 +366,6 @@ def first_host(nodes: str) -> str:
 
 
 def port_of_job(env: Mapping[str, str]) -> int:
-    """Return a port where the ranks of a Slurm job meet, the same on all its nodes."""
     return 20_000 + int(env["SLURM_JOB_ID"]) % 20_000
 
 

@@ -56,7 +56,6 @@ class RolloutLink:
         return pickle.loads(zlib.decompress(b"".join(self.store.get(piece) for piece in pieces)))
 
     def delete(self, key: str) -> None:
-        """Free the memory of a value that has been read."""
         for i in range(int(self.store.get(key))):
             self.store.delete_key(f"{key}/{i}")
 
@@ -100,7 +99,6 @@ class RolloutLink:
             self.put(FAILED, RunFailed(reason))
 
     def end_code(self) -> int:
-        """Return the exit code, on a rollout rank after `END`."""
         code: int = self.get(END)
         self.count("heard", 1)
         return code

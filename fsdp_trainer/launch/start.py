@@ -36,7 +36,6 @@ SECOND_SECONDS = 1.0  # for ranks to end after a second signal
 
 
 def launcher(env: Mapping[str, str]) -> str | None:
-    """Return the name of the launcher that started this process as a rank; None without one."""
     if "RANK" in env:
         return "torchrun"
     return "srun" if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None

@@ -115,7 +115,6 @@ class GroupProcesses(RankProcesses):
             time.sleep(0.05)
 
     def _goes_on(self, number: int, code: int | None) -> Child:
-        """Return the process of a group, started again if it has failed."""
         process = self.processes[number]
         if code in (None, *FINAL) or self._restarts[number] == MOST_RESTARTS:
             return process

@@ -50,7 +50,6 @@ def _obey() -> None:
 
 
 def next_line() -> bytes | None:
-    """Return the next non-empty line from the starter; None when the starter is lost."""
     with os.fdopen(0, "rb", buffering=0, closefd=False) as stream:
         while select.select([stream], [], [], SILENCE_SECONDS)[0]:
             line = stream.readline()

@@ -271,14 +271,12 @@ class Watchdog:
         return ranks
 
     def paused_on_purpose(self, ranks: list[RankStatus]) -> bool:
-        """Return True if all ranks of the run are stopped, or one is debugged or suspended."""
         whole_world = len(ranks) == self.watch.world_size
         if whole_world and all(status.state == "T" for status in ranks):
             return True
         return any(status.traced or suspended(status) for status in ranks)
 
     def slots(self) -> list[slots.RankSlot]:
-        """Return the slots of the ranks in this process's pid namespace."""
         return [
             slot
             for slot in slots.read_slots(Path(self.watch.board).read_bytes())
@@ -432,7 +430,6 @@ class Watchdog:
             say(f"fsdp-trainer: the last collectives before NCCL gave up are in {folder}")
 
     def folder_of_hang(self) -> Path:
-        """Return a folder for the evidence of a hang, named after the time and this host."""
         return Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
 
     def record(
@@ -474,7 +471,6 @@ class Watchdog:
         writer.join(DISK_SECONDS)
 
     def sentence(self, verdict: Verdict, status: RankStatus, waiting: dict[str, list[int]]) -> str:
-        """Return a line about a rank for stderr."""
         place = status.place
         line = (
             f"rank {in_mesh(status)} on {self.host}: {verdict.reason}, in {place.phase}"
@@ -491,7 +487,6 @@ class Watchdog:
         waiting: dict[str, list[int]],
         folder: Path | None,
     ) -> dict[str, object]:
-        """Return the event about a rank for events.jsonl."""
         place, coordinates = status.place, status.slot.coordinates
         mesh = {"coordinates": coordinates, "waiting": waiting} if coordinates else {}
         return {
@@ -513,7 +508,6 @@ def seconds_of(status: RankStatus) -> float:
 
 
 def in_mesh(status: RankStatus) -> str:
-    """Return a rank's number, with its coordinates if the mesh has several dimensions."""
     coordinates = status.slot.coordinates
     return f"{status.rank} ({coordinates})" if coordinates else f"{status.rank}"
 

@@ -137,7 +137,6 @@ ORDER = {name: order for order, name in enumerate(TITLES)}
 
 
 def general_title(name: str) -> Title | None:
-    """Return the title of a general number; None if it has no curve or is not general."""
     for titles in GENERAL.values():
         for known, title in titles.items():
             if name == known or is_below(name, known):

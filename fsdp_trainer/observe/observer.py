@@ -101,7 +101,6 @@ class Observer:
         self.records.take_up(step)
 
     def event(self, name: str, **details: Any) -> None:
-        """Append an event to events.jsonl and pass it to the trackers."""
         if self.records:
             line = self.records.event(name, **as_written(details))
             if self.trackers:
@@ -259,7 +258,6 @@ class Observer:
             self.trackers.log(line)
 
     def answered(self, step: int, answers: list[dict[str, Any]]) -> None:
-        """Record answers that a step trains on; see Records.answers_of."""
         if self.records:
             self.records.answers_of(step, answers)
 

@@ -91,7 +91,6 @@ class Profiler:
         self._slice(0)
 
     def _slice(self, depth: int, name: str = "") -> None:
-        """End the open slices from `depth` on, and begin a slice `name`, if given, there."""
         while len(self._open) > depth:
             self._open.pop().__exit__(None, None, None)
         if name:
@@ -180,7 +179,6 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def out_of_memory(self) -> Path | None:
-        """Write a memory snapshot after an out-of-memory error; return its file, None without."""
         file = self.folder / f"oom-rank-{self.rank}.pickle"
         if not self.snapshot or not self.wanted:
             return None

@@ -213,11 +213,9 @@ class Records:
         return line
 
     def last_event(self) -> dict[str, Any]:
-        """Return the last complete event; {} if there is none."""
         return next(whole_lines(self.events.path, newest_first=True), {})
 
     def last_line(self) -> dict[str, Any]:
-        """Return the last complete line of the metrics; {} if there is none that can be read."""
         try:
             return next(whole_lines(self.metrics.path, newest_first=True), {})
         except OSError:
@@ -264,7 +262,6 @@ def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, An
 
 
 def not_after(text: bytes, step: float) -> bool:
-    """Return True for a complete line of a step up to `step`, or without a step."""
     line = parse(text.decode(errors="replace"))
     return line is not None and line.get("step", 0) <= step
 

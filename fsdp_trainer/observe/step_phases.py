@@ -193,7 +193,6 @@ def _book(
 
 
 def _row(message: Event, row: str) -> str:
-    """Return the row of a message that no computing hides."""
     if row not in MODEL_ROWS:
         return row
     return GATHER if "gather" in message.name.lower().replace("_", "") else SYNC

@@ -62,7 +62,6 @@ class Straggler:
 
 
 def slowest(paces: dict[int, RankPace]) -> Straggler | None:
-    """Return the rank whose host or device all others wait for; None if there is none."""
     return slowest_host(paces) or slowest_device(paces)
 
 
@@ -199,7 +198,6 @@ class Sampler:
         return RankPace(self.host, max(1, step - first), wall, dict(seconds), on_device), step
 
     def compare(self, step: int) -> None:
-        """Compare the paces that all ranks put into the store, and report a new straggler."""
         keys = [f"pace of rank {rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return

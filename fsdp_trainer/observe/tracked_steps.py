@@ -68,5 +68,4 @@ def tracked_run(base: TrackedRun, file: Path, kind: type[Tracker], after: int | 
 
 
 def with_origin(run: TrackedRun, follows: dict[str, Any] | None) -> TrackedRun:
-    """Return a run whose configuration says which run of the tracker it follows, if it does."""
     return replace(run, config={**run.config, CONTINUES: follows}) if follows else run

@@ -158,8 +158,6 @@ class Trackers:
                 self._send(steps, line)
 
     def _go_back(self, after: int) -> None:
-        """Go on after an earlier step, in other runs of the trackers that keep all steps."""
-
         def reopened(name: str, steps: TrackedSteps) -> TrackedSteps | None:
             if steps.tracker.takes_back:
                 return None

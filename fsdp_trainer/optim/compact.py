@@ -208,14 +208,12 @@ class CompactOptimizer(TrainerOptimizer):
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """Return numbers in `dtype`, rounded to nearest without `bits`. Overwrites both arguments."""
     if dtype == torch.bfloat16 and bits is not None:
         return round_to_bfloat16(numbers, bits)
     return numbers.to(dtype)
 
 
 def write_unless(skip: Tensor, old: Tensor, new: Tensor) -> None:
-    """Overwrite `old`, or with `skip` change no bit of it."""
     torch.where(skip, old, new, out=old)
 
 

@@ -81,14 +81,12 @@ class Muon(CompactOptimizer):
             self.others.step()
 
     def update(self, count: Tensor, skip: Tensor) -> None:
-        """Update all matrices, one round at a time."""
         for matrices, norms in zip(self.rounds, self.row_norms, strict=True):
             self.update_round(matrices, norms, count, skip)
 
     def update_round(
         self, matrices: Round, norms: RowNorms | None, count: Tensor, skip: Tensor
     ) -> None:
-        """Update the momentum, orthogonalise the direction, and update the weights by it."""
         directions = [self.direction(p, count, skip) for p in matrices.parameters]
 
         def orthogonal(wholes: Tensor, own: list[OwnMatrix]) -> Tensor:

@@ -68,7 +68,6 @@ class ShardLayout:
         return ranks[peers.index(owner) % len(ranks)]
 
     def piece(self, parameter: int, matrix: int, rank: int) -> MatrixPiece | None:
-        """Return the piece of a matrix that `rank` holds; None if it holds nothing."""
         part = self.parts[rank]
         (start, stop), rows, columns = part
         if part in self.holders and start <= matrix < stop:

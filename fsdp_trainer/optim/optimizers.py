@@ -30,7 +30,6 @@ class TorchAdamW(TrainerOptimizer, AdamW):
         super().__init__(groups, **kernel, **defaults)
 
     def fuse(self) -> None:
-        """Let the kernel divide the gradients, if it does so before they are rounded."""
         (first, *_) = self.param_groups[0]["params"]
         self.divides_gradients = self.skips_on_device and first.dtype == torch.float32
 
@@ -116,7 +115,6 @@ def require_matrices(model: nn.Module, cfg: Optim) -> None:
 
 
 def of_muon(groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the groups of the parameters for Muon, and those of all other parameters."""
     prefix = groups[0]["blocks"] if groups else ""
     return split(groups, lambda name, p: name.startswith(prefix) and is_for_muon(name, p))
 

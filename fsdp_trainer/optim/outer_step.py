@@ -42,7 +42,6 @@ class OuterStep:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take the model's weights as the outer weights, without momentum."""
         for name, parameter in self.parameters.items():
             local_part(self.weights[name]).copy_(local_part(parameter))
             local_part(self.buffers[name]).zero_()
@@ -79,7 +78,6 @@ class OuterStep:
 
 
 def cut_evenly(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[str]]:
-    """Return the names in `count` consecutive lists whose sizes sum to about the same."""
     total = sum(sizes)
     lists: list[list[str]] = [[] for _ in range(count)]
     for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):

@@ -113,7 +113,6 @@ def float8_product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def scale_after_each_step(model: Decoder, optimizer: Optimizer, precision: Precision) -> None:
-    """Register a hook that computes the weights' scales after each optimizer step."""
     optimizer.register_step_post_hook(lambda *_: precompute_float8_scales(model, precision))
 
 

@@ -336,7 +336,6 @@ def device_bytes(device: torch.device) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that this rank can still allocate on its device."""
     if device.type != "cuda":
         return host_bytes(os.environ)
     free, _ = torch.cuda.mem_get_info(device)

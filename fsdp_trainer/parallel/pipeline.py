@@ -246,7 +246,6 @@ def require_training(whole: Decoder, stages: Stages, parts: list[list[int]]) -> 
 
 
 def is_tied_to_itself(model: Decoder) -> bool:
-    """Return True if this rank has both the first and the last stage of a tied model."""
     stages = stages_of(model)
     is_both = bool(stages) and stages[0].is_first and stages[-1].is_last
     return is_both and model.config.tie_word_embeddings
@@ -335,7 +334,6 @@ class Pipeline:
 
     @property
     def last(self) -> Stage | None:
-        """The last stage; None on ranks that do not have it."""
         return self.own.get(self.stage_count - 1)
 
     def train(

@@ -185,7 +185,6 @@ class LateStage(LeanStage):
 
 @contextmanager
 def on_meta_device(stage: PipelineStage) -> Iterator[None]:
-    """Make a stage allocate its buffers on the meta device, without storage."""
     device, stage.device = stage.device, torch.device("meta")
     try:
         yield

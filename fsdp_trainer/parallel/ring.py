@@ -230,7 +230,6 @@ def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: T
 def merged_results(
     out: Tensor, total: Tensor, part: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the merged logsumexp, and the sum of both results weighted by their shares of it."""
     merged = torch.logaddexp(total, logsumexp)
     shares = ((x - merged).exp()[..., None] for x in (total, logsumexp))
     of_before, of_part = shares

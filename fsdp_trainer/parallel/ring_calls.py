@@ -191,7 +191,6 @@ def bounded_call(
 
 
 def consecutive(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return `count` indices from each `first` on, one after the other."""
     before = np.cumsum(count) - count
     return np.repeat(first - before, count) + np.arange(count.sum())
 

@@ -129,7 +129,6 @@ def sharded_form(name: str, module: nn.Module, qk_norm: str | None) -> ShardedFo
 
 
 def shard_module(module: Any, form: ShardedForm, ranks: TensorRanks, mesh: DeviceMesh) -> None:
-    """Turn a module, and the adapter that it may have, into this rank's part."""
     for name, placement in form.placements.items():
         parameter = getattr(module, name, None)
         if parameter is not None:
@@ -145,7 +144,6 @@ def shard_module(module: Any, form: ShardedForm, ranks: TensorRanks, mesh: Devic
 
 
 def turn_into(module: Any, cls: type) -> None:
-    """Change a module's class to one with the forward of `cls`."""
     kind: Any = type(module)
     module.__class__ = cls if issubclass(cls, kind) else combined_class(cls, kind)
 

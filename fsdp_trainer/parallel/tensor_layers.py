@@ -225,7 +225,6 @@ class ColumnNorm(TensorModule, RMSNorm):
 
 class TensorEmbedding(TensorModule, nn.Embedding):
     def set_part(self) -> None:
-        """Set the first row and the number of rows of this rank."""
         rows = local_slice(self.weight)[0]
         self.first, self.rows = rows.start, rows.stop - rows.start
 
@@ -245,7 +244,6 @@ class TensorHead(TensorModule, Head):
     """
 
     def set_part(self) -> None:
-        """Set the first token and the number of logits of this rank."""
         rows = local_slice(self.weight)[0]
         self.first = rows.start
         self.columns = max(0, min(self.vocab_size, rows.stop) - rows.start)

@@ -42,7 +42,6 @@ class TensorRanks:
 
     @contextmanager
     def whole_rows(self) -> Iterator[None]:
-        """Return a context in which each rank holds all tokens between the modules."""
         self.shards_tokens = False
         try:
             yield

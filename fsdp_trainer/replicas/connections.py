@@ -142,7 +142,6 @@ def need_new_connection(handles: Sequence[str], settings: Settings, secret: byte
 
 
 def differences(stores: Sequence[str], settings: Settings) -> list[Problem]:
-    """Return a Problem for each setting that is another one in the groups with these stores."""
     problems = []
     for store in stores:
         host, _, port = store.rpartition(":")

@@ -98,7 +98,6 @@ class DilocoGroups:
         self._membership.shutdown(wait=False)
 
     def _meet(self, progress: Progress, exchanges: bool) -> Met:
-        """Meet the other groups. One that was behind has their outer weights then."""
         assert self._check_stop
         phases.enter("groups")
         met = self._roll_call.meet(progress, self._check_stop, exchanges)
@@ -108,7 +107,6 @@ class DilocoGroups:
         return met
 
     def _take_part(self, progress: Progress) -> None:
-        """Take this group's part of the rows from now on."""
         assert self._lead
         self._part = GroupPart(self._membership.place, self._membership.present, True)
         leads = self._part.index == 0

@@ -28,7 +28,6 @@ class Patience:
         self._began = time.monotonic()
 
     def begin(self) -> None:
-        """Begin to count this group's own time."""
         self._began = time.monotonic()
 
     def left(self) -> timedelta:
@@ -85,7 +84,6 @@ class MeanInFlight:
 def begin_sum(
     group: dist.ProcessGroup, message: Sequence[Tensor], wait: timedelta
 ) -> Callable[[], None]:
-    """Begin to sum the tensors of a message; return what waits for the sums and writes them."""
     options = dist.AllreduceOptions()  # of a sum
     options.timeout = wait
     together = message[0]
@@ -126,7 +124,6 @@ def begin_quantized_sum(
 
 
 def write_parts(message: Sequence[Tensor], together: Tensor) -> None:
-    """Write one flat tensor into the tensors of a message."""
     parts = together.split([tensor.numel() for tensor in message])
     for tensor, values in zip(message, parts, strict=True):
         tensor.copy_(values.view_as(tensor))

@@ -206,5 +206,4 @@ class Membership(Manager):
 
     @property
     def place(self) -> int:
-        """Number of this group among those in the quorum."""
         return self.group.parent.rank()

@@ -102,7 +102,6 @@ class StateTransport(CheckpointTransport[State]):
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Wait for those who read the state, which may be changed afterwards."""
         with self._changed:
             self._changed.wait_for(lambda: not self._readers, self._seconds)
             self._served = None
@@ -235,7 +234,6 @@ def exactly(answer: HTTPResponse, into: Any) -> Any:
 
 
 def described(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a value for JSON. What it has of tensors is added to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
@@ -247,7 +245,6 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def restored(value: Any, tensors: list[Tensor]) -> Any:
-    """Return what `described` was given, with new tensors, which are added to `tensors`."""
     if isinstance(value, dict):
         if value.keys() == {TENSOR}:
             dtype, shape = value[TENSOR]

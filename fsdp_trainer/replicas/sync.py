@@ -46,7 +46,6 @@ class SyncGroups:
         return part
 
     def _meet(self, progress: Progress, check_stop: CheckStop) -> GroupPart:
-        """Meet the other groups; return the part of the step that this group computes."""
         assert self._lead
         phases.enter("groups")
         self._roll_call.meet(progress, check_stop)
@@ -76,7 +75,6 @@ class SyncGroups:
         worst.copy_(numbers[len(sums) :].view_as(worst))
 
     def exchange_due(self, progress: Progress) -> bool:
-        """Return False: the groups have exchanged their gradients."""
         return False
 
     def exchange(self, progress: Progress) -> None:

@@ -105,7 +105,6 @@ def describe(
 
 
 def length_of_run(setup: RunSetup, data: DataSource, progress: Progress) -> list[str]:
-    """Return lines on the steps, epochs, tokens and highest learning rate of the run."""
     cfg = setup.cfg
     steps, epochs = data.total_steps(progress), data.epochs(progress)
     by_keys = warmup_steps(cfg.schedule, steps)
@@ -148,7 +147,6 @@ def tensor_groups(dims: Dims) -> str:
 
 
 def row_parts(layout: Layout, context: ContextChoice) -> list[str]:
-    """Return the line on ranks that split rows, if they do."""
     size = layout.sharding.context
     if size == 1:
         return []
@@ -168,7 +166,6 @@ def stages(layout: Layout, model: Decoder) -> list[str]:
 
 
 def line_on_mtp_head(config: ModelConfig, mtp: float) -> list[str]:
-    """Return the line on a model's MTP head, if it has one. mtp: objective.mtp."""
     if not config.mtp_heads:
         return []
     does = f"its loss counts {mtp:g} (objective.mtp)" if mtp else "it stays as it is"
@@ -189,7 +186,6 @@ def unread_tensors(unread: Unread | None, vocabulary: int) -> list[str]:
 
 
 def by_transformers(config: ModelConfig, packing: str) -> list[str]:
-    """Return the lines on a model that transformers' class computes, if it is one."""
     if not config.by_transformers:
         return []
     lines = [f"computed by transformers' class {config.architecture}"]
@@ -208,7 +204,6 @@ def by_transformers(config: ModelConfig, packing: str) -> list[str]:
 
 
 def left_out_of_training(source: dict[str, Any]) -> list[str]:
-    """Return the line on dropout and noise that a config.json asks for, if it does."""
     named = ", ".join(random_settings(source))
     reason = "dropout and noise are not applied, a step depends on its rows alone"
     return [f"       {named} in config.json: {reason}"] if named else []
@@ -229,7 +224,6 @@ def random_settings(source: dict[str, Any], part: str = "") -> Iterator[str]:
 
 
 def attention_line(config: ModelConfig, attention: AttentionChoice) -> str:
-    """Return how attention over documents is computed."""
     if not config.by_transformers or config.documents_attention:
         return str(attention)
     if config.packs:
@@ -238,7 +232,6 @@ def attention_line(config: ModelConfig, attention: AttentionChoice) -> str:
 
 
 def adapters(model: Decoder) -> list[str]:
-    """Return the line on the model's adapters and the format of the frozen weights, if any."""
     layers, experts = adapted_layers(model), adapted_experts(model)
     names = dict.fromkeys(name.rpartition(".")[2] for name in (*layers, *experts))
     if not names:
@@ -268,7 +261,6 @@ def not_followed(init_from: str | None) -> list[str]:
 
 
 def line_on_second_model(setup: RunSetup) -> list[str]:
-    """Return the line on a teacher, or on a reference in memory, if there is one."""
     second, folder = setup.cfg.second_model, setup.inputs.second_folder
     if second is None or not second.is_separate:
         return []

@@ -125,7 +125,6 @@ class LoopBuilder:
     def checkpoints(
         self, corruption: Corruption, timetable: Timetable, clock: StepClock, groups: ReplicaGroups
     ) -> CheckpointManager:
-        """Return what saves checkpoints."""
         return CheckpointManager(
             self.store,
             self.state,
@@ -150,7 +149,6 @@ class LoopBuilder:
         return join_groups(self.setup, self.state, self.progress, others)
 
     def step_log(self, clock: StepClock) -> StepLog:
-        """Return the log of steps whose metrics are still on the device."""
         # reading metrics from a GPU makes the host wait for it
         every = self.setup.cfg.logging.every or (10 if self.setup.device.type == "cuda" else 1)
         return StepLog(every, self.forward_backward.metrics.size, clock)
@@ -158,7 +156,6 @@ class LoopBuilder:
     def logging(
         self, step_log: StepLog, timetable: Timetable, watch: MetricWatch | None
     ) -> StepLogging:
-        """Return what writes the metrics of steps."""
         return StepLogging(
             step_log,
             self.forward_backward.metrics,
@@ -171,7 +168,6 @@ class LoopBuilder:
         )
 
     def profiler(self, clock: StepClock) -> Profiler:
-        """Return the profiler of the steps that profile.steps names."""
         world, cfg, folder = self.setup.world, self.setup.cfg.profile, self.setup.folder
         of_node = world.size // world.nodes
         return Profiler(cfg, folder, world.rank, world.size, of_node, self.setup.observer, clock)
@@ -203,7 +199,6 @@ CommonParts = tuple[ForwardBackward, Timetable, StopCheck, StepLogging]
 def validations(
     setup: RunSetup, rows: StoredRows | None, compilations: CompilationLog, common: CommonParts
 ) -> list[Validation]:
-    """Return the validation; empty without a validation set."""
     if rows is None:
         return []
     cfg = setup.cfg.train

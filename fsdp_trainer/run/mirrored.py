@@ -97,7 +97,6 @@ def opened(url: str, name: str, key: str = "checkpoint.mirror") -> Iterator[Buck
 
 
 def is_within(resume: str, run: Path) -> bool:
-    """Return True if checkpoint.resume names a checkpoint of the run itself."""
     named = find_checkpoint(resume)
     return named is not None and named.resolve().is_relative_to(run.resolve())
 

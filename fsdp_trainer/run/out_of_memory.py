@@ -117,7 +117,6 @@ def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, 
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and text of an error."""
     return f"{type(error).__name__}: {error}"
 
 

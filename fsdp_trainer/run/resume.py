@@ -112,7 +112,6 @@ def find_start(
 
 
 def report_damaged(observer: Observer, checkpoint: Path, problems: list[Problem]) -> None:
-    """Record and print that a checkpoint is damaged and not used."""
     texts = [f"{problem.what} {problem.reason}" for problem in problems]
     observer.event("damaged", path=str(checkpoint), problems=texts)
     observer.say(f"{checkpoint} is damaged and not used: {texts[0]}")
@@ -234,7 +233,6 @@ def starts_as_reference(setup: RunSetup) -> bool:
 
 
 def is_known(setup: RunSetup, stored: dict[str, Any]) -> bool:
-    """Return True if a checkpoint has what a reference in another folder is compared by."""
     known = stored.get(REFERENCE_ARCHITECTURE)
     return bool(stored.get("reference")) and has_architecture(setup, known)
 
@@ -249,12 +247,10 @@ def has_architecture(setup: RunSetup, digest: str | None) -> bool:
 
 
 def is_there(path: str | None) -> bool:
-    """Return True for a name on the hub, and for a path that exists."""
     return path is not None and (is_hub_id(path) or Path(path).expanduser().exists())
 
 
 def architecture_changes(then: ModelConfig, now: ModelConfig) -> list[str]:
-    """Return a line for each part of an architecture that has another value now."""
     before, after = then.decisive, now.decisive
     return [
         f"{name} was {as_text(before[name])} in its config.json, and is {as_text(after[name])}"
@@ -264,7 +260,6 @@ def architecture_changes(then: ModelConfig, now: ModelConfig) -> list[str]:
 
 
 def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) -> list[str]:
-    """Return lines on the differences between the data and that of a checkpoint's segments."""
     if not segments:
         return [OLDER if order.components else NEW_STREAM]
     matches = match_components(order.components, segments)
@@ -301,7 +296,6 @@ class Match(NamedTuple):
 
     @property
     def note(self) -> str:
-        """A line with the difference and the continuation."""
         return f"{self.name} " + ": ".join(filter(None, (self.change, self.continuation)))
 
 
@@ -332,7 +326,6 @@ def match_components(
 
 
 def take_first(sources: list[dict[str, Any]], field: str, value: str) -> dict[str, Any] | None:
-    """Remove and return the first source with this value of a field; None if there is none."""
     for i, source in enumerate(sources):
         if source[field] == value:
             return sources.pop(i)
@@ -340,7 +333,6 @@ def take_first(sources: list[dict[str, Any]], field: str, value: str) -> dict[st
 
 
 def continued(component: Component, source: dict[str, Any]) -> Match:
-    """Return the match of a component that has the same rows as a source in the checkpoint."""
     change = ""
     if source["asked"] != component.requested:
         change = f"was requested with {source['asked']:g}, now with {component.requested:g}"
@@ -351,7 +343,6 @@ def continued(component: Component, source: dict[str, Any]) -> Match:
 
 
 def replaced_content(component: Component, source: dict[str, Any]) -> Match:
-    """Return the match of a component with the name, but not the rows, of a checkpoint's source."""
     same_content = source["key"].split("/")[0] == component.key.split("/")[0]
     return Match(
         component.name,
@@ -392,7 +383,6 @@ def resume_data(
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert {"group": {"key": value}} to {"group.key": value}."""
     return {
         f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()
     }

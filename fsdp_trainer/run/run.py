@@ -126,7 +126,6 @@ class Rank:
         self.link: RolloutLink | None = None
 
     def run(self) -> Outcome:
-        """Join the other ranks, claim the run's folder, prepare data, build and train."""
         world = self.join()
         launchers = world.launchers(self.patience)
         # rank 0 reads it for all ranks, since it then overwrites it when it claims the folder
@@ -173,7 +172,6 @@ class Rank:
         return train_and_export(self.trainer, start, world, attempt)
 
     def join(self) -> World:
-        """Wait for the other ranks, and begin to exchange signals with them."""
         with self.signals.waiting():  # some ranks may never start
             launch = self.cfg.launch
             world = join(self.env, launch.device, self.timeout, launch.ranks_per_gpu)
@@ -357,7 +355,6 @@ class Rank:
 
 
 def pids_of_node(world: World, timeout: float) -> dict[int, int]:
-    """Return the process ids of this node's ranks, by rank. All ranks call it."""
     here = (world.node, pid_namespace())
     sent = world.to_main("process", (here, os.getpid()), timeout)
     places = world.from_main("processes", lambda: sent, timeout)
@@ -447,7 +444,6 @@ def enter_groups(trainer: Trainer, start: Start, world: World, attempt: int) -> 
 
 
 def fit_with_rewinds(trainer: Trainer) -> Outcome:
-    """Train to the end; with train.on_spike=rewind, rewind after each spike and train on."""
     while True:
         try:
             return trainer.fit()
@@ -545,7 +541,6 @@ def report_straggler(observer: Observer, straggler: Straggler, step: int) -> Non
 
 
 def is_alone(trainer: Trainer) -> bool:
-    """Return True if no other group of ranks holds the run's folder."""
     return not are_groups_beside(trainer.checkpoints.store.run, trainer.runner.cfg.replicas.id)
 
 

@@ -143,7 +143,6 @@ def lock_folder(
 
 
 def is_open_file(path: Path, file: TextIO) -> bool:
-    """Return True if a path still refers to this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -24,7 +24,6 @@ from fsdp_trainer.run.write_prepared import require_form, write_prepared
 
 
 def tokenize_ahead(cfg: PrepareConfig) -> int:
-    """Prepare all data, or a shard of it; return the exit code."""
     shard = parse_shard(cfg.prepare.shard)
     require_form(cfg)
     root = cache_root(cfg.data, cfg.run)
@@ -64,7 +63,6 @@ def _prepare(cfg: PrepareConfig, root: Path, shard: tuple[int, int] | None) -> i
 
 
 def report(prepared: Prepared, cfg: PrepareConfig, console: Console) -> None:
-    """Show statistics of the data and the folders of its stores."""
     for line in [*prepared.report, *summary_lines(prepared, cfg.batch.seq_len)]:
         console.say(f"data   {line}")
     for store in [*prepared.train, *([prepared.validation] if prepared.validation else [])]:

@@ -173,7 +173,6 @@ def with_head(
 
 
 def why_no_text(config: ModelConfig) -> str:
-    """Return why a model writes no text; "" if it does."""
     if config.encoder:
         uses = "objective=classify  tag  embed  or  rerank"
         return f"{config.family} is an encoder.\nUse  {uses}"
@@ -187,7 +186,6 @@ def why_no_text(config: ModelConfig) -> str:
 
 
 def why_another_head(config: ModelConfig, method: MethodSpec) -> str:
-    """Return why a model's own head is not the one that a method trains; "" if it may be."""
     if config.scores and config.tags != (method.reads == TAGGED):
         use = "objective=tag" if config.tags else "objective=classify  or  rerank"
         return f"has labels of {'tokens' if config.tags else 'texts'}.\nUse  {use}"
@@ -205,7 +203,6 @@ WITHOUT_TAGGERS = ("gemma3_text", "olmo2", "olmoe")
 
 
 def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
-    """Return why transformers' class cannot have a method's head; "" if it can."""
     name = str((config.source.get("architectures") or [""])[0])
     if method.reads == TAGGED and config.family in WITHOUT_TAGGERS:
         return f"transformers has no class for labels of tokens by {config.family}, to read it"
@@ -221,5 +218,4 @@ def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
 
 
 def fetched_model(model: Model, init_from: Path | None) -> Model:
-    """Return the model's keys with the folder that model.init_from was fetched to."""
     return replace(model, init_from=str(init_from) if init_from else None)

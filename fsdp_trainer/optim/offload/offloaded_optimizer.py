@@ -289,7 +289,6 @@ class DiskOptimizer(OffloadedOptimizer):
         counts: dict[Any, Tensor],
         skip: Tensor,
     ) -> None:
-        """Update a part that has been read into a buffer."""
         for piece in part.slices:
             parameter = piece.parameter
             self._show_buffer(piece, spans, buffer)
@@ -343,7 +342,6 @@ class DiskOptimizer(OffloadedOptimizer):
         return file.spans(ranges, NEAR if is_whole else 0)
 
     def _to_write(self, file: StateFile, reading: int) -> int:
-        """Return the descriptor for new numbers: of the file, or of a new one if it is linked."""
         if not file.is_linked:
             return reading
         fresh = file.path.with_suffix(".new")
@@ -374,7 +372,6 @@ def use_disk(what: str, work: Callable[[], None]) -> None:
 
 
 def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Set the gradient that an optimizer reads."""
     parameter.grad = gradient
 
 

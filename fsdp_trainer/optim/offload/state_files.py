@@ -95,7 +95,6 @@ class StateFile:
 
     @property
     def is_linked(self) -> bool:
-        """True if a checkpoint has a link to the file."""
         return self.path.stat().st_nlink > 1
 
     def spans(self, ranges: list[tuple[int, int]], near: int) -> list[Span]:

@@ -125,7 +125,6 @@ class Speaker:
         return [[self.tokenizer.decode(each) for each in own] for own in self.tokens(asked, cfg)]
 
     def tokens(self, asked: list[Asked], cfg: GenerateConfig) -> list[list[list[int]]]:
-        """Return the tokens of cfg.samples continuations of each text, as `say_all`."""
         prompts = [self.encode(each.text) for each in asked]
         media = [each.media for each in asked]
         stop_ids, sampling = self.tokenizer.stop_ids, sampling_of(cfg)
@@ -148,7 +147,6 @@ class Speaker:
 
 
 def sampling_of(cfg: GenerateConfig) -> Sampling:
-    """Return the sampling parameters of the configuration."""
     return Sampling(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.seed, cfg.samples)
 
 
@@ -218,7 +216,6 @@ def read_prompts(cfg: GenerateConfig) -> list[str]:
 
 
 def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
-    """Return the messages of a conversation that begins with the prompt."""
     turns = [*system_turn(cfg), {"role": "user", "content": prompt}]
     if not cfg.image:
         return turns
@@ -229,7 +226,6 @@ def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
 
 
 def reader_of_media(config: ModelConfig, source: str | Path) -> MediaReader | None:
-    """Return what reads media for the model of a folder, None if it reads only text."""
     if not config.reads_images:
         return None
     processor = processor_of(str(model_folder(source)))
@@ -269,12 +265,10 @@ def chat(speaker: Speaker, cfg: GenerateConfig) -> int:
 
 
 def system_turn(cfg: GenerateConfig) -> list[dict]:
-    """Return the system message of a new conversation, if there is one, in a list."""
     return [{"role": "system", "content": cfg.system}] if cfg.system else []
 
 
 def show(pieces: Iterator[str]) -> str:
-    """Print pieces of text as they arrive; return the complete text."""
     text = ""
     for piece in pieces:
         print(visible(piece), end="", flush=True)

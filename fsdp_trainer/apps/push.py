@@ -133,7 +133,6 @@ def with_base(folder: Path, base: str | None) -> dict[str, bytes]:
 
 
 def searched(name: str, content: str | bytes) -> bytes:
-    """Return a content, or what a file holds; of a file of weights its first SCANNED_BYTES."""
     if isinstance(content, bytes):
         return content
     with Path(content).open("rb") as file:

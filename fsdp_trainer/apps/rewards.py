@@ -65,7 +65,6 @@ def rewards(cfg: RewardsConfig) -> int:
 
 
 def with_models(chosen: list[Reward], cfg: RewardsConfig) -> list[Reward]:
-    """Return the rewards after loading the reward models among them."""
     if not any(isinstance(reward, ModelReward) for reward in chosen):
         return chosen
     # imported here because torch is slow to import and only reward models need it
@@ -170,7 +169,6 @@ def _read_line(path: Path, number: int, line: str) -> tuple[str | None, str]:
 def with_lengths(
     cfg: RewardsConfig, chosen: list[Reward], attempts: list[Attempt]
 ) -> list[Attempt]:
-    """Return the attempts, with their token counts if a reward needs them."""
     counts = any(getattr(reward, "unit", None) == "tokens" for reward in chosen)
     if not counts or not (cfg.tokenizer.path or cfg.model.init_from):
         return attempts
@@ -185,7 +183,6 @@ def _attempt(question: DataQuestion, answer: str) -> tuple[str, Attempt]:
 
 
 def as_json(chosen: list[Reward], scored: list[Scored]) -> dict[str, Any]:
-    """Return statistics of each reward and of the sum, and all answers with their scores."""
     columns = {reward.title: [one.scores[i] for one in scored] for i, reward in enumerate(chosen)}
     return {
         "answers": len(scored),
@@ -207,7 +204,6 @@ def as_json(chosen: list[Reward], scored: list[Scored]) -> dict[str, Any]:
 
 
 def figures(scores: list[float]) -> dict[str, float]:
-    """Return the mean, lowest and highest score, and the share of scores that are the highest."""
     top = max(scores)
     return {
         "mean": sum(scores) / len(scores),

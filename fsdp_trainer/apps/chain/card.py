@@ -35,7 +35,6 @@ class StageResult:
 
     @cached_property
     def samples(self) -> list[tuple[str, str]]:
-        """Prompts and the continuations that the stage's model sampled at its end."""
         samples = self.summary.run.samples if self.summary else []
         end = max((line.get("step", 0) for line in samples), default=0)
         return [(line["prompt"], line["text"]) for line in samples if line.get("step") == end]
@@ -74,7 +73,6 @@ class Card:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns of `rows`."""
         return COLUMNS
 
     @property
@@ -98,7 +96,6 @@ class Card:
 
     @property
     def evaluated(self) -> list[str]:
-        """Names of the stages whose models were evaluated on tasks."""
         return [result.name for result in self.results if result.tasks]
 
     @property
@@ -108,7 +105,6 @@ class Card:
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """The first SHOWN questions."""
         return self.questions[:SHOWN]
 
 
@@ -122,7 +118,6 @@ def number(value: float | None) -> str:
 
 
 def write_card(planned: Chain, record: ChainRecord) -> str:
-    """Write card.md and card.html into the chain's folder; return the text of card.md."""
     card = Card(
         planned.cfg.name,
         [result_of(planned, stage.name, record) for stage in planned.stages],
@@ -146,7 +141,6 @@ def write_card(planned: Chain, record: ChainRecord) -> str:
 
 
 def result_of(planned: Chain, name: str, record: ChainRecord) -> StageResult:
-    """Return the results of a stage; those of a training are read from its run folder."""
     seconds = record.seconds(name)
     folder = planned.folder_of(name)
     if name not in [stage.name for stage in planned.trainings]:

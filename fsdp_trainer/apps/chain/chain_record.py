@@ -39,14 +39,12 @@ class ChainRecord:
         return lines
 
     def add(self, stage: str, event: str, **details: Any) -> None:
-        """Append a line."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, "a") as file:
             file.write(json.dumps({"time": time.time(), "stage": stage, "event": event, **details}))
             file.write("\n")
 
     def finished(self, stage: str) -> dict[str, Any] | None:
-        """Return the line of the successful end of a stage; None if it is not finished."""
         done = None
         for line in self.lines():
             if line["stage"] != stage:
@@ -78,7 +76,6 @@ def settings_of(cfg: Any) -> dict[str, Any]:
 
 
 def decides(key: str) -> bool:
-    """Return True for a key that affects the result of a stage."""
     group = key.partition(".")[0]
     if group in ("train", "run"):
         return key in (*LENGTH, "run.seed")
@@ -86,7 +83,6 @@ def decides(key: str) -> bool:
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a line for each setting that differs."""
     # `then` was read from JSON, which has no tuples
     then, now = as_written(then), json.loads(json.dumps(now))
     keys = [key for key in now if key in then and then[key] != now[key]]

@@ -119,7 +119,6 @@ def text(draw: random.Random, facts: list[Fact], fewest: int) -> str:
 
 
 def good_text(draw: random.Random, facts: list[Fact], in_chats: list[Fact]) -> str:
-    """Return a line of statements, then three lines with a question and its answer each."""
     lines = [text(draw, facts, 1)]
     for fact in draw.choices(in_chats, k=3):
         question = fact.say(draw.choice(QUESTIONS[fact.kind]))
@@ -128,7 +127,6 @@ def good_text(draw: random.Random, facts: list[Fact], in_chats: list[Fact]) -> s
 
 
 def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str]]]:
-    """Return a conversation that asks for these facts, one per exchange."""
     turns = []
     for fact in facts:
         turns += exchange(fact, fact.say(draw.choice(QUESTIONS[fact.kind])))
@@ -136,13 +134,11 @@ def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str
 
 
 def single_questions(facts: list[Fact]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield a conversation with a single question for each fact."""
     for fact in facts:
         yield {"messages": exchange(fact, fact.say(QUESTIONS[fact.kind][0]))}
 
 
 def exchange(fact: Fact, question: str) -> list[dict[str, str]]:
-    """Return a question and its answer as two turns."""
     return [
         {"role": "user", "content": question},
         {"role": "assistant", "content": fact.say(ANSWERS[fact.kind])},

@@ -18,7 +18,6 @@ LONGEST_ANSWER = 64  # tokens
 
 
 def run_tasks(planned: Chain, training: ChainStage) -> int:
-    """Evaluate the model of a training on the tasks, on the same ranks; return the exit code."""
     out = planned.folder_of("evaluation") / f"{training.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     launch = [
@@ -40,7 +39,6 @@ def run_tasks(planned: Chain, training: ChainStage) -> int:
 
 
 def answer_questions(planned: Chain) -> None:
-    """Ask the last model all questions, and write them to questions.json with its answers."""
     questions = read_questions(Path(str(planned.cfg.questions)))
     speaker = Speaker.load(planned.folder_of(planned.trainings[-1].name), device_of("auto"))
     prompts = [speaker.ask(messages[:-1]) for messages in questions]

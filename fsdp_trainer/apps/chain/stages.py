@@ -57,7 +57,6 @@ class Chain:
     config_dir: str | None = None
 
     def folder_of(self, stage: str) -> Path:
-        """Return the output folder of a stage."""
         return self.folder / stage
 
     @property
@@ -95,7 +94,6 @@ class ChainStage(NamedTuple):
 
 
 def tokenizer_words(chain: Chain) -> list[str]:
-    """Return the words of the stage that trains the tokenizer."""
     return as_words(
         {
             "data.path": chain.cfg.text,
@@ -108,7 +106,6 @@ def tokenizer_words(chain: Chain) -> list[str]:
 
 
 def pretrain_words(chain: Chain) -> list[str]:
-    """Return the words of the stage that trains on text from random weights."""
     return [
         "+recipe=chain_depth",
         *training_words(chain, "pretrain", chain.cfg.text, raw=True),
@@ -123,14 +120,12 @@ def pretrain_words(chain: Chain) -> list[str]:
 
 
 def mid_words(chain: Chain) -> list[str]:
-    """Return the words of the stage that trains on the best text."""
     before = {"model.init_from": str(chain.folder_of("pretrain"))}
     words = training_words(chain, "mid", chain.cfg.good, raw=True)
     return ["+recipe=chain_mid", *words, *as_words(before)]
 
 
 def sft_words(chain: Chain) -> list[str]:
-    """Return the words of the stage that trains on conversations."""
     before = "mid" if chain.cfg.good else "pretrain"
     words = training_words(chain, "sft", chain.cfg.chats, raw=False)
     init_from = {"model.init_from": str(chain.folder_of(before))}
@@ -166,7 +161,6 @@ STAGES = (
 
 
 def as_words(settings: dict[str, Any]) -> list[str]:
-    """Return settings as overrides, `key=value`."""
     return [f"{key}={as_value(value)}" for key, value in settings.items()]
 
 

@@ -127,7 +127,6 @@ def refuse_changes(composed: dict[str, Any], finished: dict[str, Any]) -> None:
 
 
 def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) -> bool:
-    """Return True for an evaluation whose settings have changed: it is cheap, so it is repeated."""
     if stage.name != "evaluation" or not done:
         return False
     lines = changes(done["settings"], evaluation_settings(planned.cfg))
@@ -137,7 +136,6 @@ def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) 
 
 
 def evaluation_settings(cfg: ChainConfig) -> dict[str, Any]:
-    """Return the settings that affect the result of an evaluation."""
     tasks = {"tasks": cfg.tasks, "code": cfg.code, "limit": cfg.limit}
     return {**tasks, "questions": as_written(cfg.questions)}
 
@@ -156,7 +154,6 @@ def start_again(planned: Chain, record: ChainRecord) -> None:
 
 
 def do_stage(planned: Chain, stage: ChainStage, record: ChainRecord, cfg: Any) -> int:
-    """Run a stage and record its end. Returns its exit code."""
     settings = settings_of(cfg) if cfg else evaluation_settings(planned.cfg)
     line = shlex.join(["fsdp-trainer", stage.verb, *planned.line_of(stage)]) if stage.verb else ""
     say(f"\n{stage.name}: {line}".rstrip(": "))
@@ -182,7 +179,6 @@ def make_tokenizer(planned: Chain, stage: ChainStage, record: ChainRecord) -> in
 
 
 def train_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
-    """Train as a rank of torchrun, or start ranks that train. Returns the exit code."""
     cfg, words = planned.compose(stage), planned.line_of(stage)
     if launcher(os.environ) is None:
         return start_ranks(cfg, words)

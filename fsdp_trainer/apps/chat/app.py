@@ -107,7 +107,6 @@ class Served(AnsweringModel):
 
     @cached_property
     def prompts(self) -> PromptEncoder:
-        """Encodes prompts."""
         return PromptEncoder(self.engine.speaker)
 
     @property
@@ -121,11 +120,9 @@ class Served(AnsweringModel):
 
     @property
     def kind(self) -> str:
-        """The kind of model, for messages."""
         return "a language model, which writes text"
 
     def page(self) -> Response:
-        """Return the page to chat on."""
         return page_response(self)
 
     def start(self) -> None:
@@ -157,7 +154,6 @@ class AccessGuard:
         await (refusal or self.app)(scope, receive, send)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that is refused; None if it is accepted."""
         if self.token is not None:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
             given = given or request.query_params.get("token", "")
@@ -183,7 +179,6 @@ def host_of(url: str) -> str | None:
 
 
 def make_app(served: AnsweringModel) -> Starlette:
-    """Return the application with its routes and the access guard."""
     about = {"id": served.name, "object": "model", "created": served.created}
     about |= {"owned_by": "fsdp_trainer"}
 
@@ -220,7 +215,6 @@ def make_app(served: AnsweringModel) -> Starlette:
 
 
 async def wrong_path(request: Request, error: Any) -> Response:
-    """Return the answer to a request for a path, or by a method, that is not served."""
     shown = f"{request.method} {request.url.path}"
     if error.status_code == 405:
         reason = f"not allowed: {shown}. It is served by {error.headers['Allow']}"
@@ -229,12 +223,10 @@ async def wrong_path(request: Request, error: Any) -> Response:
 
 
 async def own_fault(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that a fault of the server has ended."""
     return error_response(500, f"{type(error).__name__}: {error}")
 
 
 def page_response(served: Served) -> Response:
-    """Return the page with its style and script inline; no other script or fetch is allowed."""
     style, script = ((HERE / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     defaults = served.defaults
     html = (HERE / "page.html").read_text("utf-8")

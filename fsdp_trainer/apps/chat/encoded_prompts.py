@@ -42,12 +42,10 @@ class PromptEncoder:
 
     @property
     def context(self) -> int:
-        """Length of the model's context in tokens."""
         return self.speaker.model.config.max_position_embeddings
 
     @cached_property
     def published(self) -> Tokenizer:
-        """The tokenizer that adds bos, and what else it adds, by itself."""
         return self.speaker.tokenizer.as_published()
 
     def encode(self, request: ChatRequest | TextRequest) -> list[EncodedPrompt]:
@@ -112,7 +110,6 @@ class PromptEncoder:
 
 
 def text_of(template: Template, request: ChatRequest) -> Any:
-    """Return the function that renders the turns of a request, see TextOf."""
     if request.goes_on:
         return template.continued
     if request.asks:

@@ -46,7 +46,6 @@ class AnswerPiece:
 
 
 def joined(pieces: list[AnswerPiece]) -> AnswerPiece:
-    """Return all pieces of an answer as one."""
     text = "".join(piece.text for piece in pieces)
     scores = tuple(score for piece in pieces for score in piece.scores)
     return AnswerPiece(pieces[-1].index, text, pieces[-1].finish, scores)
@@ -148,13 +147,11 @@ class AnswerText:
 
 
 def first_stop(stops: list[str], text: str) -> int | None:
-    """Return the index of the first stop string in a text; None if there is none."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return min(places, default=None)
 
 
 def settled_text(text: str, stops: list[str]) -> str:
-    """Return a text without its end if that may begin a stop string."""
     longest = max(map(len, stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):
@@ -170,14 +167,12 @@ class ActiveGeneration:
     steps: Iterator[list[Continuation]] = field(default_factory=lambda: iter(()))
 
     def step(self) -> bool:
-        """Take one step; return True if there may be another one."""
         is_over = next(self.steps, None) is None
         for answer in self.answers:
             answer.advance()
         return not is_over
 
     def fail(self, message: str) -> None:
-        """Send an error to all jobs whose answers are computed here."""
         for job in {id(answer.job): answer.job for answer in self.answers}.values():
             job.send(EngineError(message))
 
@@ -195,7 +190,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def submit(self, job: ChatJob) -> None:
@@ -212,7 +206,6 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """True if no job is being computed or waiting."""
         return not (self._active or self._waiting or self._arrived.qsize())
 
     def _run(self) -> None:
@@ -268,7 +261,6 @@ class Engine:
         return ActiveGeneration(answers, chain(self._prompt_scores(jobs), steps))
 
     def _prompt_scores(self, jobs: list[ChatJob]) -> Iterator[list[Continuation]]:
-        """Send the scores of prompts where they are wanted, in the first step of a generation."""
         for job in (job for job in jobs if job.scores_prompt):
             alternatives = job.sampling.alternatives or 0
             scores = prompt_scores(self.speaker.model, job.prompt, alternatives)

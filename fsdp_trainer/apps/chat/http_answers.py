@@ -45,7 +45,6 @@ def error_response(
 def error_object(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> Json:
-    """Return the content of an error's response."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -251,7 +250,6 @@ class TextAnswers(Answers):
         super().__init__(*args)
 
     def text_before(self, index: int) -> str:
-        """Return the prompt of an answer, if the answers repeat it."""
         return self.prompts[index // self.settings.sampling.samples].text if self.echo else ""
 
     def opening(self, index: int) -> Iterator[Json]:
@@ -275,7 +273,6 @@ class TextAnswers(Answers):
     def part(
         self, index: int, text: str, scores: Sequence[TokenScore | None], finish: str | None
     ) -> Json:
-        """Return a choice with a text, and with the scores of its tokens if they are wanted."""
         has_scores = self.settings.sampling.alternatives is not None
         return {
             "index": index,
@@ -285,7 +282,6 @@ class TextAnswers(Answers):
         }
 
     def text_scores(self, index: int, text: str, scores: Sequence[TokenScore | None]) -> Json:
-        """Return the scores of a text's tokens as text completions have them."""
         tokens, offsets, likeliest = [], [], []
         first = self.prompts[index // self.settings.sampling.samples].tokens[0]
         start, end = self.lengths.get(index, 0), 0
@@ -307,12 +303,10 @@ class TextAnswers(Answers):
         }
 
     def likeliest(self, score: TokenScore) -> dict[str, float]:
-        """Return the likeliest tokens and the token itself, with their log-probabilities."""
         values: dict[str, float] = {}
         for id, value in [*score.likeliest, (score.token, score.value)]:
             values.setdefault(self.text_of(id), max(value, LEAST))
         return values
 
     def text_of(self, id: int) -> str:
-        """Return the text of one token."""
         return self.words.bytes_of(id).decode(errors="replace")

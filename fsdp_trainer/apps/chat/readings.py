@@ -52,7 +52,6 @@ class ServedReader(AnsweringModel):
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """Handlers by address."""
         config = self.reader.model.config
         own: dict[str, Compute] = {}
         if config.pooling:
@@ -67,11 +66,9 @@ class ServedReader(AnsweringModel):
 
     @property
     def kind(self) -> str:
-        """The kind of model, for messages."""
         return "a model of scores or embeddings, which writes no text"
 
     def page(self) -> Response:
-        """Return what a browser shows."""
         return PlainTextResponse(f"{self.name} is {self.kind}: POST {self.offer}\n")
 
     def close(self) -> None:
@@ -249,13 +246,11 @@ def checked(tokens: Tokens, key: str, reader: TextReader) -> Tokens:
 
 
 def too_long(size: str, key: str, reader: TextReader) -> BadRequest:
-    """Return the error for a text that the model does not read."""
     reason = f"{key!r} holds a text of {size}, and the model reads {reader.context:,} tokens: send"
     reason = f"{reason} a shorter one, or  {CUT!r}: -1  to have it cut"
     return BadRequest(reason, key, code="context_length_exceeded")
 
 
 def usage(tokens: Tokens) -> Json:
-    """Return the number of tokens of a request."""
     count = sum(map(len, tokens))
     return {"prompt_tokens": count, "total_tokens": count}

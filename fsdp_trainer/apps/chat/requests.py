@@ -185,7 +185,6 @@ def read_text_request(body: Any, defaults: ChatDefaults) -> TextRequest:
 
 
 def refuse_others(body: Any, served: Collection[str]) -> None:
-    """Raise BadRequest for a key or a value that is not served."""
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object", None)
     for key, value in body.items():
@@ -202,7 +201,6 @@ def refuse_others(body: Any, served: Collection[str]) -> None:
 
 
 def changes_nothing(key: str, value: Any) -> bool:
-    """Return True for the value of a key that is not served if it is as that of no key."""
     is_empty = value is None or not (value or key in MEANT)
     return is_empty or value in NOT_SERVED[key]
 
@@ -288,7 +286,6 @@ def read_tokens(body: dict[str, Any], key: str, vocabulary: int) -> list[int]:
 
 
 def is_token(value: Any, vocabulary: int) -> bool:
-    """Return True for the id of a token."""
     return type(value) is int and 0 <= value < vocabulary
 
 
@@ -310,7 +307,6 @@ def read_prompts(value: Any, vocabulary: int, key: str = "prompt") -> list[str] 
 
 
 def is_text_of_tokens(value: Any, vocabulary: int) -> bool:
-    """Return True for the ids of one token or more."""
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(is_token(id, vocabulary) for id in value)
 
@@ -385,7 +381,6 @@ def require_characters(text: str, where: str) -> None:
 
 
 def is_image(part: Any) -> bool:
-    """Return True for a part of a turn that is an image."""
     return isinstance(part, dict) and part.get("type") == "image_url"
 
 

@@ -62,7 +62,6 @@ def listen(cfg: ChatConfig) -> socket.socket:
 
 
 def serve(cfg: ChatConfig, listening: socket.socket) -> int:
-    """Load the model and answer on a socket until Ctrl-C. Returns the exit code."""
     # imported late: torch is slow to import, and a problem with the settings needs none of them
     import torch
     import uvicorn

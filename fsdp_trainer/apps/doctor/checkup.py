@@ -62,7 +62,6 @@ HUNG = (
 
 
 def checkup(cfg: DoctorConfig) -> int:
-    """Examine all ranks. Returns the exit code, the same on all of them."""
     timeout = min(MAX_WAIT_SECONDS, parse_duration(cfg.launch.timeout))
     world = meet(cfg, timeout)
     if world is None:
@@ -164,7 +163,6 @@ def linear_attention() -> Check:
 
 
 def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:
-    """Return the facts of this rank and its host."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -205,7 +203,6 @@ def clock(world: World, everyone: Sequence[HostFacts], timeout: float) -> list[C
 def network(
     cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
 ) -> list[Check]:
-    """Measure collectives in each node, along each dimension and over all ranks, then each link."""
     nodes = world.from_main("nodes", lambda: [f.node for f in everyone], timeout)
     if world.size == 1:
         return [Check("note", "not measured", "there is one rank")]

@@ -21,14 +21,12 @@ class DoctorReport:
         self.section = ""
 
     def add(self, section: str, *findings: Check) -> None:
-        """Print findings of a section."""
         for finding in findings:
             self.counts[finding.mark] += 1
             self._print(self._line(section, finding))
             self.section = section
 
     def close(self) -> int:
-        """Print the numbers of problems and warnings. Returns the exit code."""
         problems, warnings = self.counts["problem"], self.counts["warning"]
         if self.format == "text":
             self._print(f"\n{_some(problems, 'problem')}, {_some(warnings, 'warning')}")

@@ -51,7 +51,6 @@ class HostFacts(RankFacts):
 
 
 def machines(everyone: Sequence[HostFacts], world: World) -> Iterator[Check]:
-    """Yield the hosts, with equal ones in one finding, then their differences."""
     nodes = {f.node: f for f in reversed(everyone)}
     ranks_of = {
         node: [rank for rank, f in enumerate(everyone) if f.node == node] for node in sorted(nodes)
@@ -124,7 +123,6 @@ def topology() -> Iterator[Check]:
 
 
 def software(everyone: Sequence[HostFacts]) -> Iterator[Check]:
-    """Yield the versions that are equal on all ranks, then the differences."""
     odd = differences(everyone, "versions")
     differing = {f.what for f in odd} | {"fsdp_trainer"}
     equal = {k: value for k, value in everyone[0].versions.items() if k not in differing}
@@ -139,7 +137,6 @@ def software(everyone: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def configuration(everyone: Sequence[HostFacts]) -> Iterator[Check]:
-    """Yield a digest of the keys that are not at their defaults, and the differences."""
     odd = differences(everyone, "settings")
     if not any(f.mark == "problem" for f in odd):
         settings = everyone[0].settings
@@ -181,7 +178,6 @@ def environment(everyone: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def missing_interfaces(facts: HostFacts) -> Iterator[Check]:
-    """Yield the settings that name a network interface which the host does not have."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = facts.environment.get(variable, "")
         if not value or value.startswith("^"):
@@ -219,7 +215,6 @@ def ambiguous_interfaces(facts: HostFacts) -> Iterator[Check]:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor, as the system reports it."""
     try:
         with open("/proc/cpuinfo") as file:
             match = re.search(r"model name\s*: (.*)", file.read(4096))

@@ -163,13 +163,11 @@ def disk(file: Path, size: int) -> tuple[float, float]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def largest(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """Return the maximum of `value` over the ranks of `group`, after all of them have called."""
     maximum = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
     return maximum.item()

@@ -137,7 +137,6 @@ def sharing(
 def disks(
     results: Sequence[tuple], everyone: Sequence[HostFacts], cfg: DoctorConfig, world: World
 ) -> Iterator[Check]:
-    """Yield the speeds of writing and reading, measured at the same time on all nodes."""
     for rank, (_, rates) in enumerate(results):
         if isinstance(rates, str):
             yield Check("problem", "disk", f"{who([rank], everyone)}: {rates}")
@@ -155,7 +154,6 @@ def disks(
 
 
 def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
-    """Check that there is room for the model's checkpoints, if a model is configured."""
     model = cfg.model
     if model.init_from is None and model.name == "auto":
         text = "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME"
@@ -183,7 +181,6 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
 
 
 def inputs(cfg: DoctorConfig, everyone: Sequence[HostFacts]) -> Iterator[Check]:
-    """Check that all nodes read the same files."""
     firsts = [rank for rank, f in enumerate(everyone) if f.inputs]
     if not firsts:
         text = "no data, tokenizer or weights are configured, e.g.  data.path=chats.jsonl"
@@ -206,7 +203,6 @@ def inputs(cfg: DoctorConfig, everyone: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def input_digests(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, digest) for each key of the configuration that names files on this node."""
     for key in ("data.path", "data.validation", "tokenizer.path", "model.init_from"):
         value = settings_of(cfg, key)
         if value is None or isinstance(value, int | float):
@@ -226,7 +222,6 @@ def input_digests(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
 
 
 def settings_of(cfg: DoctorConfig, key: str) -> Any:
-    """Return the value of a dotted key."""
     group, name = key.split(".")
     return getattr(getattr(cfg, group), name)
 

@@ -41,7 +41,6 @@ class MtebEncoder:
         return torch.as_tensor(one) @ torch.as_tensor(other).T
 
     def similarity_pairwise(self, one: Any, other: Any) -> Tensor:
-        """Return the cosines of corresponding ones."""
         return (torch.as_tensor(one) * torch.as_tensor(other)).sum(-1)
 
 

@@ -69,7 +69,6 @@ def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> Metrics:
 
 
 def record(cfg: EvaluateConfig, metrics: Metrics) -> None:
-    """Add a line to a run's evaluations.jsonl, and write the file `cfg.out`."""
     source = Path(str(cfg.source))
     checkpoint = find_checkpoint(source)
     if cfg.out:

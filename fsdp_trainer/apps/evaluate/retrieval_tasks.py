@@ -59,7 +59,6 @@ def evaluate_reader(cfg: EvaluateConfig, device: torch.device) -> Metrics:
 
 
 def require_ranking(cfg: EvaluateConfig, config: ModelConfig) -> None:
-    """Raise UserError for a model that does not rank texts, or a task that is not of retrieval."""
     problems = [
         Problem(f"tasks=[{name}]", reason)
         for name in task_names(cfg)
@@ -78,7 +77,6 @@ def require_ranking(cfg: EvaluateConfig, config: ModelConfig) -> None:
 
 
 def why_no_task(name: str, cfg: EvaluateConfig, config: ModelConfig) -> str:
-    """Return why a task is not one of a model that ranks texts; "" if it is."""
     if not is_retrieval(name):
         return (
             "asks a model that writes text, and this one embeds or ranks texts.\nUse  a file of"

@@ -92,13 +92,11 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
 
 
 def training_words(words: list[str]) -> list[str]:
-    """Return the words that a training has too, without its name."""
     own = {*(f.name for f in fields(LaunchFiles)), "run.name", "launch.groups"}
     return [word for word in words if word.lstrip("+").partition("=")[0] not in own]
 
 
 def ranks_of_node(cfg: LaunchFilesConfig) -> int:
-    """Return the number of ranks that each node starts."""
     given = cfg.launch.nproc_per_node
     return max(1, cfg.gpus_per_node) if given == "auto" else given
 
@@ -130,7 +128,6 @@ def checked(cfg: LaunchFilesConfig) -> str:
 
 
 def _check_launch(cfg: LaunchFilesConfig, report: Report) -> None:
-    """Check that the keys of launch do not say what the files say."""
     if cfg.launch.hosts:
         reason = "the files say where nodes run. How many there are is  nodes=2"
         report.add("launch.hosts", cfg.launch.hosts, reason)
@@ -156,7 +153,6 @@ def _check_characters(words: list[str]) -> None:
 
 
 def _check_field(cfg: LaunchFilesConfig, f: Field, report: Report) -> None:
-    """Check that the kind reads a setting, and that its text can be written into a file."""
     value = getattr(cfg, f.name)
     if cfg.kind not in (None, *ONLY.get(f.name, FILES)) and value != default_of(f):
         kinds = "  or  ".join(f"kind={kind}" for kind in ONLY[f.name])

@@ -93,7 +93,6 @@ def order_of(cfg: PreviewConfig, prepared: Prepared) -> Mixture:
 
 
 def length_of(cfg: PreviewConfig, order: Mixture) -> RunLength:
-    """Return the length of the run that is previewed."""
     return RunLength(cfg.train, cfg.batch, cfg.optim, cfg.schedule, order.rows_per_epoch)
 
 
@@ -275,7 +274,6 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 
 def labels_of(cfg: PreviewConfig, prepared: Prepared) -> tuple[str, str] | None:
-    """Return the labels with their numbers, and those that are rare; None for other data."""
     is_labelled = cfg.objective.method.reads in (LABELLED, TAGGED)
     counts = counts_by_name(prepared.train) if is_labelled else {}
     return in_words(counts) if counts else None
@@ -338,7 +336,6 @@ def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 
 def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
-    """Return the number of epochs of each component in the run."""
     counts = zip(order.taken(length_of(cfg, order).rows), order.orders, strict=True)
     return [count / one.rows_per_epoch for count, one in counts]
 
@@ -476,7 +473,6 @@ class TokenTexts:
             start += n
 
     def text(self, ids: list[int]) -> str:
-        """Return the text of these tokens, with control characters made visible."""
         key = tuple(ids)
         if key not in self.known:
             text = self.tokenizer.decode([*self.anchor, *ids], skip_special=False)[self.before :]
@@ -493,7 +489,6 @@ class MarkedTexts:
         self.texts, self.shown, self.waiting = texts, shown, iter(of_documents)
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
-        """Return the tokens of the next document as pieces of text."""
         return self.shown.marked(self.texts.of(tokens, weights), next(self.waiting))
 
 
@@ -504,7 +499,6 @@ class TaggedTexts:
         self.texts, self.waiting = texts, iter(samples)
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
-        """Return the tokens of the next document as pieces of text; its own weights count."""
         store, sample = next(self.waiting)
         assert store.labels is not None
         pieces = self.texts.of(tokens, store.read(sample)[1])

@@ -26,7 +26,6 @@ class ShownImages:
 
     @classmethod
     def of(cls, init_from: str | None, stores: list[TokenStore]) -> "ShownImages | None":
-        """Return what shows the media of stores; None if they have none."""
         if init_from is None or not any(store.samples_with_media for store in stores):
             return None
         folder = model_folder(fetch(init_from, weights=False))

@@ -41,12 +41,10 @@ class ShownDocument:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
         return sum(len(piece.ids) for piece in self.pieces)
 
     @property
     def supervised(self) -> int:
-        """The number of supervised tokens."""
         return sum(len(piece.ids) for piece in self.pieces if piece.weight)
 
 

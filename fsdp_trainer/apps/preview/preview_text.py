@@ -16,7 +16,6 @@ PLAIN_LEGEND = "supervised text is in [[ ]], followed by its weight if that is n
 
 
 def show_rows(page: Page, console: Console, colour: bool) -> None:
-    """Print the rows of a page."""
     for row in page.rows:
         heading(console, row.title)
         for i, document in enumerate(row.documents):
@@ -28,7 +27,6 @@ def show_rows(page: Page, console: Console, colour: bool) -> None:
 
 
 def show(page: Page, console: Console | None = None) -> None:
-    """Print a page."""
     console = console or Terminal()
     colour = console.color_system is not None and not console.no_color
     show_data(page, console)
@@ -46,7 +44,6 @@ def show(page: Page, console: Console | None = None) -> None:
 
 
 def show_data(page: Page, console: Console) -> None:
-    """Print the files, figures, lengths and sources."""
     heading(console, "data")
     for line in page.files:
         console.print(line, soft_wrap=True)
@@ -69,20 +66,17 @@ def show_data(page: Page, console: Console) -> None:
 
 
 def heading(console: Console, title: str) -> None:
-    """Print the heading of a section."""
     console.print()
     console.print(Text(title, "bold"), soft_wrap=True)
 
 
 def edge(document: ShownDocument, i: int, count: int) -> str:
-    """Return the line above a document of a row."""
     source = f", {document.source}" if document.source else ""
     tokens = f"{document.tokens:,} tokens, {document.supervised:,} supervised"
     return f"──── {i + 1} of {count}: {document.where}{source}, {tokens}"
 
 
 def bars(histogram: list[tuple[str, int]]) -> Table:
-    """Return a table with a bar for each range of lengths."""
     table, longest = Table.grid(padding=(0, 2)), max(n for _, n in histogram)
     table.add_column(justify="right")
     table.add_column(justify="right")
@@ -105,14 +99,11 @@ def legend() -> Text:
 
 
 def style(weight: float, special: bool) -> str:
-    """Return the rich style of a token."""
     learnt = "black on green" if weight == 1 else "black on yellow" if weight else ""
     return f"bold {learnt}" if special and learnt else "cyan" if special else learnt or "default"
 
 
 def body(document: ShownDocument, colour: bool) -> Text:
-    """Return the text of a document with its tokens marked."""
-
     def kind(piece: TextPiece) -> tuple[float, bool, str, int]:
         return piece.weight, colour and piece.special, piece.label, id(piece) * bool(piece.label)
 
@@ -130,7 +121,6 @@ def body(document: ShownDocument, colour: bool) -> Text:
 
 
 def finding_text(finding: Finding) -> Text:
-    """Return a finding with its advice and first places."""
     mark = ("warning ", "bold yellow") if finding.is_warning else ("note    ", "dim")
     below = [(f"→ {finding.fix}", "")] * bool(finding.fix) + [
         (place, "dim") for place in finding.places

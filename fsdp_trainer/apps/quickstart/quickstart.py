@@ -44,7 +44,6 @@ data.validation=null batch.seq_len=2048
 
 
 def quickstart(cfg: QuickstartConfig) -> int:
-    """Ask the model held-out questions before training and the exported model after it."""
     os.environ[OWN_ENDING] = "1"
     if cfg.task in OTHERS:
         return OTHERS[cfg.task](cfg)
@@ -74,7 +73,6 @@ def quickstart(cfg: QuickstartConfig) -> int:
 
 @torch.no_grad()
 def ask(speaker: Speaker, questions: list[dict]) -> tuple[int, str]:
-    """Return the number of right answers, and an example: a right answer if there is one."""
     right: list[str] = []
     wrong: list[str] = []
     for row in questions:

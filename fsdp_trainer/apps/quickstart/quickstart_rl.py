@@ -64,11 +64,9 @@ def quickstart_rl(cfg: QuickstartConfig) -> int:
 
 
 def start(overrides: list[str]) -> int:
-    """Train with these overrides; return the exit code."""
     return start_ranks(compose("train", overrides), overrides)
 
 
 def thirds(values: list[float]) -> tuple[float, float]:
-    """Return the mean of the first third of the values and that of the last third."""
     size = max(1, len(values) // 3)
     return sum(values[:size]) / size, sum(values[-size:]) / size

@@ -48,7 +48,6 @@ What to type next (a server of embeddings; your own questions, first looked at)
 
 
 def quickstart_search(cfg: QuickstartConfig) -> int:
-    """Train on questions with their answers; search for held-out ones before and after."""
     root = Path(cfg.root)
     data = root / "search-data"
     pairs = [pair(ROWS + i) for i in range(min(cfg.questions, HELD_OUT))]
@@ -68,7 +67,6 @@ def quickstart_search(cfg: QuickstartConfig) -> int:
 
 
 def untrained(overrides: list[str]) -> TextReader:
-    """Return the model that training begins with."""
     cfg = compose("train", overrides)
     tokenizer = build_tokenizer(cfg.tokenizer, None)
     config = resolve_model(cfg.model, tokenizer.vocab_size).with_pooling(cfg.objective.pooling)
@@ -90,7 +88,6 @@ def search(reader: TextReader, pairs: list[tuple[str, str]]) -> tuple[int, str]:
 
 
 def write_data(folder: Path, held_out: list[tuple[str, str]]) -> None:
-    """Write the questions that are trained on, with their answers."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = (each for each in map(pair, range(ROWS)) if each not in held_out)
     rows = [{"question": question, "answer": answer} for question, answer in pairs]

@@ -60,7 +60,6 @@ What to type next (ask about a picture; a chat in the browser; your own data, fi
 
 
 def quickstart_shapes(cfg: QuickstartConfig) -> int:
-    """Train on drawn pictures, and ask the exported model about others before and after."""
     if problem := missing_extra("llava"):
         raise UserError("the model is one of transformers'", [problem])
     root = Path(cfg.root)
@@ -114,7 +113,6 @@ def draw_all(folder: Path) -> None:
 
 
 def held_out(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files of the held-out pictures, and the names of what they show."""
     for number in range(PICTURES, PICTURES + HELD_OUT):
         yield folder / f"{number}.png", drawn(number)[1]
 

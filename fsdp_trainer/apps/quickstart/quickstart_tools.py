@@ -64,7 +64,6 @@ data.path=questions.jsonl model.init_from=FOLDER
 
 
 def quickstart_tools(cfg: QuickstartConfig) -> int:
-    """Train on giving up and some tool calls, then with rewards; ask held-out questions of both."""
     root = Path(cfg.root)
     data = root / "tools-data"
     write_data(data)
@@ -134,7 +133,6 @@ def question(number: int) -> dict[str, str]:
 
 
 def question_of(pair: tuple[int, int]) -> dict[str, str]:
-    """Return the sum of two numbers with its answer."""
     one, other = pair
     return {"question": f"{one}+{other}", "answer": str(one + other)}
 
@@ -164,7 +162,6 @@ def conversation(number: int) -> list[dict[str, Any]]:
 
 
 def called(hint: str, row: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the turns of a sum for which the calculator is called."""
     function = {"name": Calculator.name, "arguments": {"expression": row["question"]}}
     call = {"type": "function", "id": "call00000", "function": function}
     return [

@@ -32,12 +32,10 @@ class PlanComparison:
 
     @property
     def device(self) -> Device:
-        """The device of each rank."""
         return self.plan.device
 
     @property
     def tensors(self) -> int:
-        """Bytes of tensors at the largest peak of all kinds."""
         return self.rehearsal.largest.peak
 
     @property
@@ -47,7 +45,6 @@ class PlanComparison:
 
     @property
     def passes(self) -> bool:
-        """True if every rank finishes its step and fits."""
         return self.rehearsal.finishes and self.fits
 
     @property

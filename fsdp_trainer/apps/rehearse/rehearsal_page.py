@@ -41,7 +41,6 @@ def write_page(file: Path, answer: PlanComparison, cfg: RehearseConfig) -> None:
 
 
 def cannot_write(file: Path, reason: str) -> UserError:
-    """Return the error for a page that cannot be written."""
     return UserError("the page cannot be written", [Problem(f"rehearse.html={file}", reason)])
 
 

@@ -43,7 +43,6 @@ def as_json(answer: PlanComparison, assumed: list[str]) -> dict[str, Any]:
 
 
 def kind_json(one: RehearsedKind) -> dict[str, Any]:
-    """Return the figures of a kind of ranks; those of a step are null if it was not run."""
     kind, step = one.kind, one.step
     peak = step.peak if step else None
     return {
@@ -80,7 +79,6 @@ def collectives_json(one: RehearsedKind) -> list[dict[str, Any]]:
 
 
 def show(cfg: RehearseConfig, answer: PlanComparison, assumed: list[str]) -> None:
-    """Print the verdict, the peak, the messages, and the collectives of the busiest rank."""
     console, rehearsal = Terminal(), answer.rehearsal
     for line in assumed:
         console.print(Text(f"assumed: {line}", "dim"))
@@ -103,7 +101,6 @@ def show(cfg: RehearseConfig, answer: PlanComparison, assumed: list[str]) -> Non
 
 
 def verdict(answer: PlanComparison) -> Text:
-    """Return a line on whether all ranks finish their step, and fit."""
     if not answer.rehearsal.finishes:
         return Text("does not finish", "bold red")
     words, style = ("fits", "bold green") if answer.fits else ("does not fit", "bold red")
@@ -113,7 +110,6 @@ def verdict(answer: PlanComparison) -> Text:
 
 
 def table_of_kinds(kinds: Iterable[RehearsedKind]) -> Table:
-    """Return a table of the kinds of ranks, and the peak of each that ran."""
     table = new_table("rank→", "ranks alike→", "place", "peak→", "at")
     for one in kinds:
         peak, at = "–", "between others: only counted"
@@ -136,7 +132,6 @@ def sent_of(answer: PlanComparison) -> dict[str, float]:
 
 
 def at_the_peak(step: RankStep) -> str:
-    """Return what a rank holds at its peak, and what a save copies."""
     return f"at the peak: {sizes(step.peak.bytes)}; a save copies {size(step.staged)} to the host"
 
 

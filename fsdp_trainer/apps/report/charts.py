@@ -71,7 +71,6 @@ class Chart:
 
 
 def curves(run: RecordedRun) -> list[str]:
-    """Return the columns of a run that have a line."""
     return [name for name, group in run.groups.items() if group or general_title(name)]
 
 
@@ -101,7 +100,6 @@ def sections(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Chart]]]:
 
 
 def sections_of_methods(charts: Sequence[Chart]) -> list[tuple[str, list[Chart]]]:
-    """Return a section for each method, or for several methods that have a chart in common."""
     together: list[set[str]] = []
     for chart in charts:
         others = [methods for methods in together if methods.isdisjoint(chart.groups)]
@@ -118,7 +116,6 @@ def sections_of_methods(charts: Sequence[Chart]) -> list[tuple[str, list[Chart]]
 
 
 def general_charts(section: str, runs: Sequence[RecordedRun]) -> Iterator[Chart]:
-    """Yield the charts of a section of GENERAL for which a run has numbers."""
     for name, title in GENERAL[section].items():
         chart = Chart(name, title)
         for index, run in enumerate(runs):

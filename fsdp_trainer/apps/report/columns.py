@@ -64,7 +64,6 @@ class RunColumns:
             self._thin()
 
     def _take_up(self) -> None:
-        """Append the new rows to the columns."""
         rows, new_rows = len(self.counts), self._new_rows
         self._sample(np.array(self._new.get(SPEED, ()), float))
         for name in dict.fromkeys([*self.values, *self._new]):
@@ -119,7 +118,6 @@ class RunColumns:
         self.counts = np.add.reduceat(self.counts, first)
 
     def _extremes(self) -> np.ndarray:
-        """Return the rows to keep."""
         rows, ranges = len(self.counts), (self.counts.cumsum() - 1) // self.width
         ends = np.searchsorted(self.values["step"], self._ends, "right")
         starts = np.union1d(np.flatnonzero(np.diff(ranges, prepend=-1)), ends[ends < rows])

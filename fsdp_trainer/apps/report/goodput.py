@@ -61,7 +61,6 @@ class RunAttempt:
 
     @property
     def end(self) -> dict[str, Any]:
-        """The attempt's event `end`; {} if it was killed."""
         return next((e for e in reversed(self.events) if e["event"] == "end"), {})
 
     @property
@@ -86,7 +85,6 @@ class Goodput:
     lost_steps: int
 
     def share(self, part: str) -> float:
-        """Return the part's share of the wall time."""
         return self.seconds[part] / self.wall if self.wall else 0.0
 
     @property
@@ -116,7 +114,6 @@ def attempts_of(run: RecordedRun) -> list[RunAttempt]:
 
 
 def _find_end(attempt: RunAttempt, later: list[RunAttempt], run: RecordedRun) -> None:
-    """Set an attempt's last step, its rows of the metrics, and its end."""
     attempt.last_step = min((a.step for a in later), default=np.inf)
     first, stop = np.searchsorted(run.column("step"), [attempt.step, attempt.last_step], "right")
     attempt.lines = slice(int(first), int(stop))

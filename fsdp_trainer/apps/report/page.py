@@ -81,7 +81,6 @@ def write(summaries: list[Summary], file: Path, rollouts: str | None = None) -> 
 def html_of(
     template: str, style_files: Sequence[str], script_files: Sequence[str], **values: Any
 ) -> str:
-    """Return a page made of a template, with its styles and scripts inside."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -132,7 +131,6 @@ def shown(value: Any) -> str:
 
 
 def page_data(summaries: list[Summary]) -> dict[str, Any]:
-    """Return the data of the page's charts."""
     max_rows = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
     runs = [run_data(summary.run, max_rows) for summary in summaries]
     bars = [run["phases"]["bars"] for run in runs if run["phases"]]
@@ -189,7 +187,6 @@ def expert_load(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, Any]:
-    """Return the values of the three x axes at some rows."""
     return {
         "steps": numbers(run.column("step")[rows], 15),
         "tokens": numbers(run.column("tokens")[rows], 15),
@@ -276,7 +273,6 @@ def beginning(run: RecordedRun) -> float:
 
 
 def about(event: dict[str, Any]) -> str:
-    """Return an event's details on one line."""
     shown_elsewhere = ("event", "time", "step", "phases", "about", "reached")
     details = {name: value for name, value in event.items() if name not in shown_elsewhere}
     reached = int((event.get("reached") or {}).get("step") or 0)

@@ -67,7 +67,6 @@ class RecordedRun:
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
-        """The columns of the figures by name; see RunColumns.values."""
         return self.columns.values
 
     def column(self, name: str) -> np.ndarray:
@@ -80,12 +79,10 @@ class RecordedRun:
 
     @property
     def method(self) -> str | None:
-        """The training method; None if it is not known."""
         return method_in(self.configuration)
 
     @cached_property
     def groups(self) -> dict[str, str]:
-        """The group of each column; see metric_groups.group_of."""
         return {name: group_of(name, self.method, self.own_metrics) for name in self.metrics}
 
     @property
@@ -98,7 +95,6 @@ class RecordedRun:
         }
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a column; None if it has none."""
         known = self.column(name)[~np.isnan(self.column(name))]
         return float(known[-1]) if len(known) else None
 
@@ -112,7 +108,6 @@ class RecordedRun:
 
     @property
     def given(self) -> dict[str, str]:
-        """The overrides of a sweep's job, by key; {} for other runs."""
         return {
             key: value
             for word in (self.job or {}).get("overrides", ())
@@ -126,7 +121,6 @@ class RecordedRun:
 
     @property
     def lines(self) -> int:
-        """The number of lines in the metrics."""
         return int(self.columns.counts.sum())
 
 
@@ -180,7 +174,6 @@ LONGEST_LABEL = 80  # characters
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if the folder has one of a run's files."""
     files = ("metrics.jsonl", "events.jsonl", "config.yaml")
     return any((folder / name).is_file() for name in files)
 
@@ -210,7 +203,6 @@ def is_sweep(folder: Path) -> bool:
 
 
 def jobs_of(sweep: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """Yield folder, name and line in sweep.jsonl of each job of a sweep."""
     for job in read_lines(sweep / "sweep.jsonl", lambda count: None):
         name = str(job.get("job"))
         folder = sweep / "jobs" / name  # job["folder"] is out of date if the sweep was moved
@@ -290,7 +282,6 @@ def read_run(
 
 
 def read_metrics(run: RecordedRun, lines: Iterator[dict[str, Any]], max_rows: int) -> None:
-    """Set a run's columns, expert_load and own_metrics from the lines that have a step."""
     ends = [step for step in map(continued_from, run.events) if step is not None]
     run.columns = RunColumns(max_rows, ends)
     for line in lines:
@@ -316,7 +307,6 @@ def continued_from(event: dict[str, Any]) -> int | None:
 
 
 def is_event(line: dict[str, Any]) -> bool:
-    """Return True if a line has an event and its time, and numbers where other events have them."""
     numbers = [line.get(name) for name in ("seconds", "stall_seconds", "step", "to")]
     for name in ("phases", "reached"):
         inner = line.get(name)
@@ -397,7 +387,6 @@ def differing(runs: list[RecordedRun]) -> dict[str, list[Any]]:
 
 
 def overrides(runs: list[RecordedRun]) -> list[str]:
-    """Return the override keys of a sweep's jobs that do not have the same value in all of them."""
     jobs = [run.given for run in runs if run.job]
     return [
         key

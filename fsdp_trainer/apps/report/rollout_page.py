@@ -41,7 +41,6 @@ class ShownRollout:
 
 
 def page_of_rollouts(report: Path) -> Path:
-    """Return the file of the page beside a report's own."""
     return report.with_name(f"{report.stem}-rollouts.html")
 
 
@@ -80,7 +79,6 @@ def rollouts_of(summary: Summary) -> list[ShownRollout]:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number of a file, None for anything else."""
     return value if is_finite(value) else None
 
 

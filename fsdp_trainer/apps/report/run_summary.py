@@ -35,7 +35,6 @@ class Confusion(NamedTuple):
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The rows of a table: the label that texts have, and the numbers given each label."""
         texts = ([f"{count:,}" if count else "·" for count in row] for row in self.counts)
         return [(label, *row) for label, row in zip(self.labels, texts, strict=True)]
 
@@ -53,7 +52,6 @@ class Summary:
 
     @cached_property
     def events(self) -> Counter:
-        """The number of events of each kind."""
         return Counter(event["event"] for event in self.run.events)
 
     @cached_property
@@ -131,7 +129,6 @@ class Summary:
         return [("started", time.strftime("%Y-%m-%d %H:%M:%S", at)) for at in local]
 
     def _progress(self) -> list[tuple[str, str]]:
-        """Return the facts about steps, tokens and losses."""
         run, facts = self.run, []
         if run.lines:
             total = run.configuration.get("train.steps")
@@ -165,7 +162,6 @@ class Summary:
         return facts
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures by name, for scripts."""
         run, good = self.run, self.goodput
         names = (
             "step",
@@ -289,7 +285,6 @@ def sparkline(values: np.ndarray, counts: np.ndarray) -> str:
 
 
 def show(summaries: list[Summary], console: Console) -> None:
-    """Print a table of all runs, the figures of each if there are few, and keys that differ."""
     runs = [summary.run for summary in summaries]
     if len(summaries) > 1:
         console.print(table_of(summaries))
@@ -330,7 +325,6 @@ def table_of(summaries: list[Summary]) -> Table:
 
 
 def show_one(summary: Summary, console: Console) -> None:
-    """Print the figures of one run."""
     run = summary.run
     heading(console, run.name)
     rows = summary.facts

@@ -82,7 +82,6 @@ class JobProgress:
         return lines
 
     def summary(self, steps: int | None) -> str:
-        """Return step and loss, and the time to the last step if the number of steps is known."""
         if not self.last:
             return "starts"
         step, seconds = self.last["step"], self.last.get("step_seconds")
@@ -102,7 +101,6 @@ class Board:
         self._printed_at, self._shown = time.monotonic(), ""
 
     def show(self, jobs: dict[str, str]) -> None:
-        """Show the progress of the jobs. jobs: a summary of each by title."""
         text = "\n".join(f"{title}  {summary}" for title, summary in jobs.items())
         if text == self._shown:
             return
@@ -148,13 +146,11 @@ def job_folder(jobs: Path, job: str, varied: Sequence[str]) -> Path:
 
 
 def without_run_folder(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without run.root and run.name."""
     words = [word.replace("\\:", ":") for word in overrides]  # Hydra escapes colons needlessly
     return [word for word in words if word.partition("=")[0] not in ("run.root", "run.name")]
 
 
 def finished(folder: Path, cfg: TrainConfig) -> bool:
-    """Return True if a folder holds a finished training of exactly this configuration."""
     last = Records(folder).last_event()
     if last.get("event") != "end" or last["exit_code"] != 0:
         return False
@@ -177,7 +173,6 @@ def objective(folder: Path, metric: str | None = None) -> float | None:
 
 
 def varying(jobs: list[Job]) -> dict[str, list[str]]:
-    """Return by job the overrides that are not common to all jobs."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     return {job.job: [word for word in job.overrides if word not in common] for job in jobs}
 

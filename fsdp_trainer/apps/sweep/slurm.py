@@ -62,14 +62,12 @@ class OnSlurm:
         return self.settings.memory_gib
 
     def world(self, cfg: Launch) -> int:
-        """Return the number of ranks of a job."""
         each = cfg.nproc_per_node
         return self.settings.nodes * (
             max(1, self.settings.gpus_per_node) if each == "auto" else each
         )
 
     def has_room(self, cfg: Launch) -> bool:
-        """Return True if fewer jobs than allowed are queued or running."""
         self.running = [job for job in self.running if job.poll() is None]
         return len(self.running) < self.at_once
 

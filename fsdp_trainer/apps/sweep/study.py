@@ -79,7 +79,6 @@ class Study:
                 self.study.tell(trial.number, state=TrialState.FAIL)
 
     def example(self) -> list[str]:
-        """Return the overrides of a possible job."""
         return self._words({key: lowest(d) for key, d in self.distributions.items()})
 
     def jobs(self) -> list[str]:

@@ -154,7 +154,6 @@ class RunningJob:
 
     @property
     def validates(self) -> bool:
-        """True if the job computes a validation loss."""
         return self.cfg.data.validation is not None and self.cfg.train.validate_every is not None
 
     def summary(self) -> str:
@@ -222,7 +221,6 @@ class Jobs:
         raise SweepStopped
 
     def _start_waiting(self, waiting: deque[str], search: JobSearch) -> None:
-        """Start jobs until there is no room or a signal arrives."""
         while waiting and not self.received and self._has_room(waiting[0]):
             id = waiting.popleft()
             self._begin(id)
@@ -255,7 +253,6 @@ class Jobs:
         return new
 
     def _wait(self, search: JobSearch) -> None:
-        """Sleep briefly, then read the metrics of running jobs and record those that ended."""
         if not self._running:
             return
         time.sleep(LOOK_SECONDS)
@@ -275,7 +272,6 @@ class Jobs:
             self._board.show({titles[id]: job.summary() for id, job in running})
 
     def _read_metrics(self, job: Job, started: RunningJob, search: JobSearch, ended: bool) -> None:
-        """Read new lines of a job's metrics each second and at its end, and stop it if pruned."""
         now = time.monotonic()
         if now - started.last_read <= READ_SECONDS and not ended:
             return
@@ -303,7 +299,6 @@ class Jobs:
         return [*earlier, *self.jobs.values()]
 
     def write(self) -> None:
-        """Write sweep.jsonl, with one line for each job on record."""
         lines = "".join(json.dumps(asdict(job)) + "\n" for job in self.on_record())
         replace(self.folder / "sweep.jsonl", lines)
 
@@ -345,7 +340,6 @@ class Jobs:
             ) from None
 
     def _check(self, job: Job, overrides: list[str]) -> None:
-        """Compose a job's configuration. Set the job's state if it is refused or does not fit."""
         own = [word for word in overrides if word.partition("=")[0] not in PLACE]
         jobs, name = map(quoted, os.path.split(job.folder))
         words = [*own, f"run.root={jobs}", f"run.name={name}"]
@@ -447,12 +441,10 @@ class Jobs:
             handle.signal(signum)
 
     def _titles(self) -> dict[str, str]:
-        """Return the jobs' titles, by job."""
         words = varying(list(self.jobs.values()))
         return {id: f"{id}  {shlex.join(own)}" for id, own in words.items()}
 
     def _end(self, job: Job, code: int, started: RunningJob) -> None:
-        """Record how a job ended, and print it."""
         job.seconds = round(time.time() - started.began, 1)
         job.exit_code = code
         job.state = "stopped" if self.received and code else STATES.get(code, "failed")

@@ -82,7 +82,6 @@ class OnThisNode:
         return cfg.nproc_per_node
 
     def free(self) -> list[str]:
-        """Return the devices that no job uses."""
         self.running = [process for process in self.running if process.poll() is None]
         used = {device for process in self.running for device in process.devices}
         return [device for device in self.devices if device not in used]
@@ -98,7 +97,6 @@ class OnThisNode:
         )
 
     def start(self, job: JobToStart) -> "LocalJob":
-        """Start a process that trains, or that starts ranks."""
         ranks = self.world(job.cfg.launch)
         own_devices = self.free()[:ranks]
         env = os.environ | {PARENT: str(os.getpid()), OWN_ENDING: "1"}

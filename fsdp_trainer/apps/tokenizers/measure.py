@@ -23,7 +23,6 @@ class Measured:
     lossless: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as one object."""
         return {
             "tokenizer": self.name,
             "vocab_size": self.vocab_size,

@@ -45,7 +45,6 @@ class HeldOut:
         return sum(len(text.encode()) for texts in self.texts.values() for text in texts)
 
     def add(self, name: str, text: str) -> None:
-        """Keep a text of a source, if there is room."""
         size = len(text.encode())
         if size <= self.room:
             self.room -= size
@@ -91,7 +90,6 @@ class Corpus:
                 return
 
     def read_held_out(self, sources: list[Source]) -> None:
-        """Hold out the texts of these sources, as many as there is room for."""
         for name, text, _ in self._texts(CorpusPart(sources)):
             self.held_out.add(name, text)
             if self.held_out.room <= 0:
@@ -129,7 +127,6 @@ class Corpus:
             self.problems.raise_if_failing()
 
     def _records(self, source: Source, unit: Unit) -> Iterator[tuple[float, list[str]]]:
-        """Yield (place, texts) of each row of a unit that can be read."""
         format, fields = source.columns(self.data)
         reader: Reader | None = None
         if unit.start:
@@ -167,7 +164,6 @@ def place_and_texts(row: Readable) -> tuple[float, list[str]]:
 
 
 def texts_of(row: Readable) -> list[str]:
-    """Return the texts of a row; for a conversation those of its messages, without the roles."""
     if isinstance(row, Document):
         return [row.text]
     if isinstance(row, Segments):
@@ -179,7 +175,6 @@ def texts_of(row: Readable) -> list[str]:
 
 
 def said(message: Message) -> Iterator[str]:
-    """Yield the reasoning, the text and the tool calls of a message."""
     yield message.get("reasoning_content") or ""
     yield message.get("content") or ""
     for call in message.get("tool_calls") or []:
@@ -213,7 +208,6 @@ class WeightedPart:
         self.is_empty = False
 
     def next(self) -> str | None:
-        """Return the next piece; None at the end of each pass."""
         piece = next(self._pieces, None)
         if piece is not None:
             self.bytes += len(piece.encode())
@@ -226,7 +220,6 @@ class WeightedPart:
 
 
 def mixed(parts: list[WeightedPart]) -> Iterator[str]:
-    """Yield pieces of the parts by their weights, until each has been read to its end."""
     while not all(part.is_read for part in parts):
         waiting = [part for part in parts if not part.is_empty]
         part = min(waiting, key=lambda one: one.bytes / one.weight)

@@ -49,7 +49,6 @@ class AddedTokens:
 
     @property
     def count(self) -> int:
-        """Return the number of all added tokens."""
         return len(self.special) + len(self.plain)
 
 
@@ -148,7 +147,6 @@ def lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def refused(size: int, message: str) -> UserError:
-    """Return a UserError for an error of SentencePiece's trainer."""
     needed = TOO_SMALL.search(message)
     reason = message
     if needed:
@@ -160,5 +158,4 @@ def refused(size: int, message: str) -> UserError:
 
 
 def special(text: str) -> AddedToken:
-    """Return a special token."""
     return AddedToken(text, special=True, normalized=False)

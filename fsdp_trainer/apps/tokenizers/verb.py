@@ -139,7 +139,6 @@ def with_progress(
 
 
 def parts_of(cfg: TokenizerConfig, console: Console) -> list[CorpusPart]:
-    """Return the parts of data.path: one of all its sources, or the entries of a mixture."""
     sources = sources_of(cfg, "data.path", console)
     named = entries(cfg.data.path)
     if not is_mixture(cfg.data.path) or len(named) == 1:

@@ -44,7 +44,6 @@ class StartedTrainer:
 
 
 def ranks_of(settings: dict[str, Any]) -> int:
-    """Return the number of ranks that a launcher's options start."""
     numbers = {name: value for name, value in settings.items() if isinstance(value, int)}
     total, each = numbers.get("num_processes"), [numbers.get(name, 1) for name in OF_EACH_NODE]
     return total or max(each) * max(numbers.get(name, 1) for name in OF_NODES)
@@ -69,7 +68,6 @@ def command_words(text: str) -> list[str]:
 
 
 def read_command_line(text: str) -> StartedTrainer:
-    """Return what the last command of a text that starts a trainer says."""
     words = command_words(text)
     at = program(words)
     is_module = words[at - 2 : at - 1] == ["-m"]
@@ -116,7 +114,6 @@ def begun(word: str, is_value: bool) -> re.Match[str] | None:
 
 
 def finished(name: str, values: list[str], files: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield an option with its values; those without a name, and configurations, are files."""
     if not name or (name in ("config", "config_file") and values):
         files += [one for one in values if name or one.endswith((".yaml", ".yml", ".json"))]
     elif name.startswith("no_") and not values:
@@ -126,7 +123,6 @@ def finished(name: str, values: list[str], files: list[str]) -> Iterator[tuple[s
 
 
 def is_number(word: str) -> bool:
-    """Return True for a number, which may begin with a minus sign."""
     return bool(re.fullmatch(r"-?[\d.]+(e-?\d+)?", word))
 
 
@@ -137,7 +133,6 @@ def value_of(words: list[str]) -> Any:
 
 
 def scalar(word: str) -> Any:
-    """Return a value as YAML reads it."""
     try:
         value = load_yaml(word)
     except yaml.YAMLError:

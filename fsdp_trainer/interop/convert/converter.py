@@ -66,7 +66,6 @@ class Conversion:
     """The recipe's configuration, if it is not refused for more than its rewards."""
 
     def values(self) -> dict[str, tuple[Any, list[str]]]:
-        """Return our keys and groups with their values, and the settings that decided each."""
         decided: dict[str, tuple[Any, list[str]]] = {}
         for name, answer in self.answers.items():
             for key, value in answer.sets.items():
@@ -95,7 +94,6 @@ class Conversion:
         return comparison(length, trained, file) + around
 
     def of_kind(self, kind: str) -> dict[str, Answer]:
-        """Return the answers of one kind."""
         return {name: answer for name, answer in self.answers.items() if answer.kind == kind}
 
 
@@ -105,7 +103,6 @@ STRONGER = [("adapter", "qlora"), ("adapter", "dora"), ("precision", "bf16"), ("
 
 
 def convert(file: ForeignFile, ranks: int) -> Conversion:
-    """Return an answer to each setting, with which the recipe can be composed."""
     result = first_answers(file, ranks)
     for _ in range(MOST_ROUNDS):
         done = composed(result)
@@ -132,7 +129,6 @@ def first_answers(file: ForeignFile, ranks: int) -> Conversion:
 
 
 def answers_to(file: ForeignFile) -> dict[str, Answer]:
-    """Return an answer to each setting, before those that contradict each other are settled."""
     of_data = answers_to_lists(file) | answers_to_names(file)
     return {name: of_data.get(name) or answer(name, value, file)
             for name, value in file.settings.items()}  # fmt: skip
@@ -157,7 +153,6 @@ def _settle_conflicts(result: Conversion) -> None:
 
 
 def answer(name: str, value: Any, file: ForeignFile) -> Answer:
-    """Return what becomes of a setting."""
     leaf = name.rpartition(".")[2]
     has_null = leaf in CLIPPING or (leaf == "max_completion_length" and file.method == "grpo")
     if value in UNSET and not has_null:
@@ -214,7 +209,6 @@ def meant_instead(name: str) -> str:
 
 
 def _kept(key: str, value: Any) -> Answer:
-    """Return that our key has the same value."""
     if value == "auto":
         return nothing(f"`auto`:  {key}  has a default")
     if isinstance(value, bool) and not takes_switch(key):
@@ -224,7 +218,6 @@ def _kept(key: str, value: Any) -> Answer:
 
 @cache
 def keys() -> dict[str, Any]:
-    """Return our keys with their descriptions."""
     return flatten(TrainConfig)
 
 
@@ -241,7 +234,6 @@ def own_key(name: str) -> str | None:
 
 
 def takes_switch(key: str) -> bool:
-    """Return True if a key or group may be true or false."""
     return key in keys() and "bool" in str(keys()[key].type)
 
 
@@ -261,7 +253,6 @@ def composed(result: Conversion, *words: str) -> TrainConfig | list[Problem]:
 
 
 def _take_back(result: Conversion, problem: Problem) -> bool:
-    """Answer that a setting is not possible, if the problem names what it sets."""
     for name, each in result.answers.items():
         for key in each.sets:
             named = problem.what.partition("=")[0]
@@ -339,14 +330,12 @@ _OneLine.add_representer(str, _represented)
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as YAML on one line."""
     text = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=math.inf,
                      allow_unicode=True)  # fmt: skip
     return visible(text.removesuffix("\n").removesuffix("\n...").strip())
 
 
 def one_line(text: str) -> str:
-    """Return a text without line breaks and control characters."""
     return visible(" ".join(text.split()))
 
 
@@ -356,7 +345,6 @@ def named(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value on one line, cut if it is long."""
     text = as_yaml(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
@@ -418,7 +406,6 @@ def not_set(result: Conversion, kind: str, title: str) -> list[str]:
 
 
 def read_back(text: str) -> Any:
-    """Return what a recipe sets; None if it is not YAML."""
     try:
         return load_yaml(text) or {}
     except yaml.YAMLError:

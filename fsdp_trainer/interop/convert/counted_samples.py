@@ -17,7 +17,6 @@ LARGEST = 2**30
 
 
 def counted(file: ForeignFile, path: Any) -> ForeignFile:
-    """Return a file with the number of samples of data.path, as it is if they cannot be counted."""
     if "://" in str(path) or str(path).startswith("demo:"):
         return file
     try:
@@ -37,7 +36,6 @@ def counted(file: ForeignFile, path: Any) -> ForeignFile:
 
 
 def with_nothing_around(file: ForeignFile, sample: dict[str, Any]) -> ForeignFile:
-    """Return a file that says so if TRL's trainers write nothing around such a sample."""
     is_text = any(isinstance(sample.get(name), str) for name in ("prompt", "text"))
     if not (is_text and file.method and file.tool == OWN_TOOL):
         return file

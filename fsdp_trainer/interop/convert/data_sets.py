@@ -73,12 +73,10 @@ class DataSet:
     answers: dict[str, Answer] = field(default_factory=dict)
 
     def put(self, name: str, part: str, value: Any, note: str = "") -> None:
-        """Set a part of the entry for a setting."""
         self.entry[part] = value
         self.decides[name] = part, note
 
     def put_field(self, name: str, meaning: str, column: Any) -> None:
-        """Say for a setting which column has a meaning, if rows of the format have it."""
         format = self.entry.get("format", "auto")
         known = FIELDS.get(format) or (meaning,)
         names = [one for one in (meaning, *OTHERWISE.get(meaning, ())) if one in known]
@@ -105,7 +103,6 @@ class DataSet:
         return {f"data.{part}": self.entry[part] for part in parts if part in self.entry}
 
     def finish(self) -> "DataSet":
-        """Return this data set with an answer to each setting that nothing was made of."""
         for name, value in self.settings.items():
             if name not in (*self.decides, *self.answers, *OF_ALL):
                 self.answers[name] = unkept(name, value)
@@ -126,7 +123,6 @@ def unkept(name: str, value: Any) -> Answer:
 
 
 def answers_to_lists(file: ForeignFile) -> dict[str, Answer]:
-    """Return the answers to all settings of axolotl's and TRL's lists of data sets."""
     answers: dict[str, Answer] = {}
     for name, key in LISTS.items():
         by_place: dict[str, dict[str, Any]] = {}
@@ -144,17 +140,14 @@ def answers_to_lists(file: ForeignFile) -> dict[str, Answer]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list of values, also of a single one."""
     return value if isinstance(value, list) else [value]
 
 
 def one_or_all(paths: list[str]) -> str | list[str]:
-    """Return the only path, or the list of them or of none."""
     return paths[0] if len(paths) == 1 else paths
 
 
 def combined(data_sets: dict[str, DataSet], key: str) -> dict[str, Answer]:
-    """Return the answers to all settings of data sets, by the beginning of their names."""
     entries = [one for each in data_sets.values() for one in each.entries()]
     has_keys = key == "data.path"  # data.format and data.fields are about that one
     shared = shared_format(entries) if has_keys else None
@@ -178,13 +171,11 @@ def combined(data_sets: dict[str, DataSet], key: str) -> dict[str, Answer]:
 
 
 def shared_format(entries: list[dict[str, Any]]) -> str | None:
-    """Return the format that all entries have; None if they differ."""
     formats = {entry.get("format", "auto") for entry in entries}
     return str(next(iter(formats))) if len(formats) == 1 else None
 
 
 def entry_of(entry: dict[str, Any], shared: str | None) -> Any:
-    """Return an entry of a list: its path alone if it has no more."""
     parts = {k: v for k, v in entry.items() if not (k == "format" and shared)}
     return parts["path"] if len(parts) == 1 else parts
 
@@ -216,7 +207,6 @@ def axolotl(about: dict[str, Any], method: str | None) -> DataSet:
 
 
 def place_of(source: DataSet) -> None:
-    """Say where the files of a data set are."""
     about = source.settings
     name = "path" if "path" in about else ""  # an entry may be no more than its path
     path, files = about.get(name) or "", about.get("data_files")
@@ -264,7 +254,6 @@ def compared(method: str | None) -> str:
 
 
 def about_turns(name: str, value: Any) -> Answer | None:
-    """Return what becomes of a setting about turns; None for another one."""
     section, _, leaf = name.rpartition(".")
     if section in ("", *OF_TURNS) and leaf in TURNS:
         known = TURNS[leaf]
@@ -287,12 +276,10 @@ def about_learning(leaf: str, value: Any) -> Answer | None:
 
 
 def renamed(read: str) -> Answer:
-    """Return that a part of a turn has another name here."""
     return impossible(f"this part of a turn is read as  {read} : rename it in the file")
 
 
 def known_role(role: str, names: list[Any]) -> Answer:
-    """Return whether all of these names of a speaker are read as this role."""
     other = [str(name) for name in names if ROLES.get(str(name).lower()) != role]
     if not other:
         return BY_NAME

@@ -67,7 +67,6 @@ NO_LIMIT = ("max_grad_norm", "max_length", "max_completion_length")
 
 
 def with_defaults(file: ForeignFile) -> ForeignFile:
-    """Return a file with its tool's defaults as settings, if it describes a whole training."""
     if file.tool not in TRAINERS:
         return file
     implied = {name: value for name, value in defaults_of(file).items() if is_missing(name, file)}
@@ -85,7 +84,6 @@ def is_missing(name: str, file: ForeignFile) -> bool:
 
 
 def defaults_of(file: ForeignFile) -> dict[str, Any]:
-    """Return the settings that a tool has for a method."""
     if file.tool == "axolotl":
         return {name: v for name, v in OF_ALL.items() if name not in INSTEAD} | OF_AXOLOTL
     if file.tool == "LLaMA-Factory":
@@ -103,7 +101,6 @@ def defaults_of(file: ForeignFile) -> dict[str, Any]:
 
 
 def of_llama_factory(file: ForeignFile) -> dict[str, Any]:
-    """Return what LLaMA-Factory has in other values than transformers."""
     chosen: dict[str, Any] = {**OF_LLAMA_FACTORY, "packing": file.value("stage") == "pt"}
     if str(file.value("finetuning_type") or "lora") == "lora":
         rank = int(file.value("lora_rank") or 8)

@@ -55,7 +55,6 @@ class ForeignFile:
     """The columns of its first sample."""
 
     def value(self, *names: str) -> Any:
-        """Return the value of the first of these settings that is set; None if none is."""
         values = (self.settings.get(name) for name in names)
         return next((value for value in values if value not in (None, "", "auto")), None)
 
@@ -122,7 +121,6 @@ def with_files(started: StartedTrainer, path: Path) -> tuple[dict[str, Any], Pat
 
 
 def tool_of(settings: dict[str, Any], is_started: bool) -> str | None:
-    """Return the tool that settings are for; is_started: not those of accelerate alone."""
     return next((tool for tool, signs in SIGNS.items() if settings.keys() & set(signs)
                  and not (is_started and tool == "accelerate")), None)  # fmt: skip
 
@@ -148,12 +146,10 @@ def load(text: str, is_json: bool) -> Any:
 
 
 def found_near(path: Path, name: str) -> Path:
-    """Return the path of a file that a command line names, from here or from beside it."""
     return next((each for each in (Path(name), path.parent / name) if each.exists()), Path(name))
 
 
 def unreadable(path: Path, reason: str) -> UserError:
-    """Return the error for a file that cannot be read."""
     return UserError(
         "there is nothing to convert", str(path), f"cannot be read: {reason.splitlines()[0]}"
     )

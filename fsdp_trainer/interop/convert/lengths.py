@@ -13,7 +13,6 @@ GROUP = 8
 
 
 def accumulated(file: ForeignFile) -> int:
-    """Return the micro-batches of an optimizer step."""
     times = file.value(*ACCUMULATED)
     micro, whole = file.value("micro_batch_size"), file.value("batch_size")
     if times is None and micro and whole and file.tool == "axolotl":
@@ -22,7 +21,6 @@ def accumulated(file: ForeignFile) -> int:
 
 
 def group_size(file: ForeignFile) -> int:
-    """Return the number of answers to a prompt."""
     return int(file.own("num_generations") or GROUP)
 
 
@@ -36,13 +34,11 @@ def samples_of_step(file: ForeignFile) -> int | None:
 
 
 def max_steps(file: ForeignFile) -> int | None:
-    """Return the steps that the file names; None if the epochs decide."""
     steps = as_number(file.value("max_steps"))
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def epochs_of(file: ForeignFile) -> float:
-    """Return the passes over the data."""
     return float(file.value("num_train_epochs", "num_epochs", "epochs") or 1)
 
 
@@ -53,12 +49,10 @@ def is_packed(file: ForeignFile) -> bool:
 
 
 def held_out(file: ForeignFile) -> float:
-    """Return the share or the number of samples that is held out."""
     return float(file.value("val_set_size", "val_size") or 0)
 
 
 def trained_samples(file: ForeignFile) -> int | None:
-    """Return the samples that are trained on; None if the data is not here."""
     if file.samples is None:
         return None
     share = held_out(file)
@@ -66,7 +60,6 @@ def trained_samples(file: ForeignFile) -> int | None:
 
 
 def steps_of_epoch(file: ForeignFile) -> int | None:
-    """Return the steps of an epoch, of which the last may be incomplete."""
     samples, of_step = trained_samples(file), samples_of_step(file)
     if samples is None or not of_step or is_packed(file):
         return None
@@ -76,7 +69,6 @@ def steps_of_epoch(file: ForeignFile) -> int | None:
 
 
 def steps_of_run(file: ForeignFile) -> int | None:
-    """Return the steps of the run; None if they depend on data that is not here."""
     of_epoch = steps_of_epoch(file)
     if max_steps(file) or of_epoch is None:
         return max_steps(file)

@@ -73,8 +73,6 @@ DATA_PATH = "data.path=FILE"
 
 
 def choose(group: str, known: dict[str, str], what: str) -> Rule:
-    """Return a rule that looks a value up and sets a group to it."""
-
     def rule(value: Any, file: ForeignFile) -> Answer:
         name = str(value).rpartition(".")[2].lower()
         if name in known:
@@ -86,7 +84,6 @@ def choose(group: str, known: dict[str, str], what: str) -> Rule:
 
 
 def rows(value: Any, file: ForeignFile) -> Answer:
-    """Return the rows of a micro-batch and of a step."""
     micro, times, ranks = int(value), accumulated(file), file.ranks
     each = counted(ranks, "rank")
     note = f"{micro} a device × {times} accumulated × {each} (world_size={ranks})"
@@ -94,7 +91,6 @@ def rows(value: Any, file: ForeignFile) -> Answer:
 
 
 def accumulation(value: Any, file: ForeignFile) -> Answer:
-    """Return that micro-batches are in the rows of a step, if the file says how large they are."""
     if int(value) == 1 or any(file.value(name) for name in (*MICRO, "batch_size")):
         return nothing("in  batch.rows")
     return impossible(
@@ -118,7 +114,6 @@ def warm_up(value: Any, file: ForeignFile) -> Answer:
 
 
 def betas(value: Any, file: ForeignFile) -> Answer:
-    """Return both decays of Adam, of which a file may have one."""
     first = file.value("adam_beta1", "beta1", "optimizer.beta1")
     second = file.value("adam_beta2", "beta2", "optimizer.beta2")
     chosen = [0.9 if first is None else first, 0.999 if second is None else second]
@@ -126,7 +121,6 @@ def betas(value: Any, file: ForeignFile) -> Answer:
 
 
 def lowest_rate(value: Any, file: ForeignFile) -> Answer:
-    """Return the floor of the learning rate as a share of the highest."""
     highest = as_number(file.value("learning_rate", "optimizer.lr", "lr"))
     if not isinstance(highest, int | float) or not highest:
         return impossible("the floor is a share of optim.lr:  schedule.min_ratio=0.1")
@@ -139,7 +133,6 @@ def steps(value: Any, file: ForeignFile) -> Answer:
 
 
 def row_length(value: Any, file: ForeignFile) -> Answer:
-    """Return the tokens of a row, which holds both answers of a pair."""
     if file.method in (*PREFERENCES, "reward"):
         return trl.pair_length(value, file)
     cuts = file.tool == "LLaMA-Factory" or (file.tool == OWN_TOOL and file.method == "sft")
@@ -157,7 +150,6 @@ def clipping(value: Any, file: ForeignFile) -> Answer:
 
 
 def of_hub(value: Any, file: ForeignFile) -> Answer:
-    """Return that nothing is pushed to the hub."""
     if is_off(file.value("push_to_hub") or False):
         return nothing("only counts with  push_to_hub: true")
     return impossible("afterwards:  fsdp-trainer push runs/NAME to=ORG/NAME")
@@ -170,7 +162,6 @@ def processes(value: Any, file: ForeignFile) -> Answer:
 
 
 def mixture(value: Any, file: ForeignFile) -> Answer:
-    """Return how several data sets are mixed."""
     if value == "concat":
         return nothing("the data sets are read together, each once an epoch")
     return impossible(
@@ -188,7 +179,6 @@ def sampling_order(value: Any, file: ForeignFile) -> Answer:
 
 
 def torchtune_loss(value: Any, file: ForeignFile) -> Answer:
-    """Return the method of a loss of torchtune's."""
     name = str(value).rpartition(".")[2]
     known = {"DPOLoss": "dpo", "SimPOLoss": "simpo", "IPOLoss": "ipo"}
     if name in known:
@@ -199,8 +189,6 @@ def torchtune_loss(value: Any, file: ForeignFile) -> Answer:
 
 
 def of_preferences(key: str) -> Rule:
-    """Return a rule for a setting of preferences, which others do not read."""
-
     def rule(value: Any, file: ForeignFile) -> Answer:
         if file.method == "grpo" and key == "objective.beta":
             return trl.divergence(value, file)
@@ -222,8 +210,6 @@ def number_format(value: Any, file: ForeignFile) -> Answer:
 
 
 def on_off_format(name: str) -> Rule:
-    """Return a rule for a switch of a number format."""
-
     def rule(value: Any, file: ForeignFile) -> Answer:
         if not is_off(value):
             return sets(precision=name)
@@ -241,7 +227,6 @@ def on_off_format(name: str) -> Rule:
 
 
 def adapter(value: Any, file: ForeignFile) -> Answer:
-    """Return the kind of adapter."""
     kind = str(value).lower()
     if kind in ("full", "none"):
         return sets("all weights are trained", adapter="none")
@@ -273,7 +258,6 @@ def eight_bit(value: Any, file: ForeignFile) -> Answer:
 
 
 def targets(value: Any, file: ForeignFile) -> Answer:
-    """Return the layers of an adapter."""
     names = value if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
     names = ["o_proj" if name == "output_proj" else name for name in names]
     if names in (["all"], ["all-linear"]) or set(names) == LINEAR:
@@ -295,7 +279,6 @@ def torchtune_data(value: Any, file: ForeignFile) -> Answer:
 
 
 def template(value: Any, file: ForeignFile) -> Answer:
-    """Return the chat template."""
     name = str(value).lower()
     if name in OWN_TEMPLATE:
         return nothing("the tokenizer's own template is the default")
@@ -314,14 +297,12 @@ def template(value: Any, file: ForeignFile) -> Answer:
 
 
 def system_turn(value: Any, file: ForeignFile) -> Answer:
-    """Return the system turn of chats without one, which the template writes."""
     answer = template(file.value("template") or "", file)
     said = answer.sets.get("data.template_args")
     return sets(data__template_args=said) if said else impossible("put it into the data's chats")
 
 
 def validation(value: Any, file: ForeignFile) -> Answer:
-    """Return the share of the data that is held out."""
     if is_off(value):
         return sets(data__validation=None)
     if isinstance(value, float) and value < 1:
@@ -330,7 +311,6 @@ def validation(value: Any, file: ForeignFile) -> Answer:
 
 
 def loss_on(value: Any, file: ForeignFile) -> Answer:
-    """Return which turns are learnt."""
     return sets(data__loss_on="assistant" if is_off(value) else "all")
 
 
@@ -354,7 +334,6 @@ def packing(value: Any, file: ForeignFile) -> Answer:
 
 
 def end_of_epoch(value: Any, file: ForeignFile) -> Answer:
-    """Return whether an epoch ends with a step of fewer rows."""
     if file.method == "grpo":
         return nothing("prompts that do not fill the last step of an epoch are left out there")
     if file.tool == "axolotl" and steps_of_run(file) is None:
@@ -363,7 +342,6 @@ def end_of_epoch(value: Any, file: ForeignFile) -> Answer:
 
 
 def method(value: Any, file: ForeignFile) -> Answer:
-    """Return the training method."""
     name = str(value).lower()
     if name == "pt":
         return sets("texts are learnt whole", data="pretrain")
@@ -408,7 +386,6 @@ def deepspeed_file(value: Any, file: ForeignFile) -> Answer:
 
 
 def offloaded_states(value: Any, file: ForeignFile) -> Answer:
-    """Return the place of the optimizer's states."""
     weights = file.value(
         "zero_optimization.offload_param.device", "deepspeed_config.offload_param_device"
     )
@@ -431,7 +408,6 @@ def offload_device(key: str, on: Any) -> Rule:
 
 
 def distributed(value: Any, file: ForeignFile) -> Answer:
-    """Return the sharding that accelerate's kind of distribution stands for."""
     kinds = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
     if str(value) in kinds:
         return sets(sharding=kinds[str(value)])
@@ -455,7 +431,6 @@ def fsdp_strategy(value: Any, file: ForeignFile) -> Answer:
 
 
 def per_epoch(key: str, times: float, file: ForeignFile) -> Answer:
-    """Return an interval of a number of times in an epoch, as a share of the run."""
     of_epoch = steps_of_epoch(file)
     if of_epoch and of_epoch % times == 0:
         return sets(f"{of_epoch} steps an epoch", **{key: int(of_epoch // times)})
@@ -469,15 +444,12 @@ def per_epoch(key: str, times: float, file: ForeignFile) -> Answer:
 
 
 def times_per_epoch(key: str) -> Rule:
-    """Return a rule for a number of times in an epoch."""
     return lambda value, file: (
         nothing("off") if is_off(value) else per_epoch(key, float(value), file)
     )
 
 
 def strategy(key: str, kind: str) -> Rule:
-    """Return a rule for what intervals are counted in."""
-
     def rule(value: Any, file: ForeignFile) -> Answer:
         name = str(value).rpartition(".")[2].lower()
         if name == "epoch":
@@ -507,7 +479,6 @@ def interval(key: str, kind: str) -> Rule:
 
 
 def trackers(value: Any, file: ForeignFile) -> Answer:
-    """Return which trackers are on."""
     names = value if isinstance(value, list) else [str(value)]
     known: dict[str, tuple[str, Any]] = {
         "wandb": ("logging.wandb", "online"), "tensorboard": ("logging.tensorboard", True),
@@ -523,7 +494,6 @@ def trackers(value: Any, file: ForeignFile) -> Answer:
 
 
 def logger_component(value: Any, file: ForeignFile) -> Answer:
-    """Return the tracker that a logger of torchtune's writes to."""
     for part in ("wandb", "tensorboard", "mlflow", "comet"):
         if part in str(value).lower():
             return trackers("comet_ml" if part == "comet" else part, file)
@@ -536,7 +506,6 @@ def wandb_project(value: Any, file: ForeignFile) -> Answer:
 
 
 def model_builder(value: Any, file: ForeignFile) -> Answer:
-    """Return that the folder of weights says which model it is."""
     if "lora" in str(value):
         is_four_bit = "qlora" in str(value) or file.value("model.quantize_base") is True
         note = "config.json of the weights says which model it is"
@@ -545,7 +514,6 @@ def model_builder(value: Any, file: ForeignFile) -> Answer:
 
 
 def rendezvous(value: Any, file: ForeignFile) -> Answer:
-    """Return where ranks of several nodes meet."""
     host, port = file.value("main_process_ip"), file.value("main_process_port")
     if host is None:
         return nothing("a free port is found on one node; on several: launch.rendezvous=HOST:PORT")
@@ -559,7 +527,6 @@ def tokenizer_path(value: Any, file: ForeignFile) -> Answer:
 
 
 def epochs(value: Any, file: ForeignFile) -> Answer:
-    """Return the number of passes over the data, as steps where they end otherwise here."""
     if max_steps(file):
         return nothing("max_steps  decides")
     steps, is_whole = steps_of_run(file), float(value).is_integer()
@@ -572,14 +539,12 @@ def epochs(value: Any, file: ForeignFile) -> Answer:
 
 
 def unfrozen(value: Any, file: ForeignFile) -> Answer:
-    """Return that only what is not trained can be named."""
     if file.value("adapter", "finetuning_type") in ("lora", "qlora"):
         return nothing("of an adapter run the adapter is trained")
     return impossible("name what is not to be trained:  train.freeze=[…]")
 
 
 def teacher(value: Any, file: ForeignFile) -> Answer:
-    """Return the model that is distilled."""
     return sets(objective="distil", objective__teacher=str(value))
 
 

@@ -57,13 +57,11 @@ def index_of(file: Path, settings: dict[str, Any]) -> Path | None:
 
 
 def names_in(value: Any) -> list[str]:
-    """Return the names in a list of data sets, also in one text."""
     listed = value if isinstance(value, list) else str(value).split(",")
     return [str(name).strip() for name in listed if str(name).strip()]
 
 
 def read_index(index: Path | None) -> dict[str, Any]:
-    """Return the content of an index of data sets; {} if there is none or it cannot be read."""
     try:
         content = json.loads(index.read_text(encoding="utf-8")) if index else {}
     except (OSError, ValueError, RecursionError):
@@ -81,7 +79,6 @@ def entries_of_index(file: Path, settings: dict[str, Any]) -> Iterator[tuple[str
 
 
 def answers_to_names(file: ForeignFile) -> dict[str, Answer]:
-    """Return the answers to names of data sets, and to the settings of what they stand for."""
     answers: dict[str, Answer] = {}
     for setting, key in NAMED.items():
         if file.tool == "LLaMA-Factory" and file.settings.get(setting) not in UNSET:
@@ -92,7 +89,6 @@ def answers_to_names(file: ForeignFile) -> dict[str, Answer]:
 
 
 def indexed(setting: str, key: str, file: ForeignFile) -> dict[str, Answer]:
-    """Return the answers to a list of names, and to the settings of what they stand for."""
     names = names_in(file.settings[setting])
     if str(file.value("dataset_dir")) == "ONLINE":
         paths = one_or_all([f"hf://datasets/{name}" for name in names])
@@ -131,7 +127,6 @@ def data_set_of(about: dict[str, Any], folder: Path, method: str | None) -> Data
 
 
 def columns_in_index(source: DataSet) -> None:
-    """Say which columns of a data set of the index have a meaning."""
     format = source.entry["format"]
     columns = [name for name in source.settings if name.startswith("columns.")]
     for name in columns:
@@ -163,7 +158,6 @@ def place_in_index(source: DataSet, folder: Path) -> None:
 
 
 def answer_to_parts(source: DataSet, hub: str) -> None:
-    """Say of a subset and a split that decide no path what becomes of them."""
     for name in ("split", "subset"):
         value = source.settings.get(name)
         if value and name not in source.decides:
@@ -187,7 +181,6 @@ def place_on_hub(source: DataSet, hub: str) -> None:
 
 
 def place_of_file(source: DataSet, folder: Path) -> None:
-    """Say where the file, folder or files of a data set of the index are."""
     for name in FILE_NAMES:
         value = source.settings.get(name)
         listed = [str(one) for one in as_list(value) if one]
@@ -198,7 +191,6 @@ def place_of_file(source: DataSet, folder: Path) -> None:
 
 
 def format_in_index(about: dict[str, Any], method: str | None) -> str:
-    """Return the format of rows of the index."""
     if method == "pt":
         return "text"
     if about.get("ranking"):

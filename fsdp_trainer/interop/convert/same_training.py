@@ -29,7 +29,6 @@ NOT_SAID = "not in the file"
 
 
 def rates_there(file: ForeignFile, steps: int) -> list[float] | None:
-    """Return the learning rate of every step there, as transformers' schedules define it."""
     name = str(file.value("lr_scheduler_type", "lr_scheduler")).rpartition(".")[2].lower()
     shapes = {"linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
               "constant": lambda x: 1.0, "constant_with_warmup": lambda x: 1.0}  # fmt: skip
@@ -74,20 +73,17 @@ def rise_here(length: RunLength, steps: int | None) -> tuple[int | None, float]:
 
 
 def unit_of(file: ForeignFile) -> str:
-    """Return what a step has a number of."""
     if file.method == "grpo":
         return "prompts"
     return "rows of several samples" if is_packed(file) else "samples"
 
 
 def shown_name(file: ForeignFile) -> str:
-    """Return the name of the tool that a file is for, as its users know it."""
     own = "TRL" if file.method else "transformers"
     return own if file.tool == OWN_TOOL else file.tool
 
 
 def trained_parameters(model: Model, adapter: Adapter, method: str | None) -> tuple[Any, Any]:
-    """Return how many parameters are trained, there and here, if the model's files are here."""
     folder = Path(model.init_from or "")
     if not model.init_from or not (folder / "config.json").is_file():
         return NO_WEIGHTS, NO_WEIGHTS

@@ -40,7 +40,6 @@ SPELT = {"rm": "reward", "pairwise": "reward", "reward_modeling": "reward"}
 
 
 def method_of(settings: dict[str, Any], tool: str) -> str | None:
-    """Return the method that settings are for; None if they do not say."""
     for name in EXPLICIT:
         if isinstance(said := settings.get(name), str):
             return SPELT.get(said.lower(), said.lower())
@@ -55,6 +54,5 @@ def method_of(settings: dict[str, Any], tool: str) -> str | None:
 
 
 def loss_types(value: Any) -> list[str]:
-    """Return the losses of loss_type, a name or a list of them."""
     listed = value if isinstance(value, list) else [value]
     return [str(one).strip("[]'\" ") for one in listed if one is not None]

@@ -27,14 +27,12 @@ Rule = Callable[[Any, ForeignFile], Answer]
 
 
 def sets(note: str = "", **values: Any) -> Answer:
-    """Return a translation; in the names of keys `__` stands for a dot."""
     return Answer(
         TRANSLATED, {key.replace("__", "."): value for key, value in values.items()}, note
     )
 
 
 def nothing(why: str) -> Answer:
-    """Return that a setting has no meaning here."""
     return Answer(NOTHING, note=why)
 
 
@@ -44,12 +42,10 @@ def impossible(instead: str) -> Answer:
 
 
 def is_off(value: Any) -> bool:
-    """Return True for a value that switches something off."""
     return (value.lower() if isinstance(value, str) else value) in OFF
 
 
 def is_on(value: Any) -> bool:
-    """Return True for a value that switches something on."""
     return (value.lower() if isinstance(value, str) else value) in (True, "true", "yes", "on")
 
 
@@ -68,7 +64,6 @@ def as_number(value: Any) -> Any:
 
 
 def fixed(why: str) -> Rule:
-    """Return a rule for a setting without a meaning here."""
     return lambda value, file: nothing(why)
 
 
@@ -78,12 +73,10 @@ def lacking(instead: str) -> Rule:
 
 
 def keeps(key: str, note: str = "", kind: Callable[[Any], Any] = as_number) -> Rule:
-    """Return a rule for a setting that keeps its value. kind: makes it a number or a text."""
     return lambda value, file: sets(note, **{key: kind(value)})
 
 
 def option(setting: str) -> Rule:
-    """Return a rule for a switch that sets key=value when it is on."""
     key, _, value = setting.partition("=")
     return lambda on, file: nothing("off") if is_off(on) else sets(**{key: load_yaml(value)})
 

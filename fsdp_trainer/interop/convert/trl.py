@@ -32,7 +32,6 @@ ROW = 2048
 
 
 def rule_of(name: str, file: ForeignFile) -> Rule | None:
-    """Return the rule of the file's own trainer for a setting; None: it has none."""
     if name == TRAINER:
         return trainer
     section, _, leaf = name.rpartition(".")
@@ -44,7 +43,6 @@ def rule_of(name: str, file: ForeignFile) -> Rule | None:
 
 
 def trainer(value: Any, file: ForeignFile) -> Answer:
-    """Return the method that the file's trainer is."""
     assert file.method is not None
     if file.method in ("grpo", "kto", "orpo", "reward", "simpo", "ipo"):
         return sets(objective=file.method)
@@ -117,7 +115,6 @@ def prompts(value: Any, file: ForeignFile) -> Answer:
 
 
 def updates(value: Any, file: ForeignFile) -> Answer:
-    """Return the optimizer steps that learn from answers made at the same time."""
     if file.own("steps_per_generation") and file.own("generation_batch_size"):
         return impossible("TRL takes  steps_per_generation  or  generation_batch_size , not both")
     steps, times = generation_steps(file), accumulated(file)
@@ -131,7 +128,6 @@ def updates(value: Any, file: ForeignFile) -> Answer:
 
 
 def iterations(value: Any, file: ForeignFile) -> Answer:
-    """Return that no answer is learnt from twice."""
     if int(value) == 1:
         return nothing("each answer is learnt from once")
     return impossible(
@@ -141,7 +137,6 @@ def iterations(value: Any, file: ForeignFile) -> Answer:
 
 
 def answer_length(value: Any, file: ForeignFile) -> Answer:
-    """Return the limit of an answer, and a row with room for it and its prompt."""
     if value is None:
         return impossible("an answer has a limit:  objective.max_new_tokens")
     prompt = file.own("max_prompt_length")
@@ -158,7 +153,6 @@ def answer_length(value: Any, file: ForeignFile) -> Answer:
 
 
 def prompt_length(value: Any, file: ForeignFile) -> Answer:
-    """Return the row that has room for a prompt and its answer."""
     length = int(file.own("max_completion_length") or ANSWER)
     note = "longer prompts are left out, not cut at their beginning"
     return sets(note, batch__seq_len=int(value) + length)
@@ -201,7 +195,6 @@ def scaling(file: ForeignFile) -> str:
 
 
 def policy_loss(value: Any, file: ForeignFile) -> Answer:
-    """Return the weighting of tokens, and the loss of one."""
     name = loss_types(value)[0]
     if name == "dr_grpo":
         note = "" if scaling(file) == "none" else f"TRL divides them by the {scaling(file)}'s too"
@@ -221,7 +214,6 @@ def policy_loss(value: Any, file: ForeignFile) -> Answer:
 
 
 def scale(value: Any, file: ForeignFile) -> Answer:
-    """Return whether rewards are divided by their deviation, which follows from the weighting."""
     by, weighting = scaling(file), loss_types(file.own("loss_type"))[:1]
     if by == "none" and weighting == ["dr_grpo"]:
         return sets(objective__weighting="dr_grpo")
@@ -240,13 +232,11 @@ def importance_level(value: Any, file: ForeignFile) -> Answer:
 
 
 def divergence(value: Any, file: ForeignFile) -> Answer:
-    """Return the weight of the divergence from the reference."""
     note = "the estimate without TRL's ratio before it (use_bias_correction_kl)"
     return sets("" if is_off(value) else note, objective__kl=value)
 
 
 def reward_functions(value: Any, file: ForeignFile) -> Answer:
-    """Return the reward models of a list of rewards; functions have no counterpart by name."""
     names = value if isinstance(value, list) else [value]
     weights = file.own("reward_weights") or [1.0] * len(names)
     if len(weights) != len(names) or not all("/" in str(name) for name in names):
@@ -262,7 +252,6 @@ def reward_functions(value: Any, file: ForeignFile) -> Answer:
 
 
 def reward_weights(value: Any, file: ForeignFile) -> Answer:
-    """Return that weights are parts of the rewards."""
     names = file.own("reward_funcs")
     if names and reward_functions(names, file).sets:
         return nothing("in  objective.rewards")
@@ -284,7 +273,6 @@ def of_server(instead: str) -> Rule:
 
 
 def vllm(value: Any, file: ForeignFile) -> Answer:
-    """Return the server that makes answers."""
     if is_off(value):
         return nothing("the training ranks make the answers")
     if address := file.own("vllm_server_base_url"):
@@ -374,7 +362,6 @@ ROLLOUTS: dict[str, Rule] = {
 
 
 def of_cpo(file: ForeignFile) -> Answer:
-    """Return CPO, which is DPO without a reference and with the chosen answer's own loss."""
     share = as_number(file.own("cpo_alpha"))
     name = (loss_types(file.own("loss_type")) or ["sigmoid"])[0]
     own = 1.0 if share is None else share
@@ -391,7 +378,6 @@ OTHER_LOSS = "there is  objective=dpo  ( loss_type: sigmoid ), ipo, simpo, orpo 
 
 
 def preference_loss(value: Any, file: ForeignFile) -> Answer:
-    """Return the loss of pairs; a list has several, with weights."""
     names = loss_types(value)
     weights = map(float, file.own("loss_weights") or [1] * len(names))
     shares = dict(zip(names, weights, strict=True))
@@ -417,7 +403,6 @@ def smoothing(value: Any, file: ForeignFile) -> Answer:
 
 
 def cut_at(value: Any, file: ForeignFile) -> Answer:
-    """Return which end of a sample that is too long is cut."""
     if value == "keep_start":
         return sets(data__too_long="truncate")
     return impossible("the end of a sample is cut, or the sample left out:  data.too_long")
@@ -437,7 +422,6 @@ def margin(value: Any, file: ForeignFile) -> Answer:
 
 
 def answer_share(value: Any, file: ForeignFile) -> Answer:
-    """Return that only whole samples have a limit."""
     if file.own("max_length") is None:
         return impossible("a sample is limited as a whole:  batch.seq_len")
     return nothing("a sample is limited as a whole, by  batch.seq_len")
@@ -508,7 +492,6 @@ def packing_kind(value: Any, file: ForeignFile) -> Answer:
 
 
 def text_column(value: Any, file: ForeignFile) -> Answer:
-    """Return the column of plain text."""
     if value == "text":
         return nothing("found by its name")
     return sets(data__fields={"text": str(value)}, data__format="text")

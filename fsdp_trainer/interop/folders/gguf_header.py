@@ -35,12 +35,10 @@ class GgufTensor:
 
     @property
     def rows(self) -> int:
-        """Number of rows of all its matrices."""
         return prod(self.shape[1:])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.nbytes // self.rows
 
     def numbers(self) -> tuple[float, ...]:
@@ -81,13 +79,11 @@ class _Cursor:
         return struct.unpack_from(f"<{form}", self._content, begin)[0]
 
     def text(self) -> str:
-        """Return a text."""
         count = self.number("Q")
         begin = self.skip(count)
         return self._content[begin : begin + count].decode()
 
     def value(self, kind: int) -> Any:
-        """Return a value of a kind; None for a list."""
         if kind == TEXT:
             return self.text()
         if kind == LIST:
@@ -97,7 +93,6 @@ class _Cursor:
         return self.number(FORMS[kind])
 
     def skip_list(self) -> None:
-        """Go to the end of a list, which has no lists in it."""
         kind, count = self.number("I"), self.number("Q")
         if kind in FORMS:
             self.skip(count * struct.calcsize(f"<{FORMS[kind]}"))
@@ -107,7 +102,6 @@ class _Cursor:
             raise ValueError(f"before byte {self.at:,} is a list of the unknown kind {kind}")
 
     def list_of(self) -> list[Any]:
-        """Return the values of a list."""
         begin = self.at
         self.skip_list()  # the whole of it is there
         self.at = begin
@@ -124,7 +118,6 @@ class _Cursor:
         self.skip(at - self.at)
 
     def facts(self, count: int, lists: Collection[str]) -> dict[str, Any]:
-        """Return the values by name. lists: names of the lists that are read."""
         facts: dict[str, Any] = {}
         for _ in range(count):
             name = self.text()

@@ -32,7 +32,6 @@ LLAMA_2_ROWS, LLAMA_3_WIDTH = 32000, 4096
 
 
 def sharded_folder(folder: Path) -> Path | None:
-    """Return the distributed checkpoint that is `folder`, or accelerate's or Megatron's in it."""
     if (folder / METADATA).is_file():
         return folder
     below = [*sorted(folder.glob(SHARDED_BELOW)), *latest_of_megatron(folder)]
@@ -41,7 +40,6 @@ def sharded_folder(folder: Path) -> Path | None:
 
 
 def latest_of_megatron(folder: Path) -> list[Path]:
-    """Return the folder of the latest iteration that Megatron has saved; empty if none."""
     try:
         return [folder / f"iter_{int((folder / LATEST_OF_MEGATRON).read_text()):07}"]
     except (OSError, ValueError):
@@ -59,7 +57,6 @@ def _is_zero(folder: Path) -> bool:
 
 
 def _named_by(file: Path) -> str:
-    """Return the name of the folder that a file has as its content; "" if it has none."""
     try:
         with file.open(encoding="utf-8") as opened:
             name = opened.read(LONGEST_NAME + 1).strip()
@@ -69,7 +66,6 @@ def _named_by(file: Path) -> str:
 
 
 def torch_files(folder: Path) -> list[Path]:
-    """Return the files of torch.save in a folder that may hold weights."""
     return sorted(
         file
         for pattern in ("*.bin", "*.pt", "*.pth")
@@ -102,7 +98,6 @@ def described_at(folder: Path) -> Path:
 
 
 def is_described(folder: Path) -> bool:
-    """Return True if a folder says which architecture its weights have."""
     return (folder / CONFIG).is_file() or kind_of_weights(folder) in ("gguf", "meta")
 
 

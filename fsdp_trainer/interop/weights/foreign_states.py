@@ -24,21 +24,18 @@ class StatesByName:
 
 
 def known_options(groups: Any) -> dict[str, Any]:
-    """Return the options in torch's param_groups that are known here."""
     first = groups[0] if isinstance(groups, list) and groups else {}
     known = first if isinstance(first, dict) else {}
     return {name: known[name] for name in OPTIONS if _is_option(known.get(name))}
 
 
 def _is_option(value: Any) -> bool:
-    """Return True for a number or several."""
     if isinstance(value, list | tuple):
         return all(isinstance(each, int | float) for each in value)
     return isinstance(value, int | float)
 
 
 def unusable_states(place: Path, reason: str) -> UserError:
-    """Return the error about states that cannot be used."""
     return UserError(
         "cannot read the optimizer's states",
         str(place),

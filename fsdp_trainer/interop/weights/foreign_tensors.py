@@ -37,7 +37,6 @@ class ForeignTensor(HuggingFaceTensor):
         return self.source.as_matrix()
 
     def whole_rows(self, first: int, count: int) -> SomeRows:
-        """Return `count` rows as a tensor of their own."""
         return rows_of(self.source, first, count)
 
 
@@ -110,7 +109,6 @@ def separated(fused: TensorOnDisk, config: ModelConfig) -> dict[str, TensorOnDis
 
 
 def equal_parts(matrix: TensorOnDisk, names: Sequence[str]) -> dict[str, TensorOnDisk]:
-    """Return matrices of one height by name, of which `matrix` has the rows one after another."""
     rows = matrix.shape[0] // len(names)
     if rows * len(names) != matrix.shape[0]:
         raise _misfit(matrix, f"{len(names)} matrices of as many rows")
@@ -146,7 +144,6 @@ def joined(parts: list[TensorOnDisk], dimension: int) -> TensorOnDisk:
 
 
 def _misfit(tensor: TensorOnDisk, needed: str) -> UserError:
-    """Return the error about a tensor that is not what its name says."""
     form = f"{list(tensor.shape)} in {dtype_name(tensor.dtype)}"
     file = next((str(chunk.file) for chunk in tensor.chunks), "the weights")
     return UserError(

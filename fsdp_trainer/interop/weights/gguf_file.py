@@ -140,7 +140,6 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
 
 
 def architecture_named(config: ModelConfig) -> gguf.MODEL_ARCH:
-    """Return the package's name of a model's type."""
     is_hybrid = config.family in HYBRIDS
     return architecture_of(config) if is_hybrid else MODELS[config.family].architecture
 
@@ -211,7 +210,6 @@ def rope_factors(config: ModelConfig) -> Iterator[np.ndarray]:
 
 
 def add_rope_factors(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Announce the tensor of `rope_factors`."""
     for factors in rope_factors(config):
         writer.add_tensor_info(
             "rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes, Type.F32
@@ -299,7 +297,6 @@ def tensors_from(
 
 
 def changes_of(config: ModelConfig, name: str) -> list[tuple[str, Change]]:
-    """Return the names that take the place of a tensor's, and how its numbers change."""
     if config.family in HYBRIDS:
         return changed_names(config, name.replace("model.language_model.", "model."))
     offset = config.family_spec.norm_offset if is_norm(name) else 0.0
@@ -330,7 +327,6 @@ def number_of(name: str, shape: tuple[int, ...], numbers: str) -> Type:
 
 
 def add_shape(writer: GGUFWriter, name: str, source: Source, numbers: str) -> None:
-    """Announce a tensor."""
     number = number_of(name, source.shape, numbers)
     example = gguf.quants.quantize(np.zeros((1, source.shape[-1]), np.float32), number)
     shape = (*source.shape[:-1], example.shape[-1])
@@ -369,7 +365,6 @@ def vocabulary_of(folder: Path, size: int) -> Vocabulary:
 
 
 def name_of_cut(stored: dict[str, Any]) -> str | None:
-    """Return llama.cpp's name of how a byte-level tokenizer cuts a text; None if it has none."""
     if not stored["model"].get("merges"):
         return "default"  # each byte is a token, however the text is cut
     outer = stored.get("pre_tokenizer") or {}

@@ -39,7 +39,6 @@ LONGEST = 2**20
 
 
 def no_sizes(source: Json) -> Json:
-    """Return no other sizes."""
     return {}
 
 
@@ -80,7 +79,6 @@ def described(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def changed_names(config: ModelConfig, name: str) -> list[tuple[str, Change]]:
-    """Return the names that take the place of a tensor's, and how its numbers change."""
     rules = HYBRIDS[config.family].rules(config.source)
     end = max((end for end in rules if name.endswith(end)), key=len, default="")
     start = name.removesuffix(end)
@@ -109,17 +107,14 @@ def hybrid_differences(config: ModelConfig) -> Iterator[str]:
 
 
 def same(tensor: Tensor) -> Tensor:
-    """Return it as it is."""
     return tensor
 
 
 def negative_exp(tensor: Tensor) -> Tensor:
-    """Return the decay from its logarithm."""
     return -tensor.exp()
 
 
 def as_column(tensor: Tensor) -> Tensor:
-    """Return a vector as a matrix of one column."""
     return tensor[:, None]
 
 
@@ -129,7 +124,6 @@ def without_channel(tensor: Tensor) -> Tensor:
 
 
 def scaled(factor: float) -> Change:
-    """Return the change that multiplies by a factor."""
     return lambda tensor: tensor * factor
 
 
@@ -200,7 +194,6 @@ def of_qwen_3_5(source: Json) -> Rules:
 
 
 def add_delta(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the sizes of the delta net, the places of full attention, and those of experts."""
     source = config.source
     writer.add_ssm_conv_kernel(source["linear_conv_kernel_dim"])
     writer.add_ssm_state_size(source["linear_key_head_dim"])
@@ -216,7 +209,6 @@ def add_delta(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def add_hybrid_experts(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the number of experts, and their widths."""
     source = config.source
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
@@ -238,7 +230,6 @@ def interval_of(source: Json) -> int:
 
 
 def delta_differences(config: ModelConfig) -> Iterator[str]:
-    """Yield the differences of a Qwen with a delta net."""
     yield from hybrid_differences(config)
     source = config.source
     interval = interval_of(source)
@@ -267,7 +258,6 @@ def heads_of_blocks(source: Json) -> Json:
 
 
 def add_lfm2(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the width of the convolutions, and the experts."""
     source = config.source
     writer.add_shortconv_l_cache(source["conv_L_cache"])
     if config.num_experts:
@@ -297,7 +287,6 @@ NO_ATTENTION = {"num_attention_heads": 0, "num_key_value_heads": 0, "intermediat
 
 
 def mamba_rules(source: Json) -> Rules:
-    """Return the rules of Mamba."""
     return {
         ".A_log": [(".A_log", negative_exp)],
         ".conv1d.weight": [(".conv1d.weight", without_channel)],
@@ -315,13 +304,11 @@ OF_NEMOTRON = {
 
 
 def mamba_size(source: Json, name: str) -> int:
-    """Return a size of Mamba, by its name in models of it alone."""
     beside = (MAMBA[name], OF_NEMOTRON.get(name, ""), name)
     return next(source[each] for each in beside if each in source)
 
 
 def add_mamba(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the sizes of the recurrence, and the experts."""
     source = config.source
     expand = source["mamba_expand"] if "mamba_expand" in source else source["expand"]
     writer.add_ssm_conv_kernel(mamba_size(source, "conv_kernel"))
@@ -353,7 +340,6 @@ def mamba_2_rules(source: Json) -> Rules:
 
 
 def add_mamba_2(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the sizes of the recurrence."""
     source = config.source
     writer.add_ssm_conv_kernel(mamba_size(source, "conv_kernel"))
     writer.add_ssm_state_size(mamba_size(source, "state_size"))
@@ -452,14 +438,12 @@ def nemotron_sizes(source: Json) -> Json:
 
 
 def nemotron_rules(source: Json) -> Rules:
-    """Return the rules of Nemotron-H."""
     return mamba_2_rules(source) | {
         ".gate.e_score_correction_bias": [("blk.exp_probs_b.bias", same)],
     }
 
 
 def add_nemotron(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the recurrence and the experts."""
     source = config.source
     add_mamba_2(writer, config)
     writer.add_layer_norm_eps(config.rms_norm_eps)
@@ -472,7 +456,6 @@ def add_nemotron(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def nemotron_differences(config: ModelConfig) -> Iterator[str]:
-    """Yield the differences of a Nemotron-H."""
     yield from hybrid_differences(config)
     if {"mlp", "moe"} <= {*config.source[KINDS]}:
         yield "dense feed-forwards beside experts"
@@ -514,7 +497,6 @@ HYBRIDS = {
 
 
 def architecture_of(config: ModelConfig) -> gguf.MODEL_ARCH:
-    """Return the package's name of a hybrid's type, as `described` gives it."""
     if config.family == "nemotron_h" and "moe" in config.source[KINDS]:
         return ARCH.NEMOTRON_H_MOE
     return HYBRIDS[config.family].architecture

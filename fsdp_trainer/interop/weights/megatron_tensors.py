@@ -59,7 +59,6 @@ def _by_block(
 
 
 def _one_of(stack: TensorOnDisk, number: int) -> TensorOnDisk:
-    """Return one of the tensors that are stacked along the first dimension."""
     chunks = []
     for chunk in stack.chunks:
         numbers, *part = chunk.part

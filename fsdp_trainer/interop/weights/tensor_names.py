@@ -34,7 +34,6 @@ class TensorNames:
 
 
 def is_norm(name: str) -> bool:
-    """Return True for Hugging Face's name of the weight of a norm."""
     return name.endswith("norm.weight")
 
 

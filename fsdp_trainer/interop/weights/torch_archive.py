@@ -85,7 +85,6 @@ class TorchArchive:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return True for a tensor whose numbers are in the file, one after another, as they are."""
     try:
         file_offset(tensor)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):

@@ -85,7 +85,6 @@ def _unstacked(weights: Tensors, config: ModelConfig) -> Iterator[tuple[str, Ten
 
 
 def _of_meta(own: Tensors, config: ModelConfig) -> dict[str, ForeignTensor]:
-    """Return the tensors of Meta's or torchtitan's model."""
     weights = {}
     for name, tensor in own.items():
         if not META_WEIGHT.match(name):

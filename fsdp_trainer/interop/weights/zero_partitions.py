@@ -64,7 +64,6 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """Index after the last number in the tensor."""
         return self.first + self.count
 
 
@@ -211,7 +210,6 @@ def _opened(file: Path) -> TorchArchive:
 
 
 def _consecutive(flats: list[tuple[TorchArchive, Tensor]]) -> list[Segment]:
-    """Return flat tensors, each with its file, as the segments of one."""
     segments, first = [], 0
     for archive, flat in flats:
         size = flat.numel()

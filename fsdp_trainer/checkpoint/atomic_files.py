@@ -24,7 +24,6 @@ SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Return size and checksum of files in `folder`, as the manifest lists them."""
     return {
         name: {"bytes": (folder / name).stat().st_size, "crc32": checksum(folder / name)}
         for name in names
@@ -117,7 +116,6 @@ def require_undamaged(checkpoint: Path) -> None:
 
 
 def newest_undamaged(damaged: Path) -> str:
-    """Return a sentence on the newest undamaged checkpoint of the same run, for a message."""
     others = [path for path in committed_checkpoints(damaged.parent.parent) if path != damaged]
     whole = next((path for path in reversed(others) if not damage(path)), None)
     if whole is None:
@@ -126,7 +124,6 @@ def newest_undamaged(damaged: Path) -> str:
 
 
 def fault_of(path: Path, entry: dict[str, int]) -> str:
-    """Return how a file differs from its entry in the manifest; "" if it does not."""
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
@@ -203,7 +200,6 @@ def commit(partial: Path, target: Path) -> None:
 
 
 def replaced(target: Path) -> Path:
-    """Return the temporary name of a folder that is being replaced."""
     return target.with_name(f".{target.name}.replaced")
 
 

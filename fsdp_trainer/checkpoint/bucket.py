@@ -36,7 +36,6 @@ class Torn(OSError):
 
 
 def mirror_error(url: str, error: Exception, key: str = "checkpoint.mirror") -> UserError:
-    """Return what a Bucket has raised as an error with its address and the cause."""
     title = "the mirror cannot be used"
     if isinstance(error, Torn):
         return UserError(title, f"{key}={shown(url)}", str(error))

@@ -109,7 +109,6 @@ NOTHING_FROZEN = Base("", "", 0, "float32", {})
 
 
 def read_base(checkpoint: Path) -> Base:
-    """Return the origin of the frozen weights, which a checkpoint does not hold."""
     stored = read_progress(checkpoint).get("frozen")
     if not stored:
         return NOTHING_FROZEN
@@ -387,7 +386,6 @@ def number_formats(config: ModelConfig, source: Path) -> dict[str, str]:
 
 
 def with_default(formats: dict[str, str]) -> dict[str, str]:
-    """Return the most common format as `default`, and other formats by parameter."""
     default, _ = Counter(formats.values()).most_common(1)[0]
     others = {name: dtype for name, dtype in formats.items() if dtype != default}
     return {"default": default} | others
@@ -521,7 +519,6 @@ def recorded_weights(config: ModelConfig, source: Path) -> tuple[Base, dict[str,
 def digests_on_disk(
     config: ModelConfig, base: Base, tensors: dict[str, TensorOnDisk]
 ) -> dict[str, str]:
-    """Return a digest of each weight as `digests` does. base: names their number formats."""
     dtype = getattr(torch, base.dtype)
     actual = {}
     for name, stored in tensors.items():
@@ -585,7 +582,6 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
 
 
 def _known_rows(config: ModelConfig, name: str, weight: Tensor) -> int:
-    """Return the number of rows of a weight, without the padding of a vocabulary."""
     return config.vocab_size if name in config.names.vocabulary else len(weight)
 
 

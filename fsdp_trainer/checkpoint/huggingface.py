@@ -128,7 +128,6 @@ def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[in
 def stored_tensors(
     folder: Path, config: ModelConfig
 ) -> tuple[dict[str, HuggingFaceTensor], list[Problem]]:
-    """Return the tensors of a folder, of Hugging Face's or another tool's, as read_headers does."""
     if not is_whole_model(folder) and not config.by_transformers:
         others = other_tensors(folder, config)
         if others is not None:
@@ -211,7 +210,6 @@ def check_repeated(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> list
 
 
 def differ(one: HuggingFaceTensor | None, other: HuggingFaceTensor | None) -> bool:
-    """Return True if both tensors are there and differ; a folder may have other names."""
     if one is None or other is None:
         return False
     fits = (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -278,7 +276,6 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
 
 @torch.no_grad()
 def read_tensors(own: Mapping[str, Tensor], sources: Mapping[str, TensorOnDisk]) -> None:
-    """Fill tensors, sharded or not, from the sources of the same names, as read_parameters does."""
     names = [name for name in sources if name in own]
     pieces = [piece for name in names for piece in _pieces(own[name], sources[name])]
     pieces.sort(key=lambda piece: (piece.source.chunks[:1], piece.first))
@@ -301,7 +298,6 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
 
 
 def _pieces(parameter: Tensor, source: TensorOnDisk) -> Iterator[ImportPiece]:
-    """Yield the pieces of a parameter that this rank reads."""
     if is_encoded(parameter):
         source = encoded(source)
     local = local_part(parameter)
@@ -320,7 +316,6 @@ def _pieces(parameter: Tensor, source: TensorOnDisk) -> Iterator[ImportPiece]:
 def _pieces_of_rows(
     source: TensorOnDisk, rows: slice, columns: list[slice], into: Tensor
 ) -> Iterator[ImportPiece]:
-    """Yield `rows` of a source in pieces, without rows that it does not have."""
     last = min(rows.stop, source.shape[0]) if into.numel() else rows.start
     for begin, end in row_ranges(rows.start, last, source.row_bytes):
         part = into[begin - rows.start : end - rows.start]

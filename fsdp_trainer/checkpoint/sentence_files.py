@@ -19,7 +19,6 @@ SETTINGS = "config_sentence_transformers.json"
 
 
 def write_sentence_files(folder: Path, config: ModelConfig, prompts: dict[str, str]) -> None:
-    """Write how texts are embedded: the pooling of their states, their length, and the prompts."""
     for name in filter(None, MODULES):
         (folder / name).mkdir(exist_ok=True)
     modules = [

@@ -165,7 +165,6 @@ def linked_file_of(rank: int, number: int) -> str:
 def places(
     archives: list[Archive], linked: dict[str, LinkedPlace], rank: int
 ) -> Iterator[tuple[MetadataIndex, Any]]:
-    """Yield the location of each archive that a rank writes, in its own file or in a linked one."""
     start = 0
     for archive in archives:
         if place := linked.get(archive.index.fqn):

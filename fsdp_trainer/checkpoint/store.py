@@ -207,7 +207,6 @@ class CheckpointStore:
         self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
     def _complete(self, half: Path, step: int, progress: Json, shards: list[dict]) -> None:
-        """Write all files except shards, the manifest last."""
         self.write_assets(half, progress)
         write_durably(half / PROGRESS, json.dumps(progress, indent=1))
         for name, content in self._shard.descriptions.items():
@@ -380,7 +379,6 @@ class DescribedReader(FileSystemReader):
         self._metadata = description.as_metadata()
 
     def read_metadata(self, *_: Any, **_options: Any) -> Metadata:
-        """Return what the description says."""
         return self._metadata
 
 
@@ -437,7 +435,6 @@ def link_best(link: Path, best: Path) -> None:
 
 
 def unlink_if_dangling(link: Path) -> None:
-    """Remove a link to what is no longer there."""
     if not link.exists():
         link.unlink(missing_ok=True)
 

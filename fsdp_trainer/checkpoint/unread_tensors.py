@@ -61,11 +61,9 @@ class Unread:
 
     @property
     def of_tower(self) -> str:
-        """The number of further tensors as a text, empty without any."""
         return f"{self.images:,} tensors for images" if self.images else ""
 
     def fits(self, vocabulary: int) -> bool:
-        """Return True if an export with so many tokens can have them."""
         return self.vocabulary in (0, vocabulary)
 
 
@@ -142,7 +140,6 @@ def _found_in(model: Decoder, folder: Path) -> Unread | None:
 
 
 def _of_images(model: Decoder, folder: Path) -> int:
-    """Return the number of tensors for images in the folder of a language model that has none."""
     if model.config.by_transformers or not is_whole_model(folder):
         return 0
     if not has_tower(read_config_file(folder / "config.json")):
@@ -210,7 +207,6 @@ def _still_there(model: Decoder, folder: Path) -> Mapping[str, HuggingFaceTensor
 
 
 def _copied(tensor: HuggingFaceTensor, dtype: str | None) -> tuple[TensorOnDisk, TensorOnDisk]:
-    """Return a tensor as an export holds it, and what is read for it."""
     is_number = tensor.number_format in DTYPES and tensor.shape and 0 not in tensor.shape
     size = getattr(tensor, "size", None)  # a Float8Matrix has none
     if size is None or (dtype and is_number):

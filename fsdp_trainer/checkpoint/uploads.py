@@ -50,7 +50,6 @@ class Uploads:
         self.look()
 
     def covers(self, checkpoint: Path) -> bool:
-        """Return True if a checkpoint or a newer one is whole in the mirror."""
         return any(step >= step_of(checkpoint) for step in self._whole)
 
     @property
@@ -108,7 +107,6 @@ class Uploads:
                 self._changed.notify_all()
 
     def _update(self) -> None:
-        """Upload the newest and the best checkpoint, then delete what they replace."""
         committed = committed_checkpoints(self.run)
         if not committed:
             return

@@ -99,7 +99,6 @@ def stacked_matrices(
 
 
 def equal(a: TensorOnDisk, b: TensorOnDisk) -> bool:
-    """Return True if two tensors hold the same numbers. Both are read completely, in pieces."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return all(map(torch.equal, a.pieces(), b.pieces()))

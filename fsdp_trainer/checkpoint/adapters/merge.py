@@ -101,7 +101,6 @@ class MergedStack(TensorOnDisk):
 def merged(
     tensors: Mapping[str, TensorOnDisk], spec: AdapterSpec, config: ModelConfig
 ) -> dict[str, TensorOnDisk]:
-    """Return a model's weights with its adapters merged. tensors: weights and adapters, by name."""
     is_transposed = config.family_spec.clamped_experts
     weights = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     for layer in spec.layers:

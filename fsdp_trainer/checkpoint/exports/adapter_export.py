@@ -177,7 +177,6 @@ def peft_files(
 
 
 def of_task(files: PeftFiles, config: ModelConfig) -> PeftFiles:
-    """Return an adapter as PEFT reads it for what the model is for."""
     if config.pooling:
         return of_bare_model(files)
     if config.scores:
@@ -239,7 +238,6 @@ def saved_parameters(
 
 
 def module_rank(spec: AdapterSpec, layers: list[str]) -> tuple[int, float]:
-    """Return rank and alpha of a matrix's adapter, which joins the adapters of `layers`."""
     if len(layers) == 1:
         return spec.layers[layers[0]]
     rank = sum(spec.layers[layer][0] for layer in layers)

@@ -87,7 +87,6 @@ def require_new_file(out: Path) -> None:
 
 
 def require_number_format(cfg: ExportConfig) -> None:
-    """Raise UserError for a number format that only GGUF has, with another form."""
     if cfg.dtype in GGUF_NUMBERS:
         raise UserError(
             "a Hugging Face folder has torch's number formats",

@@ -211,7 +211,6 @@ def record(source: Path, dtype: str | None, merge_into: str) -> dict[str, Any]:
 
 
 def is_export_of(folder: Path, checkpoint: Path, dtype: str | None) -> bool:
-    """Return True if `folder` is what export_checkpoint would write."""
     recorded = read_origin(folder)
     expected = origin(checkpoint, dtype)
     return bool(recorded) and expected.items() <= recorded.items()

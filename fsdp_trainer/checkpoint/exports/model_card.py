@@ -112,7 +112,6 @@ class ModelCard:
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """Values of the run's keys, by dotted key."""
         tree = checkpoint_configuration(self.checkpoint)
         return {key: reduce(part_of, key.split("."), tree) for key in flatten(TrainConfig)}
 
@@ -136,7 +135,6 @@ class ModelCard:
 
     @property
     def base_id(self) -> str:
-        """The base model's id on the hub, or ""."""
         return self.base_name if "/" in self.base_name else ""
 
     @property
@@ -171,7 +169,6 @@ class ModelCard:
 
     @property
     def summary(self) -> str:
-        """One sentence on what the model is."""
         if not self.base_name:
             return f"A model trained from random weights ({self.method})."
         kind = "An adapter of" if self.is_adapter else "A model fine-tuned from"
@@ -179,7 +176,6 @@ class ModelCard:
 
     @property
     def facts(self) -> Iterator[tuple[str, str]]:
-        """The (name, text) pairs of the table."""
         yield "data", ", ".join(data_names(self.configuration.get("data.path")))
         yield from (("", line) for line in self.data_lines)
         rows, length = (self.configuration.get(f"batch.{k}") for k in ("rows", "seq_len"))
@@ -204,7 +200,6 @@ class ModelCard:
 
     @property
     def results(self) -> dict[str, float]:
-        """The last value of each metric up to the checkpoint's step."""
         results: dict[str, float] = {}
         for line in lines_of(self.run / "metrics.jsonl", LAST_BYTES):
             if line.get("step", math.inf) <= self.step:
@@ -213,7 +208,6 @@ class ModelCard:
 
     @property
     def keys(self) -> str:
-        """A recipe of the keys that decide what was trained and differ from their defaults."""
         chosen: list[dict[str, str]] = []
         tree: dict[str, Any] = {"defaults": chosen}
         options = {group: self.option(group) for group in GROUPS}
@@ -231,7 +225,6 @@ class ModelCard:
         return dump_yaml(tree, width=100).rstrip()
 
     def option(self, group: str) -> tuple[str, dict[str, Any]]:
-        """Return the option of a group that its selector names, and the values that it sets."""
         name = str(self.configuration.get(f"{group}.{SELECTORS.get(group)}"))
         name = FORMATS.get(name, name)
         file = CONF / group / f"{name}.yaml"
@@ -239,7 +232,6 @@ class ModelCard:
 
 
 def part_of(tree: Any, name: str) -> Any:
-    """Return the value under a name of a mapping; None if there is none."""
     return tree.get(name) if isinstance(tree, dict) else None
 
 
@@ -257,7 +249,6 @@ def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, An
 
 
 def data_names(path: Any) -> list[str]:
-    """Return the names of data sets without their folders, with weights where they have some."""
     entries = path if isinstance(path, list) else [path]
     names = []
     for entry in entries:

@@ -99,7 +99,6 @@ def own_weights(
 
 
 def require_names(config: ModelConfig, form: str) -> None:
-    """Raise UserError for a model that the form has no names for."""
     known = MODELS[form]
     if config.by_transformers or config.family not in known:
         reason = f"has no form={form}: only {' '.join(known)} have.\nUse  form=merged"

@@ -47,7 +47,6 @@ def write_export(cfg: ExportConfig) -> int:
 
 
 def require_settings_of_form(cfg: ExportConfig) -> None:
-    """Raise UserError for a setting that only counts with another form."""
     if cfg.form != "merged" and cfg.merge_into != "original":
         raise UserError(
             "nothing is merged in this way",

@@ -126,8 +126,6 @@ def _call(reader: Any) -> None:
 
 
 def _last(count: int) -> Callable[[Any], None]:
-    """Return an instruction that puts the last `count` things on the stack into a list."""
-
     def gather(reader: Any) -> None:
         start = len(reader.stack) - count
         reader.stack[start:] = [reader.stack[start:]]

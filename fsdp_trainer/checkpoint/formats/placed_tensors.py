@@ -82,7 +82,6 @@ def weights_in_places(model: Any, stored: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def some_rows(tensor: TensorOnDisk, place: Any) -> TensorOnDisk:
-    """Return the rows of a tensor at a place. A single number becomes a tensor with one row."""
     if not tensor.shape:
         (chunk,) = tensor.chunks
         one = Chunk(chunk.file, chunk.offset, (slice(0, 1),))
@@ -127,7 +126,6 @@ def one_dtype(name: str, tensors: list[TensorOnDisk]) -> torch.dtype:
 
 
 def as_exported(model: Any, sources: Mapping[str, TensorOnDisk]) -> dict[str, TensorOnDisk]:
-    """Return each weight by name as an export holds it."""
     turned = getattr(model, "transposed_weights", ())
     return {n: transposed(source) if n in turned else source for n, source in sources.items()}
 

@@ -176,7 +176,6 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def row_ranges(first: int, last: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of rows of each piece from `first` to `last`, at least one row each."""
     at_once = max(1, PIECE_BYTES // row_bytes)
     for start in range(first, last, at_once):
         yield start, min(start + at_once, last)

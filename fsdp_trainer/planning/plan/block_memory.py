@@ -59,7 +59,6 @@ class BlockTracer:
         self._known: dict[tuple, TracedPart] = {}
 
     def block(self, i: int) -> TracedPart:
-        """Return the memory of a block."""
         recompute = self.model.checkpointing
         if recompute.mode == "budget":  # keeps no less
             return self._traced(i, "full")

@@ -82,7 +82,6 @@ class Candidate:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the ranks."""
         return Layout(self.cfg.sharding, self.world, self.cfg.batch)
 
     @property
@@ -137,7 +136,6 @@ def set_key(key: str, value: Any, reason: str, effect: Effect = Effect.TIME) -> 
 
 
 def recompute_more(run: Candidate) -> Iterator[Change]:
-    """Yield kinds of activation checkpointing that keep less."""
     key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
     if mode not in ("full", "selective"):
         reason = "all but attention and every second product is computed again"
@@ -150,14 +148,12 @@ def recompute_more(run: Candidate) -> Iterator[Change]:
 
 
 def offload_activations(run: Candidate) -> Iterator[Change]:
-    """Yield activation offloading to host memory."""
     if run.on_gpu and not run.cfg.activation_checkpoint.offload:
         reason = "what blocks keep for backward waits in host memory"
         yield set_key("activation_checkpoint.offload", True, reason)
 
 
 def fewer_rows(run: Candidate) -> Iterator[Change]:
-    """Yield smaller micro-batches."""
     for rows in sorted(halves(run.cfg.batch.micro_rows)):
         yield set_key("batch.micro_rows", rows, "more micro-batches, more communication")
 
@@ -199,7 +195,6 @@ def divide_experts(run: Candidate) -> Iterator[Change]:
 
 
 def gather_less(run: Candidate) -> Iterator[Change]:
-    """Yield ways to have fewer gathered parameters or unsharded gradients at a time."""
     sharding = run.cfg.sharding
     if sharding.strategy != "ddp" and (run.keeps_gathered or run.layout.copy_ranks):
         reason = "blocks are gathered again in backward"
@@ -214,7 +209,6 @@ def gather_less(run: Candidate) -> Iterator[Change]:
 
 
 def offload_states(run: Candidate) -> Iterator[Change]:
-    """Yield offloading of weights and optimizer state to host memory."""
     sharding, offload = run.cfg.sharding, run.cfg.optim.offload
     if not run.on_gpu or sharding.strategy == "ddp":
         return
@@ -233,14 +227,12 @@ def offload_states(run: Candidate) -> Iterator[Change]:
 
 
 def smaller_head_chunks(run: Candidate) -> Iterator[Change]:
-    """Yield smaller chunks of logits."""
     if run.on_gpu and (run.cfg.loss.chunk_mib or math.inf) > SMALLEST_CHUNK_MIB:
         reason = "the head's products are smaller; the time that this costs is not counted"
         yield set_key("loss.chunk_mib", SMALLEST_CHUNK_MIB, reason)
 
 
 def smaller_moments(run: Candidate) -> Iterator[Change]:
-    """Yield smaller formats of the optimizer's moments."""
     key, stored = "optim.state_dtype", moments_format(run.cfg.optim, run.cfg.precision.master_dtype)
     spec = run.cfg.optim.spec
     if stored == "float32":
@@ -251,7 +243,6 @@ def smaller_moments(run: Candidate) -> Iterator[Change]:
 
 
 def one_moment(run: Candidate) -> Iterator[Change]:
-    """Yield an optimizer with one moment for matrices, if the model is trained from scratch."""
     other = run.cfg.optim.spec.with_fewer_moments
     if other and run.cfg.model.init_from is None:
         reason = "one moment of the blocks' matrices in place of two: other steps"
@@ -259,7 +250,6 @@ def one_moment(run: Candidate) -> Iterator[Change]:
 
 
 def shorter_numbers(run: Candidate) -> Iterator[Change]:
-    """Yield smaller formats of computation, weights and gradients."""
     precision = run.cfg.precision
     mixed = {
         "precision.param_dtype": "bfloat16",
@@ -282,7 +272,6 @@ def shorter_numbers(run: Candidate) -> Iterator[Change]:
 
 
 def shorter_rows(run: Candidate) -> Iterator[Change]:
-    """Yield rows of a half and a quarter of the tokens."""
     for length in (run.cfg.batch.seq_len // 2, run.cfg.batch.seq_len // 4):
         if length >= SHORTEST_ROW:
             reason = "fewer tokens a step: another training"
@@ -290,14 +279,12 @@ def shorter_rows(run: Candidate) -> Iterator[Change]:
 
 
 def compile_blocks(run: Candidate) -> Iterator[Change]:
-    """Yield compilation of the blocks."""
     if run.on_gpu and not run.cfg.compile.enabled:
         reason = "blocks are compiled, which takes a minute or so first"
         yield Change("compile=enabled", {"compile.enabled": True}, reason)
 
 
 def recompute_less(run: Candidate) -> Iterator[Change]:
-    """Yield kinds of activation checkpointing that keep more."""
     key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
     if mode != "none":
         reason = "backward computes nothing again"
@@ -308,7 +295,6 @@ def recompute_less(run: Candidate) -> Iterator[Change]:
 
 
 def keep_activations(run: Candidate) -> Iterator[Change]:
-    """Yield activations that stay on the device."""
     if run.cfg.activation_checkpoint.offload:
         reason = "nothing is copied to the host and back"
         yield set_key("activation_checkpoint.offload", False, reason)
@@ -358,7 +344,6 @@ def gather_more(run: Candidate) -> Iterator[Change]:
 
 
 def published_id(size: str) -> str | None:
-    """Return the id on the hub of a named size, None if its file has none."""
     file = find_file(f"model/{size}")
     written = re.search(r"\(([\w.-]+/[\w.-]+)\)", file.read_text()) if file else None
     return written and written[1]
@@ -416,5 +401,4 @@ FINE_TUNING: Table = (adapters,)
 
 
 def changes_of(run: Candidate, table: Table) -> list[Change]:
-    """Return the changes of a table that are possible for a run."""
     return [change for changes in table for change in changes(run)]

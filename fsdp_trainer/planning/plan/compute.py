@@ -168,7 +168,6 @@ def compiled(name: str, size: float, scaled: bool) -> tuple[str, float]:
 
 
 def head_work(model: PlannedModel) -> Work:
-    """Return the work of the head in a micro-batch."""
     config, tokens = model.part.shape, model.layout.tokens
     columns = model.config.scores or config.vocab_size
     product = 2.0 * (1 + config.mtp_heads) * config.embedding_rows * config.hidden_size * tokens

@@ -46,7 +46,6 @@ class EvenRanks(ExpertRanks):
         """Do nothing: the values of tensors do not matter."""
 
     def row_numbers(self, counts: Tensor, received: Tensor) -> list[list[int]]:
-        """Return the rows sent to and received from each rank, both divided evenly."""
         return [
             even_parts(self.rows, self.size),
             even_parts(round(self.rows * self.load), self.size),

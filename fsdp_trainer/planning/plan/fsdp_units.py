@@ -39,7 +39,6 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, precision: Precision, adapter: Adapter) -> "Sizes":
-        """Return the configured sizes."""
         frozen = frozen_dtype(precision, adapter if adapter.name != "none" else None)
         names = precision.master_dtype, frozen, precision.param_dtype
         return cls(*(getattr(torch, name).itemsize for name in names))
@@ -93,7 +92,6 @@ class FsdpUnit(NamedTuple):
 
 
 def _of_one(parameter: Tensor, numbers: tuple[int, int], sizes: Sizes, shards: int) -> FsdpUnit:
-    """Return the unit of one parameter. numbers: size when gathered, and the same with padding."""
     own, padded = numbers
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
@@ -104,7 +102,6 @@ def _of_one(parameter: Tensor, numbers: tuple[int, int], sizes: Sizes, shards: i
 
 
 def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
-    """Combine several units into one."""
     return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
 
 
@@ -120,7 +117,6 @@ class BlockKind:
 
     @cached_property
     def is_trained(self) -> bool:
-        """True if any parameter is trained."""
         return any(parameter.requires_grad for parameter in self.block.parameters())
 
 
@@ -158,7 +154,6 @@ class ModelParts:
 
     @cached_property
     def trains_images(self) -> bool:
-        """True if anything of a tower for images, or of its projector, is trained."""
         return any(parameter.requires_grad for unit in self.tower for parameter in unit)
 
     @property
@@ -191,7 +186,6 @@ class ModelParts:
 
     @cached_property
     def work(self) -> TrainedWork:
-        """The arithmetic of a step."""
         return trained_work(self.model)
 
     def input_has_gradient(self, block: int) -> bool:
@@ -200,7 +194,6 @@ class ModelParts:
 
     @cached_property
     def counted(self) -> CountedModel:
-        """The numbers of the weights, by kind."""
         return CountedModel.of(self.model)
 
     def remembered(self, key: str, compute: Callable[[], T]) -> T:
@@ -257,18 +250,15 @@ class ModelUnits:
 
     @cached_property
     def all_blocks(self) -> FsdpUnit:
-        """All blocks as one unit."""
         return sum_of(self.blocks)
 
     @cached_property
     def all(self) -> FsdpUnit:
-        """The complete model as one unit."""
         ends = [self.last] if self.tied else [self.first, self.last]
         return sum_of([*self.blocks, *self.tower, *ends])
 
     @cached_property
     def all_images(self) -> FsdpUnit:
-        """The tower for images as one unit."""
         return sum_of(self.tower)
 
 

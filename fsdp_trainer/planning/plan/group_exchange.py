@@ -45,7 +45,6 @@ class GroupExchange:
         return cls(groups, number, replicas.every, replicas.delay, rate)
 
     def batch_of_one(self, batch: Batch) -> Batch:
-        """Return the batch with the rows of a step that one group computes."""
         return replace(batch, rows=math.ceil(batch.rows / self.groups))
 
     def sent(self, own: float) -> float:

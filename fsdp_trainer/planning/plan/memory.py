@@ -147,7 +147,6 @@ def summed(
 
 
 def least_of_run(run: PlannedRun) -> LeastMemory:
-    """Return what the memory check knows of a run, remembered for other batches."""
     model = run.model
     setup = StateSetup(model.layout, model.precision, model.optim, model.adapter, run.averages)
     return model.whole.remembered(
@@ -222,7 +221,6 @@ class RankMemory:
         return trace_blocks(plain, self.device, self.load)[0][self.stages.blocks[-1]].saved
 
     def moments(self) -> Iterator[Moment]:
-        """Yield moments of a step, of which each phase has at least one."""
         for one in self.scoring:
             when = f"the forward of the reward {one.title}"
             yield self._moment(PHASES[0], when, activations=one.activations(self.device))
@@ -250,14 +248,12 @@ class RankMemory:
         yield self._moment("update", "optimizer step", gradients=gradients)
 
     def _moment(self, phase: str, when: str, **held: float) -> Moment:
-        """Return a moment at which the rank holds this in addition to its states."""
         names = [*self.states, *(name for name in held if name not in self.states)]
         sizes = {name: self.states.get(name, 0.0) + held.get(name, 0.0) for name in names}
         return Moment(when, sizes, phase)
 
     @property
     def _summed_before(self) -> float:
-        """Bytes of the gradients of earlier micro-batches."""
         layout, sharding = self.layout, self.layout.sharding
         if layout.batch.rows <= layout.batch.micro_rows * layout.batch_ranks:
             return 0.0

@@ -62,7 +62,6 @@ class Group(NamedTuple):
 
     @property
     def elsewhere(self) -> float:
-        """Share of a rank's other members that are on other nodes."""
         return (self.ranks - self.on_node) / max(1, self.ranks - 1)
 
 
@@ -86,7 +85,6 @@ class RankGroups:
 
     @classmethod
     def of(cls, layout: Layout, per_node: int) -> "RankGroups":
-        """Return the groups of a layout on nodes with `per_node` ranks each."""
         sizes, shards = layout.sizes, layout.fsdp_ranks
         tensor, context, replicas = sizes["tensor"], sizes["context"], sizes["replicate"]
         experts, expert_shards = layout.expert_sizes["expert"], layout.expert_sizes["eshard"]
@@ -207,7 +205,6 @@ class PlannedMessages:
         yield from self._others()
 
     def _gathered(self) -> Iterator[Message]:
-        """Yield the gathers of weights."""
         units, model, layout = self.units, self.model, self.layout
         factor = BYTES / model.number if layout.encodes_weights else 1.0
         # blocks may be gathered in float8; a second copy is of numbers that were decoded once
@@ -258,7 +255,6 @@ class PlannedMessages:
             yield Message(IN_MEMORY, lane, unit.gathered / model.number * DECODING * times)
 
     def _reduced(self) -> Iterator[Message]:
-        """Yield the reductions of gradients."""
         units, model, layout = self.units, self.model, self.layout
         number = BYTES if layout.encodes_gradients else model.reduced_number
         times = 1 if layout.reduces_once else self.count
@@ -317,7 +313,6 @@ class PlannedMessages:
         yield from self._halves("expert", WAITED, group.ranks, sent, sent * group.elsewhere)
 
     def _context(self) -> Iterator[Message]:
-        """Yield the messages of a context group: forward, recomputation and backward."""
         model, group = self.model, self.groups.context
         if group.ranks == 1:
             return
@@ -335,7 +330,6 @@ class PlannedMessages:
         yield from self._halves("context", WAITED, group.ranks, sent, across)
 
     def _others(self) -> Iterator[Message]:
-        """Yield messages to other groups of ranks, of Muon's owners, and between stages."""
         run, layout, stages = self.run, self.layout, self.stages
         per_node, ranks = self.device.linked_gpus, layout.stage_ranks
         if run.exchange.groups > 1:
@@ -367,11 +361,9 @@ class PlannedMessages:
     def _halves(
         self, dimension: str, lane: str, ranks: int, sent: float, across: float
     ) -> Iterator[Message]:
-        """Yield the messages of an exchange, there and back."""
         for reduces in (False, True):
             yield Message(dimension, lane, sent / 2, across / 2, reduces, ranks)
 
 
 def updates_on_host(model: PlannedModel) -> bool:
-    """Return True if the host updates the weights."""
     return model.layout.sharding.cpu_offload or model.optim.offload != "none"

@@ -29,7 +29,6 @@ class RankStages(NamedTuple):
 
 
 def stages_of_all(whole: ModelParts, layout: Layout) -> list[RankStages]:
-    """Return the part of each rank of a pipeline; without a pipeline, the whole model."""
     stages = layout.stages
     if stages.ranks == 1:
         return [RankStages(tuple(range(len(whole.kind_of))))]

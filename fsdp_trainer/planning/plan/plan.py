@@ -71,7 +71,6 @@ class RunPlan:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of a device, in bytes."""
         return self.device.memory_gib * GIB
 
     @property
@@ -81,7 +80,6 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """True if a device has enough memory for the peak."""
         return self.peak_bytes <= self.memory_bytes
 
     @property
@@ -91,12 +89,10 @@ class RunPlan:
 
     @property
     def host_bytes_per_node(self) -> float:
-        """Bytes of host memory that all ranks of a node use together."""
         return self.memory.host * min(self.world_size, self.device.per_node)
 
     @property
     def host_fits(self) -> bool:
-        """True if most nodes have enough host memory."""
         return self.host_bytes_per_node <= self.host_limit_gib * GIB
 
     @property
@@ -133,12 +129,10 @@ class RunPlan:
 
     @property
     def devices(self) -> int:
-        """Number of devices of all groups."""
         return self.world_size * self.groups
 
     @property
     def checkpoint_seconds(self) -> float:
-        """Seconds to write a checkpoint, with all nodes writing at the same time."""
         nodes = max(1, self.world_size // self.device.per_node)
         return self.checkpoint / (self.device.disk * nodes)
 
@@ -185,7 +179,6 @@ def make_plan(
 
 
 def scored_by(run: PlannedRun, device: Device) -> Iterator[ScoredBy]:
-    """Yield what each reward model of a run needs."""
     for one in run.scoring:
         fast, slow = (one.seconds(device, best) for best in (True, False))
         yield ScoredBy(one.title, one.weights, (fast, slow))

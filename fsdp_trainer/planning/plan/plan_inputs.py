@@ -118,7 +118,6 @@ def _named_size(model: Model) -> tuple[Model, str]:
 
 
 def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
-    """Return the size of the vocabulary, and where it is from. size: value of model.name."""
     path = cfg.tokenizer.path
     if path and (path == quickstart_data.TOKENIZER or Path(path).exists()):
         # imported here because it imports packages that most plans do not need
@@ -133,7 +132,6 @@ def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
 
 
 def published_vocabulary(size: str) -> int | None:
-    """Return the tokens that a named size was published with, None if that is not known."""
     file = find_file(f"model/{size}")
     text = file.read_text() if file else ""
     published = re.search(r"published vocabulary of ([\d,]+)", text)

@@ -78,7 +78,6 @@ class PlannedModel:
 
     @cached_property
     def tower(self) -> PlannedTower | None:
-        """The tower for images, None without."""
         dtype = self.precision.param_dtype
         return PlannedTower.of(self.own, self.image_share, self.layout, dtype, self.checkpointing)
 
@@ -89,15 +88,12 @@ class PlannedModel:
 
     @property
     def number(self) -> int:
-        """Bytes of a number in computation."""
         return self.sizes.compute
 
     @property
     def reduced_number(self) -> int:
-        """Bytes of a number in the messages of gradients."""
         return getattr(torch, self.precision.reduce_dtype).itemsize
 
     @property
     def stored_number(self) -> int:
-        """Bytes of a number in a trained weight."""
         return self.sizes.master

@@ -63,12 +63,10 @@ class PlannedRun:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the ranks."""
         return self.model.layout
 
     @property
     def teacher_in_memory(self) -> PlannedTeacher | None:
-        """The teacher or reference model, None also if its lists are stored."""
         return None if self.teacher is None or self.teacher.is_stored else self.teacher
 
     @property
@@ -78,5 +76,4 @@ class PlannedRun:
 
     @property
     def stages_of_all(self) -> list[RankStages]:
-        """The stages of each rank of a pipeline; without a pipeline, the whole model."""
         return stages_of_all(self.model.whole, self.layout)

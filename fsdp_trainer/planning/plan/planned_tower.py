@@ -86,7 +86,6 @@ class PlannedTower:
 
     @property
     def patches(self) -> int:
-        """Patches of a micro-batch."""
         return max(1, round(self.tokens * self.sizes.per_token))
 
     @property
@@ -169,6 +168,5 @@ class PlannedTower:
 
 
 def numbers_of(weights: Iterable[Tensor]) -> tuple[int, int]:
-    """Return how many numbers some weights have, and how many of them are trained."""
     sizes = [(weight.numel(), weight.numel() * weight.requires_grad) for weight in weights]
     return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

@@ -54,7 +54,6 @@ class Rollouts:
 
 
 def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with batch.rows set to the number of packed rows that answers fill in a step."""
     if not cfg.objective.method.samples:
         return cfg
     each = answer_tokens(cfg.objective, cfg.batch.seq_len)

@@ -43,7 +43,6 @@ class ScoringModel(NamedTuple):
 
     @property
     def weights(self) -> float:
-        """Bytes of its weights, on the device of every rank."""
         return float(self.model.config.parameters() * self.model.number)
 
     def activations(self, device: str) -> float:
@@ -59,7 +58,6 @@ class ScoringModel(NamedTuple):
 
 
 def scoring_models(cfg: TrainConfig, world: int, known: KnownModels) -> tuple[ScoringModel, ...]:
-    """Return the reward models whose architecture is on this disk, as each of `world` ranks has."""
     there = [reward for reward, is_there in _model_rewards(cfg.objective) if is_there]
     if not there:
         return ()
@@ -74,7 +72,6 @@ def scoring_models(cfg: TrainConfig, world: int, known: KnownModels) -> tuple[Sc
 
 
 def uncounted(choice: ObjectiveChoice) -> list[str]:
-    """Return a sentence for each reward model whose size is not known."""
     return [
         f"the reward model {reward.source} is not on this disk: its memory and time are not counted"
         for reward, is_there in _model_rewards(choice)
@@ -83,7 +80,6 @@ def uncounted(choice: ObjectiveChoice) -> list[str]:
 
 
 def _model_rewards(choice: ObjectiveChoice) -> Iterator[tuple[ModelReward, bool]]:
-    """Yield each reward model of a run, and whether its architecture is on this disk."""
     if not choice.method.samples:
         return
     for reward in make_rewards(choice.rewards):
@@ -93,7 +89,6 @@ def _model_rewards(choice: ObjectiveChoice) -> Iterator[tuple[ModelReward, bool]
 
 
 def _on_one_rank(reward: ModelReward, width: int, known: KnownModels) -> PlannedModel:
-    """Return a reward model on one rank, whose batch is a row of `width` tokens."""
     source = str(reward.source)
     own = replace(
         TrainConfig(),

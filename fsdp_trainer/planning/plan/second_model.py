@@ -100,7 +100,6 @@ def list_bytes(choice: ObjectiveChoice) -> int:
 
 
 def teacher_units(model: PlannedModel) -> TeacherUnits:
-    """Return a teacher's units on a rank."""
     layout = model.layout
     units = model.own.units(model.sizes, layout.sharding, layout.fsdp_ranks)
     return TeacherUnits(

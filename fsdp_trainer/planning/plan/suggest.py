@@ -162,7 +162,6 @@ def larger_world(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 
 
 def usual_changes(run: Candidate) -> list[Change]:
-    """Return combinations of the USUAL changes, the shortest first."""
     by_name = {change.override.split()[0]: change for change in changes_of(run, SMALLER)}
     usual = [by_name[name] for name in USUAL if name in by_name]
     groups = [group for count in range(len(usual) + 1) for group in combinations(usual, count)]
@@ -197,12 +196,10 @@ def smallest_world(run: Candidate) -> int | None:
 
 
 def with_adapters(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return the adapters with which the run fits, each with as few usual changes as possible."""
     return with_usual(run, plan, changes_of(run, FINE_TUNING))
 
 
 def with_usual(run: Candidate, plan: RunPlan, ways: Iterable[Change]) -> list[Suggestion]:
-    """Return the changes with which the run fits, each with as few usual changes as possible."""
     suggestions = []
     for way in ways:
         changes = [together(way, usual) for usual in usual_changes(run)]

@@ -124,7 +124,6 @@ class Times(NamedTuple):
         }
 
     def scaled(self, factor: float) -> "Times":
-        """Return times in which everything takes `factor` times as long."""
         figures = {name: factor * value for name, value in self.figures.items()}
         parts = {name: factor * value for name, value in self.parts.items()}
         return Times(**figures, parts=parts, work=self.work)
@@ -177,7 +176,6 @@ class StageTimes:
     recorded_work: Work | None = None
 
     def times(self) -> Times:
-        """Return the times of the step."""
         model, layout, compute = self.run.model, self.run.layout, self.compute
         count, lanes, links = layout.micro_batches, self.lanes, LINKS[self.best]
         exposed = self.forward_exposed + self.backward_exposed + self.moving_exposed
@@ -213,12 +211,10 @@ class StageTimes:
 
     @cached_property
     def groups(self) -> RankGroups:
-        """The groups in which the rank communicates."""
         return RankGroups.of(self.run.layout, self.device.linked_gpus)
 
     @cached_property
     def lanes(self) -> dict[str, float]:
-        """Seconds of a step's messages by lane."""
         seconds: dict[str, float] = defaultdict(float)
         messages = list(PlannedMessages(self.run, self.stages, self.device))
         if self.recorded is not None:  # without copies to the host
@@ -244,7 +240,6 @@ class StageTimes:
 
     @cached_property
     def work(self) -> Work:
-        """The work of a step."""
         model, count = self.run.model, self.run.layout.micro_batches
         if self.recorded_work is None:
             work = planned_work(model, self.stages.blocks, self.stages.is_last, self.load)
@@ -254,13 +249,11 @@ class StageTimes:
 
     @cached_property
     def compute(self) -> Seconds:
-        """The computation of a micro-batch."""
         whole = seconds_of(self.work, self.each)
         return Seconds(*(seconds / self.run.layout.micro_batches for seconds in whole))
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step's computation by what is computed."""
         parts = dict.fromkeys(PARTS.values(), 0.0)
         for kind, seconds in self.each.items():
             for phase in (FORWARD, BACKWARD):
@@ -269,7 +262,6 @@ class StageTimes:
 
     @property
     def gathers(self) -> int:
-        """Number of times that a step gathers the weights."""
         return 1 if self.run.layout.gathers_once else self.run.layout.micro_batches
 
     @property
@@ -279,7 +271,6 @@ class StageTimes:
 
     @property
     def forward_exposed(self) -> float:
-        """Seconds of a step's gathers that forward does not hide."""
         passes, unit = self.gathers * self.forwards, self.of_one_unit
         first, blocks, last = (self.lanes[lane] / passes for lane in (FIRST, BLOCKS, LAST))
         behind = max(0.0, blocks * (1 - unit) + last - self.compute.forward)

@@ -113,13 +113,11 @@ def amount_of(func: Any, args: Any, kwargs: Any, out: Any) -> Amount:
 
 
 def named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return an operator's arguments by name."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def attention_operations(func: Any, given: Mapping[str, Any]) -> float:
-    """Return the operations of attention. given: its arguments by name."""
     query, key = given["query"], given["key"]
     if "max_q" in given:  # documents of one length after each other
         tokens, heads, width = query.shape
@@ -146,7 +144,6 @@ def visible_pairs(length: int, window: int | None) -> float:
 
 @lru_cache
 def written_arguments(func: Any) -> frozenset[str]:
-    """Return the names of the arguments that an operator writes to."""
     each = func._schema.arguments
     return frozenset(a.name for a in each if a.alias_info is not None and a.alias_info.is_write)
 
@@ -172,7 +169,6 @@ def moved_bytes(func: Any, given: Mapping[str, Any], out: Any) -> float:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in an argument or a result."""
     return [each for each in tree_iter(value) if isinstance(each, Tensor)]
 
 
@@ -189,11 +185,9 @@ def bytes_of(tensor: Tensor) -> float:
 
 
 def added(work: Mapping[str, float], more: Mapping[str, float], times: float = 1.0) -> Work:
-    """Return work with `times` other work."""
     names = dict.fromkeys([*work, *more])
     return {name: work.get(name, 0.0) + times * more.get(name, 0.0) for name in names}
 
 
 def grown_work(few: Mapping[str, float], more: Mapping[str, float], times: float) -> Work:
-    """Return work to which the difference to other work is added `times`."""
     return added(added(few, few, -times), more, times)

@@ -103,8 +103,6 @@ def stand_ins_for_cuda(device: str) -> Iterator[AbstractContextManager[Any]]:
 
 
 def with_real_tensors(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that computes with real tensors, not fake ones."""
-
     def call(*args: Any, **options: Any) -> T:
         with unset_fake_temporarily():
             return function(*args, **options)
@@ -130,7 +128,6 @@ def layouts_of_all(
 
 
 def part_at(parameter: Tensor, position: dict[str, int]) -> Part:
-    """Return the part of a stack of matrices on the rank at a position in the meshes."""
     shape: Sequence[int] = parameter.shape
     starts: Sequence[int] = [0] * len(shape)
     if isinstance(parameter, DTensor):

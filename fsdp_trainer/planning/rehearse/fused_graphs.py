@@ -129,5 +129,4 @@ def is_view(node: fx.Node) -> bool:
 
 
 def packet_of(node: fx.Node) -> Any:
-    """Return the operator that a node calls, without its overload."""
     return getattr(node.target, "overloadpacket", None)

@@ -74,7 +74,6 @@ def positions_of(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def representatives(layout: Layout, stages: Sequence[int]) -> Iterator[int]:
-    """Yield the ranks whose kinds are rehearsed."""
     sizes = layout.sizes
     for stage in sorted({stages.index(kind) for kind in stages}):
         yield _rank(sizes, pipeline=stage)

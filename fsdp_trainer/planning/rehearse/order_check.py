@@ -62,7 +62,6 @@ def _of_pair(one: RankStep, other: RankStep) -> Iterator[Mismatch]:
 def _first(
     group: str, ranks: tuple[int, int], one: Sequence[Collective], other: Sequence[Collective]
 ) -> Iterator[Mismatch]:
-    """Yield the first collective in which two sequences differ, if there is any."""
     for number, (first, second) in enumerate(zip_longest(one, other), 1):
         if _said(first) != _said(second):
             yield Mismatch(group, ranks, number, first, second)

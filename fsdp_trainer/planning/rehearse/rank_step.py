@@ -119,7 +119,6 @@ class RankParts:
 
     @property
     def models(self) -> list[Decoder]:
-        """The model in training, and second models in memory."""
         return [self.model, *(frozen.model for frozen in self.method.frozen_models)]
 
     def step(self, watch: AbstractContextManager[Any]) -> RankStep:
@@ -170,7 +169,6 @@ class RankParts:
         )
 
     def _gather_second_models(self) -> None:
-        """Gather those that stay gathered, as the first step of a run does, and no other one."""
         for frozen in self.method.frozen_models:
             for module in fsdp_modules(frozen.model) if frozen.stays_gathered else []:
                 module.unshard()
@@ -203,7 +201,6 @@ class RankParts:
         return outer
 
     def _runner(self, optimizer: TrainerOptimizer) -> StepRunner:
-        """Return what runs the step."""
         setup, cfg = self.setup, self.run.cfg
         loss_scale = new_loss_scale(cfg.precision, self.device)
         forward_backward = build_step(setup, self.method, self.model, [""], loss_scale)
@@ -213,7 +210,6 @@ class RankParts:
         )
 
     def _batches(self) -> RehearsedBatches:
-        """Return the micro-batches of this rank."""
         run, cfg = self.run, self.run.cfg
         part = run.config.on_tensor_rank(cfg.sharding.tensor)
         method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
@@ -229,7 +225,6 @@ class RankParts:
         marks: list[int],
         worked: list[Work],
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, and note what collectives and what work came before each."""
         for batch in batches:
             marks.append(len(recorder.collectives))
             worked.append(dict(recorder.work))
@@ -291,7 +286,6 @@ def make_states(optimizer: TrainerOptimizer) -> None:
 def hold_states(
     models: Sequence[Decoder], optimizer: TrainerOptimizer, recorder: StepRecorder
 ) -> None:
-    """Count parameters, buffers and the optimizer's state."""
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.add(tensor.detach(), "parameters")

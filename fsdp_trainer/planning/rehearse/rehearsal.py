@@ -64,7 +64,6 @@ class RehearsedKind:
 
     @property
     def peak(self) -> int:
-        """Bytes of tensors at the peak."""
         return self.step.peak.total if self.step else 0
 
     def dimension(self, one: Collective) -> str:
@@ -88,7 +87,6 @@ class RehearsedKind:
 
     @property
     def calls(self) -> dict[Collective, int]:
-        """Calls of each collective, in forward and backward together."""
         calls: Counter[Collective] = Counter()
         for one, count in self.counts.items():
             calls[one._replace(backward=False)] += count
@@ -131,7 +129,6 @@ class Rehearsal:
 
     @property
     def largest(self) -> RehearsedKind:
-        """The kind with the largest peak."""
         return max(self.kinds, key=lambda one: one.peak)
 
     @property
@@ -264,7 +261,6 @@ def described(error: Exception) -> str:
 
 
 def sizeless(one: Collective) -> Collective:
-    """Return a collective without its bytes."""
     return one._replace(bytes=0, sent=0.0)
 
 
@@ -283,5 +279,4 @@ def _across(one: Collective, rank: int, per_node: int) -> float:
 
 
 def _on_node(ranks: Iterable[int], node: int, per_node: int) -> int:
-    """Return how many of some ranks are on a node."""
     return sum(rank // per_node == node for rank in ranks)

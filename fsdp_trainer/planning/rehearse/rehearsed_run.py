@@ -53,12 +53,10 @@ class Rehearsed:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the ranks."""
         return Layout(self.cfg.sharding, self.world, self.cfg.batch)
 
     @property
     def states_on_host(self) -> bool:
-        """True if the states of the model in training are not on the device."""
         return self.cfg.sharding.cpu_offload or self.cfg.optim.offload != "none"
 
     def expert_rows(self, length: int) -> int:
@@ -73,14 +71,12 @@ class Rehearsed:
         return tokens * self.config.num_experts_per_tok
 
     def with_micro_batches(self, count: int) -> "Rehearsed":
-        """Return the run with this number of micro-batches in a step."""
         rows = count * self.cfg.batch.micro_rows * self.layout.batch_ranks
         return replace(self, cfg=replace(self.cfg, batch=replace(self.cfg.batch, rows=rows)))
 
 
 @contextmanager
 def folder_of_second(config: ModelConfig | None) -> Iterator[Path | None]:
-    """Make a folder with the architecture of a second model; None if there is none."""
     if config is None:
         yield None
         return

@@ -45,7 +45,6 @@ class RehearsedBatches(StepBatches):
 
     @property
     def data_missing(self) -> bool:
-        """Return False: there is no data."""
         return False
 
     @property
@@ -89,7 +88,6 @@ def lengths_of_rows(choice: ObjectiveChoice, rows: int, seq_len: int) -> list[li
 
 
 def plan_of_step(count: int, rows: Rows) -> StepPlan:
-    """Return the plan of a step of `count` rows like these."""
     times = count // len(rows.documents)
     tokens = sum(map(sum, rows.documents)) * times
     supervised = int((rows.labels != -100).sum()) * times
@@ -98,7 +96,6 @@ def plan_of_step(count: int, rows: Rows) -> StepPlan:
 
 
 def full_rows(batch: Batch, choice: ObjectiveChoice) -> Rows:
-    """Return the full rows of a micro-batch."""
     count, length = batch.micro_rows, batch.seq_len
     return whole_rows(choice, lengths_of_rows(choice, count, length), length)
 

@@ -120,7 +120,6 @@ def with_blocks(config: ModelConfig, count: int) -> ModelConfig:
 
 
 def stages_of(whole: ModelParts, layout: Layout) -> list[list[int]]:
-    """Return the numbers of the blocks of each stage; without a pipeline, of one."""
     if layout.stages.ranks == 1:
         return [list(range(len(whole.kind_of)))]
     return pipeline.blocks_by_stage(whole.model, layout.stages.count)
@@ -302,6 +301,5 @@ def extended_counts(
 
 
 def grown_message(one: Collective, longer: Collective, times: int) -> Collective:
-    """Return a message to which the difference of a longer one is added `times`."""
     size = one.bytes + times * (longer.bytes - one.bytes)
     return one._replace(bytes=size, sent=one.sent + times * (longer.sent - one.sent))

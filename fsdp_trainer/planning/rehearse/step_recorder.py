@@ -162,7 +162,6 @@ class StepRecorder(WorkCounter):
 
     @contextmanager
     def _within(self, name: str, gathers: bool = False) -> Iterator[None]:
-        """Count what follows as the communication of the unit `name`."""
         before = self._unit, self._gathers
         self._unit, self._gathers = name or ROOT, gathers
         try:

@@ -56,14 +56,12 @@ class Report:
         self.settled.add(key)
 
     def close(self) -> None:
-        """Raise a UserError with all problems, if there are any."""
         if self.problems:
             count = "a problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise UserError(f"{count} in the configuration", self.problems)
 
 
 def value_of(cfg: Any, key: str) -> Any:
-    """Return the value of a dotted key; None if the configuration has no such key."""
     for name in key.split("."):
         cfg = getattr(cfg, name, None)
     return cfg
@@ -100,7 +98,6 @@ def as_value(value: Any) -> str:
 
 
 def describe(kind: Any) -> str:
-    """Return a field's type in words."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join(map(describe, inside))
@@ -120,7 +117,6 @@ def takes_text(kind: Any) -> bool:
 
 
 def limits(f: Field) -> str:
-    """Return a field's choices or bounds in words; "" if there are none."""
     if f.metadata["choices"]:
         own = ["FILE.py:NAME"] if f.metadata["part"] else []
         return ", ".join([*map(as_text, f.metadata["choices"]), *own])

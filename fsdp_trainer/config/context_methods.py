@@ -74,7 +74,6 @@ def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: boo
 
 
 def context_method(sharding: Sharding, row: int, part: RankHeads) -> ContextChoice:
-    """Choose the method for a model and rows of `row` tokens."""
     return choose_context_method(sharding, part.query_heads, row, part.has_softcap)
 
 

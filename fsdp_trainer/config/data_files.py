@@ -116,7 +116,6 @@ def kind(file: str | Path) -> tuple[str, str | None]:
 
 
 def _suffix(name: str) -> str:
-    """Return the suffix of a name, ignoring that of its compression."""
     path = Path(name)
     return (Path(path.stem) if path.suffix.lower() in COMPRESSED else path).suffix.lower()
 
@@ -134,12 +133,10 @@ def _kind_by_content(path: Path) -> tuple[str, str | None] | None:
 
 
 def _starting(head: bytes, names: dict[bytes, str]) -> str | None:
-    """Return the name of the magic bytes that `head` starts with, or None."""
     return next((name for magic, name in names.items() if head.startswith(magic)), None)
 
 
 def stem(path: str | Path) -> str:
-    """Return a file's name without the suffixes of its kind and compression."""
     name, (suffix, compression) = Path(place(str(path))).name, kind(path)
     ending = (suffix if suffix in KINDS else "") + (compression or "")
     ending += "d" if name.endswith(".zstd") else ""
@@ -210,7 +207,6 @@ def _files_of_glob(path: str) -> list[str]:
 
 
 def _data_matches(path: str) -> list[str]:
-    """Return the sorted matches of a path, of a glob without those that describe other files."""
     matches = sorted(set(_matches(path)))
     if not has_magic(path):
         return matches
@@ -257,7 +253,6 @@ def _matches(path: str) -> Iterator[str]:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Yield the files in a folder and its subfolders."""
     return (
         entry.path
         for within in _folders(folder)
@@ -315,7 +310,6 @@ def _check_splits(files: list[str]) -> None:
 
 
 def needs_arrow(file: str) -> bool:
-    """Return True if reading a file needs pyarrow."""
     suffix, compression = kind(file)
     return suffix in ARROW or (compression == ".zst" and sys.version_info < (3, 14))
 
@@ -343,7 +337,6 @@ def unread_files(path: str) -> list[str]:
 
 
 def stray_texts(path: str) -> list[str]:
-    """Return the texts in a folder that holds other data too, relative to it."""
     folder = str(Path(path).expanduser())
     if is_url(path) or not os.path.isdir(folder):
         return []

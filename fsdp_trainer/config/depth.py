@@ -131,7 +131,6 @@ def settle_learning_rate(cfg: TrainConfig, report: Report) -> None:
 
 
 def is_given(report: Report, key: str) -> bool:
-    """Return True for a key that is set on the command line or by a recipe."""
     return key in report.typed or key in report.in_recipes
 
 

@@ -179,7 +179,6 @@ def gpu_names(named: str | list[str] | None) -> list[str]:
 
 
 def unknown_gpus(named: str | list[str] | None) -> list[Problem]:
-    """Return a problem for each unknown name in `plan.gpu`, and for an empty list."""
     if named == []:
         return [Problem("plan.gpu=[]", "name at least one, e.g.  plan.gpu=[h100,a100_40gb]")]
     problems = []
@@ -217,7 +216,6 @@ def with_flops(device: Device, flops: float) -> Device:
 
 
 def nothing_to_plan_for() -> UserError:
-    """Return the error for a plan that names no GPU on a machine without one."""
     reason = (
         f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\n"
         "Any other:  plan.memory_gib=48 plan.tflops=150 ; "

@@ -43,7 +43,6 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
 
 
 def missing_packages(cfg: Evaluation) -> Iterator[str]:
-    """Yield a message for each package that the tasks need and that is not installed."""
     needs_mteb = any(name.startswith(MTEB) for name in task_names(cfg))
     if needs_mteb and importlib.util.find_spec("mteb") is None:
         yield "mteb is not installed:  pip install 'fsdp_trainer[mteb]'"
@@ -52,7 +51,6 @@ def missing_packages(cfg: Evaluation) -> Iterator[str]:
 
 
 def needs_harness(cfg: Evaluation) -> bool:
-    """Return True if one of the tasks is lm-evaluation-harness's."""
     names = (name for name in task_names(cfg) if not is_retrieval(name))
     return any(name != "core" and not has_environment(name) for name in names)
 
@@ -68,7 +66,6 @@ def has_queries(name: str) -> bool:
 
 
 def task_names(cfg: Evaluation) -> list[str]:
-    """Return the names and files of the tasks, with the files that folders and patterns mean."""
     typed = [cfg.tasks] if isinstance(cfg.tasks, str) else cfg.tasks
     names = (task for name in typed for task in _files_of(name) or [name])
     return list(dict.fromkeys(names))
@@ -91,13 +88,11 @@ def is_file(name: str) -> bool:
 
 
 def is_missing(name: str) -> bool:
-    """Return True for the path of a file that is not there."""
     is_path = is_file(name) or name.endswith(DATA_FILES) or "/" in name
     return is_path and not os.path.isfile(name) and not has_queries(name)
 
 
 def in_folder(path: Any, folder: Path) -> Any:
-    """Return a path, or all in a list or an object, as one in the folder where it is there."""
     if isinstance(path, dict):
         return {name: in_folder(each, folder) for name, each in path.items()}
     if isinstance(path, list):
@@ -109,7 +104,6 @@ def in_folder(path: Any, folder: Path) -> Any:
 
 
 def has_environment(name: str) -> bool:
-    """Return True for the path of a file that describes a task with an environment."""
     return is_file(name) and os.path.isfile(name) and _has_key(Path(name), "environment")
 
 
@@ -123,7 +117,6 @@ def _has_key(file: Path, names: str) -> bool:
 
 
 def why_untyped(file: str) -> str:
-    """Return the reason why the file of a task cannot run Python code, and what to type."""
     return (
         f"runs the code in {file}, and a file cannot name code: read it, and type"
         f"  code=[{file}] , while training  evaluation.code=[{file}]"

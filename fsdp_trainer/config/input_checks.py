@@ -121,7 +121,6 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
 
 
 def _check_own_inputs(cfg: Any, report: Report) -> None:
-    """Check what single verbs need."""
     if isinstance(cfg, ExportConfig):
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
     if isinstance(cfg, VerifyConfig):
@@ -134,7 +133,6 @@ def _check_own_inputs(cfg: Any, report: Report) -> None:
 
 
 def _check_inputs_of_groups(cfg: TrainConfig, report: Report, complete: bool) -> None:
-    """Check the inputs of a verb that has training's groups."""
     if isinstance(cfg, TokenizerConfig):
         _check_text(cfg, report)
         return
@@ -169,7 +167,6 @@ def _check_chain(cfg: ChainConfig, report: Report) -> None:
 
 
 def _check_text(cfg: TokenizerConfig, report: Report) -> None:
-    """Check a tokenizer's training data, the tokenizers to compare with, and the output folder."""
     _require("out", cfg.out, "say where to write, e.g.  out=tokenizer", report)
     _require("data.path", cfg.data.path, NAME_TEXT, report)
     for key in ("data.path", "data.validation"):
@@ -192,7 +189,6 @@ def _check_trial(cfg: RewardsConfig, report: Report) -> None:
 
 
 def require_training_inputs(cfg: TrainConfig, report: Report) -> None:
-    """Check that data and tokenizer are named."""
     _require("data.path", cfg.data.path, NAME_DATA, report)
     model = cfg.model.init_from
     if model is None:
@@ -230,7 +226,6 @@ def _check_packages(cfg: TrainConfig, report: Report) -> None:
 
 
 def _check_source(source: str | None, report: Report) -> None:
-    """Check that a source exists, or that its address can be that of a mirror."""
     if source and is_url(source):
         _check_bucket("source", source, "is no bucket: fetch it, and name the folder", report)
     else:
@@ -247,7 +242,6 @@ def _check_bucket(key: str, place: str | None, of_another: str, report: Report) 
 
 
 def _lacking(package: str, reason: str) -> str:
-    """Return `reason` if a package is not installed, or why it is the wrong one, else ""."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         return reason
@@ -270,14 +264,12 @@ def _other_torchft(spec: ModuleSpec) -> str:
 
 
 def _check_hosts(hosts: str | list[str] | None, report: Report) -> None:
-    """Check that launch.hosts, if it names a file, names one that exists."""
     if isinstance(hosts, str) and not Path(hosts).expanduser().exists():
         reason = f"there is no such file. One host is written  launch.hosts=[{hosts}]{_near(hosts)}"
         report.add("launch.hosts", hosts, reason)
 
 
 def _check_paths(key: str, value: Any, report: Report) -> None:
-    """Check that all paths of a key of data or tokenizer can be read."""
     paths = [entry.path for entry in entries(value)]
     problems = [(path, _unreadable(key, path)) for path in paths]
     lines = [
@@ -369,7 +361,6 @@ def _baseless(path: str) -> str:
 
 
 def _lacks_tokenizer(path: str) -> bool:
-    """Return True if a model has no tokenizer beside it. Checkpoints always have one."""
     described = is_described(model_folder(path)) and not find_checkpoint(path)
     return described and not has_tokenizer(tokenizer_folder(path))
 

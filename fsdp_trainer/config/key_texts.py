@@ -50,18 +50,15 @@ def comment(f: Field) -> str:
 
 
 def every_key() -> dict[str, Field]:
-    """Return the keys of all verbs; those of a small verb begin with its name."""
     keys = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
     return keys | keys_of_small_verbs()
 
 
 def keys_of_small_verbs() -> dict[str, Field]:
-    """Return the keys of small verbs, each beginning with the verb's name."""
     return {f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()}
 
 
 def on_lines(head: str, text: str) -> str:
-    """Return `head` and `text` wrapped to the terminal's width, or on one line without one."""
     width = shutil.get_terminal_size((10_000, 0)).columns
     indent = " " * (len(head) if len(head) <= 12 else 4)
     return textwrap.fill(

@@ -37,5 +37,4 @@ def key(
 
 
 def default_of(f: Any) -> Any:
-    """Return the default of a dataclass field, whether it is a value or a factory."""
     return f.default if f.default is not MISSING else f.default_factory()

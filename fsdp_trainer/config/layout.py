@@ -76,7 +76,6 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Number of ranks that have the same pipeline stages."""
         return self.ranks // self.sharding.pipeline
 
     @property
@@ -88,17 +87,14 @@ class Layout:
 
     @property
     def row_tokens(self) -> int:
-        """Number of tokens of each row that a rank holds outside of attention."""
         return self.batch.seq_len // self.sharding.context
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a micro-batch that a rank holds outside of attention."""
         return self.batch.micro_rows * self.row_tokens
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of each rank in a step."""
         return math.ceil(self.batch.rows / (self.batch.micro_rows * self.batch_ranks))
 
     @property
@@ -184,7 +180,6 @@ class Layout:
         return Problem(f"sharding.replicas={sharding.replicas}", rule)
 
     def _expert_problem(self) -> Problem | None:
-        """Return the problem if experts cannot be divided among the ranks of a replica."""
         size, replica = self.sharding.expert, self._replica_ranks
         if replica % size == 0:
             return None
@@ -226,6 +221,5 @@ class Layout:
 
 
 def number_of_ranks(sharding: Sharding) -> int | None:
-    """Return sharding.reshard_after_forward if it is a number of ranks, else None."""
     value = sharding.reshard_after_forward
     return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -332,7 +332,6 @@ class ObjectiveChoice:
 
     @property
     def most_turns(self) -> int:
-        """The model's turns in a rollout, at most."""
         return 1 if self.environment is None else self.turns
 
     @property
@@ -343,7 +342,6 @@ class ObjectiveChoice:
 
     @property
     def method(self) -> "MethodSpec":
-        """The method's entry in METHODS; that of `sft` for an objective of the user's own."""
         return METHODS.get(self.name, METHODS["sft"])
 
 
@@ -389,7 +387,6 @@ class MethodSpec:
 
     @property
     def samples(self) -> bool:
-        """True if the model is trained on its own answers to prompts."""
         return self.reads == "prompts"
 
 
@@ -397,12 +394,10 @@ class MethodSpec:
 
 
 def is_missing(value: Any) -> bool:
-    """Return True for null and for an empty list."""
     return not value
 
 
 def is_given(value: Any) -> bool:
-    """Return True for all values but null."""
     return value is not None
 
 
@@ -412,12 +407,10 @@ def is_divided(ranks: int) -> bool:
 
 
 def is_other_than(value: Any) -> Callable[[Any], bool]:
-    """Return a function that returns True for all values but this one."""
     return lambda given: given != value
 
 
 def is_one(value: Any) -> Callable[[Any], bool]:
-    """Return a function that returns True for this value."""
     return lambda given: given == value
 
 
@@ -631,17 +624,14 @@ class SecondModel:
 
     @property
     def key(self) -> str:
-        """The key that names the model."""
         return f"objective.{self.role}"
 
     @property
     def setting(self) -> str:
-        """The setting that names the model, `key=value`."""
         return f"{self.key}={self.source}"
 
     @property
     def is_start(self) -> bool:
-        """True if it is the model that the run begins with."""
         return self.source == "start"
 
     @property

@@ -205,7 +205,6 @@ def choice_meant(value: Any, choices: Collection[Any]) -> Any:
 
 
 def synonyms_of(key: str) -> list[str]:
-    """Return the names of `key` in other programs."""
     names = table().exact.items()
     return [name for name, answer in names if answer.meant.split("=")[0] == key and "." not in name]
 
@@ -250,7 +249,6 @@ def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Ite
 
 
 def _before_part(key: str, same_leaf: list[str]) -> KnownName:
-    """Return a key of this name, which is meant before what is said of the part it belongs to."""
     known = known_elsewhere(key) or KnownName()
     is_meant = known.missing and same_leaf and "." not in key
     return KnownName(meant=same_leaf[0] if is_meant else "")

@@ -30,12 +30,10 @@ BEST = "best"  # link next to the checkpoints, to the one with the lowest valida
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -52,7 +50,6 @@ def checkpoint_folders(run: str | Path) -> list[Path]:
 
 
 def committed_checkpoints(run: str | Path) -> list[Path]:
-    """Return the committed checkpoints of a run, oldest first."""
     return [folder for folder in checkpoint_folders(run) if (folder / MANIFEST).is_file()]
 
 
@@ -66,14 +63,12 @@ def find_checkpoint(path: str | Path) -> Path | None:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Return True for a folder with a PEFT adapter and without a complete model."""
     folder = Path(path).expanduser()
     whole = is_whole_model(folder) or (folder / MANIFEST).is_file()
     return (folder / ADAPTER_CONFIG).is_file() and not whole
 
 
 def is_whole_model(folder: Path) -> bool:
-    """Return True for a Hugging Face folder with weights."""
     return any((folder / name).is_file() for name in MODEL_WEIGHTS)
 
 
@@ -188,7 +183,6 @@ def is_hub_id(path: str) -> bool:
 
 
 def run_folder(cfg: TrainConfig) -> Path:
-    """Return the run's folder."""
     return Path(cfg.run.root).expanduser() / str(cfg.run.name)
 
 

@@ -42,7 +42,6 @@ class Stages:
 
     @classmethod
     def of(cls, sharding: Sharding) -> "Stages":
-        """Return the configured stages."""
         return cls(sharding.pipeline, sharding.pipeline_schedule)
 
     @property
@@ -62,7 +61,6 @@ class Stages:
         return list(range(rank, self.count, self.ranks))
 
     def rank_of(self, stage: int) -> int:
-        """Return the index of the rank that has a stage."""
         if self.order.in_v and stage >= self.ranks:
             return 2 * self.ranks - 1 - stage
         return stage % self.ranks

@@ -92,7 +92,6 @@ def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]
 
 
 def _values_of_key(name: str, f: Field, typed: str) -> list[str]:
-    """Return a key's choices and default, and for a path the files that begin with `typed`."""
     values = [*map(as_text, f.metadata["choices"])]
     if bool in (f.type, *get_args(f.type)):
         values += ["true", "false"]

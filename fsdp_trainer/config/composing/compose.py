@@ -185,7 +185,6 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
 
 
 def config_flag(config_dir: str | None) -> list[str]:
-    """Return the words that name `config_dir` on a command line."""
     return ["--config-dir", config_dir] if config_dir else []
 
 
@@ -236,7 +235,6 @@ def from_environment(composed: Any) -> dict[Place, str]:
 
 
 def hydra_message(error: Exception) -> str:
-    """Return the message of an error raised by Hydra, without its search path."""
     message = (
         re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
         or str(error.__cause__ or "")

@@ -109,13 +109,11 @@ def _of_group(cls: Any, verb: str, group: str, config_dir: str | None) -> str:
 
 
 def own_nodes(cls: Any) -> list[str]:
-    """Return the names of the groups of keys that training does not have."""
     of_training = {f.name for f in fields(TrainConfig)}
     return [f.name for f in fields(cls) if is_dataclass(f.type) and f.name not in of_training]
 
 
 def own_keys(cls: Any) -> dict[str, Field]:
-    """Return the keys of a verb that training does not have."""
     of_training = flatten(TrainConfig) if issubclass(cls, TrainConfig) else {}
     return {key: f for key, f in flatten(cls).items() if key not in of_training}
 
@@ -134,5 +132,4 @@ def _line(item: tuple[str, Field]) -> str:
 
 
 def first_line(cls: type) -> str:
-    """Return the first line of a configuration's docstring."""
     return (cls.__doc__ or "").splitlines()[0]

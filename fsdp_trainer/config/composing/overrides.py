@@ -115,7 +115,6 @@ def _why_refused(
     options: Mapping[str, list[str]],
     sweeping: bool,
 ) -> str | None:
-    """Return the reason why this kind of override is refused for any value; None if it is not."""
     if override.is_delete():
         return (
             "keys are not deleted. To switch something off write  key=null  or choose another"
@@ -190,7 +189,6 @@ def why_unknown(
 
 
 def _is_of_source(key: str, keys: Mapping[str, Any]) -> bool:
-    """Return whether a key names the tokenizer of a verb that takes the one of its model."""
     names = (key, (known_elsewhere(key) or KnownName()).meant)
     is_tokenizer = any(name.partition(".")[0] == "tokenizer" for name in names)
     return is_tokenizer and "source" in keys and "tokenizer.path" not in keys
@@ -215,14 +213,12 @@ def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
 
 
 def _choice_of_group(group: str, text: str, groups: Mapping[str, list[str]]) -> str:
-    """Return a question for an option of a group if `text` names one, else the group's options."""
     if text in groups[group]:
         return f". Did you mean  {group}={text} ?\n{listed(f'{group} has:', groups[group])}"
     return f"; it is the group {group} here. {_why_no_option(group, text, groups)}"
 
 
 def takes(f: Field, text: str) -> bool:
-    """Return True if a key accepts a value as it was typed."""
     try:
         value = OverridesParser.create().parse_override(f"key={text}").value()
         return wrong_with(convert(value, f.type), f) is None
@@ -276,7 +272,6 @@ def require_no_secrets(words: Iterable[str]) -> None:
 
 
 def shows_secret(word: str) -> bool:
-    """Return True for a word with an address that has a password or a signature."""
     return identity(word) != word or SECRET.search(word) is not None
 
 
@@ -288,7 +283,6 @@ def _set(
     keys: Mapping[str, Any],
     groups: Mapping[str, Any],
 ) -> None:
-    """Add an override of a key, or refuse it."""
     text = argument.partition("=")[2]
     if HYDRA_ALLOWED.match(key):
         line.hydra.append(argument if "/" in key else f"++{key}={text}")
@@ -330,7 +324,6 @@ def option_meant(
 def _choose(
     line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]
 ) -> None:
-    """Add the choice of a group's option, or refuse it."""
     is_overlay = group in OVERLAYS
     names = chosen if is_overlay and isinstance(chosen, list) else [chosen]
     unknown = [name for name in names if name not in options[group]]
@@ -350,7 +343,6 @@ def _choose(
 
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
-    """Return the message for an unknown option of a group, with the one that was meant."""
     text = as_text(name)
     choices = listed(f"{group}s:" if group in OVERLAYS else f"{group} has:", options[group])
     if isinstance(name, dict | list) or name is None:
@@ -369,7 +361,6 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
 
 
 def _path_meant(group: str, text: str) -> str:
-    """Return the override that sets a group's path if `text` looks like a path, else ""."""
     if group not in ("model", "data", "tokenizer"):
         return ""
     if not re.search(r"[/.:]", text) and not os.path.exists(text):
@@ -378,7 +369,6 @@ def _path_meant(group: str, text: str) -> str:
 
 
 def _why_no_file(group: str, text: str) -> str:
-    """Return the reason why a path is not a recipe or sweep."""
     file = Path(text).expanduser()
     with_suffix = file.with_name(f"{file.name}.yaml")
     if group == "recipe" and with_suffix.is_file():

@@ -59,7 +59,6 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def not_yaml(error: yaml.MarkedYAMLError, path: Path | None = None) -> Problem:
-    """Return the problem with a file that cannot be parsed."""
     mark = error.problem_mark or error.context_mark
     if not mark:
         return Problem(str(path or "YAML"), f"is not YAML: {error.problem}")
@@ -82,7 +81,6 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
 
 
 def as_override(word: str) -> str:
-    """Return `+recipe=FILE` for a word that is the name of a YAML file, other words unchanged."""
     if not YAML_FILE.fullmatch(word):
         return word
     return f"+recipe={word}" if re.fullmatch(r"[\w./-]+", word) else f"+recipe={quoted(word)}"
@@ -119,7 +117,6 @@ def _take(word: str, config_dir: str | None) -> str:
 
 
 def _name_of(name: str, config_dir: str | None) -> str:
-    """Return the name in the ConfigStore for a recipe that is a file, else the name unchanged."""
     if re.search(r"\.ya?ml$", name) and Path(name).expanduser().is_file():
         return _register(Path(name).expanduser())
     file = Path(config_dir or ".") / "recipe" / f"{name}.yaml"
@@ -142,7 +139,6 @@ def chain(file: Path) -> list[Path]:
 
 
 def _base(path: Path, entry: Any) -> Path | None:
-    """Return the file in the folder of `path` that an entry of its defaults names, or None."""
     if not isinstance(entry, str):
         return None
     file = path.parent / (entry if re.search(r"\.ya?ml$", entry) else f"{entry}.yaml")

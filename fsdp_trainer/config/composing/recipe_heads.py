@@ -45,7 +45,6 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
 
 
 def _start(name: str, command: str | None, config_dir: str | None) -> str:
-    """Return the command line that starts a recipe; for a packaged one, the one in its head."""
     if find_file(f"recipe/{name}", config_dir) != CONF / f"recipe/{name}.yaml":
         return f"fsdp-trainer --config-dir {shlex.quote(str(config_dir))} +recipe={name}"
     if not command:

@@ -56,7 +56,6 @@ def recipe_schema(options: Mapping[str, list[str]]) -> Schema:
 
 
 def _defaults(options: Mapping[str, list[str]]) -> Schema:
-    """Return the schema of a recipe's list of chosen options and of recipes it is built on."""
     chosen: Schema = {f"override /{group}": {"enum": options[group]} for group in GROUPS}
     chosen |= {f"override hydra/{part}": {"type": "string"} for part in ("launcher", "sweeper")}
     names = {name for group in GROUPS for name in options[group]} - set(options["recipe"])
@@ -79,7 +78,6 @@ def _defaults(options: Mapping[str, list[str]]) -> Schema:
 
 
 def _section(cls: Any, name: str) -> Schema:
-    """Return the schema of a group, without the key of the option, which a recipe may not set."""
     keys = {
         f.name: _section(f.type, f"{name}.{f.name}")
         if is_dataclass(f.type)
@@ -105,7 +103,6 @@ def _of_key(key: str, f: Field) -> Schema:
 
 
 def _alternatives(key: str, f: Field) -> list[Schema]:
-    """Return the schemas of which a key's value satisfies one."""
     origin, inside = get_origin(f.type), get_args(f.type)
     kinds = inside if origin in (Union, UnionType) else (f.type,)
     own = DURATION if key in DURATIONS else RANGE_OF_STEPS if key == "profile.steps" else None

@@ -98,7 +98,6 @@ class SweepLine:
         _require_lines(self.name, str(self.root))
 
     def run(self, run_batch: RunBatch) -> None:
-        """Run the sweeper, which passes jobs' overrides to `run_batch` in one or more batches."""
         self._run_batch = run_batch
         try:
             self._hydra_sweeper.sweep([word for _, word in self.settings])
@@ -211,7 +210,6 @@ class SweepLine:
         report.close()
 
     def _check_basic(self, node: dict[str, Any], report: Report) -> None:
-        """Check the settings and values of Hydra's own sweeper."""
         for name in node.keys() - {"_target_", "max_batch_size", "params"}:
             reason = "is no key of Hydra's own sweeper. To search, add  hydra/sweeper=optuna"
             report.add(f"hydra.sweeper.{name}", node[name], reason)
@@ -264,13 +262,11 @@ class SweepLine:
 
 
 def _word(override: Override) -> str:
-    """Return an override as it was typed, without the `+` with which Hydra would add a key."""
     word = str(override.input_line)
     return word if override.key_or_group == "recipe" else word.lstrip("+")
 
 
 def _check_extra(group: str, name: str, report: Report) -> None:
-    """Check that the package of a sweeper or launcher is installed."""
     package, reason = EXTRAS.get(name, ("hydra", ""))
     if not find_spec(package):
         report.problems.append(Problem(f"{group}={name}", reason))

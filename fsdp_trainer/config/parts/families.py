@@ -116,7 +116,6 @@ class Family:
 
 
 def is_stacked(name: str) -> bool:
-    """Return True for the name of a parameter that stacks the matrices of all experts."""
     return EXPERTS in name
 
 

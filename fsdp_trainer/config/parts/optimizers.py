@@ -43,7 +43,6 @@ class OptimizerSpec:
     highest_lr: float = 0.1  # of updates that are about as large as the rate
 
     def builder(self) -> Callable[..., Any]:
-        """Return `build` as a function, which may import torch."""
         return code_at(self.build)
 
     def footprint(self) -> Callable[..., float]:

@@ -70,12 +70,10 @@ def why_no_part(kind: str, name: str) -> str | None:
 
 
 def own_names(kind: str) -> list[str]:
-    """Return the names of the registered and installed parts of a kind."""
     return [*KINDS[kind], *offered(kind)]
 
 
 def offered(kind: str) -> dict[str, EntryPoint]:
-    """Return the parts of a kind that installed packages offer, by name."""
     parts = [part for part in entry_points(group=GROUP) if part.name.startswith(f"{kind}.")]
     return {part.name.removeprefix(f"{kind}."): part for part in parts}
 

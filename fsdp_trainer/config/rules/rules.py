@@ -195,7 +195,6 @@ OF_DATA = ("data.path", "data.validation", "text", "good", "chats", "questions",
 
 
 def check_rules(cfg: Any, report: Report) -> None:
-    """Expand `~` in paths, set values that follow from others, and report every broken rule."""
     for key in PATHS:
         expand_home(cfg, key)
     if isinstance(cfg, TrainConfig):
@@ -207,7 +206,6 @@ def check_rules(cfg: Any, report: Report) -> None:
 
 
 def check_training(cfg: TrainConfig, report: Report) -> None:
-    """Set values that follow from others, and report every broken rule."""
     if isinstance(cfg, PlanConfig):
         report.problems += unknown_gpus(cfg.plan.gpu)
     settle_depth(cfg, report)
@@ -223,7 +221,6 @@ def check_training(cfg: TrainConfig, report: Report) -> None:
 
 
 def refuse_passwords(cfg: Any, report: Report) -> None:
-    """Report every address with a password, which the records of a run would show."""
     for key in flatten(type(cfg)):
         value = value_of(cfg, key)
         if any(map(has_password, texts_in(value))):
@@ -234,7 +231,6 @@ def refuse_passwords(cfg: Any, report: Report) -> None:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, without those from the environment."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -287,7 +283,6 @@ def _expand_entry(entry: Any) -> Any:
 
 
 def without_tilde(path: Any) -> Any:
-    """Return a path with a leading `~` expanded, and any other value unchanged."""
     if not isinstance(path, str) or not path.startswith("~"):
         return path
     whole = str(Path(path).expanduser())

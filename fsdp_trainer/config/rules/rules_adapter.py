@@ -28,7 +28,6 @@ def merging(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def settle_adapter(cfg: TrainConfig, report: Report) -> None:
-    """Set kind and scaling, and model.init_from if it is not set, from adapter.init_from."""
     if not cfg.adapter.init_from:
         return
     own = find_checkpoint(run_folder(cfg))
@@ -62,7 +61,6 @@ def settle_adapter(cfg: TrainConfig, report: Report) -> None:
 
 
 def unusable(path: str) -> str:
-    """Return the reason why a path is not an adapter; "" if it is one."""
     folder = Path(path)
     if is_hub_id(path):
         return f"there is no such folder. From the hub:  hf download {path} --local-dir DIR"
@@ -95,7 +93,6 @@ def described(folder: Path) -> tuple[str, str, str]:
 
 
 def typed_base(checkpoint: Path) -> str:
-    """Return model.init_from of the run that wrote a checkpoint, if it still exists, else ""."""
     stored = checkpoint_configuration(checkpoint)
     model = stored.get("model")
     name = model.get("init_from") if isinstance(model, dict) else None

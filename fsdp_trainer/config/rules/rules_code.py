@@ -31,7 +31,6 @@ TYPE_IT = "type it on the command line"
 
 
 def typed_code(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that every key that names code was typed."""
     keys = flatten(type(cfg))
     for key in RUN_CODE.keys() & keys.keys() - report.typed.keys():
         if value_of(cfg, key) != default_of(keys[key]):

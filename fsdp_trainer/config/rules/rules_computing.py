@@ -225,7 +225,6 @@ def is_older(installed: str, needed: tuple[int, int]) -> bool:
 
 
 def activation_checkpointing(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that mode budget has the compiler, and that mode selective keeps something."""
     chosen = cfg.activation_checkpoint
     if chosen.mode == "budget" and not cfg.compile.enabled:
         yield (

@@ -43,7 +43,6 @@ def padding(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def stream_packing(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that stream packing, which leaves out no document, splits long ones."""
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         yield (
             "data.packing",
@@ -129,7 +128,6 @@ def _wrong_parts(item: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong_part(item: dict[str, Any], name: str) -> str | None:
-    """Return the problem with a part of an entry; without one, convert its value."""
     if name not in ENTRY_PARTS:
         close = ENTRY_SYNONYMS.get(name) or nearest(name, ENTRY_PARTS)
         meant = f". Did you mean  {close} ?" if close else "."
@@ -143,7 +141,6 @@ def _wrong_part(item: dict[str, Any], name: str) -> str | None:
 
 
 def _wrong_mixture(key: str, listed: list[Entry]) -> str:
-    """Return the problem with the weights and repeats of all entries together, or ""."""
     weights = [entry for entry in listed if entry.weight is not None]
     repeats = [entry for entry in listed if entry.repeat is not None]
     if not weights and not repeats:
@@ -168,7 +165,6 @@ def _wrong_mixture(key: str, listed: list[Entry]) -> str:
 
 
 def users_of_validation(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that keys which depend on validation losses have validation."""
     missing = [typed for key, typed in VALIDATION.items() if value_of(cfg, key) is None]
     for key in ("checkpoint.best", "train.early_stop"):
         if value_of(cfg, key) and missing:

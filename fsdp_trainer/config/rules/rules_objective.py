@@ -36,7 +36,6 @@ def registered_objective(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def refused(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that no key has a value that the method refuses."""
     choice = cfg.objective
     for key, is_wrong, reason in choice.method.refused:
         if is_wrong(value_of(cfg, key)):
@@ -97,7 +96,6 @@ def rewards(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def environment_of_answers(cfg: TrainConfig, report: Report) -> Violations:
-    """Check the environment, and that there is one if its keys are given."""
     choice = cfg.objective
     if choice.environment is None:
         for name in OF_ENVIRONMENTS:
@@ -152,7 +150,6 @@ def rollout_ranks(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def prompts(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that prompts are not packed, and that a row has room for a prompt and its answer."""
     if not cfg.objective.method.samples:
         return
     if "data.packing" in report.typed and cfg.data.packing != "none":
@@ -164,7 +161,6 @@ def prompts(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def different_labels(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that no label is named twice."""
     labels = cfg.objective.labels
     twice = [label for label in dict.fromkeys(labels) if labels.count(label) > 1]
     if twice:
@@ -184,7 +180,6 @@ def prompts_of_texts(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def divergence(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a divergence has a reference, and a reference a divergence."""
     choice, second = cfg.objective, cfg.second_model
     if not choice.method.samples:
         return

@@ -11,7 +11,6 @@ DILOCO = ("every", "outer_lr", "outer_momentum", "fragments", "delay", "mixing",
 
 
 def groups_of_ranks(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that groups can find each other, and that their steps can be divided."""
     method = cfg.replicas.method
     yield from _unused(cfg, report)
     if method == "none":

@@ -36,7 +36,6 @@ def server(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def _folder_problems(cfg: TrainConfig) -> Violations:
-    """Yield the problems of the folder that new weights will replace."""
     given = cfg.objective.server_folder
     rule = "whole weights are sent as a folder that the server reads again"
     if given is None:

@@ -78,7 +78,6 @@ def overwriting(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def width_of_heads(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the width is a multiple of the number of heads if head_dim is not set."""
     width, heads = cfg.model.hidden_size, cfg.model.num_attention_heads
     if width and heads and cfg.model.head_dim is None and width % heads:
         yield (
@@ -180,7 +179,6 @@ def own_trackers(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def run_folder(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the run's folder is inside run.root, and that its name is no longer than any."""
     if max(len(part.encode()) for part in Path(f"./{cfg.run.name}").parts or ("",)) > LONGEST_NAME:
         yield "run.name", f"is too long: folders have names of at most {LONGEST_NAME} bytes"
         return
@@ -199,7 +197,6 @@ def intervals(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def rewinding(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a run that may rewind writes checkpoints."""
     if cfg.train.on_spike == "rewind" and cfg.checkpoint.every is None:
         yield (
             "train.on_spike",
@@ -215,7 +212,6 @@ def export_dtype(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def environment(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that launch.env sets no variable that decides which code runs, or the rank's number."""
     closed = [
         name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in SET_BY_LAUNCHER
     ]
@@ -235,7 +231,6 @@ def shared_gpus(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def rendezvous(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a rendezvous is a host and a port, and is used with several nodes."""
     address = cfg.launch.rendezvous
     if not address:
         return
@@ -246,7 +241,6 @@ def rendezvous(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def hosts(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that launch.hosts can be read, and that launch.nodes is not set with it."""
     if cfg.launch.hosts is None or _is_missing_file(cfg.launch.hosts):
         return
     try:
@@ -264,7 +258,6 @@ def _is_missing_file(hosts: str | list[str]) -> bool:
 
 
 def allowed_changes(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that checkpoint.allow_changes names keys that exist."""
     known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
     for name in cfg.checkpoint.allow_changes:
         if name not in known:
@@ -274,7 +267,6 @@ def allowed_changes(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def profiled_steps(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that profile.steps is a step or a range of steps."""
     if cfg.profile.steps:
         try:
             parse_steps(cfg.profile.steps)
@@ -296,7 +288,6 @@ def durations(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def _wrong_duration(text: Any) -> str:
-    """Return the problem with a duration, or "". None is no duration and no problem."""
     if text is None:
         return ""
     try:

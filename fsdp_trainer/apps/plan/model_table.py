@@ -127,7 +127,6 @@ def table_as_json(cfg: PlanConfig, rows: list[ModelRow]) -> dict[str, Any]:
 
 
 def show_table(cfg: PlanConfig, rows: list[ModelRow]) -> None:
-    """Print the rows, and what to type for one of them."""
     world, device = single_target(cfg, "")
     console = Terminal()
     console.print(Text(f"tokens of the longest row on {world:,} × {device.name}", "bold"))

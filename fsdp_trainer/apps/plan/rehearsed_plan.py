@@ -67,7 +67,6 @@ def facts_of(run: Candidate) -> Facts:
 
 
 def shown_by(rehearsal: Rehearsal, run: Candidate) -> Facts:
-    """Return what a plan takes from a rehearsal, of which at least one kind finished its step."""
     messages = list(rehearsal.busiest.messages(run.device.linked_gpus))
     works = [
         [one.kind.rank // run.layout.stage_ranks, one.work] for one in rehearsal.kinds if one.step
@@ -87,7 +86,6 @@ def largest_moments(rehearsal: Rehearsal) -> dict[str, list[Any]]:
 
 
 def phase_of(phase: str, place: str) -> str:
-    """Return a plan's phase for a phase of training and a place in the model."""
     if phase in ("clip", "update"):
         return "update"
     if HEAD_MODULE in place:

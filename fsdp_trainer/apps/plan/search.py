@@ -28,7 +28,6 @@ class PlannedLayout(NamedTuple):
 
     @property
     def computes_once(self) -> bool:
-        """True if nothing is recomputed or moved to the host."""
         again = {"activation_checkpoint=full", "activation_checkpoint=selective"}
         moved = {f"{key}=true" for key in ON_HOST}
         return (again | moved).isdisjoint(self.overrides)
@@ -89,7 +88,6 @@ def _still_grows(name: str, run: Candidate, layouts: list[PlannedLayout]) -> boo
 
 
 def _is_fastest(override: str, layouts: list[PlannedLayout]) -> bool:
-    """Return True if the fastest layout has an override, or if no layout gives each rank a row."""
     full = [layout for layout in layouts if not layout.plan.empty_share]
     if not full:
         return True
@@ -214,7 +212,6 @@ def micro_rows(run: Candidate) -> Iterator[Choice]:
 
 
 def recomputation(run: Candidate) -> Iterator[Choice]:
-    """Yield activation checkpointing: full, selective and none."""
     for mode in ("full", "selective", "none"):
         yield Choice((f"activation_checkpoint={mode}",), {"activation_checkpoint.mode": mode})
 
@@ -261,7 +258,6 @@ class Search:
         self.layouts = layouts
 
     def name_nearest(self, layout: PlannedLayout) -> None:
-        """Set the layout that is shown if none fits."""
         self.nearest = layout
 
     def _choose(
@@ -310,7 +306,6 @@ class Search:
         return False
 
     def _try(self, run: Candidate, overrides: tuple[str, ...]) -> RunPlan:
-        """Plan a layout and add it if it fits."""
         self.tried += 1
         layout = PlannedLayout(overrides, run, run.plan())
         if self._fits(layout.plan) and not run.is_refused():

@@ -167,7 +167,6 @@ def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | Non
 
 
 def suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
-    """Return the override, the peak memory with it, and its cost in time."""
     peak = round(suggestion.peak_bytes / GIB, 3)
     return {"override": suggestion.override, "peak_gib": peak, "cost": suggestion.cost}
 
@@ -213,7 +212,6 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: DevicePlans) -> None:
 
 
 def show_head(console: Terminal, cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> None:
-    """Print the model and the batch of the plan, and the assumptions."""
     size = short(config.parameters())
     model = cfg.model.name if cfg.model.name != "auto" else cfg.model.init_from or config.family
     step = f"{counted(cfg.batch.rows, 'row')} × {cfg.batch.seq_len:,} tokens a step"
@@ -223,7 +221,6 @@ def show_head(console: Terminal, cfg: PlanConfig, config: ModelConfig, assumed: 
 
 
 def title_of(plan: RunPlan) -> Text:
-    """Return the title of suggestions, which says that their peaks are not rehearsed."""
     title = "faster, and would fit" if plan.fits else "what would make it fit"
     basis = "as planned from this rehearsal" if plan.rehearsed else "if the lower bound is the peak"
     return Text.assemble((title, "bold"), (f", {basis}", "dim"))
@@ -237,7 +234,6 @@ def yes_or_no(plan: RunPlan) -> Text:
 
 
 def worlds(plans: list[RunPlan]) -> Table:
-    """Return a table with a row for each world size. Its column `empty`: share of empty rows."""
     table = Table(
         "ranks",
         "peak",
@@ -272,7 +268,6 @@ def worlds(plans: list[RunPlan]) -> Table:
 
 
 def verdict(plan: RunPlan) -> Text:
-    """Return a line on whether the run fits, and on which devices."""
     ranks = f"{plan.world_size:,}"
     on_host = f"{counted(plan.world_size, 'rank')} on this machine"
     devices = {"any": counted(plan.world_size, "device"), "cpu": on_host}
@@ -285,7 +280,6 @@ def verdict(plan: RunPlan) -> Text:
 
 
 def categories(plan: RunPlan) -> Table:
-    """Return a table with a bar for each category of the peak."""
     peak = plan.memory.peak
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -310,7 +304,6 @@ def categories(plan: RunPlan) -> Table:
 
 
 def host_line(plan: RunPlan) -> str:
-    """Return the host memory that a node's ranks use, with a warning if that is a lot."""
     held = f"of the host's memory, each rank: {plan.host_bytes_per_node / GIB:,.0f} GiB a node"
     if plan.host_fits:
         return held
@@ -394,7 +387,6 @@ def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
 
 
 def reward_line(plan: RunPlan, one: ScoredBy) -> str:
-    """Return the memory of a reward model, and the time in which it scores a step's answers."""
     text = f"{one.title}: {gib(one.weights)} of weights on each rank"
     if plan.step_seconds:
         fast, slow = one.seconds
@@ -403,7 +395,6 @@ def reward_line(plan: RunPlan, one: ScoredBy) -> str:
 
 
 def uneven_line(cfg: PlanConfig, uneven: RunPlan) -> str:
-    """Return peak and time if one rank's experts get more rows than those of the others."""
     text = f"{cfg.plan.expert_load:g} × the even rows at one rank's experts: "
     text += f"{uneven.peak_bytes / GIB:,.1f} GiB"
     if timed := uneven.step_seconds:
@@ -434,7 +425,6 @@ def wires(plan: RunPlan) -> str:
 
 
 def length(cfg: PlanConfig, plan: RunPlan) -> str:
-    """Return the duration of the run, its steps and tokens."""
     steps = steps_of(cfg, plan)
     if steps is None or plan.step_seconds is None:
         return "depends on the data: set  plan.tokens=N  or  train.steps=N"
@@ -444,7 +434,6 @@ def length(cfg: PlanConfig, plan: RunPlan) -> str:
 
 
 def checkpoints(cfg: PlanConfig, plan: RunPlan) -> str:
-    """Return the size of a checkpoint, and the time to write it."""
     rate = f"{plan.device.disk / 1e9:g} GB/s a node"
     size = f"{gib(plan.checkpoint)}, {plan.checkpoint_seconds:,.0f} s at {rate}"
     every = steps_between(cfg.checkpoint.every, steps_of(cfg, plan))

@@ -50,7 +50,6 @@ def show_gpus(cfg: PlanConfig, config: ModelConfig, answers: list[DevicePlans]) 
 
 
 def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> GpuRow:
-    """Return the row for one plan. suggestions: the best one first."""
     rate = plan.tokens / plan.seconds / plan.world_size
     figures: list[str | Text] = [
         f"{plan.peak_bytes / GIB:,.1f} of {plan.device.memory_gib:,.1f}",
@@ -80,7 +79,6 @@ def table_of(rows: list[GpuRow], with_changes: bool) -> Table:
 
 
 def changes_of(rows: list[GpuRow]) -> Table:
-    """Return a table of the changes that make each run fit."""
     table = Table("GPUs", box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = True
     add_change_columns(table, "override")

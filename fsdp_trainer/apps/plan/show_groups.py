@@ -34,7 +34,6 @@ class GroupMessages(NamedTuple):
 
 
 def exchange_of(cfg: PlanConfig, plan: RunPlan) -> GroupMessages:
-    """Return what a rank exchanges with other groups."""
     steps = cfg.replicas.every if cfg.replicas.method == "diloco" else 1
     sent = plan.wire["groups"].reduced * steps
     gbps = cfg.plan.groups_gbps or plan.device.network * 8 / 1e9
@@ -53,7 +52,6 @@ def lost_to_failure(cfg: PlanConfig, plan: RunPlan) -> Lost | None:
 
 
 def groups_json(cfg: PlanConfig, plan: RunPlan) -> dict[str, Any] | None:
-    """Return the figures of the groups; None for a single one."""
     if plan.groups == 1:
         return None
     exchange, lost = exchange_of(cfg, plan), lost_to_failure(cfg, plan)
@@ -69,7 +67,6 @@ def groups_json(cfg: PlanConfig, plan: RunPlan) -> dict[str, Any] | None:
 
 
 def groups_rows(cfg: PlanConfig, plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the row on what a rank exchanges with other groups, and what a failure costs."""
     if plan.groups == 1:
         return []
     exchange, lost = exchange_of(cfg, plan), lost_to_failure(cfg, plan)

@@ -49,7 +49,6 @@ def layouts_as_json(
 
 
 def layout_as_json(cfg: PlanConfig, layout: PlannedLayout) -> dict[str, Any]:
-    """Return the overrides and figures of a layout."""
     figures = one_world(cfg, layout.plan, [], None)
     return {"overrides": layout.overrides} | {name: figures[name] for name in FIGURES}
 
@@ -96,12 +95,10 @@ def show_layouts(
 
 
 def typed(layout: PlannedLayout) -> str:
-    """Return the overrides of a layout as typed."""
     return " ".join(layout.overrides)
 
 
 def table_of(layouts: list[PlannedLayout]) -> Table:
-    """Return a table with a row for each layout. Its column `host`: host memory of a node."""
     columns = ["overrides", "peak", "host", "tokens/s", "a GPU", "micro-\nbatches"]
     table = Table(*columns, box=box.SIMPLE_HEAD)
     table.columns[0].overflow = "fold"  # never cut: the user types them

@@ -42,7 +42,6 @@ class Store:
         self._depends = [sources(), [installed(name) for name in PACKAGES], sorted(files)]
 
     def get(self, key: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the answer with a key, which `make` returns if it is not stored."""
         file = self.file(key)
         answer = self.stored(file)
         if answer is None:
@@ -55,12 +54,10 @@ class Store:
         self._failed = True
 
     def file(self, key: Any) -> Path:
-        """Return the file of the answer with a key."""
         text = json.dumps([key, self._depends])
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
     def stored(self, file: Path) -> dict[str, Any] | None:
-        """Return the answer in a file; None if there is none, or if the file is torn."""
         with contextlib.suppress(OSError, ValueError):
             held = json.loads(file.read_text(encoding="utf-8"))
             if isinstance(held, dict) and held.get("file") == file.name:
@@ -68,7 +65,6 @@ class Store:
         return None
 
     def write(self, file: Path, answer: dict[str, Any]) -> None:
-        """Write an answer, whole or not at all."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(f".{os.getpid()}")
@@ -79,7 +75,6 @@ class Store:
                 old.unlink()
 
     def printed(self, cfg: PlanConfig, run: Callable[[], int]) -> int:
-        """Print what `run` prints for a configuration, and return its exit code."""
         is_quick = not (cfg.plan.rehearse or cfg.plan.table)
         is_of_this_machine = not (cfg.plan.gpu or cfg.plan.memory_gib)  # whose memory changes
         counts_gpus = cfg.plan.world_size is None and has_gpus(cfg.launch)
@@ -128,14 +123,12 @@ def sources() -> str:
 
 @cache
 def installed(package: str) -> str:
-    """Return the version of a package, "" if it is not installed."""
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return ""
 
 
 def state(file: Path) -> str:
-    """Return a file's name with what changes when it does; the name alone if there is none."""
     with contextlib.suppress(OSError, ValueError):
         info = file.stat()
         return f"{file} {info.st_size} {info.st_mtime_ns}"
@@ -150,7 +143,6 @@ def states_of_imports() -> Iterator[str]:
 
 
 def states_of_files(value: Any) -> Iterator[str]:
-    """Yield the states of all files and folders that a configuration names."""
     if is_dataclass(value):
         for each in fields(value):
             yield from states_of_files(getattr(value, each.name))

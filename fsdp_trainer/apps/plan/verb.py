@@ -31,7 +31,6 @@ def plan(cfg: PlanConfig) -> int:
 
 
 def print_plan(cfg: PlanConfig, store: Store) -> int:
-    """Do what `plan` does. store: of rehearsals."""
     if cfg.plan.table:
         return print_table(cfg)
     from fsdp_trainer.apps.plan.device_plans import plans_for_device
@@ -145,7 +144,6 @@ def rehearse_fastest(search: "Search", store: Store) -> set[str]:
 
 
 def ways_to_fit(search: "Search") -> "list[Suggestion]":
-    """Return changes of the nearest layout that make it fit, if no layout does."""
     from fsdp_trainer.planning.plan.suggest import fitting, least_memory
 
     if search.layouts or search.nearest is None:

@@ -31,7 +31,6 @@ def write_page(certificate: Certificate, title: str, file: Path) -> None:
 
 
 def cannot_write(file: Path, reason: str) -> UserError:
-    """Return the error for a page that cannot be written."""
     return UserError("the page cannot be written", [Problem(f"html={file}", reason)])
 
 

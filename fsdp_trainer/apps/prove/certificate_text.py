@@ -10,7 +10,6 @@ INDENT = " " * 4
 
 
 def certificate_lines(certificate: Certificate) -> Iterator[str]:
-    """Yield the lines of a certificate."""
     for sentence in certificate.about:
         yield from wrapped(sentence, "")
     if certificate.about:
@@ -34,14 +33,12 @@ def certificate_lines(certificate: Certificate) -> Iterator[str]:
 
 
 def amount(check: Checked) -> str:
-    """Return the difference of a comparison beside its limit."""
     if check.limit == 0:
         return f"{check.difference:g} wrong" if check.difference else ""
     return f"{check.difference:.1e} of at most {check.limit:.0e}"
 
 
 def wrapped(text: str, indent: str) -> list[str]:
-    """Return a text in lines."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent),
         break_long_words=False, break_on_hyphens=False,

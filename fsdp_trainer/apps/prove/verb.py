@@ -38,7 +38,6 @@ def prove(cfg: ProveConfig, words: list[str]) -> int:
 
 
 def certificate_of(cfg: ProveConfig, words: list[str]) -> Certificate:
-    """Return the certificate of a folder, if `source` names one, else of a run."""
     # they import torch, which mistakes in the configuration need not wait for
     if cfg.source:
         from fsdp_trainer.apps.prove.folder_certificate import prove_folder

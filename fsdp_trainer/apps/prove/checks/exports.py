@@ -76,13 +76,11 @@ PACKAGES = {
 
 
 def lacking_package(form: str) -> tuple[str, str] | None:
-    """Return an extra and a package that are not installed here, if a form needs one."""
     needed = PACKAGES[form]
     return next((pair for pair in needed if not importlib.util.find_spec(pair[1])), None)
 
 
 def install(extra: str, evidence: Evidence) -> str:
-    """Return the command that installs an extra and repeats the proof."""
     what = extra if extra == "peft" else f"'fsdp_trainer[{extra}]'"
     return f"pip install {what} ; {evidence.command('')}"
 
@@ -96,7 +94,6 @@ def texts_of(evidence: Evidence) -> list[Tensor]:
 
 
 def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
-    """Compare a whole folder by transformers."""
     name = "merged" if is_adapter else "export"
     folder = original.merged()
     model, wrong = misnamed(folder, class_of(original.config))
@@ -110,7 +107,6 @@ def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
 
 
 def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
-    """Compare the adapter on its base by PEFT."""
     folder = original.folder / "adapter"
     export_adapter(original.checkpoint, folder, "float32")
     model = peft_model(class_of(original.config), folder)
@@ -159,12 +155,10 @@ def compressed(original: Original, is_adapter: bool) -> Iterator[Checked]:
 
 
 def stored_in(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder by name."""
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 def row_error(decoded: Tensor, exact: Tensor) -> float:
-    """Return the largest error as a share of the largest number of its row."""
     if decoded.shape != exact.shape:
         return float("inf")
     error = (decoded.float() - exact.float()).abs()

@@ -63,7 +63,6 @@ class LearntWords:
     def count(
         self, turn: Message, is_expected: bool | None, learnt: str, expected: str, where: str
     ) -> None:
-        """Count a turn's words. learnt: what is learnt; expected: what should be."""
         text, role = str(turn["content"] or "").strip(), turn["role"]
         words, is_learnt = text.split(), bool(text) and text in learnt
         self.words[role] += len(words)
@@ -96,7 +95,6 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
 
 
 def learnt_runs(tokens: np.ndarray, weights: np.ndarray) -> list[list[int]]:
-    """Return the uninterrupted tokens that are learnt."""
     learnt = np.diff(np.concatenate([[0], np.asarray(weights) > 0, [0]]).astype(int))
     ends = zip(np.flatnonzero(learnt > 0), np.flatnonzero(learnt < 0), strict=True)
     return [np.asarray(tokens)[first:last].tolist() for first, last in ends]

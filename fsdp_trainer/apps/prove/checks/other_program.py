@@ -18,7 +18,6 @@ ADVICE = (
 
 
 def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
-    """Compare the steps of the plain run with those of transformers, document by document."""
     try:
         ours, expected = train_twin(evidence)
     except NoTwin as missing:

@@ -41,7 +41,6 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
 
 @torch.no_grad()
 def scores(model: Decoder, rows: Rows, pooling: str) -> Tensor:
-    """Return the log-probability of each target, or the numbers of each pooled token."""
     device = torch.device("cpu")
     options = BatchOptions(len(rows.documents), 0, 1, device, pooling=pooling)
     assembler = Assembler(rows.tokens.shape[1], 1, options)
@@ -53,7 +52,6 @@ def scores(model: Decoder, rows: Rows, pooling: str) -> Tensor:
 
 
 def documents_as_rows(rows: Rows) -> Iterator[Rows]:
-    """Yield each document in a row of its own."""
     for row, lengths in enumerate(rows.documents):
         for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
             alone, part = Rows.empty(1, rows.tokens.shape[1]), slice(start, start + length)

@@ -25,7 +25,6 @@ Render = Callable[[list[Message]], list[int]]
 
 
 def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
-    """Compare the tokens before an answer with those that others ask with."""
     if evidence.order is None or evidence.small.plain.objective.method.scores:
         return
     conversations = [*questions(written_rows(evidence))][:MOST]
@@ -41,7 +40,6 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
 
 
 def questions(rows: list[WrittenRow]) -> Iterator[tuple[list[Message], list[int]]]:
-    """Yield the turns before the last answer, and the tokens of the whole conversation."""
     for row in rows:
         written, (tokens, _) = row.written, row.samples[-1]
         if isinstance(written, Preference):
@@ -60,7 +58,6 @@ def questions(rows: list[WrittenRow]) -> Iterator[tuple[list[Message], list[int]
 
 
 def only_text(turn: Message) -> dict[str, Any]:
-    """Return a turn without its weight."""
     return {name: value for name, value in turn.items() if name != "weight"}
 
 
@@ -83,7 +80,6 @@ def compared_prompts(
 def of_evaluation(
     evidence: Evidence, speaker: Speaker, conversations: list[tuple[list[Message], list[int]]]
 ) -> Checked | NotProved:
-    """Return the comparison of the prompts of `evaluate … chat=true`."""
     name = "prompts: evaluation"
     try:
         from fsdp_trainer.evaluation.harness import HarnessModel
@@ -103,7 +99,6 @@ def of_evaluation(
 def of_transformers(
     evidence: Evidence, folder: Path, conversations: list[tuple[list[Message], list[int]]]
 ) -> Checked | NotProved:
-    """Return the comparison of the prompts that transformers, and so vLLM, makes of the export."""
     name = "prompts: transformers and vLLM"
     try:
         from transformers import AutoTokenizer

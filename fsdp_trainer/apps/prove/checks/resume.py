@@ -12,7 +12,6 @@ ADVICE = "do not stop this run, or keep every checkpoint, and report it"
 
 
 def check(evidence: Evidence) -> Iterator[Checked]:
-    """Resume from the middle on as many ranks, and on one."""
     whole, again = evidence.planned, evidence.resumed
     lines = zip(whole.metrics, again.metrics, strict=False)
     wrong = [

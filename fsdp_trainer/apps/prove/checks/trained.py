@@ -18,7 +18,6 @@ PARTS_OF_IMAGES = {"vision", "projector", "language"}
 
 
 def check(evidence: Evidence) -> Iterator[Checked]:
-    """Look at every weight of the planned and of the plain run, before and after."""
     for run, where in ((evidence.plain, "one process"), (evidence.planned, "the planned layout")):
         still = [name for name in run.end if run.trained[name] and not has_moved(run, name)]
         trained = sum(run.trained.values())
@@ -41,7 +40,6 @@ def check(evidence: Evidence) -> Iterator[Checked]:
 
 
 def has_moved(run: ProofRun, name: str) -> bool:
-    """Return True if a weight of a run has other bits at the end than at the start."""
     return not torch.equal(run.start[name], run.end[name])
 
 

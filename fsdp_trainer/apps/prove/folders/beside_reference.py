@@ -55,7 +55,6 @@ class Likeness:
 
     @property
     def is_unlike(self) -> bool:
-        """True if the tensors have nothing to do with each other."""
         size = (self.own * self.theirs) ** 0.5
         return not self.same and self.product < LIKENESS * size
 
@@ -97,7 +96,6 @@ def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
 
 
 def differing_keys(own: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """Return what has another value in the architecture than in the reference's."""
     ours, known = own.decisive, theirs.decisive
     names = [name for name in {**known, **ours} if name not in MAY_DIFFER]
     names = [name for name in names if "token_id" not in name]
@@ -139,7 +137,6 @@ def like(own: TensorOnDisk, theirs: TensorOnDisk) -> Likeness:
 
 
 def before_merging(config: ModelConfig, reference: Path) -> dict[str, TensorOnDisk]:
-    """Return the weights of a reference with adapters, without these; {} if it has none."""
     checkpoint = find_checkpoint(reference)
     if checkpoint and read_base(checkpoint).adapters:
         return unmerged_weights(config, checkpoint)

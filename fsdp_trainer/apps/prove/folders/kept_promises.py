@@ -33,7 +33,6 @@ QUESTION, ANSWER = "Is it raining?", "Yes, it is."
 
 
 def check(proof: ProvedFolder) -> Iterator[Checked]:
-    """Look for each thing that is promised."""
     if proof.is_safetensors:
         wrong = [*broken_promises(proof.source), *broken_formats(proof)]
         right = "config.json promises nothing that is not there"
@@ -51,7 +50,6 @@ def check(proof: ProvedFolder) -> Iterator[Checked]:
 
 
 def broken_formats(proof: ProvedFolder) -> Iterator[str]:
-    """Yield where the stored number formats are not those that config.json names."""
     tensors, _ = read_headers(proof.source, all_parts=True)
     content = proof.content
     is_small = any(OF_FEW_BITS.search(name) for name in tensors)
@@ -105,7 +103,6 @@ def unknown_marks(tokenizer: TextTokenizer) -> Iterator[str]:
 
 
 def end_ids(proof: ProvedFolder) -> dict[int, None]:
-    """Return the ids that end an answer, by both files that say so."""
     own: Path = proof.source if proof.source.is_dir() else proof.source.parent
     contents: list[dict[str, Any]] = [proof.content]
     for folder in dict.fromkeys([own, proof.described]):
@@ -121,7 +118,6 @@ def end_ids(proof: ProvedFolder) -> dict[int, None]:
 
 
 def end_of_answer(tokenizer: TextTokenizer) -> str:
-    """Return the special token that the template writes after an answer; "" if there is none."""
     if not tokenizer.chat_templates:
         return ""
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]

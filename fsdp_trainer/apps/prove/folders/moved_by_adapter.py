@@ -32,7 +32,6 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check(proof: ProvedFolder) -> Iterator[Checked]:
-    """Look at base, names and numbers of an adapter."""
     if not proof.is_adapter:
         return
     right = "the weights, or the name, of the base that it was trained on"
@@ -57,7 +56,6 @@ def check(proof: ProvedFolder) -> Iterator[Checked]:
 
 
 def other_base(proof: ProvedFolder) -> Iterator[str]:
-    """Yield why the base is another one than that of the training."""
     if read_origin(proof.source).get("base"):  # with digests of its weights
         try:
             require_unchanged(proof.config, proof.based)
@@ -89,7 +87,6 @@ def names_of(reference: Path) -> set[str]:
 
 
 def unmatched(proof: ProvedFolder, layout: ModelNames) -> Iterator[str]:
-    """Yield the modules that the configuration names and the base or the adapter lacks."""
     peft = read_folder(proof.source)
     modules = [*layout.linears, *(n.removesuffix(".weight") for n in layout.parameters)]
     modules += [name for stack in layout.stacks.values() for name in (*stack.names, stack.experts)]

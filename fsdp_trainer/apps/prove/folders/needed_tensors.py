@@ -57,7 +57,6 @@ def misplaced(proof: ProvedFolder) -> Iterator[str]:
 
 
 def why_not_decoded(name: str, shape: tuple[int, ...], stored: dict[str, HuggingFaceTensor]) -> str:
-    """Return why a matrix cannot be decoded from what is stored, "" if it can."""
     tensor = stored.get(name)
     if tensor is None and name + PACKED not in stored:
         return "is missing"

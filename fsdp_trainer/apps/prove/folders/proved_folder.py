@@ -48,7 +48,6 @@ class ProvedFolder:
     say: Callable[[str], None]
 
     def require_model(self) -> None:
-        """Raise UserError for what is no folder of a model, and for a reference that is none."""
         if find_checkpoint(self.source):
             reason = (
                 "is a run or a checkpoint: prove what it exports:"
@@ -68,7 +67,6 @@ class ProvedFolder:
 
     @property
     def command(self) -> str:
-        """The command line of this proof."""
         return shlex.join(["fsdp-trainer", "prove", *self.words])
 
     @cached_property
@@ -83,12 +81,10 @@ class ProvedFolder:
 
     @cached_property
     def described(self) -> Path:
-        """The folder with the config.json of the source, or of the adapter's base."""
         return model_folder(self.based if self.is_adapter else self.source)
 
     @cached_property
     def content(self) -> Json:
-        """The content of that config.json."""
         return read_config_file(self.described / "config.json")
 
     @cached_property
@@ -111,7 +107,6 @@ class ProvedFolder:
 
     @cached_property
     def based(self) -> Path:
-        """The source; for an adapter a copy of it whose base is the reference, if there is one."""
         if not self.is_adapter or not self.reference:
             return self.source
         copy = self.scratch / "adapter"
@@ -132,7 +127,6 @@ class ProvedFolder:
 
     @property
     def adapter_file(self) -> Path:
-        """The file with the numbers of an adapter."""
         return self.source / WEIGHTS_FILE
 
     @property
@@ -145,7 +139,6 @@ class ProvedFolder:
 
     @property
     def tokens(self) -> Tensor:
-        """Random tokens of the vocabulary."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.config.vocab_size, (TEXTS, LENGTH), generator=generator)
 

@@ -23,7 +23,6 @@ NAMES = "a server would leave such tensors out: do not serve this folder"
 
 
 def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
-    """Load the folder here and elsewhere, one model after the other."""
     other = "PEFT" if proof.is_adapter else "transformers"
     try:
         reason = why_not_here(proof)
@@ -84,7 +83,6 @@ def logits_of(proof: ProvedFolder) -> Tensor | None:
 
 
 def tokens_of(proof: ProvedFolder) -> Tensor:
-    """Return the tokens, without that in whose place images are put."""
     placeholder = proof.content.get("image_token_id", proof.content.get("image_token_index"))
     tokens = proof.tokens
     return torch.where(tokens == placeholder, 0, tokens) if type(placeholder) is int else tokens
@@ -102,7 +100,6 @@ def loaded(proof: ProvedFolder) -> tuple[Any, list[str]]:
 
 
 def share(given: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest number."""
     if given.shape != expected.shape:
         return float("inf")
     return float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-20))

@@ -50,7 +50,6 @@ def unsound(proof: ProvedFolder) -> tuple[list[str], dict[str, HuggingFaceTensor
 
 
 def contradictions(folder: Path) -> Iterator[str]:
-    """Yield where the index and the files of a folder disagree."""
     places = defaultdict(list)
     files = weight_files(folder, SINGLE, INDEX)
     for file in files:
@@ -69,7 +68,6 @@ def contradictions(folder: Path) -> Iterator[str]:
 
 
 def unnamed_files(folder: Path, files: list[Path]) -> Iterator[str]:
-    """Yield the files of weights that are there and do not belong to those that are read."""
     there = {file.name for file in folder.iterdir() if PART.fullmatch(file.name)}
     if (folder / SINGLE).is_file() and (folder / INDEX).is_file():
         there.add(SINGLE)
@@ -77,7 +75,6 @@ def unnamed_files(folder: Path, files: list[Path]) -> Iterator[str]:
 
 
 def is_finite(tensor: HuggingFaceTensor) -> bool:
-    """Return True if each number of a tensor is finite; it is read in pieces."""
     if not tensor.shape or not tensor.dtype.is_floating_point or not tensor.nbytes:
         return True
     return all(bool(torch.isfinite(piece.float()).all()) for piece in tensor.pieces())

@@ -43,7 +43,6 @@ class Certificate:
     about: list[str] = field(default_factory=list)
 
     def add(self, findings: Findings) -> None:
-        """Add the results of a check."""
         for one in findings:
             if isinstance(one, Checked):
                 self.checks.append(one)

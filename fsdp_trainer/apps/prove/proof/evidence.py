@@ -39,7 +39,6 @@ class Evidence:
     say: Callable[[str], None]
 
     def command(self, more: str) -> str:
-        """Return the command line of this proof with further words, or other values of its own."""
         keys = {word.partition("=")[0] for word in more.split()}
         own = [word for word in self.words if word.lstrip("+").partition("=")[0] not in keys]
         return f"{shlex.join(['fsdp-trainer', 'prove', *own])} {more}".strip()
@@ -54,19 +53,16 @@ class Evidence:
 
     @cached_property
     def planned(self) -> ProofRun:
-        """The run in the planned layout."""
         self.say(f"trains in the planned layout, on {self.small.ranks} ranks")
         return ProofRun(self.small.planned, self.scratch).recorded()
 
     @cached_property
     def resumed(self) -> ProofRun:
-        """The planned run, stopped in the middle and resumed."""
         self.say("resumes on as many ranks")
         return self.planned.named("resumed").resumed_from(self.planned)
 
     @cached_property
     def resumed_elsewhere(self) -> ProofRun:
-        """The planned run, stopped in the middle and resumed in one process."""
         self.say("resumes on one rank")
         return self.plain.named("resumed_elsewhere").resumed_from(self.planned)
 
@@ -84,12 +80,10 @@ class Evidence:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The architecture of the small model."""
         return read_architecture(self.plain.checkpoints[-1] / "hf")
 
     @cached_property
     def data(self) -> tuple[TextTokenizer, Template, Prepared]:
-        """Tokenizer, template and data, as training reads them."""
         silent = Reporter(lambda line: None, lambda line: None)
         return build_data(self.small.plain, silent)
 

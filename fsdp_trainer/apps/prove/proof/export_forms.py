@@ -46,7 +46,6 @@ class Original:
     @classmethod
     @torch.no_grad()
     def of(cls, checkpoint: Path, texts: list[Tensor], folder: Path) -> "Original":
-        """Return a checkpoint with its logits. folder: a new one."""
         folder.mkdir()
         model = read_model(checkpoint, merge_into="original", is_checked=True)
         if model.config.reads_images:  # texts alone are compared
@@ -79,7 +78,6 @@ class Original:
 
 
 def class_of(config: ModelConfig) -> Any:
-    """Return transformers' class of a folder."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -82,7 +82,6 @@ class SmallRun:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the planned layout."""
         return int(self.planned.launch.nproc_per_node)
 
 
@@ -217,7 +216,6 @@ class Narrowing:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The planned architecture."""
         return architecture(self.cfg)[0]
 
     @property
@@ -306,7 +304,6 @@ def row_length(small: Any, cfg: ProveConfig) -> int:
 
 
 def in_words(layout: Layout) -> str:
-    """Return the sizes of a layout's dimensions."""
     sizes = {**layout.sizes, "expert": layout.sharding.expert}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     ranks = counted(layout.ranks, "rank")
@@ -314,7 +311,6 @@ def in_words(layout: Layout) -> str:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return `key=value (planned: value)` for each key that decides numbers and has another one."""
     groups = {*OF_THE_MACHINE, "tokenizer"}
     if before["model.init_from"] != after["model.init_from"]:
         groups.add("model")  # a small copy, of which the folder says all
@@ -326,7 +322,6 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def flat(groups: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of all keys of training."""
     names = [f.name for f in fields(TrainConfig)]
     return {f"{group}.{name}": v for group in names for name, v in groups[group].items()}
 

@@ -21,7 +21,6 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def broken_promises(folder: Path) -> list[str]:
-    """Return a sentence for each promise of a folder that it does not keep."""
     config = read_object(folder / "config.json", "cannot read the model's configuration")
     tensors, _ = read_headers(folder, all_parts=True)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -49,7 +48,6 @@ def broken_counts(config: dict[str, Any], shapes: Shapes) -> Iterator[str]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a configuration that describes the model of texts."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
@@ -91,7 +89,6 @@ def is_untied(config: dict[str, Any], text: dict[str, Any]) -> bool:
 
 
 def missing_files(config: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Yield the files that are named and not there."""
     named = config.get("auto_map")
     for name in named.values() if isinstance(named, dict) else ():
         file = f"{str(name).partition('.')[0]}.py"

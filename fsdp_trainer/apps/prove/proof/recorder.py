@@ -24,13 +24,11 @@ class Recorder(Callback):
     """Writes weights at the start and the end, and the gradients of some steps."""
 
     def start(self, run: RunInfo) -> None:
-        """Write the weights with which the run starts or resumes."""
         if share := float(os.environ.get(NUDGE, "0")):
             nudge(run, share)
         write(run, "start", all_weights(run))
 
     def gradients(self, run: RunInfo, step: int) -> None:
-        """Write the gradients of a step; a parameter without one has zeros."""
         if step not in GRADIENTS:
             return
         trained = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
@@ -38,7 +36,6 @@ class Recorder(Callback):
         write(run, f"gradients-{step}", {name: (True, g) for name, g in gradients.items()})
 
     def rollouts(self, run: RunInfo, step: int, rollouts: Sequence[Any]) -> None:
-        """Write the answers that a step trains on; those of all ranks are the same."""
         answers = [
             {
                 "row": one.row,
@@ -57,19 +54,16 @@ class Recorder(Callback):
             file.write_text(json.dumps(answers))
 
     def end(self, run: RunInfo, reason: str, exit_code: int) -> None:
-        """Write the weights with which the run ends."""
         write(run, "end", all_weights(run))
 
 
 def all_weights(run: RunInfo) -> dict[str, tuple[bool, Tensor]]:
-    """Return the parameters and the stored buffers, each with whether it is trained."""
     parameters = {name: (p.requires_grad, p) for name, p in run.model.named_parameters()}
     buffers = {name: (False, buffer) for name, buffer in stored_buffers(run.model).items()}
     return {**parameters, **buffers}
 
 
 def write(run: RunInfo, name: str, tensors: dict[str, tuple[bool, Tensor]]) -> None:
-    """Write this rank's parts of tensors, each with whether it is trained."""
     parts = {
         key: (trained, tuple(t.shape), [part.start for part in local_slice(t)], on_host(t))
         for key, (trained, t) in tensors.items()

@@ -41,6 +41,5 @@ def whole_tensors(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def ranks_of(folder: Path, name: str) -> Iterator[tuple[int, dict]]:
-    """Yield each rank with what it has written."""
     for path in sorted(folder.glob(f"{name}.rank*.pt")):
         yield int(path.stem.rpartition("rank")[2]), torch.load(path, weights_only=True)

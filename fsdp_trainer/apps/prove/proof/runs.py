@@ -36,11 +36,9 @@ class ProofRun:
 
     @property
     def folder(self) -> Path:
-        """The folder with the ranks' records and their output."""
         return self.scratch / "records" / str(self.cfg.run.name)
 
     def named(self, name: str) -> "ProofRun":
-        """Return another run of this configuration."""
         return ProofRun(replace(self.cfg, run=replace(self.cfg.run, name=name)), self.scratch)
 
     def recorded(self, nudged: float = 0.0) -> "ProofRun":
@@ -63,7 +61,6 @@ class ProofRun:
         return self
 
     def resumed_from(self, begun: "ProofRun") -> "ProofRun":
-        """Go on from another run's first checkpoint, as its own run that was stopped there."""
         own, first = run_folder(self.cfg), begun.checkpoints[0]
         shutil.copytree(first, own / "checkpoints" / first.name, symlinks=True)
         for name in ("metrics.jsonl", "events.jsonl"):
@@ -72,13 +69,11 @@ class ProofRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, one a step."""
         lines = (run_folder(self.cfg) / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The checkpoints, oldest first."""
         return checkpoint_folders(run_folder(self.cfg))
 
     @cached_property
@@ -88,12 +83,10 @@ class ProofRun:
 
     @cached_property
     def end(self) -> dict[str, Tensor]:
-        """All weights at the end, by name."""
         return whole_tensors(self.folder, "end")[0]
 
     @cached_property
     def trained(self) -> dict[str, bool]:
-        """True for each weight that is trained."""
         return whole_tensors(self.folder, "start")[1]
 
     def gradients(self, step: int) -> dict[str, Tensor]:
@@ -108,7 +101,6 @@ class ProofRun:
 
 
 def failure(name: str, code: int, output: str) -> UserError | RunFailed:
-    """Return the error of a run that ended with a code, with the end of what it printed."""
     own = output[output.rfind("fsdp-trainer: ") :] if "fsdp-trainer: " in output else output
     text = "\n".join(own.strip().splitlines()[-LAST_LINES:]).removeprefix("fsdp-trainer: ")
     if code == UserError.exit_code:

@@ -52,7 +52,6 @@ class Trajectory:
 
     @classmethod
     def of(cls, run: ProofRun) -> "Trajectory":
-        """Return what a run recorded."""
         losses = [line.get("objective", line["loss"]) for line in run.metrics]
         gradients = {step: run.gradients(step) for step in GRADIENTS}
         there = {step: tensors for step, tensors in gradients.items() if tensors}
@@ -72,13 +71,11 @@ class Trajectory:
         }
 
     def of_step(self, other: "Trajectory", step: int) -> Difference:
-        """Return the largest difference of the gradients of a step."""
         difference = largest(self.gradients[step], other.gradients[step])
         return Difference(difference.value, f"step {step}, {difference.where}")
 
 
 def of_losses(ours: list[float], expected: list[float]) -> Difference:
-    """Return the largest relative difference of the losses of steps."""
     if len(ours) != len(expected):
         return Difference(math.inf, f"{len(ours)} steps in place of {len(expected)}")
     each = [
@@ -127,7 +124,6 @@ def top(tensor: Tensor) -> float:
 
 
 def finite(value: float) -> float:
-    """Return the value, or infinity if it is not a number."""
     return math.inf if math.isnan(value) else value
 
 

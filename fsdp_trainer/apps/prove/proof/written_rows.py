@@ -28,7 +28,6 @@ class WrittenRow:
 
 
 def written_rows(evidence: Evidence) -> list[WrittenRow]:
-    """Return the first rows of each source that training reads."""
     cfg, stores = evidence.small.plain, evidence.data[2].train
     places = samples_by_place(stores)
     rows = []

@@ -57,7 +57,6 @@ def sampled_losses(step: TwinStep) -> Iterator[Tensor]:
 
 
 def advantages(step: TwinStep, used: list[TwinDocument]) -> list[float]:
-    """Return the advantage of each answer over those to the same prompt."""
     gains = []
     for one in used:
         group = torch.tensor(

@@ -30,7 +30,6 @@ class StepLists:
     symmetric: bool
 
     def is_like_answer(self, text: int, query: int) -> bool:
-        """Return True for a text with the same words as an answer to the query."""
         return any(self.tokens[text] == self.tokens[one] for one in self.good[query])
 
 

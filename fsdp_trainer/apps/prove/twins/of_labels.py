@@ -54,7 +54,6 @@ def tag_losses(step: TwinStep) -> Iterator[Tensor]:
 
 
 def number_of(name: Any, numbers: dict[str, int]) -> int:
-    """Return the number of a label in config.json."""
     text = str(int(name)) if isinstance(name, float) else str(name)
     text = text.lower() if isinstance(name, bool) else text
     return numbers[text] if text in numbers else int(text)
@@ -111,7 +110,6 @@ def pairwise(given: Tensor, wanted: Tensor, kind: int) -> Tensor:
 
 
 def pointwise(given: Tensor, wanted: Tensor, kind: int) -> Tensor:
-    """Return the mean cross-entropy of each document by itself."""
     return F.binary_cross_entropy_with_logits(given, wanted)
 
 

@@ -10,7 +10,6 @@ from fsdp_trainer.apps.prove.twins.twin_step import NoTwin, TwinDocument, TwinSt
 
 
 def learnt_documents(step: TwinStep) -> Iterator[tuple[TwinDocument, Tensor, Tensor]]:
-    """Yield each document with learnt tokens, their targets, and their shares of the step."""
     total = sum(float(one.weights[one.learnt].sum()) for one in step.documents)
     for one in step.documents:
         if one.learnt.any():

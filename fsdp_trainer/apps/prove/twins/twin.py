@@ -103,7 +103,6 @@ def ours_as_stored(evidence: Evidence, twin: Twin) -> Trajectory:
 
 
 def ours_trained(evidence: Evidence, twin: Twin) -> dict[str, bool]:
-    """Return the stored names of what is trained."""
     if twin.names is not None:
         return dict.fromkeys(twin.names, True)
     trained = {n: t for n, t in evidence.plain.start.items() if evidence.plain.trained[n]}
@@ -149,7 +148,6 @@ def update(
 
 
 def gradients_of(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the gradients by name, zeros where there is none."""
     return {
         name: (torch.zeros_like(p) if p.grad is None else p.grad).clone()
         for name, p in parameters.items()
@@ -157,5 +155,4 @@ def gradients_of(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def only(names: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of these names."""
     return {name: tensor for name, tensor in tensors.items() if name in names}

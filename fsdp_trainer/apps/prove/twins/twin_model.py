@@ -42,7 +42,6 @@ class Twin:
     prefix: str = ""
 
     def trained(self, ours: Mapping[str, bool]) -> dict[str, nn.Parameter]:
-        """Return the parameters to train, by their own names. ours: whether stored names are."""
         own = dict(self.model.named_parameters())
         if self.names is not None:
             return {name: own[name] for name in self.names.values()}

@@ -49,7 +49,6 @@ class TwinDocument:
 
     @property
     def learnt(self) -> Tensor:
-        """True for each token whose next one is learnt."""
         return self.labels != IGNORED
 
 
@@ -70,11 +69,9 @@ class TwinStep:
 
     @property
     def choice(self) -> ObjectiveChoice:
-        """The keys of the objective."""
         return self.cfg.objective
 
     def output(self, document: TwinDocument, model: Any = None) -> Any:
-        """Return what the model, or another one, computes of a document."""
         model = model or self.model
         return model(document.tokens[None], **taken(model, {**document.inputs, "use_cache": False}))
 
@@ -90,7 +87,6 @@ class TwinStep:
 
     @property
     def temperature(self) -> float:
-        """What divides the logits in training."""
         return self.choice.temperature if self.choice.method.samples else 1.0
 
     def before(self, document: TwinDocument) -> Tensor:
@@ -109,7 +105,6 @@ class TwinData:
 
     @cached_property
     def processor(self) -> MediaProcessor:
-        """The processor of the model's images."""
         return processor_of(str(self.evidence.small.plain.model.init_from))
 
     def of_step(self, step: int) -> list[TwinDocument]:
@@ -119,7 +114,6 @@ class TwinData:
         return [*self.of_rows(step)]
 
     def of_rows(self, step: int) -> Iterator[TwinDocument]:
-        """Yield the documents of the rows that are stored."""
         order, rows = self.evidence.order, self.evidence.rows_of_step(step)
         assert order
         for row, index in enumerate(self.evidence.indices_of_step(step)):
@@ -157,7 +151,6 @@ class TwinData:
 
 
 def taken(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs that a model has arguments for."""
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
     known = inspect.signature(whole.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}

@@ -50,7 +50,6 @@ def figures_by_source(store: TokenStore) -> list[SourceFigures]:
 
 
 def findings(store: TokenStore, seq_len: int, answer: int = 0) -> list[Finding]:
-    """Return the findings about a store and its sources. seq_len, answer: see `list_findings`."""
     tokens = int(store.lengths.sum())
     known = list_findings(store.counts, store.examples, store.groups, tokens, seq_len, answer)
     for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
@@ -95,7 +94,6 @@ def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
 
 
 def overlap_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
-    """Return the finding that validation data is trained on, if it is."""
     held_out = prepared.validation
     if not held_out:
         return []
@@ -162,7 +160,6 @@ def warning_lines(prepared: Prepared, seq_len: int, others: Sequence[Finding] = 
 
 
 def images_line(stores: Sequence[TokenStore]) -> list[str]:
-    """Return the line on media, if there are any."""
     media, of_media = (
         sum(store.counts.get(key, 0) for store in stores) for key in (MEDIA, MEDIA_TOKENS)
     )
@@ -171,7 +168,6 @@ def images_line(stores: Sequence[TokenStore]) -> list[str]:
 
 
 def amounts(stores: Sequence[TokenStore]) -> list[int]:
-    """Return the numbers of samples, tokens and supervised tokens in all stores."""
     return [
         sum(map(len, stores)),
         *(

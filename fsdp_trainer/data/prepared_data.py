@@ -29,7 +29,6 @@ from fsdp_trainer.models.config import reads_images
 
 
 def tokenizer_path(choice: Tokenizer, init_from: str | None) -> str:
-    """Return `tokenizer.path`, else the tokenizer's folder in `model.init_from`."""
     if choice.path:
         return choice.path
     if not init_from:
@@ -75,7 +74,6 @@ def renumbered(
 
 
 def new_rows(tokenizer: TextTokenizer, rows: int) -> list[str]:
-    """Return a note on the tokens that the weights have no row for. rows: number of theirs."""
     id_of = tokenizer.backend.get_vocab()
     texts = [repr(text) for text in tokenizer.new if id_of[text] >= rows]
     some = ", ".join([*texts[:5], *(["…"] if texts[5:] else [])])
@@ -109,7 +107,6 @@ ROUND_TRIP = "Natalia sold 48 clips to her friends in April,\nand half as many i
 
 
 def lossy(tokenizer: TextTokenizer) -> list[str]:
-    """Return a warning if the tokenizer does not decode a text back to itself."""
     back = tokenizer.decode(tokenizer.encode(ROUND_TRIP))
     if back.strip() == ROUND_TRIP:
         return []
@@ -132,12 +129,10 @@ def require_most_tokens(data: Data, prepared: Prepared) -> None:
 
 
 def build_template(data: Data, tokenizer: TextTokenizer) -> Template:
-    """Return the chat template of a run."""
     return load_template(data.template, tokenizer, data.template_args, data.template_date)
 
 
 def cache_root(data: Data, run: Run) -> Path:
-    """Return the folder of tokenized data."""
     return Path(data.cache or Path(run.root) / ".data").expanduser()
 
 

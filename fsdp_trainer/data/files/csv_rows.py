@@ -33,7 +33,6 @@ class _Lines:
         self.begin_row()
 
     def begin_row(self) -> None:
-        """Forget the lines of the row before."""
         self.row: list[str] = []
         self._size = self._values = 0
 
@@ -137,7 +136,6 @@ def _separator_of(sample: list[str], usual: str, place: str) -> str:
 
 
 def _is_table(sample: list[str], delimiter: str) -> bool:
-    """Return True if the names and all rows have the same number of values, at least two."""
     counts = _counts(sample, delimiter, is_cut=len(sample) > SAMPLE)
     return len(counts) == 1 and counts != {1}
 
@@ -162,7 +160,6 @@ def _column_names(values: list[str], where: str) -> list[str]:
 
 
 def _not_text(text: str) -> str | None:
-    """Return why a row is no text; None if it is."""
     if "\0" in text:
         return "holds a NUL byte, as a file does that a crash has cut off, or that is no text"
     try:

@@ -49,7 +49,6 @@ def describe_changed_files(stored: Mapping[str, Any], digests: Mapping[str, str]
 
 
 def _compare(then: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return lines about changed and missing files, and the list of new files."""
     gone = {file: digest for file, digest in then.items() if file not in now}
     new = {file: digest for file, digest in now.items() if file not in then}
     renamed = set(gone.values()) & set(new.values())

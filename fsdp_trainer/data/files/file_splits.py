@@ -82,7 +82,6 @@ class Unit:
 
     @cached_property
     def end(self) -> float:
-        """The end of the unit, infinite if it ends with its file."""
         return math.inf if self.stop is None else self.stop
 
 
@@ -141,7 +140,6 @@ def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def lines_before(unit: Unit) -> int:
-    """Return the number of lines (rows of a table) before the unit, to add to `row.where`."""
     return Lines().before(unit)
 
 
@@ -152,7 +150,6 @@ class Lines:
         self._file, self._at, self._lines = "", 0, 1
 
     def before(self, unit: Unit) -> int:
-        """Return the number of lines before the unit, as `lines_before` does."""
         suffix = kind(unit.file)[0]
         if not unit.start or suffix in TOKEN_FILES:  # these number their rows from the first one
             return 0
@@ -259,7 +256,6 @@ def _records(unit: Unit, suffix: str, compression: str | None) -> Iterator[Recor
 def _table_records(
     unit: Unit, suffix: str, compression: str | None
 ) -> Iterator[tuple[int, dict[str, Any], str | None]]:
-    """Yield (line or number, columns, error) of the rows of a table or a token file."""
     file = unit.file
     if suffix in TOKEN_FILES:
         yield from token_rows(file, unit.start, unit.stop, unit.separator)
@@ -275,7 +271,6 @@ def _table_records(
 
 
 def open_raw(file: str) -> BinaryIO:
-    """Open a local or remote file without decompression."""
     return open_remote(file) if is_url(file) else open(file, "rb")
 
 
@@ -304,7 +299,6 @@ def _table(file: str, compression: str | None) -> str | BinaryIO:
 
 
 def _is_json_lines(file: str, suffix: str) -> bool:
-    """Return True for a file of JSON with one object a line."""
     return suffix in JSON and _has_lines(file, suffix != ".json", stamp(file))
 
 
@@ -336,7 +330,6 @@ error."""
 
 
 def _lines(file: BinaryIO, unit: Unit) -> Iterator[Line]:
-    """Yield each line from the first that begins in the unit to the end of the file."""
     place = _first_line(file, unit)
     for number in count(1) if place < unit.end else ():
         content, begins = file.readline(LONGEST), place
@@ -392,7 +385,6 @@ def _first_line(file: BinaryIO, unit: Unit) -> int:
 
 
 def _own_lines(unit: Unit) -> Iterator[Line]:
-    """Yield the lines that begin in the unit, except blank ones."""
     with _open(unit.file) as file:
         for line in _lines(file, unit):
             _, place, text, error = line
@@ -410,7 +402,6 @@ def _read_jsonl(unit: Unit) -> Iterator[Record]:
 
 @lru_cache
 def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
-    """Return True if blank lines separate the documents of a text file."""
     return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
 
 
@@ -450,12 +441,10 @@ class _Document:
         self._text.write(text)
 
     def record(self, file: str) -> Record:
-        """Return the document as a row."""
         return _text_record(self._text.getvalue(), self.error, (file, self.number))
 
 
 def _paragraphs(unit: Unit) -> Iterator[_Document]:
-    """Yield each document after the first blank line of the unit."""
     document: _Document | None = None
     for line, is_blank in _lines_of_paragraphs(unit):
         if is_blank and document:
@@ -469,7 +458,6 @@ def _paragraphs(unit: Unit) -> Iterator[_Document]:
 
 
 def _lines_of_paragraphs(unit: Unit) -> Iterator[tuple[Line, bool]]:
-    """Yield the lines after the first blank line of the unit, and whether each is blank."""
     is_own = not unit.start
     with _open(unit.file) as file:
         for line in _lines(file, unit):

@@ -92,7 +92,6 @@ def _record(value: Any, where: tuple[str, int]) -> Record:
 
 
 def _advice(value: Any) -> str:
-    """Return what to do with a value that is no object."""
     if isinstance(value, str):
         return '. Name what it is, as in  {"text": "…"}'
     if not isinstance(value, list):
@@ -133,7 +132,6 @@ def are_lines(first: str, second: str, is_jsonl: bool) -> bool | None:
 
 
 def _holds_rows(value: Any) -> bool:
-    """Return True for a list, or an object of columns."""
     if isinstance(value, dict):
         members = _members(value)
         return are_columns(members) or _is_split(members)
@@ -143,7 +141,6 @@ def _holds_rows(value: Any) -> bool:
 def _are_lines_below(
     first: str, error: json.JSONDecodeError, second: str, is_jsonl: bool
 ) -> bool | None:
-    """Return the same as `are_lines`, for a first line that is not whole."""
     if first.startswith("["):
         return False
     is_in_text = error.msg.startswith("Unterminated string")
@@ -153,7 +150,6 @@ def _are_lines_below(
 
 
 def is_object(line: str) -> bool:
-    """Return True for a line that is a whole object."""
     return parse_object(line, ("", 1)).error is None
 
 
@@ -309,7 +305,6 @@ class JsonText:
         self.restart()
 
     def restart(self) -> None:
-        """Go to the beginning of the file."""
         self.file.seek(0)
         self.text, self.position = "", 0
         self.line = 1
@@ -350,7 +345,6 @@ class JsonText:
         return bool(block)
 
     def peek(self) -> str:
-        """Return the next character that is not white space; "" at the end."""
         while True:
             space = SPACE.match(self.text, self.position)
             assert space is not None, "SPACE also matches no characters"
@@ -420,7 +414,6 @@ class JsonText:
         return members
 
     def go_to(self, name: str) -> None:
-        """Go to the value of this name in the object that begins here."""
         for each in self._names():
             if each == name:
                 return

@@ -56,7 +56,6 @@ def sums(half_wrong: bool) -> list[dict[str, Any]]:
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
-    """Return a conversation of one question and its answer."""
     roles = zip(("user", "assistant"), (question, answer), strict=True)
     return {"messages": [{"role": role, "content": text} for role, text in roles]}
 

@@ -72,7 +72,6 @@ class RemoteFile:
     """Hash of the size and an attribute such as the ETag; changes with the content."""
 
     def copy_in(self, cache: Path) -> Path:
-        """Return the path of its copy."""
         parts = place(self.url).split("/")
         folders = [short_name(part) for part in parts if part not in ("", ".", "..")]
         return cache.joinpath(
@@ -106,7 +105,6 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
 
 
 def recorded_name(url: str) -> str:
-    """Return a name for a file that records may have, and that no other file has."""
     return url if shown(url) == url else f"{shown(url)}#{_digest(url)}"
 
 
@@ -216,7 +214,6 @@ def origin_of(copy: str, cache: Path) -> str | None:
 
 
 def _last_copies(file: Path) -> dict[str, str]:
-    """Return the copies of the last listing if all exist; {} otherwise."""
     try:
         copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
         return copies if all(map(os.path.exists, copies.values())) else {}
@@ -426,7 +423,6 @@ def _status(error: BaseException) -> Any:
 
 
 def _is_local(error: BaseException, cache: Path) -> bool:
-    """Return True if the cache's disk caused the error."""
     file = str(getattr(error, "filename", None) or "")
     return file.startswith(str(cache)) or getattr(error, "errno", None) in FULL
 

@@ -80,7 +80,6 @@ class Problems:
 
     @property
     def will_raise(self) -> bool:
-        """True if there are problems and they are not to be skipped."""
         return self.count > 0 and self.on_error == "fail"
 
     @property
@@ -109,7 +108,6 @@ class Source:
     fields: dict[str, Any] | None = None
 
     def columns(self, data: Data) -> tuple[str, dict[str, Any] | None]:
-        """Return the format and fields of its files; those of `data` are the defaults."""
         return self.format or data.format, self.fields or data.fields
 
 
@@ -165,7 +163,6 @@ def lines_on_folders(path: Any) -> list[str]:
 def _name_sources(
     files_of: dict[str, list[str]], given: dict[str, Entry], key: str
 ) -> list[Source]:
-    """Return the files of all entries as sources with unique names."""
     if len(files_of) > 1 or any(entry.name for entry in given.values()):
         names = [
             given[at].name or name

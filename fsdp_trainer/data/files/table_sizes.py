@@ -53,7 +53,6 @@ def _size_of_texts(column: Any) -> int:
 
 
 def _size_of_references(column: Any) -> int:
-    """Return the size of a dictionary's values, each as often as the column has it."""
     from pyarrow import compute, types
 
     values, kind = column.dictionary, column.dictionary.type

@@ -52,7 +52,6 @@ def read_arrow(
 
 
 def _row(columns: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
-    """Return the columns of a row, and why it cannot be used."""
     if columns is None:
         return {}, TOO_LONG
     # every struct of a column has the keys of all structs: keys that a row does not have are null
@@ -178,7 +177,6 @@ def _opened(file: str | BinaryIO) -> Any:
 
 
 def _is_arrow_file(source: Any) -> bool:
-    """Return True for an Arrow file, False for a stream."""
     magic = source.read(6)
     source.seek(0)
     return magic == b"ARROW1"

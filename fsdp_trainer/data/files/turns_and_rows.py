@@ -23,7 +23,6 @@ CHATS = (
 
 
 def role_key(turn: Mapping[str, Any]) -> str | None:
-    """Return the key that holds the speaker of a turn."""
     return next((key for key in ROLE_KEYS if isinstance(turn.get(key), str)), None)
 
 

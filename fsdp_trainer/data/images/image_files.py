@@ -179,7 +179,6 @@ def _as_record_error(name: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, the name of its class if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

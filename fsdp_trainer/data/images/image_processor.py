@@ -47,19 +47,16 @@ class ImageProcessor:
 
     @property
     def mark(self) -> str:
-        """The text that stands for an image in a rendered conversation."""
         return str(self.processor.image_token)
 
     @cached_property
     def token(self) -> int:
-        """The token whose states are replaced by those of an image."""
         processor = self.processor
         numbers = getattr(processor, "image_token_ids", None)
         return int(numbers[0] if numbers else processor.image_token_id)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that decides tokens and numbers of an image."""
         digest = hashlib.blake2b(digest_size=10)
         for name in FILES:
             file = Path(self.folder) / name
@@ -78,7 +75,6 @@ class ImageProcessor:
         return self._texts[size]
 
     def sample(self, file: ImageFile, tokens: int) -> SampleImage:
-        """Return an image of a sample."""
         return SampleImage(file, tokens)
 
     def numbers_of(self, picture: Any, name: str = "") -> dict[str, np.ndarray]:
@@ -119,7 +115,6 @@ class ImageProcessor:
         return self.numbers_of(pillow_module().new("RGB", (28, 28)))
 
     def example(self) -> tuple[dict[str, np.ndarray], int]:
-        """Return the arrays of a small picture of stripes, and the number of tokens for it."""
         stripes = np.zeros((48, 64, 3), np.uint8)
         stripes[:, ::5] = (250, 120, 30)
         picture = pillow_module().fromarray(stripes)

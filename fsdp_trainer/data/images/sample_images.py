@@ -28,7 +28,6 @@ class SampleImage:
 
     @classmethod
     def from_json(cls, values: list) -> "SampleImage":
-        """Return the image that `as_json` has described."""
         path, digest, width, height, size, mtime, tokens = values
         return cls(ImageFile(path, digest, (width, height), (size, mtime)), tokens)
 

@@ -13,7 +13,6 @@ READ = IMAGE
 
 
 def processor_of(folder: str) -> MediaProcessor:
-    """Return what a model of a folder does with media."""
     return READ.processor(folder)
 
 

@@ -109,7 +109,6 @@ class Expanded:
     spans: list[tuple[int, int]]
 
     def moved(self, place: int) -> int:
-        """Return where a character of the text with marks is now."""
         return place + sum(added for end, added in self.shifts if end <= place)
 
 
@@ -182,12 +181,10 @@ class MediaReader:
 
 
 def media_json(media: Sequence[SampleMedium]) -> str:
-    """Return the media of a sample as a store keeps them."""
     return json.dumps([one.as_json() for one in media]) if media else ""
 
 
 def joined(arrays: Sequence[Arrays]) -> Arrays:
-    """Return the arrays of several media as one of each name."""
     return {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
 
 

@@ -12,18 +12,15 @@ class EpochEnds:
     length: int
 
     def after(self, row: int) -> int:
-        """Return the row at which the epoch of this row ends."""
         return row + self.length - (row - self.start) % self.length
 
     def steps(self, rows: int, first: int, last: int) -> int:
-        """Return the number of steps of `rows` rows between two rows."""
         end = min(last, self.after(first))
         epochs, rest = divmod(last - end, self.length)
         parts = ((end - first, 1), (self.length, epochs), (rest, 1))
         return sum(times * math.ceil(part / rows) for part, times in parts)
 
     def row_after(self, steps: int, rows: int, first: int) -> int:
-        """Return the row at which this number of steps ends."""
         end = self.after(first)
         of_epoch = math.ceil(self.length / rows)
         epochs, rest = divmod(steps - math.ceil((end - first) / rows), of_epoch)

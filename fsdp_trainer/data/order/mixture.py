@@ -145,7 +145,6 @@ class Component:
     """Tokens in those rows."""
 
     def tokens(self, rows: int) -> int:
-        """Return the number of tokens in its first `rows` rows."""
         epochs, rest = divmod(rows, self.order.rows_per_epoch)
         first = epochs * self.order.rows_per_epoch
         return epochs * self.order.store.token_count + self.order.totals(first, first + rest)[1]
@@ -205,7 +204,6 @@ class Mixture:
 
     @property
     def orders(self) -> list[RowOrder]:
-        """The rows of each component."""
         return [component.order for component in self.components]
 
     def _hash(self, alone: str, each: list[str]) -> str:
@@ -231,7 +229,6 @@ class Mixture:
         return started
 
     def with_columns(self, columns: Iterator[SampleColumns]) -> "Mixture":
-        """Return the same rows with the next columns, one for each component."""
         mixture = copy(self)
         mixture.components = [
             replace(component, order=component.order.with_columns(next(columns)))
@@ -256,7 +253,6 @@ class Mixture:
         return who, ordinal + np.array([component.start for component in self.components])[who]
 
     def read(self, index: int) -> RowData:
-        """Return row `index`."""
         return self.read_rows([index]).row(0)
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
@@ -301,13 +297,11 @@ class Mixture:
         return [store.where(sample) for store, sample in self.samples_of(index)]
 
     def samples_of(self, index: int) -> list[tuple[TokenStore, int]]:
-        """Return the store and index of each sample in row `index`."""
         (component,), (row,) = (part.tolist() for part in self.locate([index]))
         order = self.orders[component]
         return [(order.store, sample) for sample, _, _ in order.row(row)]
 
     def state(self, index: int) -> dict[str, Any]:
-        """Return the position of each component before row `index`, for a checkpoint."""
         sources = [
             {
                 "name": c.name,

@@ -67,7 +67,6 @@ def stream(lengths: np.ndarray, order: np.ndarray, capacity: int) -> tuple[Piece
 
 
 def one_per_row(lengths: np.ndarray) -> Packing:
-    """Put every sample into a row of its own."""
     return Packing(np.arange(len(lengths)), np.arange(len(lengths) + 1))
 
 
@@ -117,14 +116,12 @@ class Room:
         return self._sizes[i] if i < len(self._sizes) else None
 
     def add(self, free: int, rows: np.ndarray) -> None:
-        """Add rows that have `free` room each."""
         if len(rows) and free:
             if free not in self._rows:
                 insort(self._sizes, free)
             self._rows.setdefault(free, []).append(rows)
 
     def take(self, free: int, wanted: int) -> np.ndarray | None:
-        """Remove and return up to `wanted` rows with `free` room, oldest first, or None."""
         if free not in self._rows:
             return None
         self._sizes.remove(free)

@@ -74,7 +74,6 @@ class Rows:
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
-        """Return rows with nothing but padding."""
         tokens, positions, sources = np.zeros((3, rows, seq_len), np.int64)
         labels = np.full((rows, seq_len), -100, np.int64)
         weights = np.zeros((rows, seq_len), np.float32)
@@ -83,7 +82,6 @@ class Rows:
         return cls(tokens, positions, labels, weights, sources, documents, group_starts)
 
     def put(self, places: Sequence[int] | np.ndarray, rows: "Rows") -> None:
-        """Copy `rows` to these indices."""
         for name in ("tokens", "positions", "labels", "weights", "sources"):
             getattr(self, name)[places] = getattr(rows, name)
         for i, place in enumerate(places):
@@ -101,7 +99,6 @@ class Rows:
                     own[place] = values
 
     def row(self, i: int) -> RowData:
-        """Return row i."""
         starts = np.cumsum([0, *self.documents[i]], dtype=np.int64)[:-1]
         return RowData(
             self.tokens[i],
@@ -189,7 +186,6 @@ class RowOrder:
         self._ahead = 0  # the last epoch that was requested
 
     def with_columns(self, columns: SampleColumns) -> "RowOrder":
-        """Return the same rows with these columns, without making their plans again."""
         order = copy(self)
         order.columns = columns
         return order
@@ -213,7 +209,6 @@ class RowOrder:
         return list(zip(*(part.tolist() for part in parts), strict=True))
 
     def read(self, index: int) -> RowData:
-        """Return row `index`."""
         return self.read_rows([index]).row(0)
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
@@ -252,7 +247,6 @@ class RowOrder:
             rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
 
         def by_row(values: np.ndarray) -> list[list[Any]]:
-            """Return the values of documents, row by row."""
             return [part.tolist() for part in np.split(values, first_documents[1:])]
 
         rows.documents = by_row(lengths)
@@ -278,7 +272,6 @@ class RowOrder:
     def _add_values(
         self, rows: Rows, samples: np.ndarray, by_row: Callable[[np.ndarray], list[list[Any]]]
     ) -> None:
-        """Add the kinds of these documents, and the values that the columns have for them."""
         for name in ("reference", "label_values"):
             values = getattr(self.columns, name)
             if values is not None:
@@ -378,7 +371,6 @@ class RowOrder:
             start += end - first
 
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
-        """Yield the plan of each epoch with some of these rows, and the rows' indices in it."""
         epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
         if not len(epochs):
             return
@@ -393,7 +385,6 @@ class RowOrder:
                 ).start()
 
     def _documents(self, indices: Sequence[int] | np.ndarray) -> DocumentPieces:
-        """Return the documents of these rows."""
         parts = []
         for plan, rows in self._by_epoch(indices):
             first = plan.offsets[rows].astype(np.int64)
@@ -424,7 +415,6 @@ class RowOrder:
         return {"documents": narrow(packing.documents), "offsets": narrow(packing.offsets)}
 
     def _plan(self, epoch: int) -> Arrays:
-        """Return the arrays of an `Epoch`."""
         if self.packing == "stream":
             pieces, documents, offsets = self._streamed(epoch)
         elif self.shuffle:

@@ -142,7 +142,6 @@ Readable = (
 
 
 def turns_of(readable: Readable) -> list[Message]:
-    """Return all turns of a row, of both answers if there are two."""
     if isinstance(readable, Conversation):
         return readable.messages
     if isinstance(readable, Preference):
@@ -469,7 +468,6 @@ def _or_tokens(format: str, fields: dict[str, str], columns: dict[str, Any], fil
 
 
 def without_media(matched: dict[str, str]) -> dict[str, str]:
-    """Return the columns of all meanings but media."""
     return {meaning: column for meaning, column in matched.items() if meaning not in MEDIA_MEANINGS}
 
 
@@ -502,7 +500,6 @@ def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
 
 
 def _label_column(columns: dict[str, Any]) -> str | None:
-    """Return the column that is named as a label of an answer."""
     names = columns_by_name(columns)
     return next((names[name] for name in LABELS if name in names), None)
 
@@ -559,7 +556,6 @@ def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
 
 
 def _conversation(values: Values, messages: list[Message]) -> Conversation:
-    """Return the turns as a conversation with the row's system text, media and tools."""
     turns = values.with_media(values.with_system(messages))
     return Conversation(turns, values.tools(), values.where)
 
@@ -569,7 +565,6 @@ def _read_chat(values: Values, meaning: str) -> Conversation:
 
 
 def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
-    """Return history, prompt and answer; assistant turns within the prompt are not supervised."""
     question = turns_or_text(values[prompt], "user", values.name(prompt))
     question = [
         turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in question

@@ -49,12 +49,10 @@ def parsed(value: Any) -> Any:
 
 
 def shown_value(value: Any) -> str:
-    """Return the type and the beginning of a value, for a message."""
     return f"{type(value).__name__} {str(value)[:60]}"
 
 
 def is_missing(value: Any) -> bool:
-    """Return True for null, NaN, and the texts that stand for them."""
     if isinstance(value, str):
         return value.strip() in MISSING
     return value is None or (isinstance(value, float | Decimal) and value != value)
@@ -116,7 +114,6 @@ def listed(value: Any) -> Any:
 
 
 def whole_numbers(value: Any) -> list[int] | None:
-    """Return a list of whole numbers, see `listed`; None for anything else."""
     numbers = listed(value)
     if isinstance(value, str) and isinstance(numbers, list):
         try:
@@ -179,7 +176,6 @@ def leaves_out(name: str, value: Any) -> bool:
 
 
 def agrees(name: str, value: Any, learnt: list[bool]) -> bool:
-    """Return True if a mask says what is learnt anyway, or of a prompt what is not."""
     try:
         flags = [bool(flag) for flag in mask_of(value, name)]
     except RecordError:

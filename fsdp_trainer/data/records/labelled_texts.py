@@ -41,7 +41,6 @@ class LabelledText:
 
     @property
     def pair(self) -> str | tuple[str, str]:
-        """The argument of a tokenizer."""
         return self.text if self.second is None else (self.text, self.second)
 
 
@@ -99,7 +98,6 @@ def labelled_parts(values: Values, meaning: str) -> tuple[list[str], list[Any]]:
 
 
 def is_name(value: Any) -> bool:
-    """Return True for a word or a whole number."""
     return isinstance(value, str | int) and value != ""
 
 
@@ -176,7 +174,6 @@ def read_ranked(values: Values) -> LabelledTexts:
 
 
 def named_labels(value: Any, names: list[str] | None) -> Any:
-    """Return a label, or a list of labels, with the names of numbers that have one."""
     if isinstance(value, list):
         return [named_labels(one, names) for one in value]
     is_number = names is not None and type(value) is int and 0 <= value < len(names)

@@ -38,7 +38,6 @@ class RowMedia:
     next: Any
 
     def read_all(self, value: Any) -> list[Any]:
-        """Return the media of a column: one, or a list of them."""
         values = value if isinstance(value, list | tuple) else [value]
         items = [self.read(each) for each in values if each is not None]
         if self.next in items:
@@ -76,7 +75,6 @@ class RowMedia:
         ]
 
     def marked(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a turn whose marks for media of a column stand for the next ones."""
         content, own = message["content"], iter(message.get(HELD, ()))
         marks = re.findall(f"{MARK}|{re.escape(self.mark)}", content)
         if self.mark not in marks:

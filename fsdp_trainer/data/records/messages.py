@@ -89,7 +89,6 @@ def read_turns(value: Any, column: str = "messages") -> list[Message]:
 
 
 def _as_object(turn: Any, column: str) -> dict:
-    """Return a turn, or a pair of question and answer, as an object."""
     if isinstance(turn, list) and turn and isinstance(turn[0], dict):
         raise RecordError(
             f"{column!r} holds lists of turns, and a row holds one of them.\nInto rows:  {LISTS}"
@@ -105,7 +104,6 @@ def _as_object(turn: Any, column: str) -> dict:
 
 
 def _turn(turn: Any, column: str) -> list[Message]:
-    """Return the message of an element in a list of turns, or two messages if it is a pair."""
     if _isplain(turn):  # most are, and the code below takes ten times as long
         return [{"role": turn["role"], "content": turn["content"]}]
     turn = _as_object(turn, column)
@@ -142,7 +140,6 @@ def _isplain(turn: Any) -> bool:
 
 
 def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
-    """Return a list of turns, also from a single turn; or a text as one turn of `role`."""
     if isinstance(value, dict | list):
         return read_turns(value, name)
     return [{"role": role, "content": text_of(value, name)}]
@@ -171,7 +168,6 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
 
 
 def _with_calls(calls: list[Any], role: str, text: str) -> Message:
-    """Return the parts of a turn for its tool calls, which a text may hold."""
     if calls:
         return {"tool_calls": [*map(tool_call, calls)], **unread_in(calls)}
     return {**written_calls(text)} if role in TOOL_CALL_ROLES else {}
@@ -194,7 +190,6 @@ def _require_content(turn: dict, role: str, has_content: bool) -> None:
 
 
 def _media_beside(others: Message) -> list[Any]:
-    """Take the media out of the other keys of a turn, and return them."""
     named = [(kind, key) for kind in ROW_KINDS.values() for key in kind.keys if others.get(key)]
     return [item for kind, key in named for item in kind.read_all(others.pop(key))]
 
@@ -256,7 +251,6 @@ def _turn_weight(turn: dict, role: str) -> float | None:
 
 
 def _marks_of(turn: dict) -> tuple[set[float], set[bool]]:
-    """Return the weights of a turn, and whether it is to be learnt as its flags say."""
     weights, flags = set[float](), set[bool]()
     for name in turn.keys() & MARKS:
         value, what = turn[name], f"{name!r} of a turn"
@@ -284,7 +278,6 @@ class TurnContent(NamedTuple):
 
 
 def content_of(content: Any, turn: dict, what: str = "the content of a turn") -> TurnContent:
-    """Return what a turn holds; its content is text or a list of parts."""
     parts: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
     parts["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
     media: list[Any] = []
@@ -300,7 +293,6 @@ def content_of(content: Any, turn: dict, what: str = "the content of a turn") ->
 
 
 def _joined(texts: list, what: str) -> str:
-    """Return the texts joined; RecordError if one is not a string. what: name for the message."""
     for text in texts:
         if not isinstance(text, str):
             raise RecordError(f"{what} should be text, it is {shown_value(text)}{advice(text)}")
@@ -308,7 +300,6 @@ def _joined(texts: list, what: str) -> str:
 
 
 def _part(part: Any, what: str) -> tuple[str, Any]:
-    """Return the kind and value of one part of a turn's content."""
     if not isinstance(part, dict):
         raise RecordError(f"{what} should be text, it is {shown_value(part)}{advice(part)}")
     type = part.get("type", "text")

@@ -55,12 +55,10 @@ class DataQuestion:
 
     @property
     def prompt(self) -> str:
-        """The text of the last turn."""
         return str(self.messages[-1].get("content") or "")
 
     @property
     def as_values(self) -> dict[str, Any]:
-        """The values by which answers are judged."""
         return {
             "prompt": self.prompt,
             "reference": self.reference,
@@ -119,7 +117,6 @@ class PromptReader(QuestionReader):
     """Reads rows with a prompt and no answer."""
 
     def readable(self, row: Record) -> Readable:
-        """Return the prompt as a conversation ending with a user's turn. May raise RecordError."""
         column = self.columns["prompt"]
         value = column_value(row.columns, column)
         if value is None:

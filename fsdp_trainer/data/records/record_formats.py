@@ -65,17 +65,14 @@ def is_anything(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Return True for a string."""
     return isinstance(value, str)
 
 
 def is_text_or_parts(value: Any) -> bool:
-    """Return True for a string, a content part, or a list of them."""
     return isinstance(value, str | dict) or _every(value, (str, dict))
 
 
 def is_text_or_texts(value: Any) -> bool:
-    """Return True for a string or a list of strings."""
     return isinstance(value, str) or _every(value, (str,))
 
 
@@ -91,7 +88,6 @@ def turn_list(value: Any) -> Any:
 
 
 def is_turns(value: Any) -> bool:
-    """Return True for a list of turns in any supported form."""
     value = turn_list(value)
     if isinstance(value, dict):
         return _is_turn(value) and not pair_keys(value)
@@ -101,7 +97,6 @@ def is_turns(value: Any) -> bool:
 
 
 def is_chat(value: Any) -> bool:
-    """Return True for a list of turns with known roles, one of them the assistant's."""
     value = turn_list(value)
     if not _every(value, (dict,)):
         return False
@@ -110,7 +105,6 @@ def is_chat(value: Any) -> bool:
 
 
 def is_text_or_turns(value: Any) -> bool:
-    """Return True for a possible prompt or completion."""
     return isinstance(value, str) or is_turns(value)
 
 
@@ -121,7 +115,6 @@ def is_calls(value: Any) -> bool:
 
 
 def is_answer(value: Any) -> bool:
-    """Return True for a possible completion, or for tool calls."""
     return is_text_or_turns(value) or is_calls(value)
 
 
@@ -141,7 +134,6 @@ def is_tools(value: Any) -> bool:
 
 
 def is_numbers(value: Any) -> bool:
-    """Return True for a list of integers, also as text."""
     return whole_numbers(value) is not None
 
 
@@ -152,13 +144,11 @@ def is_label(value: Any) -> bool:
 
 
 def is_segments(value: Any) -> bool:
-    """Return True for axolotl's list of texts with labels."""
     value = parsed(value)
     return bool(_every(value, (dict,))) and all("text" in s and "label" in s for s in value)
 
 
 def is_text_or_list(value: Any) -> bool:
-    """Return True for a string or a list of strings, perhaps empty."""
     return isinstance(value, str) or value == [] or _every(value, (str,))
 
 
@@ -385,7 +375,6 @@ def _fitting(
 
 
 def is_complete(format: str, matched: Mapping[str, str]) -> bool:
-    """Return True if every required meaning of the format has a column."""
     return all(key in matched for key in REQUIRED[format])
 
 
@@ -397,7 +386,6 @@ def _with_inner(candidates: tuple[str, ...], names: Mapping[str, str]) -> Iterat
 
 
 def _overlap(column: str, other: str) -> bool:
-    """Return True if the columns are equal or one is nested in the other."""
     return column == other or column.startswith(f"{other}.") or other.startswith(f"{column}.")
 
 
@@ -451,7 +439,6 @@ def _is_labelled(
 
 
 def _by_turns(format: str, columns: Mapping[str, Any], fields: Mapping[str, str]) -> str:
-    """Return "sharegpt" for a list of turns with a key `from`, otherwise "messages"."""
     if format not in ("messages", "sharegpt") or set(fields) & {"messages", "conversations"}:
         return format
     matched = match(format, columns, fields) or match(format, columns, fields, by_value=False)
@@ -513,7 +500,6 @@ def media_of(columns: Mapping[str, Any]) -> str | None:
 
 
 def media_kind(column: str, value: Any) -> str | None:
-    """Return the kind of media in a column: pictures, videos or sound; None if there is none."""
     name = usual_name(column).removesuffix("s")
     for end in MEDIA_ENDS:
         name = name.removesuffix(end).removesuffix("s")

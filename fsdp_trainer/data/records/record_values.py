@@ -21,7 +21,6 @@ class Values:
         return self.by_meaning[meaning]
 
     def name(self, meaning: str) -> str:
-        """Return the column of a meaning, or the meaning itself if the row has no such column."""
         return self.columns.get(meaning, meaning)
 
     def text(self, meaning: str) -> str:
@@ -48,7 +47,6 @@ class Values:
         return messages
 
     def tools(self) -> list[dict] | None:
-        """Return the descriptions of the row's tools."""
         return tools_of(self.by_meaning.get("tools"), self.name("tools"))
 
 

@@ -29,7 +29,6 @@ STRICT = json.JSONDecoder(object_pairs_hook=DECODER.object_pairs_hook, parse_con
 
 
 def own_calls(turn: dict, role: str, content: Any) -> list[dict]:
-    """Return the calls that a turn is, by its keys or its content."""
     calls = content if isinstance(content, list) else [content]
     if role in TOOL_CALL_ROLES and all(map(_is_named, calls)):
         return calls
@@ -41,7 +40,6 @@ def own_calls(turn: dict, role: str, content: Any) -> list[dict]:
 
 
 def arguments_of(role: str) -> tuple[str, ...]:
-    """Return the keys of the arguments of a turn that is a call itself."""
     return ARGUMENTS if role in TOOL_CALL_ROLES else ARGUMENTS[:1]
 
 
@@ -50,7 +48,6 @@ def _is_named(call: Any) -> bool:
 
 
 def _has_arguments(turn: dict, role: str, content: Any) -> bool:
-    """Return True for a turn of a call with arguments of its own, or without any."""
     if any(turn.get(key) is not None for key in arguments_of(role)):
         return bool(turn.get("name")) or not content
     may_be_none = role in TOOL_CALL_ROLES or "arguments" in turn
@@ -92,7 +89,6 @@ def unread_in(calls: list) -> dict[str, Any]:
 
 
 def _arguments(parts: list[dict]) -> dict:
-    """Return the arguments in the parts of a call as an object, an empty one if there are none."""
     call = parts[0]
     given = [part[name] for part in parts for name in ARGUMENTS if name in part]
     if not given and call.keys() - CALL_KEYS:
@@ -163,7 +159,6 @@ def is_continued(message: dict, call: dict) -> bool:
 
 
 def one_answer(message: dict, call: dict) -> dict:
-    """Return an answer with the calls of the turn after it."""
     calls = [*message.get("tool_calls", ()), *call["tool_calls"]]
     joined = {**call, **message, "tool_calls": calls}
     before = message.get("text", None if "tool_calls" in message else message["content"])

@@ -25,12 +25,10 @@ NO_VERDICTS = ("text", "tokens", "segments", "unpaired")
 
 
 def _is_verdict_name(name: str) -> bool:
-    """Return True for a column that is named as a label of an answer."""
     return usual_name(name.rpartition(".")[2]).removeprefix("is_") in VERDICT_NAMES
 
 
 def is_suspect(name: str) -> bool:
-    """Return True for a column that is named as a mask, a weight, a label or a score."""
     return is_mask_name(name) or _is_verdict_name(name) or _is_score(name)
 
 
@@ -40,7 +38,6 @@ def _is_score(name: str) -> bool:
 
 
 def _is_bad(value: Any) -> bool:
-    """Return True for a label that says that an answer is bad."""
     try:
         return flag_of(value, "", VERDICTS) is False
     except RecordError:
@@ -55,7 +52,6 @@ def require_no_verdict(columns: Mapping[str, Any], refusal: str) -> None:
 
 
 def bad_verdicts(columns: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the columns that say that an answer is bad."""
     return (name for name, value in columns.items() if _is_verdict_name(name) and _is_bad(value))
 
 
@@ -70,7 +66,6 @@ def classes(columns: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_worse(columns: Mapping[str, Any]) -> bool:
-    """Return True if a score of the chosen answer is below that of the rejected one."""
     for name, value in columns.items():
         if _is_score(name):
             other = columns.get(name.replace("chosen", "rejected"))

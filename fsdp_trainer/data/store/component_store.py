@@ -314,7 +314,6 @@ class ComponentStores:
         return done
 
     def _merge(self, done: list[TaskResult], into: Path) -> None:
-        """Merge all parts, then write their description as the last file."""
         parts = [self._part(i) for i in range(len(done))]
         stores = {}
         for name in done[0].totals:
@@ -335,7 +334,6 @@ class ComponentStores:
         write_meta(into, meta)
 
     def _divided(self, into: Path) -> dict[str, Any]:
-        """Hold out a share of the samples with each label; return what `_merge` has of stores."""
         whole = into / TRAIN
         held_out = share_of_each(TokenStore(whole, ""), self.options.share)
         with tempfile.TemporaryDirectory(dir=into) as aside:
@@ -447,7 +445,6 @@ class Pace:
         self.began = time.monotonic()
 
     def tick(self, rows: int, tokens: int) -> None:
-        """Add numbers of rows read and tokens written."""
         self.rows, self.tokens = self.rows + rows, self.tokens + tokens
         self.reporter.progress(str(self))
 
@@ -474,13 +471,11 @@ class Pace:
 
 
 def _last_of_file(tasks: list[Task], i: int) -> int:
-    """Return the index of the last task with a unit of the file that task i ends with."""
     file = tasks[i][-1].number
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
 
 
 def _duplicates(digests: np.ndarray) -> np.ndarray:
-    """Return the sorted indices of digests that equal an earlier one."""
     order = np.argsort(digests, kind="stable")
     alike = digests[order[1:]] == digests[order[:-1]]
     return np.sort(order[1:][alike])

@@ -275,7 +275,6 @@ def list_findings(
 
 
 def label_findings(counts: Mapping[str, int]) -> list[Finding]:
-    """Return the finding that all answers of KTO's data have the same label, if they do."""
     good, bad = (counts.get(key, 0) for key in LABELLED)
     if bool(good) == bool(bad):
         return []
@@ -286,7 +285,6 @@ def label_findings(counts: Mapping[str, int]) -> list[Finding]:
 
 
 def _unread(counts: Mapping[str, int]) -> dict[str, Kind]:
-    """Return a kind for each column, and each key of turns, that was counted as not read."""
     kinds = {}
     for key in sorted(counts):
         for prefix, (text, fix, warns_from) in UNREAD.items():

@@ -114,7 +114,6 @@ def _write_hashes(root: Path, hashes: dict[str, list[Any]]) -> None:
 
 
 def fingerprint(parts: Any) -> str:
-    """Return the name of a folder for what this version of the code makes of `parts`."""
     made_by = [TOKENS_VERSION, [version(library) for library in LIBRARIES]]
     described = json.dumps([made_by, parts], sort_keys=True, default=str)
     return hashlib.blake2b(described.encode(), digest_size=10).hexdigest()

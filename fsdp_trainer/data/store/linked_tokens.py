@@ -13,12 +13,10 @@ NUMBER_TYPES = ("", "<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8")
 
 
 def type_number(dtype: np.dtype) -> int:
-    """Return the index of a type in NUMBER_TYPES."""
     return NUMBER_TYPES.index(dtype.newbyteorder("<").str.replace("|", "<"))
 
 
 def link_columns(links: list[tuple[int, np.dtype] | None]) -> dict[str, np.ndarray]:
-    """Return the columns for samples, each with its first byte and type, or None."""
     types = [type_number(link[1]) if link else 0 for link in links]
     return {
         BEGINS: np.array([link[0] if link else 0 for link in links], np.int64),
@@ -43,7 +41,6 @@ class LinkedTokens:
         return np.asarray(self.types) > 0
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens, weights) of a piece of a sample."""
         weights = np.ones(count, np.float32)
         if start == 0:
             weights[:1] = 0  # no token precedes the first one to predict it from
@@ -55,7 +52,6 @@ class LinkedTokens:
         return tokens.astype(np.int32), weights
 
     def fetch(self, sample: int, start: int, count: int) -> None:
-        """Start reading a piece of a sample from disk."""
         file, first, stop, _ = self._place(sample, start, count)
         if isinstance(file.base, mmap):
             begin = first // PAGESIZE * PAGESIZE

@@ -63,7 +63,6 @@ class SampleColumns:
 
 
 def read_sums(place: Path, store: TokenStore) -> SampleColumns | None:
-    """Return a reference's sums of a store's samples; None if it is missing or damaged."""
     try:
         sums = np.load(place, mmap_mode="r")
         size = place.stat().st_size
@@ -134,7 +133,6 @@ class TopKValues:
 
 
 def read_top_k(place: Path, store: TokenStore) -> SampleColumns | None:
-    """Return a teacher's values of a store's tokens; None if they are missing or damaged."""
     try:
         about = json.loads((place / ABOUT).read_text())
         check_files(place, about.get(CHECKSUMS, {}))

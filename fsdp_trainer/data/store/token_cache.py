@@ -105,7 +105,6 @@ def require_kind(one: ComponentStores, stores: dict[str, TokenStore], kind: str)
 def merge_held_out(
     preparing: list["ComponentStores"], stores: list[TokenStore], root: Path
 ) -> TokenStore:
-    """Return the held-out samples of all components as one store."""
     if len(preparing) == 1:
         return stores[0]
     folder = root / fingerprint([one.folder.name for one in preparing])

@@ -138,13 +138,11 @@ class TokenStore:
 
     @property
     def supervised_tokens(self) -> int:
-        """The number of supervised tokens of all samples."""
         return int(np.sum(self.supervised, dtype=np.int64))
 
     def read(
         self, sample: int, start: int = 0, length: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens, weights) of a sample, at most `length` of them, from `start` on."""
         if self.links and self.links.is_linked[sample]:
             rest = int(self.lengths[sample]) - start
             return self.links.read(sample, start, rest if length is None else min(length, rest))
@@ -163,18 +161,15 @@ class TokenStore:
         return [READ.from_json(each) for each in json.loads(text)] if text else []
 
     def all_media(self) -> Iterator[SampleMedium]:
-        """Yield the media of all samples."""
         for sample in np.flatnonzero(self._media.sizes) if self._media else ():
             yield from self.media(int(sample))
 
     @cached_property
     def samples_with_media(self) -> int:
-        """The number of samples that have an image."""
         return int(np.count_nonzero(self._media.sizes)) if self._media else 0
 
     @property
     def token_count(self) -> int:
-        """The number of tokens of all samples."""
         if self.links is None:
             return len(self.tokens)
         return int(np.sum(self.lengths, dtype=np.int64))
@@ -236,14 +231,12 @@ class TextColumn:
 
     @classmethod
     def of(cls, folder: Path, name: str) -> "TextColumn | None":
-        """Return a column of a store; None if the store does not have it."""
         if not _has(folder, name + SIZES):
             return None
         sizes = _map(folder / f"{name}{SIZES}.bin", np.int64)
         return cls(sizes, _map(folder / f"{name}.bin", np.uint8))
 
     def text(self, sample: int) -> str:
-        """Return the text of a sample."""
         end = int(self.ends[sample])
         return self.content[end - int(self.sizes[sample]) : end].tobytes().decode()
 
@@ -264,7 +257,6 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _map_optional(folder: Path, column: str) -> np.ndarray | None:
-    """Return a column of OPTIONAL; None if all its values are the usual one."""
     dtype, _ = OPTIONAL[column]
     return _map(folder / f"{column}.bin", dtype) if _has(folder, column) else None
 
@@ -321,7 +313,6 @@ class StoreWriter:
             self._write_texts(MEDIA, [media_json(s.media) for s in samples])
 
     def write_documents(self, samples: DocumentSamples, source: int, file: int) -> None:
-        """Append samples of a token file, as `write` does."""
         if not len(samples):
             return
         learnt = samples.lengths - 1
@@ -346,7 +337,6 @@ class StoreWriter:
     def _append(
         self, columns: dict[str, np.ndarray], optional: dict[str, np.ndarray], source: int
     ) -> None:
-        """Append to the columns of COLUMNS and of OPTIONAL."""
         for name, dtype in COLUMNS.items():
             # unlike tofile, write raises an error when the disk is full
             self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)
@@ -370,7 +360,6 @@ class StoreWriter:
             file.write(np.array([*map(len, encoded)], np.int64).data)
 
     def close(self) -> None:
-        """Close all columns and write the optional ones."""
         for file in self._files.values():
             file.close()
         starts = self._optional[GROUP_STARTS]
@@ -436,7 +425,6 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
 
 
 def _linked_count(folder: Path) -> int:
-    """Return the number of tokens that are in other files."""
     try:
         types = _map_optional(folder, TYPES)
         lengths = _map(folder / "lengths.bin", np.int64)
@@ -494,7 +482,6 @@ def divide(whole: Path, is_chosen: np.ndarray, into: Mapping[bool, Path]) -> dic
 
 
 def labelled_sample(store: TokenStore, sample: int) -> Sample:
-    """Return a sample of a store without groups, with its label."""
     return Sample(*store.read(sample), label=store.labels.text(sample) if store.labels else None)
 
 
@@ -519,7 +506,6 @@ def _has(folder: Path, column: str) -> bool:
 
 
 def _optional(folder: Path, column: str) -> bytes:
-    """Return a column of OPTIONAL as bytes."""
     if _has(folder, column):
         return (folder / f"{column}.bin").read_bytes()
     samples = (folder / "lengths.bin").stat().st_size // np.dtype(COLUMNS["lengths"]).itemsize

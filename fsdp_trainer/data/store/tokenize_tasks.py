@@ -69,7 +69,6 @@ Task = list[TaskUnit]
 
 
 def task_key(task: Task) -> list[list[int | None]]:
-    """Return (file number, start, stop) of each unit, which identifies the task."""
     return [[one.number, one.unit.start, one.unit.stop] for one in task]
 
 
@@ -117,7 +116,6 @@ Job = tuple[int, Task, Path]
 
 
 def do_job(options: TokenizeOptions, job: Job, tick: Tick) -> tuple[int, TaskResult]:
-    """Write the part of a task, and return the task's index and result."""
     place, task, part = job
     return place, tokenize(task, part, options, tick)
 
@@ -164,7 +162,6 @@ class TaskTokenizer:
         self.result = TaskResult(task_key(task))
 
     def run(self) -> TaskResult:
-        """Read and write everything; return the counts and problems."""
         if self.options.kind == UNPAIRED:
             self.builder.begin_after(self._first_answers())
         for unit in self.task:
@@ -214,7 +211,6 @@ class TaskTokenizer:
             reported = self.rows
 
     def _holds_tokens_alone(self, unit: TaskUnit) -> bool:
-        """Return True for a file of tokens whose documents can be trained on; sets `reader`."""
         file, data = unit.unit.file, self.options.data
         if self.options.kind not in (None, SINGLE) or not is_token_file(file):
             return False
@@ -228,7 +224,6 @@ class TaskTokenizer:
         return False
 
     def _copy_documents(self, unit: TaskUnit) -> None:
-        """Write the documents of a token file, many at a time."""
         name, share = unit.unit.file, self.options.share
 
         def refuse(number: int, reason: str) -> None:
@@ -279,7 +274,6 @@ class TaskTokenizer:
         self._note_unit(unit)
 
     def _render(self, row: Any) -> tuple[str, list[Rendered]]:
-        """Return the store that a row belongs to, and its texts."""
         render = self.builder.render_prompt if self.options.kind == PROMPTS else self.builder.render
         # of labels a share of each is held out, as soon as all are known
         share = 0.0 if self.options.kind == LABELLED else self.options.share
@@ -306,7 +300,6 @@ class TaskTokenizer:
         return first_reader(file, stamp, unit.format, unit.fields, prompts, media, kind)
 
     def _note_unit(self, unit: TaskUnit) -> None:
-        """Note the rows and unused columns of a unit; a file without rows is a problem."""
         file, start, stop = unit.unit.file, unit.unit.start, unit.unit.stop
         reader = self.reader
         if not (self.rows or start or stop is not None):
@@ -318,8 +311,6 @@ class TaskTokenizer:
 
 
 def _answers(unit: Unit, reader: Reader, builder: SampleBuilder) -> Iterator[Rendered]:
-    """Yield the texts of a unit, without rows that cannot be used."""
-
     def choose(row: Record) -> Reader:
         return reader
 
@@ -332,7 +323,6 @@ def _answers(unit: Unit, reader: Reader, builder: SampleBuilder) -> Iterator[Ren
 
 @lru_cache(maxsize=64)
 def first_record(file: str, stamp: tuple[int, int] | None) -> Record | None:
-    """Return the first row of a file, also one that cannot be read; None if there is none."""
     return next(read_records(file), None)
 
 

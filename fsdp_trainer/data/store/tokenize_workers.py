@@ -72,7 +72,6 @@ class WorkerPool:
 
     @property
     def workers(self) -> list[Connection]:
-        """The workers, by their connections."""
         return list(self.processes)
 
     def send(self, worker: Connection, task: Any) -> None:
@@ -101,14 +100,12 @@ class WorkerPool:
         return content if kind == ANSWER else None
 
     def close(self) -> None:
-        """Kill the workers."""
         for connection, process in self.processes.items():
             process.kill()
             process.wait()
             connection.close()
 
     def _failure(self, worker: Connection) -> RunFailed:
-        """Return the error for a dead worker."""
         try:
             code: int | str = self.processes[worker].wait(5)
         except subprocess.TimeoutExpired:
@@ -148,7 +145,6 @@ def do_jobs(
 
 
 def _send_next(pool: WorkerPool, worker: Connection, jobs: Iterator[Any]) -> bool:
-    """Send the next job to a worker; return False if there is none."""
     job = next(jobs, None)
     if job is not None:
         pool.send(worker, job)

@@ -124,7 +124,6 @@ class StreamSample:
 
     @property
     def after(self) -> Place:
-        """The position of its stream after it."""
         return (*self.place[:2], self.place[2] + 1)
 
 
@@ -159,12 +158,10 @@ class StreamedData:
 
     @property
     def source_names(self) -> list[str]:
-        """The names of the sources, as in TokenStore."""
         return [source.name for source in self.sources]
 
     @property
     def seq_len(self) -> int:
-        """Tokens per row, as in RowOrder."""
         return self.options.seq_len
 
     def first_rows(self, count: int) -> Iterator[StreamedRow]:
@@ -173,16 +170,13 @@ class StreamedData:
         yield from islice((next(stream) for stream in cycle(streams)), count)
 
     def reads(self, file: str) -> bool:
-        """Return True if a file has the size and the ends of one of these files."""
         return _digest(_identity(file)) in self.digests.values()
 
     @property
     def key(self) -> str:
-        """The fingerprint, as in Mixture."""
         return self.fingerprint
 
     def started_at(self, row: int, starts: Sequence[tuple[int, int]]) -> "StreamedData":
-        """Return this data with `row` as the running index of its first row."""
         return replace(self, start=row)
 
     def state(self, index: int) -> dict[str, Any]:
@@ -333,7 +327,6 @@ class StreamIterator:
         )
 
     def _samples(self, turn: int, rows: int, sample: int) -> Iterator[StreamSample]:
-        """Yield samples from a position on, endlessly."""
         barren = 0
         while barren < MAX_BARREN_UNITS:
             barren += 1
@@ -392,8 +385,6 @@ class StreamIterator:
     def _texts(
         self, source: int, unit: Unit, part: int, first: tuple[int, int]
     ) -> Iterator[tuple[tuple[int, int, int], Rendered]]:
-        """Yield ((row, index of the text in its row, line), text), from `first` on."""
-
         def choose(row: Record) -> Reader:
             return replace(self.data.reader(row, source, self.unused), note=self._builder.count)
 
@@ -512,7 +503,6 @@ def _digest(identity: tuple[int, str]) -> str:
 
 
 def _require_a_step(streamed: StreamedData) -> None:
-    """Raise UserError if the data has fewer rows than there are streams."""
     rows = (row for _, unit in streamed.units for row in read_unit(unit) if not row.error)
     count = sum(1 for _ in islice(rows, streamed.streams))
     if count < streamed.streams:

@@ -77,7 +77,6 @@ class WorkerReaders(Readers):
             self.pool.send(self._worker_of[stream], stream)
 
     def next(self, stream: int) -> StreamedRow:
-        """Return the next row of a stream, and have the worker make one more."""
         worker = self._worker_of[stream]
         while (row := self.pool.receive(worker)) is None:
             pass  # a report, not a row
@@ -85,7 +84,6 @@ class WorkerReaders(Readers):
         return row
 
     def close(self) -> None:
-        """Kill the workers."""
         self.pool.close()
 
 

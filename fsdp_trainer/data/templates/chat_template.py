@@ -100,7 +100,6 @@ class RecordTemplate:
 
     @cached_property
     def shown_kinds(self) -> set[str]:
-        """The kinds of media that it shows as parts of a turn's content."""
         return {kind for kind in ROW_KINDS if self._shows_part(kind)}
 
     def _shows_part(self, kind: str) -> bool:
@@ -187,7 +186,6 @@ class Template:
 
     @property
     def decides(self) -> Any:
-        """Everything that decides its output, for fingerprints."""
         # those of any tokenizer are part of its own fingerprint
         more = {k: v for k, v in self._special.items() if k not in SPECIAL and self.reads(k)}
         args = more | self._args
@@ -197,11 +195,9 @@ class Template:
 
     @property
     def exported(self) -> dict[str, str]:
-        """The template texts by name, with its arguments as defaults."""
         return {name: with_defaults(text, self._args) for name, text in self.sources.items()}
 
     def reads(self, name: str) -> bool:
-        """Return True if the texts of the template mention a name, for example a key of turns."""
         if name not in self._reads:
             texts = self.sources.values()
             self._reads[name] = any(mentions(text, name) for text in texts)
@@ -229,7 +225,6 @@ class Template:
         return self._for_record[with_tools]
 
     def shows(self, tools: list[dict] | None) -> bool:
-        """Return False if the model would not see the descriptions of these tools."""
         return not tools or self.for_record(tools).forms.tools
 
     def render(
@@ -296,5 +291,4 @@ class Template:
 
 
 def unusable(name: str, reason: str) -> UserError:
-    """Return the error for a chat template that cannot be used."""
     return UserError("the chat template cannot be used", [Problem(f"data.template={name}", reason)])

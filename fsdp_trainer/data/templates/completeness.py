@@ -50,7 +50,6 @@ def left_out_of_context(messages: list[Message], text: str) -> bool:
 
 
 def left_out_tools(tools: list[dict] | None, text: str) -> bool:
-    """Return whether a text lacks the name of a tool that is described to the model."""
     described = (tool.get("function") for tool in tools or ())
     names = (each.get("name") for each in described if isinstance(each, dict))
     return any(isinstance(name, str) and name not in text for name in names)
@@ -68,7 +67,6 @@ def shows(text: str, part: str) -> bool:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Yield all strings in a value of nested lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

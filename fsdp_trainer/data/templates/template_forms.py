@@ -49,7 +49,6 @@ class Forms:
 
     @property
     def needs_ids(self) -> bool:
-        """True if calls or results are shown with ids."""
         return bool(self.call_ids) or self.results in ("ids", "names")
 
 
@@ -81,7 +80,6 @@ def convert_turns(
 
 
 def _after_system(system: Message, message: Message, note: Callable[[str], Any]) -> Message:
-    """Return the user's turn with the system text prepended."""
     if not system["content"]:
         return message
     note("system_in_user")
@@ -156,7 +154,6 @@ def _without_inline_thinking(message: Message) -> Message:
 def _calling(
     message: Message, calls: list[dict], forms: Forms, note: Callable[[str], Any]
 ) -> Message:
-    """Return the turn with arguments in the template's form, or with its calls as text."""
     if forms.arguments is None:
         note("calls_as_text")
         message = {**message, "content": call_text(message)}
@@ -213,7 +210,6 @@ def _answering(
     waiting: list[tuple[str, str]],
     forms: Forms,
 ) -> Message:
-    """Return a tool result with the id and name of its call."""
     answered = given.get(str(message.get("tool_call_id")))
     if answered is None and waiting:
         answered = waiting[0]
@@ -255,7 +251,6 @@ def _with_media(message: Message, shown: set[str], mark: str) -> Message:
 
 
 def _around_media(texts: list[str], kinds: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield parts for texts that are not empty, and one of the next kind between two texts."""
     for i, text in enumerate(texts):
         if i:
             yield {"type": next(kinds)}

@@ -64,8 +64,6 @@ class GenerationTag(Extension):
 def environment(
     today: date = DEFAULT_DATE, kind: type[ChatEnvironment] = ChatEnvironment
 ) -> ChatEnvironment:
-    """Return the environment of chat templates. today: the date that `strftime_now` uses."""
-
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -102,14 +100,12 @@ def compile_template(source: str, jinja_environment: ChatEnvironment) -> jinja2.
 
 
 def variables(source: str) -> list[str]:
-    """Return the names of a template's variables, except those that every template gets."""
     given = {*RESERVED, *SPECIAL}
     names = meta.find_undeclared_variables(environment().parse(source))
     return sorted(name for name in names - given if not name.startswith("_"))
 
 
 def mentions(source: str, name: str) -> bool:
-    """Return whether a name occurs in a template as a word."""
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 

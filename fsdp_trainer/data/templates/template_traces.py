@@ -49,7 +49,6 @@ SCALARS = (str, int, float, bool, type(None))
 
 
 def holds_traced(value: Any) -> bool:
-    """Return whether a value may hold a traced text; True for unknown types."""
     if value is None or type(value) in (str, int, float, bool):
         return False
     if isinstance(value, list | tuple):
@@ -77,8 +76,6 @@ def _guarded(name: str, function: Any) -> Any:
 
 
 def _true_of_texts(test: Any) -> Any:
-    """Return a test that every traced text passes."""
-
     def of_texts(value: Any) -> bool:
         return isinstance(value, Traced) or test(value)
 
@@ -95,7 +92,6 @@ def _join_filter(value: Iterable[Any], d: str = "", attribute: Any = None) -> st
 
 
 def contains(value: Any, container: Any) -> bool:
-    """Return `value in container`, recorded in the trace if possible."""
     if holds_traced(value) and not isinstance(container, list | tuple):
         raise NotTraced("in")  # the container would search for the traced text unrecorded
     return value in container
@@ -119,7 +115,6 @@ class TracingCode(CodeGenerator):
     """Compiles operations that would read texts unrecorded into calls of the environment."""
 
     def visit_Concat(self, node: Any, frame: Any) -> None:
-        """Compile `a ~ b`."""
         self.write("environment.concat((")
         for inner in node.nodes:
             self.visit(inner, frame)
@@ -174,7 +169,6 @@ class TracingEnvironment(ChatEnvironment):
             self.tests[name] = _true_of_texts(test)
 
     def call_binop(self, context: Context, operator: str, first: Any, second: Any) -> Any:
-        """Compute an operator other than +, which no traced text may take part in."""
         _check(operator, first, second)
         return super().call_binop(context, operator, first, second)
 
@@ -187,7 +181,6 @@ class TracingEnvironment(ChatEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return an item; raises NotTraced if a traced text is the key."""
         _check("item", argument)
         return super().getitem(obj, argument)
 

@@ -27,7 +27,6 @@ class Trace:
         self._values = 0
 
     def source(self, content: str) -> "Traced":
-        """Return a traced text of the conversation as the next value."""
         self._values += 1
         return Traced(content, self, (self._values - 1,))
 
@@ -40,7 +39,6 @@ class Trace:
         return self._known[key]
 
     def value(self, function: Callable, text: "Traced", *args: Any) -> "Traced":
-        """Return a text made from another one, as the next value."""
         self.steps.append((function, _base(text.parts), args, None))
         return self.source(function(text.plain, *args))
 
@@ -51,7 +49,6 @@ class Trace:
         return type(texts)(self.source(one) for one in texts)
 
     def end(self, rendered: str) -> None:
-        """Store the rendered text, as the end of the recording."""
         self.pieces = rendered.parts if isinstance(rendered, Traced) else (rendered,)
         self._known.clear()
 
@@ -182,7 +179,6 @@ for _name in REFUSED | set(dir(str)) - set(dir(object)) - set(vars(Traced)):
 
 
 def joined(pieces: Iterable[Any]) -> str:
-    """Return the texts joined, traced if any of them is."""
     texts = [piece if isinstance(piece, str) else str(piece) for piece in pieces]
     first = next((text for text in texts if isinstance(text, Traced)), None)
     if first is None:

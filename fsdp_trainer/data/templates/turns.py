@@ -190,7 +190,6 @@ class TurnFinder:
         return self.template.finished([*before, turn, *after], self.tools)
 
     def _inside(self, k: int) -> TurnText:
-        """Return turn k within the complete conversation, found by rendering other answers."""
         before, after = self.messages[:k], tuple(self.messages[k + 1 :])
         one, other = (self._with_answer(k, answer, before, after) for answer in "1A")
         start = self._start_by_plain(self.whole, one, other)

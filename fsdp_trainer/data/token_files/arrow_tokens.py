@@ -22,7 +22,6 @@ Place = tuple[int, int] | None
 
 
 def mapped_place(source: Any) -> Place:
-    """Return address and size of a file that pyarrow has mapped; None for any other source."""
     import pyarrow
 
     if not isinstance(source, pyarrow.MemoryMappedFile) or not source.size():

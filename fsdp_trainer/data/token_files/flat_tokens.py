@@ -23,7 +23,6 @@ NUMPY, WEIGHTS = b"\x93NUMPY", b"PK\x03\x04"
 
 
 def open_flat_tokens(path: Path, content: np.ndarray, is_mapped: bool) -> TokenFile:
-    """Return the file; raises BadTokenFile."""
     head = content[:8].tobytes()
     if head.startswith(WEIGHTS):
         raise BadTokenFile("holds weights or other objects of torch, no tokens")

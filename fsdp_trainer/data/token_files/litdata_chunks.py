@@ -82,7 +82,6 @@ def open_litdata_chunk(path: Path, content: np.ndarray, is_mapped: bool) -> Toke
 
 
 def _token_value(about: dict[str, Any], values: int) -> int:
-    """Return the index of the value that holds the tokens."""
     if values == 1:
         return 0
     try:

@@ -17,7 +17,6 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def index_of(path: Path) -> Path | None:
-    """Return the index file of a file of tokens; None if it has none."""
     index = path.with_name(f"{stem(path)}.idx")
     return index if index.is_file() else None
 

@@ -20,7 +20,6 @@ VALUE_TYPES = {8: "<u1", 9: "<i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 6
 
 
 def open_mosaic_shard(path: Path, content: np.ndarray, is_mapped: bool) -> TokenFile:
-    """Return the file; raises BadTokenFile."""
     shard = _described(path)
     names = stated(shard, "column_names", list, of=str)
     encodings = stated(shard, "column_encodings", list, of=str)
@@ -68,7 +67,6 @@ def _described(path: Path) -> dict[str, Any]:
 def _number_type(
     encoding: str, content: np.ndarray, begins: np.ndarray, bytes_each: np.ndarray
 ) -> tuple[np.dtype, np.ndarray | int]:
-    """Return the type of the tokens, and the bytes before them in each value."""
     if not len(begins):
         return np.dtype("<i8"), 0
     if encoding == "bytes":

@@ -138,7 +138,6 @@ class TokenFile:
     def documents(
         self, start: int, stop: int | None, separator: int | None
     ) -> Iterator[tuple[int, MappedTokens]]:
-        """Yield (number, tokens) of each document of `blocks`."""
         for block in self.blocks(start, stop, separator):
             columns = (block.numbers.tolist(), block.begins.tolist(), block.counts.tolist())
             for number, begin, count in zip(*columns, strict=True):

@@ -60,7 +60,6 @@ class NanoGpt(TokenFileWriter):
     """nanoGPT's train.bin and val.bin: two bytes a token, an end token behind each document."""
 
     def write(self, documents: Iterable[np.ndarray]) -> None:
-        """Write all documents."""
         with open(self.folder / f"{self.part}.bin", "wb") as file:
             for tokens in documents:
                 file.write(self.ended(tokens).astype("<u2").data)
@@ -70,7 +69,6 @@ class LlmC(TokenFileWriter):
     """Shards of llm.c and modded-nanogpt: a header, and an end token before each document."""
 
     def write(self, documents: Iterable[np.ndarray]) -> None:
-        """Write all documents; a document may go on in the next shard."""
         shard, room, file = 0, 0, None
         try:
             for tokens in documents:
@@ -94,7 +92,6 @@ class LlmC(TokenFileWriter):
         return file
 
     def _finish(self, file: BinaryIO | None, tokens: int) -> None:
-        """Write the header, which names the number of tokens, and close the file."""
         if file is not None:
             magic, version = next(key for key, dtype in LLM_C.items() if dtype == self.dtype)
             file.seek(0)
@@ -107,11 +104,9 @@ class Megatron(TokenFileWriter):
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the tokens, as Megatron chooses it."""
         return np.dtype("<u2" if self.vocabulary < MEGATRON_SMALL else "<i4")
 
     def write(self, documents: Iterable[np.ndarray]) -> None:
-        """Write all documents."""
         path = self.folder / f"{self.part}_text_document.bin"
         lengths: list[int] = []
         with open(path, "wb") as file:
@@ -133,7 +128,6 @@ class Olmo(TokenFileWriter):
     """OLMo's flat .npy, which has no header of numpy's: an end token behind each document."""
 
     def write(self, documents: Iterable[np.ndarray]) -> None:
-        """Write all documents."""
         with open(self.folder / f"{self.part}.npy", "wb") as file:
             for tokens in documents:
                 file.write(self.ended(tokens).astype(self.dtype).data)

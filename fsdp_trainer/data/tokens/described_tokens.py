@@ -90,7 +90,6 @@ class TokenDescription:
         )
 
     def _usual(self, backend: Tokenizer, described: Mapping[int, AddedToken]) -> dict[str, str]:
-        """Return the special tokens by name that hold where the description names none."""
         if not self.is_json:
             return dict(self.usual)
         texts = {token.content for token in described.values()}
@@ -105,7 +104,6 @@ class TokenDescription:
     def _added(
         self, token: AddedToken | str, named: Collection[str], always: Collection[str]
     ) -> AddedToken:
-        """Return a token as it is added. named, always: texts of those that are special."""
         if isinstance(token, str):
             return AddedToken(token, special=True, normalized=False)
         if token.content in named:
@@ -139,7 +137,6 @@ class TokenDescription:
         return values
 
     def _by_id(self, values: Mapping[str, Any]) -> dict[int, AddedToken]:
-        """Return the tokens to which the description gives an id."""
         if DECODER in self.config:
             entries = _entries(self.config[DECODER], f"{DECODER} of {CONFIG}")
             return {
@@ -182,7 +179,6 @@ class TokenDescription:
         return notes
 
     def _unused(self) -> list[str]:
-        """Return a note if special_tokens_map.json is not read and names more tokens."""
         if DECODER not in self.config:
             return []
         more = [name for name in NAMED if self.special_map.get(name) and name not in self.config]
@@ -225,7 +221,6 @@ def add_new_tokens(backend: Tokenizer, tokens: list[AddedToken]) -> list[str]:
 
 
 def _special(value: Any) -> Any:
-    """Return an entry of special_tokens_map.json, whose tokens are all special."""
     if isinstance(value, list):
         return [*map(_special, value)]
     return value | {"special": True} if isinstance(value, dict) and "content" in value else value

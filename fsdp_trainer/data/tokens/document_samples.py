@@ -69,7 +69,6 @@ class DocumentSamples:
         )
 
     def cut(self, size: int) -> "DocumentSamples":
-        """Return the samples with at most `size` tokens each."""
         place = np.arange(len(self.tokens)) - np.repeat(self.starts, self.lengths)
         lengths = np.minimum(self.lengths, size)
         return replace(self, tokens=self.tokens[place < size], lengths=lengths)
@@ -143,7 +142,6 @@ def learnable(
 
 
 def _unknown(documents: DocumentSamples, builder: SampleBuilder, refuse: Refuse) -> np.ndarray:
-    """Return whether each document has a token that the tokenizer does not have; refuse those."""
     tokens, is_unknown = documents.tokens, np.zeros(len(documents), np.bool_)
     places = np.flatnonzero((tokens < 0) | (tokens >= builder.tokenizer.vocab_size))
     owners = np.searchsorted(np.cumsum(documents.lengths), places, side="right")
@@ -157,7 +155,6 @@ def _unknown(documents: DocumentSamples, builder: SampleBuilder, refuse: Refuse)
 def _count_long(
     lengths: np.ndarray, numbers: np.ndarray, builder: SampleBuilder, name: str
 ) -> None:
-    """Count documents that are longer than a row."""
     key = {"split": "split", "truncate": "truncated", "drop": "too_long"}[builder.data.too_long]
     builder.count_all(key, name, numbers)
     if key == "split":

@@ -86,7 +86,6 @@ def byte_level(facts: Json, tokens: list[str], bos: int | None) -> Tokenizer:
 
 
 def beginning_with(text: str, id: int) -> Json:
-    """Return the step of a tokenizer.json that puts a token before a text."""
     token = {"SpecialToken": {"id": text, "type_id": 0}}
     single = [token, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]

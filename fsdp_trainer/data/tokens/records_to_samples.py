@@ -67,7 +67,6 @@ class TokenizeOptions:
         return [self.separator] if any(map(is_token_file, files)) else []
 
     def builder(self) -> SampleBuilder:
-        """Return a builder of samples with these options."""
         splits = self.kind == UNPAIRED
         return SampleBuilder(
             self.data, self.seq_len, self.tokenizer, self.template, splits, self.media

@@ -129,22 +129,18 @@ class Rendered:
 
     @property
     def has_labels(self) -> bool:
-        """True for texts with labels, or in parts with labels."""
         return bool(self.labelled or self.tagged)
 
     @property
     def is_weighed(self) -> bool:
-        """True for a text whose tokens have the weights of its spans."""
         return not (self.is_document or self.has_labels) and self.sample is None
 
     @property
     def is_compared(self) -> bool:
-        """True for an answer that is compared, and so is used whole or not at all."""
         return self.rejected is not None or self.is_good is not None
 
     @property
     def sides(self) -> "list[Rendered]":
-        """This text, then the rejected answer if it is a pair."""
         return [self] if self.rejected is None else [self, self.rejected]
 
     @property
@@ -203,7 +199,6 @@ class SampleBuilder:
             places.append(place)
 
     def count_all(self, key: str, file: str, lines: np.ndarray) -> None:
-        """Count an event of each of some lines of a file."""
         for line in lines[:EXAMPLES].tolist():
             self.count(key, (file, line))
         if len(lines) > EXAMPLES:
@@ -274,7 +269,6 @@ class SampleBuilder:
         return [Rendered("", [], row.where, tagged=row)]
 
     def _prompted(self, one: LabelledText) -> LabelledText:
-        """Return a text after the prompt that data.prompts has for its kind."""
         prompts = self.data.prompts or {}
         prompt = prompts.get("query" if one.kind == QUERY else "document", "")
         return replace(one, text=prompt + one.text)
@@ -296,7 +290,6 @@ class SampleBuilder:
         )
 
     def _segments(self, row: Segments) -> Rendered:
-        """Return the tokens of texts that are tokenized separately, as at inference."""
         try:
             encoded = self.tokenizer.encode_plain(row.texts)
         except UnicodeEncodeError:
@@ -310,12 +303,10 @@ class SampleBuilder:
         return _with_tokens(tokens, supervised, row.where)
 
     def _pair(self, row: Preference) -> Rendered:
-        """Return the prompt with the chosen answer; `rejected` is the prompt with the other one."""
         chosen, rejected = (self._answer(row, name) for name in SIDES)
         return replace(chosen, rejected=rejected)
 
     def _verdicts(self, row: Preference | LabelledAnswer) -> list[Rendered]:
-        """Return each answer of the row with its label, good or bad."""
         if isinstance(row, LabelledAnswer):
             return [replace(self._answer(row, "answer"), is_good=row.is_good)]
         return [replace(self._answer(row, name), is_good=name == SIDES[0]) for name in SIDES]
@@ -461,7 +452,6 @@ class SampleBuilder:
         return chosen[-1:] if self.data.loss_on == "last" else chosen
 
     def _weighted_turns(self, finder: TurnFinder) -> list[Span]:
-        """Return the spans of turns with their own weight, for data.loss_on=all."""
         spans = []
         template, messages, tools = finder.template, finder.messages, finder.tools
         for k in (k for k, message in enumerate(messages) if message.get("weight", 1.0) != 1.0):
@@ -631,13 +621,11 @@ class SampleBuilder:
         return sample
 
     def _count_first(self, encoding: Encoding | EncodedWords, text: Rendered) -> None:
-        """Count a chat without the first token that processors of media add to every text."""
         if self.media and self._first and encoding.ids[:1].tolist() != self._first:
             self.count("no_first_token", text.where)
 
     @cached_property
     def _first(self) -> list[int]:
-        """The token that the tokenizer itself puts before a text."""
         return self.tokenizer.first_added()
 
     def _count_turns(
@@ -713,7 +701,6 @@ class SampleBuilder:
         return self._left_out("too_long", text.where)
 
     def _note_too_long(self, needed: int, lost: int, text: Rendered) -> None:
-        """Count a text that needs a row of `needed` tokens, `lost` of which are not trained on."""
         self.counts[f"{FITS}{rounded_length(needed)}"] += 1
         self.counts[LOST] += lost
         if text.question is None and not text.is_compared:
@@ -737,11 +724,9 @@ class OtherAnswers:
 
     @property
     def are_several(self) -> bool:
-        """True if answers to more than one prompt are known."""
         return len(self._earlier) > 1
 
     def is_new(self, text: Rendered) -> bool:
-        """Return True for an answer to a prompt of which none is known."""
         return _prompt_of(text) not in self._earlier
 
     def match(self, prompts: list[Prompt], answers: list[Sample]) -> list[Sample | None]:
@@ -830,7 +815,6 @@ def _with_tokens(
 
 
 def _context_spans(message: Message, text: str, start: int) -> list[Span]:
-    """Return the unsupervised parts of a turn, as character spans of the text from `start` on."""
     content, parts = message.get("context_parts", ("", []))
     begin = text.find(content, start)
     if parts and begin < 0:

@@ -117,7 +117,6 @@ def _check(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _model(model: ModelProto) -> models.Model:
-    """Return the pieces as a model of `tokenizers`."""
     trainer, unk_id = model.trainer_spec, model.trainer_spec.unk_id
     byte_fallback = any(piece.type == piece.BYTE for piece in model.pieces)
     if trainer.model_type == trainer.UNIGRAM:

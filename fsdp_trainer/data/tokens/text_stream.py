@@ -41,7 +41,6 @@ class TextStream:
         )
 
     def finish(self) -> str:
-        """Return the rest of the text, after the last token."""
         return self._wanted(self._pieces.finish())
 
     def follow(self, tokens: list[int]) -> None:
@@ -72,7 +71,6 @@ class _Bytes:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, id: int, text: str) -> str:
-        """Return the characters that the token `text` completes."""
         is_encoded = all(c in BYTE_OF for c in text)
         return self._decoder.decode(
             bytes(BYTE_OF[c] for c in text) if is_encoded else text.encode()
@@ -124,12 +122,10 @@ class _OneLater:
         self._last: list[int] = []
 
     def add(self, id: int, text: str) -> str:
-        """Return the text of the token before this one."""
         before, self._last = self._last, [id]
         return self._tokenizer.decode([*before, id]).removesuffix(self.finish())
 
     def finish(self) -> str:
-        """Return the text of the last token."""
         return self._tokenizer.decode(self._last)
 
 
@@ -141,17 +137,14 @@ class _Whole:
         self._tokens: list[int] = []
 
     def add(self, id: int, text: str) -> str:
-        """Return nothing."""
         self._tokens.append(id)
         return ""
 
     def finish(self) -> str:
-        """Return the text of all tokens."""
         return self._tokenizer.decode(self._tokens)
 
 
 def _pieces_of(tokenizer: TextTokenizer) -> _Bytes | _Window | _OneLater | _Whole:
-    """Return what makes pieces of text, by the steps of the tokenizer's decoder."""
     decoder = tokenizer.backend.decoder
     steps = _steps(json.loads(decoder.__getstate__())) if decoder else []
     kinds = [step["type"] for step in steps]

@@ -197,7 +197,6 @@ class TextTokenizer:
         return self.chat_templates.get(DEFAULT) or next(iter(self.chat_templates.values()), None)
 
     def encode_batch(self, texts: list[str]) -> list[Encoding | EncodedWords]:
-        """Return the tokens of each text with their positions in it."""
         by_word = self._words.encode if self._words else list
         whole = self.backend.encode_batch
         return self._encode(
@@ -221,8 +220,6 @@ class TextTokenizer:
         )
 
     def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
-        """Encode each text in the fastest way for it; all ways give the same tokens."""
-
         def way_of(text: str) -> Callable:
             if self._words and has_spaces(text):
                 return by_word
@@ -273,7 +270,6 @@ class TextTokenizer:
         return [np.array(one.ids, np.int32) for one in self._encoded(texts, most)]
 
     def encode_published_with_places(self, text: str, most: int | None = None) -> Encoding:
-        """Return the tokens of a text, as `encode_published` does, with their positions in it."""
         return encoding_of(self._encoded([text], most)[0])
 
     def _encoded(self, texts: Sequence[str | tuple[str, str]], most: int | None) -> list[Any]:
@@ -294,7 +290,6 @@ class TextTokenizer:
         return encoded
 
     def _cutting(self, most: int | None) -> Tokenizer:
-        """Return the tokenizer as published, which cuts texts to `most` tokens."""
         if most is None:
             self._published.no_truncation()
         else:
@@ -303,7 +298,6 @@ class TextTokenizer:
 
     @property
     def ends_with_pad(self) -> bool:
-        """True if the tokenizer, as published, ends each text with the token that pads."""
         return self._published.encode("a").ids[-1:] == [self.pad_id]
 
     @cached_property
@@ -332,13 +326,11 @@ class TextTokenizer:
         return self._of_class.get(name, [])
 
     def notes_with(self, type: str) -> list[str]:
-        """Return `notes`, and one if an export with a model of this type is cut in another way."""
         if type not in ALWAYS:
             return self.notes
         return [*dict.fromkeys(self.notes + self.notes_on_class({}, {"model_type": type}))]
 
     def first_added(self) -> list[int]:
-        """Return the token that the tokenizer, as published, adds before a text, in a list."""
         published = self.as_published()
         added, plain = (
             published.encode("a", add_special_tokens=adds).ids for adds in (True, False)
@@ -346,22 +338,18 @@ class TextTokenizer:
         return added[:1] if added[:1] != plain[:1] else []
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_as_text(self, text: str) -> list[int]:
-        """Return the token ids of a text in which special tokens are ordinary text."""
         return self._as_text.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _as_text(self) -> Tokenizer:
-        """The backend, but that it reads special tokens as text."""
         backend = Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
-        """Return the text of token ids."""
         text = self.backend.decode(list(ids), skip_special_tokens=skip_special)
         for spaced, joined in CLEANED if self.cleans_up else ():
             text = text.replace(spaced, joined)
@@ -419,7 +407,6 @@ def _write_config(file: Path, values: dict[str, Any]) -> None:
 
 
 def _write_templates(folder: Path, templates: dict[str, str]) -> None:
-    """Write the default template to chat_template.jinja, the others to a folder next to it."""
     if not templates:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
     for name, text in templates.items():
@@ -508,7 +495,6 @@ def _load(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
 
 
 def _model_of(folder: Path | None) -> dict[str, Any] | None:
-    """Return the content of config.json, which is optional here."""
     try:
         return _json(folder, "config.json") or None
     except UserError:
@@ -537,7 +523,6 @@ def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
 
 
 def _read_backend(file: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer of a file, and the special tokens that the file itself names."""
     if file.name == VOCABULARY:
         return read_vocab_and_merges(file.parent, config)
     if file.suffix != ".model":
@@ -610,7 +595,6 @@ def _usual_tokens(
 
 
 def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> list[str]:
-    """Add the special tokens that the backend lacks; return them."""
     lacking = [token for token in tokens if backend.token_to_id(token) is None]
     return add_new_tokens(
         backend, [AddedToken(token, special=True, normalized=False) for token in lacking]
@@ -618,7 +602,6 @@ def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> list[str]:
 
 
 def _chat_templates(folder: Path | None, config: dict) -> dict[str, str]:
-    """Return the chat templates by name, from all places where a folder may keep them."""
     named = config.get("chat_template") or _json(folder, "chat_template.json").get("chat_template")
     if isinstance(named, str):
         named = {DEFAULT: named}

@@ -72,7 +72,6 @@ def load_template(
 
 
 def _built_in(name: str, tokenizer: TextTokenizer) -> str:
-    """Return a built-in template; `none` begins with the token that the tokenizer itself does."""
     first = tokenizer.first_added() if name == NOTHING else []
     texts = [tokenizer.backend.id_to_token(id) for id in first]
     return "".join(f"{{{{- {text!r} }}}}" for text in texts) + BUILT_IN[name]

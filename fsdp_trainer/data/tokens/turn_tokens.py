@@ -50,27 +50,23 @@ class TurnTokens:
         )
 
     def _after_stop(self, text: str) -> str:
-        """Return the text after the first stop token; all of it if it holds none before a turn."""
         places = [(text.find(each), len(each)) for each in self.stop_texts]
         found = min((place for place in places if place[0] >= 0), default=None)
         return text if found is None else text[sum(found) :]
 
     @cached_property
     def stop_texts(self) -> list[str]:
-        """The texts of all stop tokens."""
         ids = self.tokenizer.stop_ids
         return [text for id in ids if (text := self.tokenizer.decode([id], skip_special=False))]
 
     @cached_property
     def special_texts(self) -> list[str]:
-        """The texts of all special tokens."""
         return [*self.tokenizer.special_tokens]
 
     def _adapted(self, messages: list[Message], tools: Tools) -> list[Message]:
         return self.template.adapt(messages, tools)
 
     def _marked(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-        """Return turns in which contents that spell a special token are replaced, and these."""
         marked: list[Message] = []
         contents: list[str] = []
         for turn in messages:

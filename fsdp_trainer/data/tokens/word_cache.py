@@ -54,7 +54,6 @@ class Encoding:
     ends: np.ndarray
 
     def cut(self, start: int | None = None, stop: int | None = None) -> "Encoding":
-        """Return the tokens `start` to `stop`."""
         return Encoding(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
 
     def lower_of_ends(self, values: np.ndarray) -> np.ndarray:
@@ -66,11 +65,9 @@ class Encoding:
         return np.minimum(values[self.starts], values[last])
 
     def first_reaching(self, end: int) -> int:
-        """Return the index of the first token that ends at this character or after it."""
         return int(np.searchsorted(self.ends, end))
 
     def start_of(self, token: int) -> int:
-        """Return the character at which one token starts."""
         return int(self.starts[token])
 
 
@@ -124,7 +121,6 @@ def joins_anywhere(backend: Tokenizer) -> bool:
 
 
 def has_spaces(text: str) -> bool:
-    """Return whether a text has enough spaces for its words to occur repeatedly."""
     return SPACES * text.count(" ") >= len(text)
 
 
@@ -140,7 +136,6 @@ def _cuts_at_spaces(pre: dict[str, Any] | None) -> bool:
 
 
 def _is_known_split(step: dict[str, Any]) -> bool:
-    """Return True for a step that splits a text by one of PATTERNS."""
     if step["type"] != "Split" or step["behavior"] != "Isolated":
         return False
     return step["pattern"].get("Regex") in PATTERNS and not step["invert"]
@@ -172,7 +167,6 @@ class EncodedWords:
 
     @property
     def starts(self) -> np.ndarray:
-        """The first character of each token."""
         return self._whole.starts
 
     @property
@@ -196,7 +190,6 @@ class EncodedWords:
         return of_tokens
 
     def first_reaching(self, end: int) -> int:
-        """Return the index of the first token that ends at this character or after it."""
         word = int(np.searchsorted(self._edges[1:], end))
         if word == len(self._texts):
             return len(self.ids)
@@ -204,7 +197,6 @@ class EncodedWords:
         return int(self._first_tokens[word]) + encoded.first_reaching(end - int(self._edges[word]))
 
     def start_of(self, token: int) -> int:
-        """Return the character at which one token starts."""
         word = int(np.searchsorted(self._first_tokens, token, "right")) - 1
         encoded = self._words.encoding(self._texts[word])
         return int(self._edges[word]) + encoded.start_of(token - int(self._first_tokens[word]))
@@ -244,11 +236,9 @@ class Words:
         ]
 
     def encode(self, texts: list[str]) -> list[EncodedWords]:
-        """Return the tokens of each text with their positions in it."""
         return [self._encoded(words) for words in self._words(texts)]
 
     def encoding(self, word: str) -> Encoding:
-        """Return the tokens of one word with their positions in it."""
         encoding = self._encodings.get(word)
         if encoding is None:
             encoding = encoding_of(self._backend.encode(word, add_special_tokens=False))
@@ -262,7 +252,6 @@ class Words:
         return EncodedWords(np.frombuffer(b"".join(ids), np.int32), words, sizes, self)
 
     def _words(self, texts: list[str]) -> list[list[str]]:
-        """Return the words of each text, after encoding the new ones."""
         if self._characters > CHARACTERS:
             self._forget()
         cut = [self._cut(text) for text in texts]
@@ -280,7 +269,6 @@ class Words:
         return words
 
     def _add(self, words: list[str]) -> None:
-        """Encode new words as one text, and remember their ids."""
         joined = self._separator.join(words)
         (encoded,) = self._backend.encode_batch_fast([joined], add_special_tokens=False)
         ids = np.array(encoded.ids, np.int32)
@@ -300,7 +288,6 @@ def separator_of(backend: Tokenizer) -> str | None:
 
 
 def _may_take(token: str, other: str) -> bool:
-    """Return whether another token can begin before this one, or with it, and overlap it."""
     longer = other.startswith(token) and other != token
     return longer or any(
         token.startswith(other[i:]) or other[i:].startswith(token) for i in range(1, len(other))

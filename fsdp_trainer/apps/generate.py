@@ -107,13 +107,13 @@ class Speaker:
         tokens = sum(one.tokens for one in whole.media)
         return Asked(whole.text, PromptMedia(lambda: arrays, tokens))
 
-    def say(self, asked: Asked, cfg: GenerateConfig) -> Iterator[str]:
+    def say(self, text: Asked, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of a text, in pieces; a piece never ends within a character."""
         stream = TextStream(self.tokenizer)
-        prompt = self.encode(asked.text)
+        prompt = self.encode(text.text)
         stop_ids = self.tokenizer.stop_ids
         for token in stream_tokens(
-            self.model, prompt, stop_ids, sampling_of(cfg), self.decoding, asked.media
+            self.model, prompt, stop_ids, sampling_of(cfg), self.decoding, text.media
         ):
             if piece := stream.add([token]):
                 yield piece
@@ -175,9 +175,9 @@ def generate(cfg: GenerateConfig) -> int:
         show(speaker.say(texts[0], cfg))
         return 0
     total = Drafts(0, 0)
-    for prompt, asked, tokens in zip(prompts, texts, speaker.tokens(texts, cfg), strict=True):
+    for prompt, text, tokens in zip(prompts, texts, speaker.tokens(texts, cfg), strict=True):
         answers = [speaker.tokenizer.decode(each) for each in tokens]
-        before = speaker.encode(asked.text)
+        before = speaker.encode(text.text)
         drafts = [drafts_of(speaker.model, before, each) for each in tokens] if cfg.mtp else []
         show_answers(prompt, answers, cfg.format, drafts)
         total = sum_of_drafts([total, *drafts])

@@ -165,11 +165,11 @@ class TagMetrics(ClassMetrics):
         count, own = len(self.entities.types), sums[self.of_words :]
         hits, given, have = (own[i * count :][:count] for i in range(3))
         both = [(2 * hit, a + b) for hit, a, b in zip(hits, given, have, strict=True) if a + b]
-        found = sum(hits)
+        right = sum(hits)
         return written | {
-            "entity_precision": found / max(1, sum(given)),
-            "entity_recall": found / max(1, sum(have)),
-            "entity_f1": 2 * found / max(1, sum(given) + sum(have)),
+            "entity_precision": right / max(1, sum(given)),
+            "entity_recall": right / max(1, sum(have)),
+            "entity_f1": 2 * right / max(1, sum(given) + sum(have)),
             "entity_f1_macro": sum(hit / either for hit, either in both) / max(1, len(both)),
         }
 

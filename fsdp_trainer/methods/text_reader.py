@@ -55,14 +55,14 @@ class TextReader:
         return self.model.config.max_position_embeddings
 
     def encode(
-        self, texts: Sequence[Text], prompt: str = "", most: int | None = None
+        self, texts: Sequence[Text], prompt: str = "", limit: int | None = None
     ) -> list[np.ndarray]:
         """Return the tokens of texts as training encodes them. prompt: stands before each.
 
-        most: tokens of each, at most; None: all.
+        limit: tokens of each, at most; None: all.
         """
         prompted = [prompt + one if isinstance(one, str) else one for one in texts]
-        return self.tokenizer.encode_published(prompted, most)
+        return self.tokenizer.encode_published(prompted, limit)
 
     def vectors(self, tokens: Tokens, width: int | None = None) -> Tensor:
         """Return the embeddings of texts, [texts, width] float64, each of length 1.
@@ -82,16 +82,16 @@ class TextReader:
         return numbers.sigmoid() if config.problem == MULTI else numbers.softmax(1)
 
     def encode_ranked(
-        self, query: str, documents: Sequence[str], most: int | None = None
+        self, query: str, documents: Sequence[str], limit: int | None = None
     ) -> list[np.ndarray]:
-        """Return the tokens that `relevance` reads. most: see encode.
+        """Return the tokens that `relevance` reads. limit: see encode.
 
         They are those of the query with each document; of an embedding model of each text alone.
         """
         if not self.model.config.pooling:
-            return self.encode([(query, document) for document in documents], most=most)
-        own = self.encode([query], self.prompts.get("query", ""), most)
-        return own + self.encode(documents, self.prompts.get("document", ""), most)
+            return self.encode([(query, document) for document in documents], limit=limit)
+        own = self.encode([query], self.prompts.get("query", ""), limit)
+        return own + self.encode(documents, self.prompts.get("document", ""), limit)
 
     def relevance(self, tokens: Tokens) -> Tensor:
         """Return how well documents answer a query, [documents] float64.

@@ -45,11 +45,11 @@ def with_local_source(cfg: Any) -> Any:
 
 def local_copy(cfg: Any, url: str) -> str:
     """Return the folder of a copy of a checkpoint, beside copies of its run's records."""
-    found = ADDRESS.fullmatch(url)
-    if not found:
+    match = ADDRESS.fullmatch(url)
+    if not match:
         reason = "is no run in a mirror, such as  s3://bucket/runs/NAME  , or checkpoint of one"
         raise UserError("there is nothing to read", f"source={shown(url)}", reason)
-    root, name, step = found.groups()
+    root, name, step = match.groups()
     parts = [urlsplit(url).scheme, *place(f"{root}/{name}").split("/")]
     run = user_cache().joinpath("mirrors", *(short_name(part) for part in parts if part.strip(".")))
     try:

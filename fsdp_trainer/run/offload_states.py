@@ -40,15 +40,15 @@ def offload_states(
         parts = parts_in_memory(named, cfg.spec.whole_matrices)
         return OffloadedOptimizer(optimizer, copies, parts)
     folder = clean_folder(setup) / f"rank-{dist.get_rank()}"
-    made: list[TrainerOptimizer] = []
+    optimizers: list[TrainerOptimizer] = []
 
     def make_files() -> None:
         folder.mkdir(parents=True)
         pinned = setup.device.type == "cuda"
-        made.append(DiskOptimizer(optimizer, copies, named, folder, pinned))
+        optimizers.append(DiskOptimizer(optimizer, copies, named, folder, pinned))
 
     use_disk(f"make files for the optimizer's states in {folder}", make_files)
-    return made[0]
+    return optimizers[0]
 
 
 def clean_folder(setup: RunSetup) -> Path:

@@ -570,8 +570,8 @@ def report_end(trainer: Trainer, reason: str) -> None:
     if reason == "early_stop":
         say(f"stopped early: {progress.stale} validations in a row without a lower loss")
     if skipped := trainer.runner.guard.skipped:
-        many = counted(progress.step - progress.first_step, "step")
-        say(f"skipped {skipped:,} of {many}, which changed no weight: see events.jsonl")
+        steps = counted(progress.step - progress.first_step, "step")
+        say(f"skipped {skipped:,} of {steps}, which changed no weight: see events.jsonl")
     if trainer.observer.last_loss is not None:
         say(f"loss   {trainer.observer.last_loss:.4f} in the last step")
     for line in describe_validation(

@@ -50,10 +50,10 @@ class MediaLoader:
             workers = cycle(pool.workers)
             waiting: deque[tuple[Any, list[Connection]]] = deque()
             for item in items:
-                asked = [next(workers) for _ in media_of(item)]
-                for worker, one in zip(asked, media_of(item), strict=True):
+                futures = [next(workers) for _ in media_of(item)]
+                for worker, one in zip(futures, media_of(item), strict=True):
                     pool.send(worker, one)
-                waiting.append((item, asked))
+                waiting.append((item, futures))
                 while len(waiting) > AHEAD:
                     yield received(pool, *waiting.popleft())
             while waiting:
@@ -94,8 +94,8 @@ class MediaLoader:
                     missing -= medium.tokens
                     own.append(array)
                 if own:
-                    found = self.positions(torch.from_numpy(tokens), joined(own))
-                    result[:, row, end - length : end] = found.numpy()
+                    places = self.positions(torch.from_numpy(tokens), joined(own))
+                    result[:, row, end - length : end] = places.numpy()
         return result
 
 

@@ -217,10 +217,10 @@ def restore(
     prepare_optimizer(model, optimizer, stored, str(checkpoint))
     state = optimizer_state(model, optimizer)
     extra = extra_state(model.balance, loss_scale, outer)
-    found = {name: tensor for name, tensor in extra.items() if name in stored}
-    load_weights(model, checkpoint, state | found, base=base)
+    own = {name: tensor for name, tensor in extra.items() if name in stored}
+    load_weights(model, checkpoint, state | own, base=base)
     weights_changed(model)
-    if outer and found.keys().isdisjoint(outer.state()):
+    if outer and own.keys().isdisjoint(outer.state()):
         outer.begin()
 
 

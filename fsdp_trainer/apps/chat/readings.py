@@ -99,7 +99,7 @@ async def answer(request: Request, served: ServedReader, compute: Compute) -> Re
 def embeddings(served: ServedReader, body: Any) -> Json:
     """Return the embeddings of texts. Raises BadRequest."""
     own = ("input", "dimensions", "encoding_format", "prompt_name")
-    most = begin(served, body, own)
+    limit = begin(served, body, own)
     reader, hidden = served.reader, served.reader.model.config.hidden_size
     width = integer(body, "dimensions", hidden, 1, hidden)
     form = body.get("encoding_format") or FLOAT
@@ -107,10 +107,10 @@ def embeddings(served: ServedReader, body: Any) -> Json:
         raise BadRequest(f"'encoding_format' should be {FLOAT} or {BASE64}", "encoding_format")
     inputs = read_prompts(body.get("input"), reader.tokenizer.vocab_size, "input")
     if isinstance(inputs[0], str):
-        texts = [checked_text(text, "input", reader, most) for text in inputs]
-        tokens: Tokens = reader.encode(texts, read_prompt(body, reader), most)
+        texts = [checked_text(text, "input", reader, limit) for text in inputs]
+        tokens: Tokens = reader.encode(texts, read_prompt(body, reader), limit)
     else:
-        tokens = [ids[:most] for ids in inputs]
+        tokens = [ids[:limit] for ids in inputs]
     vectors = reader.vectors(checked(tokens, "input", reader), width)
     rows = vectors.numpy().astype("<f4")
     data = [
@@ -138,20 +138,20 @@ def read_prompt(body: Json, reader: TextReader) -> str:
 
 def rerank(served: ServedReader, body: Any) -> Json:
     """Return documents, those that answer a query best first. Raises BadRequest."""
-    most = begin(served, body, ("query", "documents", "top_n", "return_documents"))
+    limit = begin(served, body, ("query", "documents", "top_n", "return_documents"))
     reader = served.reader
-    query = checked_text(body.get("query"), "query", reader, most)
+    query = checked_text(body.get("query"), "query", reader, limit)
     given = body.get("documents")
     if not isinstance(given, list) or not 0 < len(given) <= MAX_PROMPTS:
         reason = f"'documents' should be a list of 1 to {MAX_PROMPTS:,} texts"
         raise BadRequest(reason, "documents")
     inner = [one.get("text") if isinstance(one, dict) else one for one in given]
-    documents = [checked_text(text, "documents", reader, most) for text in inner]
+    documents = [checked_text(text, "documents", reader, limit) for text in inner]
     pairs = 0 if reader.model.config.pooling else len(documents)
     if len(query) * pairs > CHARACTERS_PER_TOKEN * MOST_TOKENS:
         reason = f"'query' is read with each of {pairs:,} documents, and is too long for"
         raise BadRequest(f"{reason} so many: send fewer", "query", code="context_length_exceeded")
-    tokens = checked(reader.encode_ranked(query, documents, most), "documents", reader)
+    tokens = checked(reader.encode_ranked(query, documents, limit), "documents", reader)
     scores = reader.relevance(tokens).tolist()
     shows = body.get("return_documents") is None or flag(body, "return_documents")
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
@@ -168,13 +168,13 @@ def rerank(served: ServedReader, body: Any) -> Json:
 
 def classify(served: ServedReader, body: Any) -> Json:
     """Return the probabilities of texts' labels, or their numbers. Raises BadRequest."""
-    most = begin(served, body, ("input",))
+    limit = begin(served, body, ("input",))
     reader, given = served.reader, body.get("input")
     inputs = given if isinstance(given, list) else [given]
     if not 0 < len(inputs) <= MAX_PROMPTS:
         raise BadRequest(f"'input' should be a text or 1 to {MAX_PROMPTS:,} of them", "input")
-    texts = [read_classified(one, reader, most) for one in inputs]
-    tokens = checked(reader.encode(texts, most=most), "input", reader)
+    texts = [read_classified(one, reader, limit) for one in inputs]
+    tokens = checked(reader.encode(texts, limit=limit), "input", reader)
     config = reader.model.config
     data: list[Json] = []
     for index, values in enumerate(reader.probabilities(tokens)):
@@ -190,12 +190,12 @@ def classify(served: ServedReader, body: Any) -> Json:
     return about | {"data": data, "usage": usage(tokens)}
 
 
-def read_classified(value: Any, reader: TextReader, most: int | None) -> str | tuple[str, str]:
+def read_classified(value: Any, reader: TextReader, limit: int | None) -> str | tuple[str, str]:
     """Return a text, or two that are read together: a list of them. Raises BadRequest."""
     if isinstance(value, list) and len(value) == 2:
-        first, second = (checked_text(text, "input", reader, most) for text in value)
+        first, second = (checked_text(text, "input", reader, limit) for text in value)
         return first, second
-    return checked_text(value, "input", reader, most)
+    return checked_text(value, "input", reader, limit)
 
 
 # --- what all of them check -----------------------------------------------------------------------
@@ -214,20 +214,20 @@ def begin(served: ServedReader, body: Any, keys: Sequence[str]) -> int | None:
     if body.get(CUT) is None:
         return None
     context = served.reader.context
-    most = integer(body, CUT, -1, -1, context)
-    return context if most < 1 else most
+    limit = integer(body, CUT, -1, -1, context)
+    return context if limit < 1 else limit
 
 
-def checked_text(value: Any, key: str, reader: TextReader, most: int | None) -> str:
+def checked_text(value: Any, key: str, reader: TextReader, limit: int | None) -> str:
     """Return a text that is not empty, and not far too long. Raises BadRequest.
 
-    most: tokens that it is cut to; None: it is not.
+    limit: tokens that it is cut to; None: it is not.
     """
     if not isinstance(value, str) or not value:
         raise BadRequest(f"{key!r} should be text, and not empty", key)
     require_characters(value, key)
     longest = CHARACTERS_PER_TOKEN * reader.context
-    if len(value) > longest and most is None:
+    if len(value) > longest and limit is None:
         raise too_long(f"{len(value):,} characters", key, reader)
     return value[:longest]
 

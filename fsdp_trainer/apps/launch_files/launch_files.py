@@ -142,10 +142,10 @@ def _check_launch(cfg: LaunchFilesConfig, report: Report) -> None:
 
 def _check_characters(words: list[str]) -> None:
     """Raise UserError for overrides with characters that cannot be written into a file."""
-    found = ((word, UNWRITABLE.search(word)) for word in words)
+    matches = ((word, UNWRITABLE.search(word)) for word in words)
     problems = [
         Problem(repr(word), f"has the character U+{ord(match[0]):04X}, which the file cannot hold")
-        for word, match in found
+        for word, match in matches
         if match
     ]
     if problems:

@@ -67,7 +67,8 @@ def model_rows(cfg: PlanConfig) -> list[ModelRow]:
         config = resolve_model(model, published_vocabulary(name) or VOCABULARY)
         run = Candidate(replace(cfg, model=model), config, world, device).changed(SMALLEST)
         longest = {
-            title: longest_row(run.changed(keys), least) for title, (keys, least) in METHODS.items()
+            title: longest_row(run.changed(keys), lowest)
+            for title, (keys, lowest) in METHODS.items()
         }
         rows.append(ModelRow(name, config.parameters(), longest))
     return sorted(rows, key=lambda row: row.parameters)

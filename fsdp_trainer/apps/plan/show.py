@@ -372,18 +372,20 @@ def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
     """Return the cost of generating the answers of a step, and the assumptions about them."""
     ranks = rollouts.ranks
     where = f"each of {counted(ranks, 'rank')} of their own" if ranks else "a rank"
-    kept = f"{gib(rollouts.stored)} for their part of the weights, and " if ranks else ""
+    weights = f"{gib(rollouts.stored)} for their part of the weights, and " if ranks else ""
     text = (
-        f"{rollouts.answers:,} a step, {rollouts.at_once:,} at once on {where}: {kept}"
+        f"{rollouts.answers:,} a step, {rollouts.at_once:,} at once on {where}: {weights}"
         f"{gib(rollouts.weights)} of weights and {gib(rollouts.cache)} of cache while they are made"
     )
     if plan.step_seconds:
-        beside = "beside" if cfg.objective.ahead and (ranks or cfg.objective.server) else "plus"
+        joint = "beside" if cfg.objective.ahead and (ranks or cfg.objective.server) else "plus"
         fast, slow = rollouts.seconds
-        text += f", {fast:.1f} – {slow:.1f} s, {beside} the step below"
+        text += f", {fast:.1f} – {slow:.1f} s, {joint} the step below"
     turns = cfg.objective.most_turns
-    most = f"{cfg.objective.max_new_tokens:,} tokens" + (f" in {turns} turns" if turns > 1 else "")
-    return f"{text} (all of {most}; then {plan.rows:,} rows)"
+    answer = f"{cfg.objective.max_new_tokens:,} tokens" + (
+        f" in {turns} turns" if turns > 1 else ""
+    )
+    return f"{text} (all of {answer}; then {plan.rows:,} rows)"
 
 
 def reward_line(plan: RunPlan, one: ScoredBy) -> str:

@@ -67,8 +67,8 @@ class Summary:
     @property
     def confusion(self) -> Confusion | None:
         """Which labels are taken for which, of the last validation; None for other methods."""
-        found = (event for event in reversed(self.run.events) if event["event"] == "confusion")
-        return next((Confusion(each["labels"], each["counts"]) for each in found), None)
+        events = (event for event in reversed(self.run.events) if event["event"] == "confusion")
+        return next((Confusion(each["labels"], each["counts"]) for each in events), None)
 
     @property
     def about(self) -> list[str]:

@@ -92,5 +92,5 @@ def code_at(place: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(place, str):
         return place
     module, _, name = place.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    part: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return part

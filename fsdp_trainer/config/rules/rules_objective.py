@@ -123,10 +123,10 @@ def rounds_of_generation(cfg: TrainConfig, report: Report) -> Violations:
         if "objective.unfinished" in report.typed:
             yield "objective.unfinished", "only counts with  objective.round_tokens=N"
         return
-    least = 2 * choice.updates
-    if choice.unfinished == "continue" and choice.ahead < least:
+    minimum = 2 * choice.updates
+    if choice.unfinished == "continue" and choice.ahead < minimum:
         reason = "rollouts are finished by the weights that began them: none is continued.\n"
-        use = f"Use  objective.ahead={least}  or more, or  objective.unfinished=drop"
+        use = f"Use  objective.ahead={minimum}  or more, or  objective.unfinished=drop"
         yield "objective.round_tokens", reason + use
 
 

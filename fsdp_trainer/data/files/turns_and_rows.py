@@ -1,4 +1,4 @@
-"""What tells a turn of a conversation from a row of data."""
+"""Signs that tell a turn of a conversation from a row of data."""
 
 from collections.abc import Mapping
 from typing import Any

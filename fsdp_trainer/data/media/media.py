@@ -138,9 +138,9 @@ class MediaReader:
         Those of the last call are not decoded again: both answers of a pair have the same. warn: in
         place of that of the reader.
         """
-        asked = items, data_file
-        if self._last[0] != asked:
-            self._last = asked, [self.files.find(item, data_file) for item in items]
+        key = items, data_file
+        if self._last[0] != key:
+            self._last = key, [self.files.find(item, data_file) for item in items]
             self.say_lost(self._last[1], warn)
         return self._last[1]
 

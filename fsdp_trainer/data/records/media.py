@@ -19,7 +19,7 @@ HELD = "images"
 
 @dataclass(frozen=True)
 class RowMedia:
-    """How rows name one kind of media. One whose parts are read as texts has no keys nor columns.
+    """Names that rows have for one kind of media. A kind read as texts has no keys nor columns.
 
     kind: its name, also the type of its parts as templates read them. parts: types of parts of a
     turn. keys: of a turn, beside its content. columns: of a row. words: names of columns without a

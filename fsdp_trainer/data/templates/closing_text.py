@@ -38,18 +38,18 @@ def find_closing(
     messages: turns up to a plain answer. ask: a question that might follow. contents: the texts of
     the question and the answer. ends: tokens that may end an answer. RecordError as `render`.
     """
-    asked, answered = contents
+    question, answered = contents
     whole, longer = render(messages), render([*messages, ask])
     before, _, tail = whole.rpartition(answered)
     after = longer.removeprefix(before + answered)
-    if not before or after == longer or asked not in after:
+    if not before or after == longer or question not in after:
         return Closing()
     if known := _known_end(tail, after, ends):
         return Closing(known)
-    between = after[: after.index(asked)]
+    between = after[: after.index(question)]
     if after.startswith(tail) and tail != between:
         return Closing()
-    end = _end_of_turn(between, common_start(tail, after), longer, asked)
+    end = _end_of_turn(between, common_start(tail, after), longer, question)
     closing = tail[end:]
     if tail != between:
         return Closing(closing, closing.strip() in ends or not after.endswith(closing))

@@ -208,13 +208,13 @@ def add_new_tokens(backend: Tokenizer, tokens: list[AddedToken]) -> list[str]:
     Raises DescriptionError if one of these would get the id of another token.
     """
     new = {t.content for t in tokens if t.content and backend.token_to_id(t.content) is None}
-    taken = {id: text for text, id in backend.get_vocab().items()} if new else {}
+    ids = {id: text for text, id in backend.get_vocab().items()} if new else {}
     backend.add_tokens(tokens)
     for text in new:
         id = backend.token_to_id(text)
-        if id in taken:
+        if id in ids:
             raise DescriptionError(
-                f"the new token {text!r} would get the id {id}, which is that of {taken[id]!r}: "
+                f"the new token {text!r} would get the id {id}, which is that of {ids[id]!r}: "
                 "there are gaps among the ids of the vocabulary. Number them without gaps"
             )
     return sorted(new, key=lambda text: backend.token_to_id(text) or 0)

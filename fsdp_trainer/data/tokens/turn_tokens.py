@@ -51,8 +51,8 @@ class TurnTokens:
 
     def _after_stop(self, text: str) -> str:
         places = [(text.find(each), len(each)) for each in self.stop_texts]
-        found = min((place for place in places if place[0] >= 0), default=None)
-        return text if found is None else text[sum(found) :]
+        first = min((place for place in places if place[0] >= 0), default=None)
+        return text if first is None else text[sum(first) :]
 
     @cached_property
     def stop_texts(self) -> list[str]:

@@ -226,11 +226,11 @@ def own_key(name: str) -> str | None:
     section, _, leaf = name.rpartition(".")
     if name in keys():
         return name
-    found = [key for key in keys() if key.rpartition(".")[2] == leaf
+    matches = [key for key in keys() if key.rpartition(".")[2] == leaf
              and not key.startswith("objective.")]  # fmt: skip
     if section.startswith("optimizer"):
-        return f"optim.{leaf}" if f"optim.{leaf}" in found else None
-    return found[0] if len(found) == 1 and not section else None
+        return f"optim.{leaf}" if f"optim.{leaf}" in matches else None
+    return matches[0] if len(matches) == 1 and not section else None
 
 
 def takes_switch(key: str) -> bool:

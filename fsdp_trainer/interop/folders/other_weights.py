@@ -35,8 +35,8 @@ def sharded_folder(folder: Path) -> Path | None:
     if (folder / METADATA).is_file():
         return folder
     below = [*sorted(folder.glob(SHARDED_BELOW)), *latest_of_megatron(folder)]
-    found = [each for each in below if (each / METADATA).is_file()]
-    return found[0] if len(found) == 1 else None
+    folders = [each for each in below if (each / METADATA).is_file()]
+    return folders[0] if len(folders) == 1 else None
 
 
 def latest_of_megatron(folder: Path) -> list[Path]:

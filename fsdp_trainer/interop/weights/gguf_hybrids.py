@@ -304,8 +304,8 @@ OF_NEMOTRON = {
 
 
 def mamba_size(source: Json, name: str) -> int:
-    beside = (MAMBA[name], OF_NEMOTRON.get(name, ""), name)
-    return next(source[each] for each in beside if each in source)
+    names = (MAMBA[name], OF_NEMOTRON.get(name, ""), name)
+    return next(source[each] for each in names if each in source)
 
 
 def add_mamba(writer: GGUFWriter, config: ModelConfig) -> None:

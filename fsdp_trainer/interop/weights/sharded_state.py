@@ -45,10 +45,10 @@ def sharded_states(checkpoint: Path) -> StatesByName:
     states: dict[str, dict[str, Any]] = defaultdict(dict)
     try:
         for name in stored.names:
-            found = STATE.fullmatch(name)
-            if found:
-                read = stored.number if found[2] == STEP else stored.tensor
-                states[found[1]][found[2]] = read(name)
+            match = STATE.fullmatch(name)
+            if match:
+                read = stored.number if match[2] == STEP else stored.tensor
+                states[match[1]][match[2]] = read(name)
     except (OSError, TypeError, ValueError) as error:
         raise unusable_states(checkpoint, str(error)) from None
     return StatesByName(states, _options(stored))

@@ -45,10 +45,10 @@ def _translated(
         return None
     if module in outside:
         return f"{outside[module]}.{kind}"
-    found = re.fullmatch(rf"{re.escape(block)}\.(\d+)\.(.+)", module)
-    if not found or found[2] not in inside:
+    match = re.fullmatch(rf"{re.escape(block)}\.(\d+)\.(.+)", module)
+    if not match or match[2] not in inside:
         return None
-    return f"{new_block}.{found[1]}.{inside[found[2]]}.{kind}"
+    return f"{new_block}.{match[1]}.{inside[match[2]]}.{kind}"
 
 
 META = TensorNames(

@@ -46,9 +46,9 @@ def huggingface_names(tensors: Tensors, config: ModelConfig) -> dict[str, Foreig
             )
         plain[short] = tensor
     for embedding, translate in BY_EMBEDDING.items():
-        found = [name for name in plain if name == embedding or name.endswith(f".{embedding}")]
-        if found:
-            prefix = min(found, key=len).removesuffix(embedding)
+        matches = [name for name in plain if name == embedding or name.endswith(f".{embedding}")]
+        if matches:
+            prefix = min(matches, key=len).removesuffix(embedding)
             own = {
                 name.removeprefix(prefix): tensor
                 for name, tensor in plain.items()
@@ -72,14 +72,14 @@ def _unstacked(weights: Tensors, config: ModelConfig) -> Iterator[tuple[str, Ten
     """Yield weights as a folder has them; in memory, transformers 5 stacks those of all experts."""
     family = config.family_spec
     for name, tensor in weights.items():
-        found = STACKED.fullmatch(name)
-        if not found or tensor.shape[:1] != (config.num_experts,):
+        match = STACKED.fullmatch(name)
+        if not match or tensor.shape[:1] != (config.num_experts,):
             yield family.stored_name(name) if ".mlp.gate." in name else name, tensor
             continue
         names = [
-            family.stored_expert(found[1] + projection, expert)
+            family.stored_expert(match[1] + projection, expert)
             for expert in range(config.num_experts)
-            for projection in PROJECTIONS[found[2]]
+            for projection in PROJECTIONS[match[2]]
         ]
         yield from equal_parts(tensor.as_matrix(), names).items()
 

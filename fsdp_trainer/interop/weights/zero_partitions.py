@@ -201,8 +201,8 @@ def opened(checkpoint: Path) -> Partitions:
 
 def rank_of(file: Path) -> int:
     """Return the rank that has written a file; one that is not numbered is of rank 0."""
-    found = RANK.search(file.name)
-    return int(found[1]) if found else 0
+    match = RANK.search(file.name)
+    return int(match[1]) if match else 0
 
 
 def _opened(file: Path) -> TorchArchive:

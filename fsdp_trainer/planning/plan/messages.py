@@ -129,7 +129,7 @@ class Message(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a rehearsal shows of time: messages of the busiest rank, and the work of a step.
+    """Figures of time from a rehearsal: messages of the busiest rank, and the work of a step.
 
     works: rank of the pipeline and work, for each kind of rank.
     """

@@ -121,15 +121,17 @@ class PlannedTower:
         """Bytes that pixels, blocks and projectors keep from forward to backward."""
         mode, every = self.recompute.mode, self.recompute.every
         again = math.ceil(self.depth / every) if mode in ("full", "selective") else 0
-        kept = (
+        bytes_kept = (
             again * self._traced(replace(self.recompute, every=1), self.patches).saved
             if again
             else 0.0
         )
         if again < self.depth:
             block = self._traced(ActivationCheckpoint(mode="none"), self.patches).saved
-            kept += (self.depth - again) * (block + WRITTEN_OUT * self.stream * self.is_reached)
-        return kept + self.pixels + self.kept_by_projectors
+            bytes_kept += (self.depth - again) * (
+                block + WRITTEN_OUT * self.stream * self.is_reached
+            )
+        return bytes_kept + self.pixels + self.kept_by_projectors
 
     def _traced(self, recompute: ActivationCheckpoint, patches: int) -> TracedPart:
         """Trace an encoder block that is as wide and has as many weights as the tower's."""

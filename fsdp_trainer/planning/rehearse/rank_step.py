@@ -142,11 +142,11 @@ class RankParts:
             worked: list[Work] = []
             each = self._marked(batches, recorder, marks, worked)
             phases.enter("data", 1)
-            beside = patch.object(
+            patched = patch.object(
                 activation_offload, "CopiesOnHost", partial(UncountedCopies, recorder)
             )
             with (
-                beside if self.run.device == "cuda" else nullcontext(),
+                patched if self.run.device == "cuda" else nullcontext(),
                 watch,
                 recorder.watching(self.model),
             ):

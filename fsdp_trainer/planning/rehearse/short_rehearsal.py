@@ -136,12 +136,12 @@ def divisions(
     first, period = repetition(kinds)
     period = math.lcm(period, cfg.sharding.blocks_per_unit, cfg.activation_checkpoint.every)
     repeated = REPEATED + MOVING * cfg.activation_checkpoint.offload
-    least = max(repeated, cfg.sharding.prefetch + 2) * cfg.sharding.blocks_per_unit
+    shortest = max(repeated, cfg.sharding.prefetch + 2) * cfg.sharding.blocks_per_unit
     parts = stages_of(whole, layout)
     lengths = [len(part) for part in parts]
     alone = tuple(sum(i < first for i in part) for part in parts)
     left_out = [
-        max(0, (length - before - least) // period)
+        max(0, (length - before - shortest) // period)
         for length, before in zip(lengths, alone, strict=True)
     ]
     for rank in range(layout.stages.ranks):  # both stages of a rank grow together
@@ -166,13 +166,13 @@ def signatures(whole: ModelParts) -> list[str]:
 
 def repetition(kinds: Sequence[str]) -> tuple[int, int]:
     """Return the number of the first block from which kinds repeat, and how many make a period."""
-    found = []
+    periods = []
     for period in range(1, min(LONGEST_PERIOD, len(kinds)) + 1):
         first = len(kinds) - period
         while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
             first -= 1
-        found.append((first + 2 * period, first, period))
-    return min(found)[1:]
+        periods.append((first + 2 * period, first, period))
+    return min(periods)[1:]
 
 
 @dataclass(frozen=True)
@@ -257,10 +257,10 @@ class Extension:
         repeated = self.few.blocks[stage] - before
         period = self.few.period
         half = period * math.ceil(repeated / period / 2) - 1
-        own, most = number - division.starts[stage], before + half
+        own, limit = number - division.starts[stage], before + half
         if side == "-":
-            own, most = division.blocks[stage] - 1 - own, half
-        return None if own > most else f"<{stage}{side}{own}>"
+            own, limit = division.blocks[stage] - 1 - own, half
+        return None if own > limit else f"<{stage}{side}{own}>"
 
     def name_of(self, place: str) -> str:
         """Return the name of a place with all blocks."""

@@ -54,10 +54,10 @@ def _value(node: ast.AST) -> Any:
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _value(node.left), _value(node.right)
+        first, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
-            _check_power(left, right)
-        return OPERATORS[type(node.op)](left, right)
+            _check_power(first, right)
+        return OPERATORS[type(node.op)](first, right)
     raise ValueError("only numbers, + - * / // % ** and parentheses are known")
 
 

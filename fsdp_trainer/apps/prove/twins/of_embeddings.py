@@ -77,8 +77,8 @@ def infonce(texts: StepLists) -> list[Tensor]:
         for answer in texts.good[query]:
             given = [logits[query, [answer, *others]]]
             if texts.symmetric:
-                asked = [q for q in every if q == query or not texts.is_like_answer(answer, q)]
-                given.append(logits[asked, answer])
+                queries = [q for q in every if q == query or not texts.is_like_answer(answer, q)]
+                given.append(logits[queries, answer])
             each += [(one.logsumexp(0) - logits[query, answer]) / len(given) for one in given]
         losses.append(torch.stack(each).sum() / len(texts.good[query]))
     return losses

@@ -6,6 +6,8 @@ import inspect
 import re
 import shlex
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from fsdp_trainer.cli import VERBS
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import options
 from fsdp_trainer.config.composing.overrides import owner_of, takes
+from fsdp_trainer.config.devices import device
 from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.observe.metric_groups import GENERAL, TITLES, WITHOUT_CURVE
@@ -322,6 +325,19 @@ def test_a_measured_figure_is_the_one_in_its_result():
         ]
     assert not wrong, wrong
     assert count > 100
+
+
+def test_the_table_of_planned_runs_counts_the_published_ones():
+    sources = json.loads((REPO / "benchmarks/published_runs.json").read_text())["sources"]
+    runs = {
+        run["name"]: run for one in sources for run in one["runs"] if "tokens_per_second" in run
+    }
+    gpus = [re.findall(r"plan\.gpu=(\S+)", run["overrides"])[-1] for run in runs.values()]
+    counts = Counter(device(gpu).name for gpu in gpus)
+    row = r"(?m)^\| ([\w-]+) \| (\d+) \| (\d+) \|.*\| (\S+) [+-]\d+% \|$"
+    rows = re.findall(row, (REPO / "docs/plan.md").read_text())
+    assert {gpu: int(count) for gpu, count, _, _ in rows} == dict(counts.most_common(len(rows)))
+    assert all(int(inside) <= counts[gpu] and name in runs for gpu, _, inside, name in rows)
 
 
 COUNTS = {"Fourteen families": len(FAMILIES) == 14}

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -328,7 +327,7 @@ def test_a_measured_figure_is_the_one_in_its_result():
 
 
 def test_the_table_of_planned_runs_counts_the_published_ones():
-    sources = json.loads((REPO / "benchmarks/published_runs.json").read_text())["sources"]
+    sources = read_json(REPO / "benchmarks/published_runs.json")["sources"]
     runs = {
         run["name"]: run for one in sources for run in one["runs"] if "tokens_per_second" in run
     }

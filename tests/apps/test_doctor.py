@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import inject
@@ -13,6 +14,7 @@ from world import lines_of, write_chats
 
 from fsdp_trainer.apps.doctor.machines import HostFacts, environment
 from fsdp_trainer.launch import facts
+from fsdp_trainer.launch.facts import room
 
 QUICK = ["doctor.measure=false"]
 SMALL_MESSAGES = inject.setting("collective_sizes", (2**20,))
@@ -175,6 +177,13 @@ def test_a_clock_that_is_off_and_too_little_room_do_not_keep_train_from_training
     assert "note   clock: " in run.out
     assert "note   room: 1.0 MiB free for a checkpoint of" in run.out
     assert run["step"] == [1]
+
+
+def test_there_must_be_room_for_the_checkpoints_and_the_one_that_is_written(tmp_path):
+    with mock.patch("shutil.disk_usage", lambda _: SimpleNamespace(free=3 * 2**30)):
+        [enough], [few] = (room(tmp_path, 2**30, keep) for keep in (2, 3))
+    assert (enough.mark, few.mark) == ("ok", "warning")
+    assert "4 more must fit" in few.text
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from foreign import AS_LLAMA_CPP, export, of
+from folders import table
+from foreign import AS_LLAMA_CPP, export
 from other_models import make_other_folder
 from sentencepiece import sentencepiece_model_pb2
 from stored import assert_byte_equal, tensors
@@ -81,28 +82,7 @@ def test_a_gguf_file_is_a_model_of_its_own_and_transformers_computes_the_same_of
         assert torch.equal(logits(folder, gguf_file=file.name), logits(folder))
 
 
-HYBRIDS = {
-    "qwen3_next": {"head_dim": 64},
-    "qwen3_5_text": {"head_dim": 64},
-    "qwen3_5_moe_text": {"head_dim": 64, "tie_word_embeddings": True},
-    "lfm2": {},
-    "lfm2_moe": {},
-    "mamba": {},
-    "mamba2": {"n_groups": 2},
-    "jamba": {},
-    "falcon_h1": {
-        "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.7, "key_multiplier": 0.6,
-        "embedding_multiplier": 2.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [1.3, 0.8],
-        "ssm_in_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 1.3],
-        "ssm_out_multiplier": 0.75, "mamba_n_groups": 2,
-    },
-    "granitemoehybrid": {"attention_multiplier": 0.3, "logits_scaling": 2.0},
-    "granitemoehybrid dense": {"num_local_experts": 0, "position_embedding_type": "rope"},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
-    "nemotron_h experts": {
-        "layers_block_type": ["mamba", "attention", "moe", "mamba"], "routed_scaling_factor": 2.5,
-    },
-}  # fmt: skip
+HYBRIDS = table("checkpoint/gguf_hybrids.yaml")
 """Options of small models by model_type, and which."""
 
 
@@ -110,52 +90,9 @@ def hybrid_folder(folder, which):
     return make_other_folder(folder, which.split()[0], **HYBRIDS[which])
 
 
-def of_llama_cpp(file, prompts):
-    """The log-probabilities of all next tokens, by llama.cpp."""
-    package = pytest.importorskip("xllamacpp")
-    settings = package.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel = str(file), 128, 1
-    settings.warmup, settings.n_gpu_layers, settings.cpuparams.n_threads = False, 0, 1
-    settings.flash_attn_type = package.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    settings.cache_type_k = settings.cache_type_v = package.ggml_type.GGML_TYPE_F32
-    server = package.Server(settings)
-    options = {
-        "n_predict": 1,
-        "logprobs": 264,
-        "n_probs": 264,
-        "samplers": [],
-        "cache_prompt": False,
-    }
-    options["logit_bias"] = [[65, 1000.0]]  # what is chosen shall be a letter
-    answers = [server.handle_completions({"prompt": each, **options}) for each in prompts]
-    each = [one["choices"][0]["logprobs"]["content"][0]["top_logprobs"] for one in answers]
-    return [torch.tensor([p for _, p in sorted((t["id"], t["logprob"]) for t in o)]) for o in each]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", [*TIED, *UNTIED, *HYBRIDS])
-@torch.no_grad()
-def test_llama_cpp_computes_the_same(tmp_path, which):
-    pytest.importorskip("xllamacpp")
-    options = AS_LLAMA_CPP.get(which, {}) | {"tie_word_embeddings": which in TIED}
-    if which == "phi3":  # llama.cpp sees all tokens
-        options["sliding_window"] = None
-    folder = (
-        hybrid_folder(tmp_path / "hf", which)
-        if which in HYBRIDS
-        else make_folder(tmp_path / "hf", which, vocab_size=264, **options)
-    )
-    file = export(folder, tmp_path / "a.gguf", "form=gguf", "dtype=f32")
-    model, prompts = of(folder).float().eval(), [[70], [70, 65], [*range(60, 130)]]
-    for prompt, theirs in zip(prompts, of_llama_cpp(file, prompts), strict=True):
-        expected = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
-        limit = 3e-2 if "gemma" in which else 2e-5  # llama.cpp has a table of GELU
-        assert (theirs - expected).abs().max() < limit
-
-
 @pytest.mark.parametrize("which", HYBRIDS)
 def test_a_hybrid_has_all_its_numbers_under_llama_cpps_names(tmp_path, which):
-    """transformers reads two of them itself; the others are read back by the test above."""
+    """transformers reads two of them itself; llama.cpp all of them: tools/own_readers.py."""
     folder = hybrid_folder(tmp_path / "hf", which)
     file = export(folder, folder / "a.gguf", "form=gguf", "dtype=f32")
     read = gguf.GGUFReader(file)
@@ -178,7 +115,7 @@ def test_a_hybrid_has_all_its_numbers_under_llama_cpps_names(tmp_path, which):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "reason"),
+    "kind, options, reason",
     [
         ("lfm2", {"conv_bias": True}, "conv_bias=true"),
         ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types="),

@@ -1,8 +1,10 @@
-"""Exports are read by the tools they are for, where these are installed.
+"""Exports are read by the tools they are for, where these are installed; no test of CI has them.
 
-pip install torchtitan triton        # 0.2 or 0.3
-pip install llama-models fairscale   # Meta's own code
-pip install llama-cpp-python         # llama.cpp
+pip install torchtitan triton              # 0.2 or 0.3
+pip install llama-models fairscale         # Meta's own code
+pip install llama-cpp-python xllamacpp     # llama.cpp
+
+pytest tools/own_readers.py
 """
 
 import runpy
@@ -11,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from folders import REPO
+from folders import TESTS, table
 from foreign import AS_LLAMA_CPP, export, of
-from world import read_json
+from other_models import make_other_folder
+from world import World, read_json
 from zoo import make_folder
 
-pytestmark = pytest.mark.slow
-
-WRITTEN = REPO / "tests" / "checkpoint" / "titan_checkpoints"
+WRITTEN = TESTS / "checkpoint/titan_checkpoints"
 IDS = torch.arange(40)[None]
 LLAMA_3_1 = {
     "max_position_embeddings": 131072,
@@ -31,7 +32,7 @@ LLAMA_3_1 = {
 
 def model_of_torchtitan():
     """Return torchtitan's own model, of the sizes of the fixtures."""
-    own = runpy.run_path(str(REPO / "tools/fixtures/titan_checkpoints.py"))
+    own = runpy.run_path(str(TESTS.parent / "tools/fixtures/titan_checkpoints.py"))
     model, _ = own["MODELS"][own["release"]()]()
     return model
 
@@ -67,16 +68,64 @@ def logits_of_meta(folder):
 
 
 @pytest.mark.parametrize("options", [{}, LLAMA_3_1], ids=["llama", "llama-3.1"])
-def test_metas_code_computes_the_logits_of_the_folder_that_was_exported(world, tmp_path, options):
+def test_metas_code_computes_the_logits_of_the_folder_that_was_exported(tmp_path, options):
     pytest.importorskip("llama_models", reason="needs llama-models and fairscale")
     folder = make_folder(tmp_path / "hf", "llama", **options)
     out = export(folder, tmp_path / "meta", "form=meta")
-    (logits,) = world.call(1, logits_of_meta, out)
+    ranks = World()
+    (logits,) = ranks.call(1, logits_of_meta, out)
+    ranks.close()
     assert torch.allclose(logits, of(folder)(IDS).logits, atol=2e-5)
 
 
-LIKE_LLAMA_CPP = AS_LLAMA_CPP | {"phi3": {"sliding_window": None}}
-"""llama.cpp ignores the window of Phi."""
+TIED = ["llama biases", "qwen2", "gemma2", "gemma3"]
+UNTIED = [
+    *("llama", "mistral", "olmo2", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe", "phi3"),
+]
+HYBRIDS = table("checkpoint/gguf_hybrids.yaml")
+
+
+def of_llama_cpp(file, prompts):
+    """The log-probabilities of all next tokens, by llama.cpp."""
+    import xllamacpp as package
+
+    settings = package.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel = str(file), 128, 1
+    settings.warmup, settings.n_gpu_layers, settings.cpuparams.n_threads = False, 0, 1
+    settings.flash_attn_type = package.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    settings.cache_type_k = settings.cache_type_v = package.ggml_type.GGML_TYPE_F32
+    server = package.Server(settings)
+    options = {
+        "n_predict": 1,
+        "logprobs": 264,
+        "n_probs": 264,
+        "samplers": [],
+        "cache_prompt": False,
+    }
+    options["logit_bias"] = [[65, 1000.0]]  # what is chosen shall be a letter
+    answers = [server.handle_completions({"prompt": each, **options}) for each in prompts]
+    each = [one["choices"][0]["logprobs"]["content"][0]["top_logprobs"] for one in answers]
+    return [torch.tensor([p for _, p in sorted((t["id"], t["logprob"]) for t in o)]) for o in each]
+
+
+@pytest.mark.parametrize("which", [*TIED, *UNTIED, *HYBRIDS])
+@torch.no_grad()
+def test_llama_cpp_gives_the_probabilities_of_the_folder_that_was_exported(tmp_path, which):
+    pytest.importorskip("xllamacpp", reason="needs xllamacpp")
+    options = AS_LLAMA_CPP.get(which, {}) | {"tie_word_embeddings": which in TIED}
+    if which == "phi3":  # llama.cpp sees all tokens
+        options["sliding_window"] = None
+    folder = (
+        make_other_folder(tmp_path / "hf", which.split()[0], **HYBRIDS[which])
+        if which in HYBRIDS
+        else make_folder(tmp_path / "hf", which, vocab_size=264, **options)
+    )
+    file = export(folder, tmp_path / "a.gguf", "form=gguf", "dtype=f32")
+    model, prompts = of(folder).float().eval(), [[70], [70, 65], [*range(60, 130)]]
+    for prompt, theirs in zip(prompts, of_llama_cpp(file, prompts), strict=True):
+        expected = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
+        limit = 3e-2 if "gemma" in which else 2e-5  # llama.cpp has a table of GELU
+        assert (theirs - expected).abs().max() < limit
 
 
 def logits_of_llama_cpp(file, **options):
@@ -89,23 +138,6 @@ def logits_of_llama_cpp(file, **options):
     )  # fmt: skip
     model.eval(IDS[0].tolist())
     return torch.tensor(model.scores[: IDS.shape[1]].copy())
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3",
-     "olmo2", "olmoe", "phi3"],
-)  # fmt: skip
-def test_llama_cpp_computes_the_logits_of_the_folder_that_was_exported(tmp_path, family):
-    pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
-    folder = make_folder(tmp_path / "hf", family, **LIKE_LLAMA_CPP.get(family, {}))
-    file = export(folder, tmp_path / "a.gguf", "form=gguf", "dtype=f32")
-    with torch.no_grad():
-        expected = of(folder).float()(IDS).logits[0]
-    # it has a table of float16 for Gemma's activation
-    limit = 5e-3 if family.startswith("gemma") else 1e-5
-    error = (logits_of_llama_cpp(file) - expected).abs().max()
-    assert error < limit * expected.abs().max()
 
 
 def test_llama_cpp_adds_an_exported_adapter_as_peft_does(tmp_path):

@@ -11,6 +11,7 @@ import torch
 import yaml
 from foreign import export, why_refused
 from memory_of_a_step import LiveBytes
+from refused import refusal
 from stored import assert_byte_equal, save_tensors, tensors
 from tables import rows
 from world import command, edit_json, read_json, verify
@@ -19,7 +20,6 @@ from zoo import HF, make_folder
 from fsdp_trainer.apps.verify import with_variables
 from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.errors import UserError
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -247,8 +247,7 @@ def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(adapt, base,
     for path in (run, run / "adapter"):
         assert_close(path, peft_model(base, run / "adapter"))
     source.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="does not hold the frozen parts of the adapter"):
-        load_model(run)
+    assert "does not hold the frozen parts of the adapter" in refusal(load_model, run)
 
 
 def test_a_model_begins_from_merged_weights(train, merged, tmp_path):
@@ -450,8 +449,7 @@ def test_verify_takes_the_environments_values_of_today(monkeypatch):
     stored = {"template": "${oc.env:MINE}/x.jinja", "template_args": {"a": "${oc.env:NONE,b}"}}
     expected = {"template": "/new/x.jinja", "template_args": {"a": "b"}}
     assert with_variables(stored, Path("run")) == expected
-    with pytest.raises(UserError, match="NONE=VALUE"):
-        with_variables("${oc.env:NONE}", Path("run"))
+    assert "NONE=VALUE" in refusal(with_variables, "${oc.env:NONE}", Path("run"))
 
 
 def test_verify_compares_with_peft_and_computes_the_loss(merged, tmp_path, chats):

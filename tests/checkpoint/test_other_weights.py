@@ -145,20 +145,6 @@ def test_a_folder_of_metas_is_a_model_of_its_own(tmp_path, files, embedding):
     assert torch.allclose(of(export(other, tmp_path / "out"))(ids).logits, expected, atol=1e-6)
 
 
-def test_heads_in_pairs_are_turned_by_metas_rotation_as_halves_are_by_ours():
-    """Meta turns pairs of neighbouring channels as complex numbers, Hugging Face halves."""
-    heads, half, length = 3, 4, 5
-    channels = torch.randn(heads * 2 * half, length, generator=torch.Generator().manual_seed(0))
-    angles = torch.outer(100.0 ** -(torch.arange(half) / half), torch.arange(length))
-    one, two = channels.view(heads, 2, half, length).unbind(1)
-    cos, sin = angles.cos(), angles.sin()
-    by_halves = torch.cat([one * cos - two * sin, two * cos + one * sin], 1).flatten(0, 1)
-    real, imaginary = in_pairs(channels, heads).view(heads, half, 2, length).unbind(2)
-    turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
-    by_meta = torch.stack([turned.real, turned.imag], 2).view(channels.shape)
-    assert torch.allclose(by_meta, in_pairs(by_halves, heads), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "family, place, is_newer", [("llama", "", False), ("qwen3", "step-10", True)]
 )

@@ -133,27 +133,6 @@ def test_what_else_torch_saves_beside_tensors_is_no_obstacle(saved):
     require_equal(*saved(lambda weights: {"model": weights, **others}))
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["5", "null", "[]", "{}", "[" * 10**5, '{"weight_map": null}', '{"weight_map": {"a": null}}',
-     '{"weight_map": {"a": ["b"]}}', '{"weight_map": {"a": "../b"}}',
-     '{"weight_map": {"a": "\\ud800"}}',
-     '{"weight_map": {"a": "' + "x" * 300 + '"}}'],
-)  # fmt: skip
-def test_an_index_that_names_no_files_is_refused(saved, content):
-    _, other = saved()
-    (other / "pytorch_model.bin.index.json").write_text(content)
-    assert "cannot read the index of the weights" in why_refused(other)
-
-
-def test_one_file_counts_before_an_index_that_does_not_name_it_as_in_transformers(saved):
-    folder, other = saved()
-    torch.save({EMBEDDING: torch.zeros(1)}, other / "other.bin")
-    index = other / "pytorch_model.bin.index.json"
-    index.write_text(f'{{"weight_map": {{"{EMBEDDING}": "other.bin"}}}}')
-    require_equal(folder, other)
-
-
 def test_a_name_with_and_without_a_wrapper_is_refused(saved):
     _, other = saved(lambda weights: weights | {f"module.{EMBEDDING}": torch.zeros(1)})
     assert "without the names of torch's wrappers too" in why_refused(other)

@@ -115,7 +115,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.booleans(), TURNS, ANSWER, st.sampled_from([None, TOOLS]))
 def test_any_conversation_is_learnt_where_transformers_says_the_assistant_writes(
     both, with_system, turns, last, tools

@@ -266,7 +266,7 @@ def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_repor
     assert_learnt_alike(sample, in_transformers(tokenizer, BUILT_IN["chatml"]), chat)
 
 
-@pytest.mark.parametrize(("policy", "lengths"), [("drop", []), ("truncate", [4]), ("split", [11])])
+@pytest.mark.parametrize("policy, lengths", [("drop", []), ("truncate", [4]), ("split", [11])])
 def test_a_long_document_is_dropped_cut_or_kept_whole(tokenizer, policy, lengths):
     samples, _ = samples_of(tokenizer, Document("0123456789", WHERE), seq_len=4, too_long=policy)
     assert [len(sample.tokens) for sample in samples] == lengths

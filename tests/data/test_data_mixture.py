@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inject import SPIKED
+from refused import refusal
 from texts import Texts
 from world import SPIKY, write_chats
 
@@ -36,7 +37,7 @@ from fsdp_trainer.training.progress import Progress
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(-4, 0), min_size=1, max_size=20),
     st.integers(0, 10**9),
@@ -123,7 +124,7 @@ def go_on(mixture, progress, rows):
     return resume_data(mixture, progress, "")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sets(st.sampled_from("abcd"), min_size=1), st.integers(0, 40)),
@@ -223,7 +224,6 @@ def test_epochs_that_were_done_of_other_data_are_done():
     assert last_row(3, 40, after_a_stream) == 180
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 80),
     st.integers(1, 9),
@@ -245,7 +245,6 @@ def test_the_steps_to_come_are_counted_without_going_through_them(
 # --- which rank has which row -------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=60),
     st.integers(1, 8),
@@ -294,7 +293,7 @@ def test_a_mixture_by_weights_tells_what_it_gave_and_is_known_again(train, sourc
     a, b = run.event("data")[0]["sources"]
     assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4)
     assert a["share"] == pytest.approx(0.6, abs=0.05)
-    assert a["tokens"] + b["tokens"] == run.column("tokens")[-1]
+    assert a["tokens"] + b["tokens"] == run["tokens"][-1]
     assert a["rows"] + b["rows"] == 42
     assert "mixed by weights; an epoch is as many rows as all have" in run.out
     assert "b: 4" in run.out
@@ -322,8 +321,8 @@ def test_an_epoch_goes_on_bitwise_after_a_stop_and_with_a_source_that_may_be_add
     a = cut.event("data")[-1]["sources"][0]
     shutil.copytree(cut.folder, tmp_path / "added")
     cut = train("cut", before, *how)
-    assert cut.column("loss") == whole.column("loss")
-    assert cut.column("grad_norm") == whole.column("grad_norm")
+    assert cut["loss"] == whole["loss"]
+    assert cut["grad_norm"] == whole["grad_norm"]
 
     more = by("repeat", sources, 1, 3, 1)
     refused = train("added", more, *how, code=2)
@@ -352,7 +351,7 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
     (rewind,) = run.event("rewind")
     assert rewind["step"] == SPIKED
     assert rewind["to"] >= 17
-    assert run.column("step") == list(range(1, SPIKED + 5))
+    assert run["step"] == list(range(1, SPIKED + 5))
     trained = rewind["left_out"][1] + 3 * (SPIKED + 4 - rewind["to"])
     assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == trained
 
@@ -368,5 +367,6 @@ def test_validation_takes_a_list_without_weights(tmp_path):
 
 
 def test_two_sources_of_one_name_are_refused(sources):
-    with pytest.raises(UserError, match="two sources have one name"):
-        find_sources([{"path": str(file), "name": "same"} for file in sources], "data.path")
+    assert "two sources have one name" in refusal(
+        find_sources, [{"path": str(file), "name": "same"} for file in sources], "data.path"
+    )

@@ -94,7 +94,7 @@ def test_the_order_is_the_same_in_every_version():
 
 
 @pytest.mark.parametrize(
-    ("packing", "rows"),
+    "packing, rows",
     [
         ("best_fit", [[0, 2], [1], [3], [4]]),
         ("none", [[0], [1], [2], [3], [4]]),

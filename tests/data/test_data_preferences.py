@@ -97,7 +97,7 @@ def test_a_pair_is_two_samples_of_one_group_whose_answers_alone_are_learnt():
 
 
 @pytest.mark.parametrize(
-    ("key", "use"),
+    "key, use",
     [
         ({"loss_on": "all"}, "data.loss_on=assistant"),
         ({"too_long": "truncate"}, "data.too_long=drop"),

@@ -211,7 +211,7 @@ def computed(data, order, world, plan):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     data_sets(),
     st.integers(1, 13),

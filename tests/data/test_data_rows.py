@@ -6,6 +6,7 @@ from decimal import Decimal
 
 import pytest
 from folders import table
+from refused import refusal
 from texts import samples_of, supervised_texts, turn
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
@@ -354,7 +355,7 @@ def test_preview_names_columns_and_keys_that_are_not_used(jsonl, preview):
 
 
 @pytest.mark.parametrize(
-    ("labels", "good"),
+    "labels, good",
     [(FALSE, False), (TRUE, True), (["bad", "undesirable"], False), (["good", "Desirable"], True)],
 )
 def test_labels_of_answers_are_read_in_any_spelling(labels, good):
@@ -362,8 +363,9 @@ def test_labels_of_answers_are_read_in_any_spelling(labels, good):
         row = {"prompt": "q", "completion": "a", "label": label}
         assert reader_of(row, kind="unpaired")[0](row).is_good == good
         if str(label) in ("True", "true", "False", "false"):
-            with pytest.raises(UserError, match="false ones would be trained on as well"):
-                reader_of(row, kind="single")
+            assert "false ones would be trained on as well" in refusal(
+                reader_of, row, kind="single"
+            )
             first = {"prompt": "q", "completion": "a"}
             if not good:
                 with pytest.raises(RecordError, match="answers labelled good or bad"):

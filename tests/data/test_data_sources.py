@@ -7,6 +7,7 @@ from pathlib import Path
 import inject
 import pytest
 from folders import table
+from refused import refusal
 from texts import turn
 
 from fsdp_trainer.data.files import json_values
@@ -48,7 +49,7 @@ def answer_of(message):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "rows"),
+    "name, content, rows",
     CASES["rows by line"],
 )
 def test_every_row_is_read_with_its_line(tmp_path, name, content, rows):
@@ -157,8 +158,7 @@ def test_reasoning_is_kept_apart_from_the_answer(answer):
     "fields", [{"wat": "x"}, {"prompt": "x"}, {"prompt": "x", "completion": "y", "wat": "z"}]
 )
 def test_field_maps_that_fit_no_format_are_refused(fields):
-    with pytest.raises(UserError, match=r"data\.fields"):
-        read({"x": "1"}, fields=fields)
+    assert "data.fields" in refusal(read, {"x": "1"}, fields=fields)
 
 
 @pytest.mark.parametrize("column", [None, 5, ["a"]])
@@ -343,7 +343,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1"
 
 
 @pytest.mark.parametrize(
-    ("content", "advice"),
+    "content, advice",
     [
         (gzip.compress(b"{}", mtime=0), "ends in .gz"), (b"PAR1xxxx", "ends in .parquet"),
         (b"PK\3\4xx", "zip archive"), (LFS, "git lfs pull"),
@@ -385,7 +385,7 @@ def test_units_of_a_text_hold_each_row_once_and_in_order(tmp_path, name, bytes_e
 
 
 @pytest.mark.parametrize(
-    ("names", "called"),
+    "names, called",
     CASES["names"],
 )
 def test_sources_have_short_names_that_differ_wherever_they_lie(tmp_path, names, called):

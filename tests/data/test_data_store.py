@@ -4,6 +4,7 @@ import inject
 import numpy as np
 import pytest
 from folders import table
+from refused import refusal
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.data_statistics import all_findings
@@ -76,7 +77,7 @@ def test_samples_keep_their_order_over_files_and_chunks(chats, prepared, enter):
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "named"),
+    "content, options, named",
     [
         ([{"messages": [{"role": "user", "content": "q"}]}], {}, "data.path="),
         ([{"text": "a"}], {"validation": 1e-9}, "data.validation="),
@@ -94,8 +95,7 @@ def test_data_that_cannot_be_learnt_is_refused_by_name(
 
 def test_the_tokenizer_is_found_with_the_weights(tmp_path):
     cfg = TrainConfig()
-    with pytest.raises(UserError, match=r"tokenizer\.path"):
-        tokenizer_path(cfg.tokenizer, cfg.model.init_from)
+    assert "tokenizer.path" in refusal(tokenizer_path, cfg.tokenizer, cfg.model.init_from)
     for step in ("step-00000009", "step-00000010", "step-00000011"):
         (tmp_path / "run" / "checkpoints" / step / "hf").mkdir(parents=True)
         if step != "step-00000011":  # that one was never committed
@@ -148,7 +148,7 @@ def test_validation_data_that_is_trained_on_is_counted(overlapping, how, name, k
     assert [text.startswith(expected) for text in texts] == [True] * bool(count)
 
 
-@pytest.mark.parametrize(("validation", "count"), [("copy", 4), ("c", 1), ("other", 0)])
+@pytest.mark.parametrize("validation, count", [("copy", 4), ("c", 1), ("other", 0)])
 def test_validation_data_that_is_streamed_is_counted(
     overlapping, preview, jsonl, validation, count
 ):

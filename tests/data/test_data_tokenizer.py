@@ -11,6 +11,7 @@ import pytest
 from folders import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refusal
 from texts import SHARED, make_tokenizer, write_sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
@@ -153,7 +154,7 @@ WRONG = table("data/tokenizer_files.yaml")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"), [(name, *case) for name in WRONG for case in WRONG[name]]
+    "name, content, says", [(name, *case) for name in WRONG for case in WRONG[name]]
 )
 def test_a_description_that_cannot_be_followed_is_refused(folder, name, content, says):
     (folder / name).write_text(json.dumps(content))
@@ -166,8 +167,9 @@ def test_new_tokens_in_a_vocabulary_with_gaps_take_no_others_id(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": gaps}))
     for config, added in (({"eos_token": "<e>"}, []), ({}, ["<e>"])):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match="'<e>' would get the id 2, which is that of 'b'"):
-            load_tokenizer(str(tmp_path), added)
+        assert "'<e>' would get the id 2, which is that of 'b'" in refusal(
+            load_tokenizer, str(tmp_path), added
+        )
 
 
 def test_what_a_description_says_and_is_not_used_is_noted(folder):
@@ -235,15 +237,16 @@ def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiec
     )
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (size, size + 1)
     assert tokenizer.encode("<|im_end|>") == [size]
-    with pytest.raises(UserError, match="im_end"):
-        described(tmp_path, added_tokens_decoder=tokens | {f"{size + 1}": end})
+    assert "im_end" in refusal(
+        described, tmp_path, added_tokens_decoder=tokens | {f"{size + 1}": end}
+    )
 
 
 ABSURD = '{"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": NUMBER}}}'
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    "name, content, says",
     [
         ("bad.model", b"", r"bad\.model"),
         ("bad.model", b"hello", r"bad\.model"),
@@ -268,7 +271,7 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, name, content,
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "name, content",
     [
         ("tokenizer_config.json", '{"chat_template": 5}'),
         ("tokenizer_config.json", "[" * 10**5),
@@ -277,16 +280,14 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, name, content,
 )
 def test_an_untrusted_description_is_refused_by_name_whatever_it_contains(folder, name, content):
     (folder / name).write_text(content)
-    with pytest.raises(UserError, match=r"tokenizer\.path="):
-        load_tokenizer(str(folder))
+    assert "tokenizer.path=" in refusal(load_tokenizer, str(folder))
 
 
 def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path):
     whole = sentencepiece_file.read_bytes()
     for size in range(0, len(whole) - 40, len(whole) // 20):
         (tmp_path / "cut.model").write_bytes(whole[:size])
-        with pytest.raises(UserError, match=r"cut\.model"):
-            load_tokenizer(str(tmp_path / "cut.model"))
+        assert "cut.model" in refusal(load_tokenizer, str(tmp_path / "cut.model"))
 
 
 def test_a_template_that_cannot_be_used_is_refused_by_name(tmp_path):
@@ -370,7 +371,7 @@ PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b�
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=16).map("".join), max_size=3),
     st.data(),
@@ -496,12 +497,10 @@ def test_a_vocabulary_with_merges_gives_the_tokens_of_transformers(tmp_path, kin
 
 def test_a_vocabulary_that_is_no_byte_level_bpe_is_refused(tmp_path):
     write_vocabulary(tmp_path, byte_level().backend)
-    with pytest.raises(UserError, match="class CLIPTokenizer"):
-        described(tmp_path, tokenizer_class="CLIPTokenizer")
+    assert "class CLIPTokenizer" in refusal(described, tmp_path, tokenizer_class="CLIPTokenizer")
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_text("")
-    with pytest.raises(UserError, match="no byte-level BPE"):
-        described(tmp_path)
+    assert "no byte-level BPE" in refusal(described, tmp_path)
 
 
 def test_the_bytes_of_tokens_add_up_to_those_of_the_text(sentencepiece_file):

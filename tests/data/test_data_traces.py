@@ -64,7 +64,7 @@ def text_or_error(render):
 def test_texts_are_those_of_the_template_itself(name):
     itself = compile_template(TEMPLATES[name], environment(DEFAULT_DATE))
 
-    @settings(max_examples=2, deadline=None)
+    @settings(max_examples=2)
     @given(conversations(), st.booleans())
     def check(drawn, is_prompt):
         template = Template("of a test", TEMPLATES[name], SPECIAL)

@@ -66,7 +66,7 @@ def test_pieces_of_any_tokens_are_the_text_of_all(name):
     one = st.integers(0, tokenizer.vocab_size + 1).map(lambda id: [id])
     some = st.lists(st.one_of([one, *map(st.just, characters(tokenizer))]), max_size=30)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(some)
     @example([[0xE4 % tokenizer.vocab_size]] * 9)
     @example([[PIECES.index(piece)] for piece in ("n't", "b", "b")])

@@ -128,7 +128,7 @@ def test_documents_are_those_that_another_tool_wrote_and_stay_in_its_files(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    "name, dtype",
     [
         ("train.bin", "<u2"),
         ("train.bin", "<u4"),
@@ -150,7 +150,7 @@ def test_files_of_tokens_alone_are_cut_behind_each_end_token(tmp_path, store_of,
 
 
 @pytest.mark.parametrize(
-    ("stream", "kind"),
+    "stream, kind",
     [
         (STREAM, LLM_C_2),
         (STREAM, LLM_C_4),
@@ -263,7 +263,7 @@ def cut(name, size):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    "make, reason",
     [
         (lambda p: write_llm_c(p / "a.bin", FLAT, count=999), "holds 265 tokens, and its header"),
         (lambda p: write_llm_c(p / "a.bin", FLAT, (20240520, 3, "<u2")), "known are 20240520/1"),
@@ -362,7 +362,7 @@ def test_a_header_of_numpy_that_lies_is_one_error(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"),
+    "keys, named",
     [({"format": "messages"}, "data.format=messages"), ({"fields": {"text": "a"}}, "data.fields")],
 )
 def test_a_token_file_is_not_read_as_anything_else(problem, keys, named):
@@ -382,7 +382,7 @@ ONES = [[1] * len(document) for document in DOCUMENTS]
 
 
 @pytest.mark.parametrize(
-    ("number_type", "others", "copied"),
+    "number_type, others, copied",
     [
         ("int32", {}, []),
         ("int64", {"attention_mask": ONES, "labels": DOCUMENTS, "token_type_ids": ONES}, []),
@@ -492,7 +492,7 @@ CHATS = ["data.loss_on=assistant", "data.too_long=drop", "data.packing=best_fit"
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    "words, named",
     [
         (["out=tokens"], "out=tokens  needs"),
         (["form=olmo"], "needs  out=FOLDER"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from named_runs import LORA, PAIRS, RUNS
 from pairs import write_labelled
+from refused import refusal
 from world import cli, write_lines
 
 from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
@@ -18,7 +19,6 @@ from fsdp_trainer.data.store import tokenize_tasks
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
 from fsdp_trainer.models.decoder import DocumentTargets, MicroBatch
 from fsdp_trainer.models.head import Scores
@@ -121,8 +121,9 @@ def test_many_answers_to_the_first_prompt_are_all_compared_with_the_next(tmp_pat
 
 def test_answers_to_a_single_prompt_are_dropped_and_counted(tmp_path):
     rows = [{"prompt": "q", "completion": f"a{i}", "label": True} for i in range(3)]
-    with pytest.raises(UserError, match="3 answers dropped: only one prompt was read with them"):
-        stored(tmp_path, rows)
+    assert "3 answers dropped: only one prompt was read with them" in refusal(
+        stored, tmp_path, rows
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import GROUPED
-from stored import assert_near, newest, stored, tensors
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models import moe
@@ -220,29 +219,3 @@ def test_biases_of_routers_move_against_the_load_and_stay_in_a_skipped_step():
     router.move_bias(counts, 0.01, torch.tensor(True))
     assert torch.equal(router.to(torch.bfloat16).e_score_correction_bias, moved)
     assert router.weight.dtype == torch.bfloat16
-
-
-MOVING = (
-    "model.family=deepseek_v3 model.num_hidden_layers=2 model.num_experts=4"
-    " model.num_key_value_heads=4 model.head_dim=48 loss.bias_update_speed=0.01"
-    " schedule=constant batch.rows=4 optim.lr=1e-2 checkpoint.every=2"
-)
-BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-
-
-def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or_a_restart(train):
-    how = [MOVING, "checkpoint.export_hf=true"]
-    one = train("one", *how, "train.steps=4 batch.micro_rows=4")
-    stages = "batch.micro_rows=1 sharding.pipeline=2"
-    train("parted", *how, "train.steps=2", stages, ranks=2)
-    experts = "batch.micro_rows=2 sharding.expert=2 activation_checkpoint=full"
-    parted = train("parted", *how, "train.steps=4", experts, ranks=2)
-    bias = stored(newest(one))[f"weights/{BIAS}"]
-    assert bias.dtype == torch.float32
-    assert bias.any()
-    assert (bias / 0.01).round().mul(0.01).sub(bias).abs().max() < 1e-8, "whole steps of the speed"
-    for run in (one, parted):
-        assert torch.equal(stored(newest(run))[f"weights/{BIAS}"], bias)
-        assert torch.equal(tensors(run.folder / "hf")[BIAS], bias)
-    assert parted["expert_load_max"] == one["expert_load_max"]
-    assert_near(parted, one, loss=1e-5)

@@ -226,7 +226,7 @@ def test_a_head_for_a_further_token_sees_images_as_transformers_module_does(
     ((total + weight * further) / count).backward()
     own = overrides(folder, file, samples, *ONE_STEP, f"objective.mtp={weight}")
     run = train("step", *own, ranks=ranks, base=[])
-    assert run.column("mtp_loss") == pytest.approx([(further / count).item()], rel=1e-5)
+    assert run["mtp_loss"] == pytest.approx([(further / count).item()], rel=1e-5)
     after = exported(run)
     for name, parameter in before.items():
         error = (parameter - after[name] - parameter.grad).abs().max()

@@ -20,6 +20,7 @@ from gradients import (
     positions_of,
     random_tokens,
 )
+from refused import refusal
 from world import write_json
 from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 
@@ -329,8 +330,7 @@ def test_an_unknown_model_type_is_told_its_nearest_family_and_what_to_do(tmp_pat
 
 def test_a_config_json_of_another_kind_has_no_near_family(tmp_path):
     write_json(tmp_path / "config.json", {"model_type": "gpt2", "n_embd": 768})
-    with pytest.raises(UserError, match="None of them is near"):
-        ModelConfig.from_hf(tmp_path)
+    assert "None of them is near" in refusal(ModelConfig.from_hf, tmp_path)
 
 
 def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_when_asked_for(
@@ -381,8 +381,7 @@ def test_a_folder_that_only_transformers_computes_is_asked_for_its_vocabulary(tm
     folder = config_json(tmp_path, hidden_act="relu")
     config = read_architecture(folder, TRANSFORMERS)
     assert stored_vocabulary(folder) == stored_config(folder, config).vocab_size
-    with pytest.raises(UserError, match=r"model\.implementation=transformers"):
-        read_architecture(folder)
+    assert "model.implementation=transformers" in refusal(read_architecture, folder)
 
 
 def test_all_that_is_not_supported_is_told_at_once(tmp_path):
@@ -425,5 +424,4 @@ DEEP = f'{{"model_type": "llama", "x": {"[" * 900}{"]" * 900}}}'
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}', "[" * 10**5, DEEP])
 def test_a_broken_config_json_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config\.json"):
-        ModelConfig.from_hf(tmp_path)
+    assert "config.json" in refusal(ModelConfig.from_hf, tmp_path)

@@ -31,7 +31,7 @@ def as_peft(patterns, name):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(NAMES | EXPRESSIONS, st.integers(), max_size=6), NAMES)
 def test_the_first_pattern_counts_that_peft_finds(patterns, name):
     assert NamePatterns(patterns).value(name, "default") == as_peft(patterns, name)

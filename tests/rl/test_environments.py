@@ -253,7 +253,7 @@ PIECES = [*WHOLE, *PARTS, ARGUMENTS, *'{}[]",;5', "null", "name", "\n"]
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from([*RIGHT]), st.lists(st.sampled_from(PIECES), max_size=6))
 def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
     parsed = parse_answer("".join(pieces), FORMATS[form], TOOLS)

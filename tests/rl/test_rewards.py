@@ -11,6 +11,7 @@ import pytest
 import sympy
 import yaml
 from json_server import JsonServer
+from refused import refusal
 from tables import rows
 from world import cli, write_lines
 
@@ -365,8 +366,7 @@ def test_a_wrong_entry_is_refused_with_what_to_type(entry):
 
 
 def test_two_rewards_of_a_kind_need_labels():
-    with pytest.raises(UserError, match="listed twice"):
-        make_rewards(["exact", "exact"])
+    assert "listed twice" in refusal(make_rewards, ["exact", "exact"])
     first, second = make_rewards(["exact", {"name": "exact", "label": "b", "field": "other"}])
     assert (first.title, second.title) == ("exact", "b")
 
@@ -374,10 +374,8 @@ def test_two_rewards_of_a_kind_need_labels():
 def test_a_function_of_ones_own_is_a_reward_with_its_parameters_as_settings(register):
     register("says", lambda attempts, word="please": [word in one.answer for one in attempts])
     assert reward_of({"name": "says", "word": "yes", "weight": 2}, "yes!") == 1
-    with pytest.raises(UserError, match="Did you mean  word"):
-        make_rewards([{"name": "says", "words": "yes"}])
-    with pytest.raises(UserError, match="the name is already in use"):
-        register("number", len)
+    assert "Did you mean  word" in refusal(make_rewards, [{"name": "says", "words": "yes"}])
+    assert "the name is already in use" in refusal(register, "number", len)
 
 
 @pytest.mark.parametrize(
@@ -560,8 +558,7 @@ def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypat
 
 def test_code_where_it_cannot_be_confined_is_refused(monkeypatch):
     monkeypatch.setattr("fsdp_trainer.rl.rewards.code.run_confined", lambda *_: "unprotected")
-    with pytest.raises(UserError, match="cannot be scored"):
-        scores_of("code", [ADDS], {"tests": "pass"})
+    assert "cannot be scored" in refusal(scores_of, "code", [ADDS], {"tests": "pass"})
 
 
 def test_a_row_without_tests_is_refused():

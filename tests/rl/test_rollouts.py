@@ -12,6 +12,7 @@ import torch
 import yaml
 from named_runs import GRPO
 from recipe import planned
+from refused import refusal
 from small_decoder import small_decoder
 from stored import assert_near, checkpoint
 from world import cli, read_lines, split
@@ -20,7 +21,6 @@ from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_search, quick
 from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.records.prompts import make_prompt_reader
-from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.policy_gradient import RolloutForwardBackward
 from fsdp_trainer.methods.reference_model import ReferenceModel
 from fsdp_trainer.models.from_config.setup import WeightSource
@@ -65,8 +65,9 @@ def test_a_prompt_without_an_answer_keeps_its_system_text_and_tools():
 
 
 def test_text_without_a_prompt_is_refused():
-    with pytest.raises(UserError, match="the data cannot be used"):
-        make_prompt_reader({"text": "once"}, "auto", None, "f")
+    assert "the data cannot be used" in refusal(
+        make_prompt_reader, {"text": "once"}, "auto", None, "f"
+    )
 
 
 def test_preview_shows_prompts_with_their_references(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import sys
 import time
 
@@ -28,6 +29,7 @@ DEADLINE = float(os.environ.get("FSDP_TRAINER_TESTS_DEADLINE", "inf"))
 """Seconds since 1970, after which no test starts: .ci/run must end in time on any machine."""
 SHIFT = int(os.environ.get("FSDP_TRAINER_TESTS_SHIFT", "0"))
 """Number of folders that come last instead of first, and so are those left out."""
+SLOW = (TESTS / "slow.txt").read_text().splitlines()
 
 
 def pytest_configure(config):
@@ -44,14 +46,15 @@ def pytest_internalerror(excrepr):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark tests that start ranks and those of slow.txt; begin with folder SHIFT, if given."""
+    """Mark tests that start ranks, and slow ones; begin with folder number SHIFT, if given."""
     if SHIFT:
         folders = sorted({item.path.parent for item in items})
         items.sort(key=lambda item: (folders.index(item.path.parent) - SHIFT) % len(folders))
     for item in items:
         if "world" in item.fixturenames:
             item.add_marker(pytest.mark.ranks)
-        if item.nodeid.partition("[")[0] in SLOW:
+        file, test = re.match(r"(.*?)::[^\[]*", item.nodeid).group(1, 0)
+        if file in SLOW or test in SLOW:
             item.add_marker(pytest.mark.slow)
 
 

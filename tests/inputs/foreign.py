@@ -2,14 +2,13 @@
 
 import shutil
 
-import pytest
 import torch
+from refused import refusal
 from stored import assert_byte_equal
 from zoo import make_folder
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.cli import main
-from fsdp_trainer.errors import UserError
 
 EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 AS_LLAMA_CPP = {
@@ -45,9 +44,7 @@ def export(source, out, *words, code=0):
 
 def why_refused(folder):
     """Return the message with which a model is not loaded."""
-    with pytest.raises(UserError) as raised:
-        load_model(folder)
-    return str(raised.value)
+    return refusal(load_model, folder)
 
 
 class Evil:

@@ -61,6 +61,11 @@ def make_image_model(kind):
     return model.eval()
 
 
+def load(folder):
+    """Return transformers' model of a folder."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def make_image_folder(folder, kind):
     """Write a model for images with tokenizer and processor; return the folder."""
     make_image_model(kind).save_pretrained(folder)

@@ -1,12 +1,17 @@
-"""What the program says of what it refuses."""
+"""Refusals: errors and messages of functions that refuse what they are given."""
 
 import pytest
 
 from fsdp_trainer.errors import UserError
 
 
-def refusal(work, *given, **options):
-    """Return the message with which a function refuses what it is given."""
+def refused(work, *given, **options):
+    """Return the error with which a function refuses what it is given."""
     with pytest.raises(UserError) as raised:
         work(*given, **options)
-    return str(raised.value)
+    return raised.value
+
+
+def refusal(work, *given, **options):
+    """Return the message with which a function refuses what it is given."""
+    return str(refused(work, *given, **options))

@@ -9,12 +9,15 @@ from folders import REPO
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from world import write_json
 
-from fsdp_trainer.config.schema import Data
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
+BYTES = load_tokenizer("demo:bytes")
+"""The smallest tokenizer."""
 SHARED = REPO.parent / "shared" / "data"
 """Real tokenizers and chats, which are not shipped."""
 
@@ -63,8 +66,24 @@ class Texts(Lengths):
         return self.lengths - 1
 
 
+def arguments_of(root, *paths, seq_len=512, template=None, **options):
+    """Return the arguments of `prepare` for files that BYTES tokenizes into a cache.
+
+    A path may be an entry of a mixture. options: `say` and `progress` of a Reporter, keys of data.
+    """
+    receivers = {name: options.pop(name) for name in ("say", "progress") if name in options}
+    options["path"] = [path if isinstance(path, dict) else str(path) for path in paths]
+    loaded, reporter = load_template(template, BYTES), Reporter(**receivers)
+    return Data(**options), Batch(seq_len=seq_len), BYTES, loaded, root, reporter
+
+
 def turn(role, content, **others):
     return {"role": role, "content": content, **others}
+
+
+def function(name, **more):
+    """Return a tool, or a call of one, as OpenAI writes it."""
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 def talk(*texts):

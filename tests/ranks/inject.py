@@ -292,6 +292,15 @@ def setting(name, value):
         yield
 
 
+def emulated_float8():
+    """Compute products in float8 without a kernel, and those of small matrices too."""
+    return together(setting("float8_emulated", True), around("float8_gains", _is_linear))
+
+
+def _is_linear(_real, module, *_recipe_and_shares):
+    return isinstance(module, torch.nn.Linear)
+
+
 def no_kernels():
     """Compile without generating kernels, which takes most of the time, for tests of numbers."""
     return setting("compile_backend", "aot_eager_decomp_partition")

@@ -4,31 +4,15 @@ import json
 from functools import partial
 
 import pytest
+from texts import arguments_of
 
-from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.prepared import prepare
-from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 
 @pytest.fixture(scope="session")
 def how():
-    """Return `how(root, *paths, seq_len=512, template=None, **receivers, **keys of data)`.
-
-    It returns the arguments of `prepare`. A path may be an entry of a mixture. receivers: `say` and
-    `progress` of a Reporter.
-    """
-    tokenizer = load_tokenizer("demo:bytes")
-
-    def arguments(root, *paths, seq_len=512, template=None, **options):
-        receivers = {name: options.pop(name) for name in ("say", "progress") if name in options}
-        options["path"] = [path if isinstance(path, dict) else str(path) for path in paths]
-        loaded = load_template(template, tokenizer)
-        reporter = Reporter(**receivers)
-        return Data(**options), Batch(seq_len=seq_len), tokenizer, loaded, root, reporter
-
-    return arguments
+    """Return `how(root, *paths, ...)`, which returns the arguments of `prepare`."""
+    return arguments_of
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from folders import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,14 +20,13 @@ from texts import (
     turn,
     write_tokenizer,
 )
+from world import write_lines
 from zoo import make_model
 
 from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.records.conversations import Conversation, make_reader
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
-
-transformers = pytest.importorskip("transformers")
 
 SEQ_LEN = 384
 MOST_ROWS = 24
@@ -62,7 +62,7 @@ def both(tmp_path_factory):
         json.dumps({**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast"})
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    ours, theirs = load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     template = load_template(None, ours)
     return SimpleNamespace(folder=folder, ours=ours, theirs=theirs, template=template)
 
@@ -162,19 +162,13 @@ def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transf
     chats = [conversation(i) for i in range(20)]
     texts = [{"text": words(i, 1 + i * i % 120)} for i in range(20)]
     for name, rows in {"chats": chats, "texts": texts}.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     run = train(
         "packed",
-        "data.max_lost=1",
-        f"data.path={tmp_path}/*.jsonl",
-        f"model.init_from={tmp_path / 'model'}",
-        f"tokenizer.path={both.folder}",
-        f"batch.seq_len={SEQ_LEN}",
-        f"batch.rows={MOST_ROWS}",
-        "batch.micro_rows=2",
-        "train.epochs=1",
-        "precision=fp32",
-        "launch.timeout=60s",
+        f"data.max_lost=1 data.path={tmp_path}/*.jsonl",
+        f"model.init_from={tmp_path / 'model'} tokenizer.path={both.folder}",
+        f"batch.seq_len={SEQ_LEN} batch.rows={MOST_ROWS} batch.micro_rows=2",
+        "train.epochs=1 precision=fp32 launch.timeout=60s",
         ranks=2,
         base=["model=auto"],
     )

@@ -7,17 +7,22 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
 
 import inject
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from folders import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import refusal
+from refused import refusal, refused
+from texts import BYTES, turn
 
 from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Data
@@ -27,14 +32,10 @@ from fsdp_trainer.data.files.sources import Record, RecordError, find_sources
 from fsdp_trainer.data.files.table_sizes import size_of_values
 from fsdp_trainer.data.records.conversations import FIELDS, REQUIRED, make_reader
 from fsdp_trainer.data.tokens.samples import SampleBuilder
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-from fsdp_trainer.errors import UserError
 
-TOKENIZER = load_tokenizer("demo:bytes")
 BUILDERS = [
-    SampleBuilder(Data(), 64, TOKENIZER, load_template(name, TOKENIZER))
-    for name in ("plain", "chatml")
+    SampleBuilder(Data(), 64, BYTES, load_template(name, BYTES)) for name in ("plain", "chatml")
 ]
 TURN = (
     *("role", "content", "weight", "loss_weight", "tool_calls", "reasoning", "thinking", "name"),
@@ -98,7 +99,6 @@ ROWS = st.one_of(
 )
 
 
-@pytest.mark.slow
 @given(ROWS)
 @settings(max_examples=150)
 def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
@@ -113,8 +113,8 @@ def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
 
 
 def chat(**of_answer):
-    answer = {"role": "assistant", "content": "a"} | of_answer
-    return {"messages": [{"role": "user", "content": "q"}, answer]}
+    answer = turn("assistant", "a") | of_answer
+    return {"messages": [turn("user", "q"), answer]}
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -127,7 +127,6 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_broken_rows_are_skipped_or_named(prepared, jsonl):
     lines = [
         *map(json.dumps, [chat(), *BROKEN]),
@@ -140,12 +139,9 @@ def test_broken_rows_are_skipped_or_named(prepared, jsonl):
     assert f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
     for line in lines[1:]:
         jsonl(lines[0], line)
-        with pytest.raises(UserError, match=r"a\.jsonl:2") as raised:
-            prepared(file)
-        str(raised.value).encode()
+        assert b"a.jsonl:2" in refusal(prepared, file).encode()
 
 
-@pytest.mark.slow
 def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(prepared, jsonl):
     """A row that could just be read may be too deep to be written: somewhere among these depths."""
     turns = json.dumps(chat(tool_calls=[{"name": "f", "arguments": "HERE"}])["messages"])
@@ -157,22 +153,18 @@ def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(pr
     assert "skipped" in "\n".join(prepared(file, on_error="skip", validation=0.5).report)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("template, validation", [("plain", None), ("chatml", 0.5)])
 def test_a_table_may_hold_what_json_cannot(prepared, tmp_path, template, validation):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa
-
     odd = {"at": datetime.datetime(2024, 1, 2), "cost": decimal.Decimal("0.10"), "raw": b"\xff"}
     call = {"name": "f", "arguments": odd}
     rows = [
         chat(content=f"a{i}", tool_calls=[call], **odd) | {"tools": [{"name": "f", "default": odd}]}
         for i in range(20)
     ]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     data = prepared(tmp_path / "a.parquet", validation=validation, template=template)
     assert len(data.train[0]) + (len(data.validation) if data.validation else 0) == 20
-    assert "2024-01-02" in TOKENIZER.decode(data.train[0].read(0)[0].tolist())
+    assert "2024-01-02" in BYTES.decode(data.train[0].read(0)[0].tolist())
 
 
 GOOD = '{"text": "good"}\n'
@@ -199,16 +191,14 @@ BROKEN_FILES = table("data/broken_files.yaml") | {
 @pytest.mark.parametrize("name", BROKEN_FILES)
 def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(prepared, tmp_path, name):
     content, line, reason = BROKEN_FILES[name]
-    if name.endswith((".parquet", ".arrow")):
-        pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "whole.jsonl").write_text(GOOD)
-    with pytest.raises(UserError, match=reason) as raised:
-        prepared(tmp_path / name)
-    (problem,) = raised.value.problems
+    error = refused(prepared, tmp_path / name)
+    (problem,) = error.problems
+    assert re.search(reason, problem.reason)
     assert problem.what.startswith(str(tmp_path / name))
     assert line is None or problem.what.endswith(f":{line}")
-    assert ("on_error=skip" in str(raised.value)) != (reason == "holds no rows")
+    assert ("on_error=skip" in str(error)) != (reason == "holds no rows")
     paths = [tmp_path / name, tmp_path / "whole.jsonl"]
     skipped = prepared(*paths, on_error="skip", template="plain")
     assert len(skipped.train[0]) >= 1
@@ -221,16 +211,16 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(prepared, tm
 
 @pytest.mark.parametrize(
     "name, content",
-    [
-        ("a.jsonl", "\ufeff" + GOOD),
-        ("a.jsonl", GOOD.replace("\n", "\r\n")),
-        ("A.JSONL", GOOD),
-        ("A.JSONL.GZ", GOOD),
-        ("no_suffix", GOOD),
-        ("no_suffix", '[{"text": "good"}]'),
-        ("no_suffix_gz", GOOD),
-        ("a.jsonl", '{"text": "good", "score": NaN}'),
-    ],
+    yaml.safe_load(r"""
+- [a.jsonl, "\ufeff{\"text\": \"good\"}\n"]
+- [a.jsonl, "{\"text\": \"good\"}\r\n"]
+- [A.JSONL, "{\"text\": \"good\"}\n"]
+- [A.JSONL.GZ, "{\"text\": \"good\"}\n"]
+- [no_suffix, "{\"text\": \"good\"}\n"]
+- [no_suffix, '[{"text": "good"}]']
+- [no_suffix_gz, "{\"text\": \"good\"}\n"]
+- [a.jsonl, '{"text": "good", "score": NaN}']
+"""),
 )
 def test_what_is_only_unusual_is_read(prepared, tmp_path, name, content):
     packed = content.encode()
@@ -238,10 +228,9 @@ def test_what_is_only_unusual_is_read(prepared, tmp_path, name, content):
         packed = gzip.compress(packed, mtime=0)
     (tmp_path / name).write_bytes(packed)
     data = prepared(tmp_path / name)
-    assert TOKENIZER.decode(data.train[0].read(0)[0].tolist()).startswith("good")
+    assert BYTES.decode(data.train[0].read(0)[0].tolist()).startswith("good")
 
 
-@pytest.mark.slow
 def test_a_long_line_document_or_array_is_read_in_bounded_memory(tmp_path):
     """Whatever the number of units: the text is held a few times, and an array never whole."""
     long = "many words " * 460_000
@@ -282,34 +271,30 @@ def test_a_line_without_an_end_is_told_before_it_fills_the_memory(jsonl, enter):
 
 
 def zstd(content):
-    pyarrow = pytest.importorskip("pyarrow")
     packed = io.BytesIO()
-    with pyarrow.output_stream(packed, compression="zstd") as file:
+    with pa.output_stream(packed, compression="zstd") as file:
         file.write(content)
         file.flush()
         return packed.getvalue()
 
 
 def parquet(column, **how):
-    pyarrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     file = io.BytesIO()
-    tables.write_table(pyarrow.table({"text": column}), file, **how)
+    pq.write_table(pa.table({"text": column}), file, **how)
     return file.getvalue()
 
 
 def arrow(column, **how):
-    pyarrow = pytest.importorskip("pyarrow")
     file = io.BytesIO()
-    batch = pyarrow.record_batch([column], names=["input_ids"])
-    how = pyarrow.ipc.IpcWriteOptions(**how)
-    with pyarrow.ipc.new_file(file, batch.schema, options=how) as writer:
+    batch = pa.record_batch([column], names=["input_ids"])
+    how = pa.ipc.IpcWriteOptions(**how)
+    with pa.ipc.new_file(file, batch.schema, options=how) as writer:
         writer.write_batch(batch)
     return file.getvalue()
 
 
 def arrow_of_edges(*edges):
     """Return an Arrow file with lists of ten numbers between these edges, whatever they say."""
-    pa = pytest.importorskip("pyarrow")
     places = pa.py_buffer(np.array(edges, "<i4").tobytes())
     lists = pa.Array.from_buffers(
         pa.list_(pa.int32()), len(edges) - 1, [None, places],
@@ -320,14 +305,12 @@ def arrow_of_edges(*edges):
 
 def arrow_of_nothing():
     """Return an Arrow file with a list of 2³¹ values without a byte."""
-    pa = pytest.importorskip("pyarrow")
     nothing = pa.Array.from_buffers(pa.null(), 2**31 - 2, [None])
     return arrow(pa.ListArray.from_arrays(pa.array([0, 2**31 - 2], pa.int32()), nothing))
 
 
 def arrow_of_references():
     """Return an Arrow file with a text of 64 KiB once, and 4,000 rows that are this text."""
-    pa = pytest.importorskip("pyarrow")
     rows = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), ["x" * 65536])
     return arrow(rows)
 
@@ -379,10 +362,9 @@ def test_a_compressed_batch_is_refused_before_it_is_unpacked(tmp_path, enter, mo
 
 
 def test_views_of_texts_are_read_and_counted(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    texts = pyarrow.array(["short", None, "x" * 40], pyarrow.string_view())
-    table = pyarrow.table({"text": texts})
-    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+    texts = pa.array(["short", None, "x" * 40], pa.string_view())
+    table = pa.table({"text": texts})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
     rows = [row.columns.get("text") for row in read_records(str(tmp_path / "a.arrow"))]
     assert rows == ["short", None, "x" * 40]
@@ -426,9 +408,8 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(prepared, tmp_path, h
             file.write_text(changed[happens])
         yield from rows
 
-    with inject.around("file_read", read), pytest.raises(UserError) as raised:
-        prepared(file, on_error=on_error)
-    (problem,) = raised.value.problems
+    with inject.around("file_read", read):
+        (problem,) = refused(prepared, file, on_error=on_error).problems
     assert problem.what.startswith(str(file))
     assert "Start again" in problem.reason
     assert not [*(tmp_path / "c").glob("*/meta.json")]
@@ -438,7 +419,7 @@ def test_what_is_tokenized_needs_its_source_no_more(train, tmp_path, chats):
     file = tmp_path / "chats.jsonl"
     shutil.copy(chats, file)
     seam = inject.at("data", functools.partial(file.unlink, missing_ok=True), step=1)
-    assert train("run", f"data.path={file}", "train.steps=3", seam=seam).metrics[-1]["step"] == 3
+    assert train("run", f"data.path={file} train.steps=3", seam=seam).metrics[-1]["step"] == 3
 
 
 @pytest.mark.parametrize("path", ["**/*.jsonl", "**", "*/**/a.jsonl", "."])
@@ -446,7 +427,7 @@ def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_n
     tmp_path, path
 ):
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "a.jsonl").write_text(GOOD)
+    (tmp_path / "elsewhere/a.jsonl").write_text(GOOD)
     (tmp_path / "data").mkdir()
     for name, target in {
         "in": "../elsewhere",
@@ -456,9 +437,9 @@ def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_n
     }.items():  # Python's own glob follows 4^40 paths
         (tmp_path / "data" / name).symlink_to(target)
     files = data_files(str(tmp_path / "data" / path))
-    assert {os.path.realpath(file) for file in files} == {str(tmp_path / "elsewhere" / "a.jsonl")}
+    assert {os.path.realpath(file) for file in files} == {str(tmp_path / "elsewhere/a.jsonl")}
     assert len(files) < 9
-    (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")
+    (tmp_path / "data/b.jsonl").symlink_to("b.jsonl")
     assert "b.jsonl is a broken or circular link" in refusal(
         find_sources, str(tmp_path / "data"), "data.path"
     )
@@ -466,7 +447,7 @@ def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_n
 
 def test_a_folder_that_is_called_like_a_file_is_a_folder(tmp_path):
     (tmp_path / "all.jsonl").mkdir()
-    (tmp_path / "all.jsonl" / "part-0.jsonl").write_text(GOOD)
+    (tmp_path / "all.jsonl/part-0.jsonl").write_text(GOOD)
     for path in ("all.jsonl", "*.jsonl", ""):
         assert [
             Path(f).name for s in find_sources(str(tmp_path / path), "data.path") for f in s.files

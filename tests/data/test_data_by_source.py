@@ -1,11 +1,10 @@
 """Contributions of several sources, in the records and in the preview."""
 
-import json
-
 import pytest
-from world import write_chats
+from texts import turn
+from world import write_chats, write_json
 
-STILL = ["optim.lr=0", "schedule.warmup_steps=0", "train.epochs=1", "data.packing=none"]
+STILL = ["optim.lr=0 schedule.warmup_steps=0 train.epochs=1 data.packing=none"]
 """Words for a model that does not move."""
 
 
@@ -14,18 +13,18 @@ def sources(tmp_path):
     """Two files of chats of their own, and one of a single chat."""
     (tmp_path / "data").mkdir()
     files = [
-        write_chats(tmp_path / "data" / f"{name}.jsonl", n, start)
+        write_chats(tmp_path / f"data/{name}.jsonl", n, start)
         for name, n, start in (("a", 40, 0), ("b", 20, 200), ("rare", 1, 300))
     ]
-    answer = {"role": "assistant", "content": "answer", "weight": 0.5}
-    files[2].write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, answer]}))
+    answer = turn("assistant", "answer", weight=0.5)
+    write_json(files[2], {"messages": [turn("user", "q"), answer]})
     return files
 
 
 def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
     """One step over everything, and its validation, against a step over each file."""
     a, b, _ = sources
-    words = [*STILL, "batch.rows=100", "batch.micro_rows=20", f"data.validation={a}"]
+    words = [*STILL, f"batch.rows=100 batch.micro_rows=20 data.validation={a}"]
     runs = {path.stem: train(path.stem, f"data.path={path}", *words) for path in sources}
     words[-1] = f"data.validation=[{a},{b}]"
     both = train("all", f"data.path={a.parent}", *words, "train.validate_every=1", ranks=2)
@@ -49,10 +48,9 @@ def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
 
 
 def test_a_source_that_is_absent_from_a_step_has_no_loss_in_it(train, sources):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = [*STILL, f"data.path=[{','.join(map(str, sources))}]", "logging.tensorboard=true"]
+    words = [*STILL, f"data.path=[{','.join(map(str, sources))}] logging.tensorboard=true"]
     run = train("run", *words, ranks=2)
     by_step = {line["step"]: line["loss_by_source"] for line in run.metrics}
     curves = EventAccumulator(str(run.folder / "tensorboard"))

@@ -5,10 +5,13 @@ import re
 from itertools import islice
 
 import pytest
+import transformers
+from folders import table
 from texts import (
     CHAT,
     SHARED,
     assert_learnt_alike,
+    function,
     in_transformers,
     make_tokenizer,
     samples_of,
@@ -28,56 +31,9 @@ from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
 
 WHERE = ("chats.jsonl", 1)
-ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ADD = function("add", arguments={"a": 1})
 LONG_CHAT = [turn("system", "S"), *talk("U", "A", "V", "B")]
-# the families' own formats, written out; the last answer, as it is learnt, is marked
-RENDERED = {
-    "chatml": (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-        "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
-        "<|im_start|>assistant\n«B<|im_end|>»\n"
-    ),
-    "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]« B </s>»",
-    "llama3": (
-        "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n«B<|eot_id|>»"
-    ),
-    "mistral": "<s>[INST] U[/INST] A</s>[INST] S\n\nV[/INST]« B</s>»",
-    "gemma": (
-        "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\n"
-        "A<end_of_turn>\n<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n"
-        "«B<end_of_turn>»\n"
-    ),
-    "olmo2": (
-        "<s><|system|>\nS\n<|user|>\nU\n<|assistant|>\nA</s>\n<|user|>\nV\n<|assistant|>\n«B</s>»"
-    ),
-    "phi3": (
-        "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\n"
-        "V<|end|>\n<|assistant|>\n«B<|end|>»\n</s>"
-    ),
-    "phi4": (
-        "<|im_start|>system<|im_sep|>S<|im_end|>"
-        "<|im_start|>user<|im_sep|>U<|im_end|>"
-        "<|im_start|>assistant<|im_sep|>A<|im_end|>"
-        "<|im_start|>user<|im_sep|>V<|im_end|>"
-        "<|im_start|>assistant<|im_sep|>«B<|im_end|>»"
-    ),
-    "none": "SUA</s>V«B</s>»",
-    "plain": "<s>System:\nS\n\nUser:\nU\n\nAssistant:\nA</s>\n\nUser:\nV\n\nAssistant:\n«B</s>»",
-    "qwen2": (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-        "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
-        "<|im_start|>assistant\n«B<|im_end|>»\n"
-    ),
-    "qwen3": (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-        "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
-        "<|im_start|>assistant\n«<think>\n\n</think>\n\nB<|im_end|>»\n"
-    ),
-}
+RENDERED = table("data/rendered_templates.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +118,7 @@ def test_no_template_loses_reasoning_or_tools(name, family):
         turn("tool", "two"),
         turn("assistant", "B"),
     ]
-    noted: list[str] = []
+    noted = []
     text = template.render(template.adapt(chat, None, noted.append))
     for part in ("<think>\nwhy\n</think>\n\n", '"name": "add", "arguments": {"a": 1}}', "two"):
         assert part in text
@@ -192,13 +148,11 @@ def test_a_template_that_rewrites_gives_one_sample_where_nothing_is_rewritten(fa
         assert supervised_texts(family, sample) == [f"<think>\n\n</think>\n\n{answer}<|im_end|>"]
 
 
-@pytest.mark.slow
 def test_masks_equal_those_of_transformers_on_real_data():
-    transformers = pytest.importorskip("transformers")
     if not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")
     theirs = transformers.AutoTokenizer.from_pretrained(SHARED / "bpe4k")
-    ours = load_tokenizer(str(SHARED / "bpe4k"))
+    ours = load_tokenizer(SHARED / "bpe4k")
     template = load_template(None, ours)
     roles = {"human": "user", "observation": "tool"}
     rows = [*islice(read_records(str(SHARED / "glaive_toolcall_en_demo.json")), 100)]
@@ -232,7 +186,7 @@ def test_loss_on_last_and_all_and_weights_of_turns_are_honoured(tokenizer):
 
 def saved(folder, backend):
     backend.save(str(folder / "tokenizer.json"))
-    return load_tokenizer(str(folder))
+    return load_tokenizer(folder)
 
 
 def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
@@ -298,7 +252,7 @@ def test_what_a_template_cannot_render_becomes_text_or_is_refused_in_its_words(t
         turn("assistant", "A"),
     ]
     template = Template("strict", source, {})
-    noted: list[str] = []
+    noted = []
     assert template.render(template.adapt(chat, None, noted.append)) == (
         "user:S\n\nU<|im_end|>assistant:"
         + json.dumps(ADD["function"])

@@ -5,19 +5,19 @@ import json
 import re
 
 import pytest
+import yaml
 from folders import table
-from texts import samples_of, supervised_texts, turn
+from refused import refusal
+from texts import BYTES, samples_of, supervised_texts, turn
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
 CASES = table("data/preference_rows.yaml")
 
-BYTES = load_tokenizer("demo:bytes")
 Q, A, B = turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
 TURNS = {"Q": Q, "A": A, "B": B, "OTHER": turn("user", "other")}
 
@@ -98,11 +98,11 @@ def test_a_pair_is_two_samples_of_one_group_whose_answers_alone_are_learnt():
 
 @pytest.mark.parametrize(
     "key, use",
-    [
-        ({"loss_on": "all"}, "data.loss_on=assistant"),
-        ({"too_long": "truncate"}, "data.too_long=drop"),
-        ({"too_long": "split"}, "data.too_long=drop"),
-    ],
+    yaml.safe_load("""
+- [{loss_on: all}, data.loss_on=assistant]
+- [{too_long: truncate}, data.too_long=drop]
+- [{too_long: split}, data.too_long=drop]
+"""),
 )
 def test_answers_of_pairs_are_not_cut(key, use):
     columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -126,9 +126,9 @@ def test_a_file_for_another_objective_is_named_and_its_better_answers_can_be_tra
         '{"conversations": [{"from": "human", "value": "q"}]}': "{prompt: conversations, c",
         "{}": "{messages: c",
     }.items():
-        with pytest.raises(UserError, match="preference pairs") as raised:
-            single(columns_of(row) | {"chosen": "a", "rejected": "b"})
-        assert f"'data.fields={advised}" in str(raised.value)
+        said = refusal(single, columns_of(row) | {"chosen": "a", "rejected": "b"})
+        assert "preference pairs" in said
+        assert f"'data.fields={advised}" in said
     better = {"prompt": "prompt", "completion": "chosen"}
     columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert single(columns, better).messages == [Q, A]

@@ -7,15 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import Texts
 
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.stored_values import SampleColumns
-from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.training.batches import Batches, BatchOptions
 
 SEQ_LEN = 16
@@ -23,28 +22,23 @@ MOST_ROWS = 80
 CPU = torch.device("cpu")
 
 
-class Numbered:
+class Numbered(Texts):
     """A store in which no two tokens are alike: they count from `first` on, so that a token tells
     its sample and what comes next."""
 
     folder = Path("numbered")
-    group_starts = None
-    kinds = None
-    samples_with_media = 0
-    links = None
-    gather, token_count = TokenStore.gather, TokenStore.token_count
+    weight_sums = supervised = None
 
     def __init__(self, samples, first=1, sources=1):
         """samples: (source, weights of its tokens), of which the first token's is 0."""
+        super().__init__([len(weights) for _, weights in samples])
         self.fingerprint = f"of {first}"
         self.source_names = [f"{first}/{i}" for i in range(sources)]
         self.sources = np.array([source % sources for source, _ in samples], np.int32)
-        self.lengths = np.array([len(weights) for _, weights in samples])
+        self.tokens += first
         self.weights = np.concatenate([weights for _, weights in samples]).astype(np.float32)
-        self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.tokens = np.arange(first, first + self.offsets[-1]).astype(np.int32)
-        self.weight_sums = np.add.reduceat(self.weights.astype(np.float64), self.offsets[:-1])
-        self.supervised = np.add.reduceat(self.weights > 0, self.offsets[:-1])
+        self.weight_sums = np.add.reduceat(self.weights.astype(np.float64), self.offsets)
+        self.supervised = np.add.reduceat(self.weights > 0, self.offsets)
 
     def __len__(self):
         return len(self.lengths)
@@ -86,7 +80,7 @@ class Data:
     def of(self, tokens):
         """(sample, source) of each token, counted over all stores."""
         tokens = np.asarray(tokens)
-        starts = np.concatenate([store.tokens[store.offsets[:-1]] for store in self.stores])
+        starts = np.concatenate([store.tokens[store.offsets] for store in self.stores])
         before = np.cumsum([0, *(len(store.source_names) for store in self.stores)])
         sources = np.concatenate(
             [store.sources + first for store, first in zip(self.stores, before, strict=False)]
@@ -210,7 +204,6 @@ def computed(data, order, world, plan):
     return sorted(rows)
 
 
-@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     data_sets(),

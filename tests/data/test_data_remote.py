@@ -5,6 +5,7 @@ import contextlib
 import functools
 import http.server
 import json
+import re
 import threading
 import time
 from importlib.util import find_spec
@@ -13,7 +14,9 @@ from pathlib import Path
 import fsspec
 import inject
 import pytest
+import yaml
 from refused import refusal
+from tables import rows
 
 from fsdp_trainer.data.files import remote_files
 from fsdp_trainer.data.files.file_splits import read_records, read_unit, split_units
@@ -21,7 +24,6 @@ from fsdp_trainer.data.files.sources import find_sources
 from fsdp_trainer.errors import Stopped, UserError
 
 A_FILE = "memory://bucket/set/a.jsonl"
-CONFIGURATIONS, SPLITS = ("main", "socratic"), ("train", "test")
 
 
 def texts(sources):
@@ -92,7 +94,6 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def web(tmp_path):
     """(URL, folder) of a server on this machine."""
-    pytest.importorskip("aiohttp")
     folder = tmp_path / "web"
     for name in ("ranged", "plain", "secret"):
         (folder / name).mkdir(parents=True)
@@ -107,12 +108,12 @@ def web(tmp_path):
 
 @pytest.mark.parametrize(
     "path, names, expected",
-    [
-        (A_FILE, ["a"], ["a"]),
-        ("memory://bucket/set", ["a", "b"], ["a", "b", "c"]),
-        ("memory://bucket/set/**/*.jsonl", ["a", "b"], ["a", "b", "c"]),
-        (["memory://bucket/set/more", A_FILE], ["more", "a"], ["b", "c", "a"]),
-    ],
+    yaml.safe_load("""
+- ['memory://bucket/set/a.jsonl', [a], [a]]
+- ['memory://bucket/set', [a, b], [a, b, c]]
+- ['memory://bucket/set/**/*.jsonl', [a, b], [a, b, c]]
+- [['memory://bucket/set/more', 'memory://bucket/set/a.jsonl'], [more, a], [b, c, a]]
+"""),
 )
 def test_a_url_is_a_file_a_folder_or_a_glob_and_is_fetched(bucket, tmp_path, path, names, expected):
     sources = find_sources(path, "data.path", tmp_path)
@@ -155,25 +156,22 @@ def test_the_other_ranks_of_a_node_read_what_the_first_has_found(bucket, tmp_pat
     bucket.pipe("/bucket/set/a.jsonl", lines("changed in between"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert find_sources(A_FILE, "data.path", tmp_path) == before
-    (note,) = (tmp_path / "remote" / "found").iterdir()
+    (note,) = (tmp_path / "remote/found").iterdir()
     note.write_text("{half")  # as a crash of the machine leaves it: the store is asked again
     assert find_sources(A_FILE, "data.path", tmp_path) != before
 
 
 @pytest.mark.parametrize(
     "files, reason",
-    [
-        (
-            ["train-00000-of-00001.csv", "test-00000-of-00001.csv"],
-            r"several splits: train test\. Name.*'memory://bucket/hub/train\*'",
-        ),
-        (
-            [f"{each}/{split}-00000-of-00001.csv" for each in CONFIGURATIONS for split in SPLITS],
-            r"(?s)'memory://bucket/hub/main/train\*'.*memory://bucket/hub/socratic",
-        ),
-        (["notes.pdf"], "no file in this folder"),
-        ([], "no such file or folder"),
-    ],
+    yaml.safe_load(r"""
+- - [train-00000-of-00001.csv, test-00000-of-00001.csv]
+  - 'several splits: train test\. Name.*''memory://bucket/hub/train\*'''
+- - [main/train-0-of-1.csv, main/test-0-of-1.csv,
+     socratic/train-0-of-1.csv, socratic/test-0-of-1.csv]
+  - (?s)'memory://bucket/hub/main/train\*'.*memory://bucket/hub/socratic
+- [[notes.pdf], no file in this folder]
+- [[], no such file or folder]
+"""),
 )
 def test_a_remote_folder_that_is_not_to_be_read_is_told(bucket, tmp_path, files, reason):
     for name in files:
@@ -200,11 +198,10 @@ def test_a_broken_off_download_goes_on(web, tmp_path, folder):
     assert any(not request.split()[1:] for request in Handler.requests) == (folder == "plain")
 
 
-@pytest.mark.slow
 def test_a_stop_ends_a_download_at_once_and_the_next_start_goes_on(web, tmp_path):
     url, files = web
     content = lines(*("x" * 1000 for i in range(20_000)))
-    (files / "ranged" / "a.jsonl").write_bytes(content)
+    (files / "ranged/a.jsonl").write_bytes(content)
     Handler.stalls = 1 << 20
 
     def stop(line):
@@ -243,17 +240,16 @@ def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(
     web, tmp_path, path, reason
 ):
     url, files = web
-    (files / "plain" / "page").write_text("<html>")
-    with pytest.raises(UserError, match=reason) as raised:
-        find_sources(url + path, "data.path", tmp_path)
-    message = str(raised.value)
+    (files / "plain/page").write_text("<html>")
+    message = refusal(find_sources, url + path, "data.path", tmp_path)
+    assert re.search(reason, message)
     assert url + path.split("?")[0] in message
     assert "abc" not in message
 
 
 def test_a_new_signature_is_the_same_data_and_an_expired_one_leaves_the_copy(web, tmp_path):
     url, files = web
-    (files / "ranged" / "a.jsonl").write_bytes(lines("a"))
+    (files / "ranged/a.jsonl").write_bytes(lines("a"))
     cache, said = tmp_path / "cache", []
 
     def source(query, say=said.append):
@@ -266,14 +262,14 @@ def test_a_new_signature_is_the_same_data_and_an_expired_one_leaves_the_copy(web
         patch.setattr(Handler, "send_head", lambda self: self.send_error(403))
         assert source("?X-Amz-Date=3&X-Amz-Signature=expired") == first
     assert "access is denied (403" in said[-1]
-    recorded = "".join(file.read_text() for file in (cache / "remote" / "found").iterdir())
+    recorded = "".join(file.read_text() for file in (cache / "remote/found").iterdir())
     assert not any(word in recorded + "".join(said) for word in ("secret", "expired"))
 
 
 def test_addresses_that_differ_in_the_query_alone_are_two_files(web, tmp_path, monkeypatch):
     url, files = web
     for name in ("1", "2"):
-        (files / "plain" / f"{name}.jsonl").write_bytes(lines(name))
+        (files / f"plain/{name}.jsonl").write_bytes(lines(name))
     served = Handler.translate_path
 
     def chosen(self, path):
@@ -295,7 +291,6 @@ def test_a_copy_of_a_file_with_a_long_name_has_a_shorter_one(web, tmp_path):
 
 
 def test_a_server_that_is_not_there_is_told(tmp_path):
-    pytest.importorskip("aiohttp")
     assert "cannot be reached" in refusal(
         find_sources, "http://127.0.0.1:9/a.jsonl", "data.path", tmp_path
     )
@@ -303,13 +298,13 @@ def test_a_server_that_is_not_there_is_told(tmp_path):
 
 @pytest.mark.parametrize(
     "path, reason",
-    [
-        ("s3://bucket/a.jsonl", "pip install 'fsdp_trainer[remote]'"),
-        ("gs://bucket/a.jsonl", "pip install 'fsdp_trainer[remote]'"),
-        ("hf://datasets/x", "hf://datasets/ORG/NAME"),
-        ("wat://bucket/a.jsonl", "wat:// is not known"),
-        ("openai/gsm8k", "hf://datasets/openai/gsm8k"),
-    ],
+    rows("""
+s3://bucket/a.jsonl → pip install 'fsdp_trainer[remote]'
+gs://bucket/a.jsonl → pip install 'fsdp_trainer[remote]'
+hf://datasets/x → hf://datasets/ORG/NAME
+wat://bucket/a.jsonl → wat:// is not known
+openai/gsm8k → hf://datasets/openai/gsm8k
+"""),
 )
 def test_a_url_that_cannot_work_is_told_before_anything_is_loaded(preview, path, reason):
     if path.startswith(("s3", "gs")) and any(map(find_spec, ("s3fs", "gcsfs"))):
@@ -321,10 +316,10 @@ def test_a_url_that_cannot_work_is_told_before_anything_is_loaded(preview, path,
 
 def test_the_program_streams_from_a_web_server_that_gives_no_parts_of_a_file(web, train):
     url, files = web
-    (files / "plain" / "a.jsonl").write_bytes(lines(*(f"text {i}" for i in range(100))))
+    (files / "plain/a.jsonl").write_bytes(lines(*(f"text {i}" for i in range(100))))
     path = f'"{url}/plain/a.jsonl?sig=SECRET"'
-    stream = ["data=pretrain", "data.streaming=true", f"data.path={path}"]
-    stream += ["batch.seq_len=32", "batch.rows=2"]
+    stream = [f"data=pretrain data.streaming=true data.path={path}"]
+    stream += ["batch.seq_len=32 batch.rows=2"]
     run = train("run", *stream, "train.steps=2")
     assert run.metrics[-1]["step"] == 2
     records = [file for file in run.folder.rglob("*") if file.is_file()]

@@ -4,10 +4,13 @@ import json
 import math
 from decimal import Decimal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from folders import table
 from refused import refusal
-from texts import samples_of, supervised_texts, turn
+from texts import BYTES, samples_of, supervised_texts, turn
+from world import write_json
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
 from fsdp_trainer.data.data_statistics import all_findings, length_for_most
@@ -19,7 +22,6 @@ from fsdp_trainer.data.records.preference_records import PAIRS, PROMPTS, SINGLE,
 from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.data.records.record_formats import FORMATS, OF_HEADS
 from fsdp_trainer.data.store.findings import list_findings
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
 CASES = table("data/rows.yaml")
@@ -27,7 +29,6 @@ CASES = table("data/rows.yaml")
 ASK, REPLY, SYSTEM = turn("user", "q"), turn("assistant", "a"), turn("system", "s")
 CHAT = [ASK, REPLY]
 WITH_SYSTEM = [SYSTEM, *CHAT]
-BYTES = load_tokenizer("demo:bytes")
 
 
 def reader_of(columns, format="auto", fields=None, kind="single"):
@@ -45,6 +46,11 @@ def columns_of(text):
 
 def read(columns, format="auto"):
     return reader_of(columns, format)[0](columns)
+
+
+def answered(*turns):
+    """Return the turn that follows a question in a row with these turns."""
+    return read({"messages": [ASK, *turns]}).messages[1]
 
 
 ROWS = CASES["one conversation"]
@@ -104,7 +110,7 @@ def test_parts_of_a_turn_that_axolotl_does_not_train_are_context():
     def turns(*parts):
         keys = ("begin_offset", "end_offset", "train")
         detail = [dict(zip(keys, part, strict=True)) for part in parts]
-        answer = {"role": "assistant", "content": "one two", "train_detail": detail}
+        answer = turn("assistant", "one two", train_detail=detail)
         return read({"messages": [ASK, answer]})
 
     one = (0, 3, False)
@@ -188,7 +194,7 @@ def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, 
     file = jsonl(*rows)
     line = f"{file}: columns not used: topic, n"
     assert line in preview(f"data.path={file}")
-    assert line in train("run", f"data.path={file}", "train.steps=1").out
+    assert line in train("run", f"data.path={file} train.steps=1").out
 
 
 def test_tokens_may_be_cut_and_segments_are_not(jsonl, preview):
@@ -260,21 +266,21 @@ def test_a_turn_is_left_out_by_a_flag_in_any_spelling(name):
     excluding, including = (TRUE, FALSE) if name == "masked" else (FALSE, TRUE)
     for values, weight in ((excluding, 0.0), (including, 1.0), (MISSING, 1.0)):
         for value in values:
-            answer = read({"messages": [ASK, REPLY | {name: value}]}).messages[1]
+            answer = answered(REPLY | {name: value})
             assert answer.get("weight", 1.0) == weight
             assert answer.keys() - {"weight"} == REPLY.keys()
     texts, counts = learnt([ASK, REPLY | {name: excluding[1]}, ASK, turn("assistant", "b")])
     assert (texts, counts) == (["b<|im_end|>"], {})
     for value in NO_FLAGS[3 if name in WEIGHTS else 0 :]:
         with pytest.raises(RecordError, match=rf"turn 2 of 'messages': '{name}' of a turn"):
-            read({"messages": [ASK, REPLY | {name: value}]})
+            answered(REPLY | {name: value})
 
 
 def test_weights_are_numbers_or_their_texts_and_several_marks_of_a_turn_agree():
     for marks, weight in CASES["weights"]:
-        assert read({"messages": [ASK, REPLY | marks]}).messages[1]["weight"] == weight
+        assert answered(REPLY | marks)["weight"] == weight
     with pytest.raises(RecordError, match=r"several weights: 0\.5 1\.0"):
-        read({"messages": [ASK, REPLY | {"weight": 1, "loss_weight": 0.5}]})
+        answered(REPLY | {"weight": 1, "loss_weight": 0.5})
 
 
 KEYS = CASES["keys of turns"]
@@ -285,7 +291,7 @@ def test_a_key_of_a_turn_that_is_not_used_is_refused_or_named(key):
     value, said = KEYS[key]
     if said == "refused":
         with pytest.raises(RecordError, match=f"a turn has '{key}' of .*\n.*masked or weight"):
-            read({"messages": [ASK, REPLY | {key: value}]})
+            answered(REPLY | {key: value})
     else:
         assert set(learnt([ASK, REPLY | {key: value}])[1]) == {said} - {""}
 
@@ -387,7 +393,7 @@ def test_labels_of_a_table_are_read_for_kto_and_pairs_with_worse_scores_are_name
     shown = preview(f"data.path={tmp_path}/a.csv", "objective=kto")
     assert "4 rows, unpaired" in shown
     pairs = {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}
-    (tmp_path / "a.jsonl").write_text(json.dumps(pairs))
+    write_json(tmp_path / "a.jsonl", pairs)
     shown = preview(f"data.path={tmp_path}/a.jsonl", "objective=dpo")
     assert "1 pair whose rejected answer has a higher score" in shown
 
@@ -404,17 +410,17 @@ BROKEN = [
 
 def test_arguments_of_calls_are_objects_or_an_error_of_the_row():
     for arguments in EMPTY:
-        turns = [ASK, turn("assistant", None, tool_calls=[call(arguments=arguments)])]
-        assert read({"messages": turns}).messages[1]["tool_calls"] == [call(arguments={})]
+        answer = answered(turn("assistant", None, tool_calls=[call(arguments=arguments)]))
+        assert answer["tool_calls"] == [call(arguments={})]
     for given in ({"args": {"a": 1}}, {"arguments": '"{\\"a\\": 1}"'}, {"parameters": '{"a": 1}'}):
-        turns = [ASK, turn("assistant", None, tool_calls=[call(**given)])]
-        assert read({"messages": turns}).messages[1]["tool_calls"] == [call(arguments={"a": 1})]
+        answer = answered(turn("assistant", None, tool_calls=[call(**given)]))
+        assert answer["tool_calls"] == [call(arguments={"a": 1})]
     broken = [call(arguments=arguments) for arguments in BROKEN] + [call(kwargs={"a": 1})]
     broken.append(call(arguments={"a": 1}, input={"a": 2}))
     broken.append({**call(arguments={"a": 1}), "arguments": {"a": 2}})
     for one in broken:
         with pytest.raises(RecordError, match=r"turn 2 of 'messages': .*(JSON|argum)"):
-            read({"messages": [ASK, turn("assistant", None, tool_calls=[one])]})
+            answered(turn("assistant", None, tool_calls=[one]))
 
 
 LOOK = {"name": "look", "arguments": {"a": 1}}
@@ -457,7 +463,7 @@ NO_TEXTS = CASES["turns without texts"]
 @pytest.mark.parametrize("odd", NO_TEXTS)
 def test_a_turn_that_cannot_be_read_is_named_with_what_to_do(odd):
     with pytest.raises(RecordError, match="(?s)turn 2 of 'messages': .*" + NO_TEXTS[odd]):
-        read({"messages": [ASK, json.loads(odd)]})
+        answered(json.loads(odd))
 
 
 @pytest.mark.parametrize("answer", [4, 4.5, Decimal("1.50"), "4"])
@@ -468,19 +474,18 @@ def test_the_reference_of_a_prompt_may_be_a_number(answer):
 
 
 def test_tables_with_maps_and_binary_texts_are_read_as_objects_and_texts(tmp_path):
-    pa = pytest.importorskip("pyarrow")
     arguments = pa.map_(pa.string(), pa.map_(pa.string(), pa.int64()))
     keys = [("role", pa.string()), ("content", pa.binary()), ("name", pa.string())]
     kinds = pa.list_(pa.struct([*keys, ("arguments", arguments)]))
     turns = [
-        {"role": "user", "content": "ö".encode()},
+        turn("user", "ö".encode()),
         {"role": "tool_call", "name": "look", "arguments": [("a", [("b", 1)])]},
         {"role": "tool_call", "name": "none", "arguments": []},
     ]
     twice = [turns[0], {"role": "tool_call", "name": "n", "arguments": [("a", []), ("a", [])]}]
-    no_text = [{"role": "user", "content": b"\xff"}]
+    no_text = [turn("user", b"\xff")]
     table = pa.table({"messages": pa.array([turns, twice, no_text], kinds)})
-    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    pq.write_table(table, tmp_path / "a.parquet")
     rows = [*read_records(str(tmp_path / "a.parquet"))]
     messages = read(rows[0].columns).messages
     assert messages[0] == turn("user", "ö")

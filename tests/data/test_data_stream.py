@@ -20,24 +20,23 @@ from hypothesis import strategies as st
 from inject import SPIKED
 from refused import refusal
 from stored import assert_bitwise_equal, stored
-from world import SPIKY, write_chats
+from texts import BYTES
+from world import SPIKY, write_chats, write_lines
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.stream.row_stream import stream_data, unit_at
 from fsdp_trainer.data.stream.stream_readers import Readers, WorkerReaders
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import RunFailed, UserError
 
-TOKENIZER = load_tokenizer("demo:bytes")
-TEMPLATE = load_template(None, TOKENIZER)
-STREAMED = ["data.streaming=true", "data.workers=1", "batch.micro_rows=1"]
+TEMPLATE = load_template(None, BYTES)
+STREAMED = ["data.streaming=true data.workers=1 batch.micro_rows=1"]
 PRETRAIN = {"format": "text", "packing": "stream", "too_long": "split"}
 
 
 def streamed(path, rows=4, seq_len=64, seed=0, **options):
     data = Data(path=str(path), streaming=True, **options)
-    return stream_data(data, Batch(seq_len=seq_len, rows=rows), seed, TOKENIZER, TEMPLATE)
+    return stream_data(data, Batch(seq_len=seq_len, rows=rows), seed, BYTES, TEMPLATE)
 
 
 def content(row):
@@ -57,11 +56,10 @@ def files(tmp_path_factory):
     packed = packed.with_suffix(".jsonl.gz")
     packed.write_bytes(gzip.compress(write_chats(chats, 100).read_bytes()))
     rows = [{"text": f"{i:04d}" + "x" * (i * i % 150)} for i in range(100)]
-    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(texts, rows)
     return {"chats": chats, "packed": packed, "texts": texts}
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.sampled_from(["best_fit", "none", "stream"]),
@@ -79,7 +77,6 @@ def test_a_stream_goes_on_from_any_of_its_rows(files, packing, shuffle, rows, pl
     assert again == one[place + 1 :]
 
 
-@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.sampled_from(["chats", "packed", "texts"]),
@@ -111,22 +108,20 @@ def test_texts_are_cut_where_rows_end_and_every_token_but_the_first_is_learnt_on
     rows = [*itertools.islice(data.stream(0), 100)]
     assert all(len(row.tokens) == 50 == sum(row.documents) for row in rows), "every row is full"
     texts = [json.loads(line)["text"] for line in files["texts"].read_text().splitlines()]
-    bos, eos = ([t] if t is not None else [] for t in (TOKENIZER.bos_id, TOKENIZER.eos_id))
-    whole = [[*bos, *TOKENIZER.encode(text), *eos] for text in texts]
+    bos, eos = ([t] if t is not None else [] for t in (BYTES.bos_id, BYTES.eos_id))
+    whole = [[*bos, *BYTES.encode(text), *eos] for text in texts]
     flat = [token for text in whole * 2 for token in text][: 50 * 100]
     follows = [label for text in whole * 2 for label in [*text[1:], -100]][: 50 * 100]
     assert np.concatenate([row.tokens for row in rows]).tolist() == flat
     assert np.concatenate([row.labels for row in rows]).tolist() == follows
 
 
-@pytest.mark.slow
 def test_windows_are_filled_as_well_as_an_epoch(files):
     rows = [*itertools.islice(streamed(files["chats"], rows=1, seq_len=256).stream(0), 200)]
     assert sum(len(row.tokens) for row in rows) / (200 * 256) > 0.96
     assert all(row.documents and len(row.tokens) <= 256 for row in rows)
 
 
-@pytest.mark.slow
 def test_processes_give_the_same_rows(files):
     data = streamed(files["chats"], rows=3)
     starts = dict.fromkeys(range(3), (0, 0, 0, 0))
@@ -144,7 +139,6 @@ def test_processes_give_the_same_rows(files):
         elsewhere.close()
 
 
-@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path):
     line = json.dumps({"text": "many words " * 200}) + "\n"
     large = tmp_path / "large.jsonl"
@@ -163,7 +157,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 def test_a_run_goes_on_bitwise_and_keeps_nothing(train, tmp_path):
     cache = tmp_path / "unused"
-    how = [*STREAMED, "train.steps=5", "checkpoint.every=2", f"data.cache={cache}"]
+    how = [*STREAMED, f"train.steps=5 checkpoint.every=2 data.cache={cache}"]
     whole = train("whole", *how, ranks=2)
     cut = train("cut", *how, ranks=2, seam=inject.failed(step=4, phase="clip"), code=1)
     assert cut.checkpoints == ["step-00000002"]
@@ -179,8 +173,8 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
     lines = broken.read_text().splitlines()
     lines[199] = '{"prompt": "no end'
     broken.write_text("\n".join(lines) + "\n")
-    how = [*STREAMED, f"data.path={broken}", "data.shuffle=false", "train.steps=40"]
-    how += ["batch.rows=2", "model.num_hidden_layers=1"]
+    how = [*STREAMED, f"data.path={broken} data.shuffle=false train.steps=40"]
+    how += ["batch.rows=2 model.num_hidden_layers=1"]
     run = train("run", *how, ranks=2, code=2)
     assert f"{broken}:200" in run.err
     assert "data.on_error=skip" in run.err
@@ -270,7 +264,7 @@ def one_file_gone_and_one_that_hangs():
 
 
 def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
-    how = [*STREAMED, "train.steps=3", "launch.data_timeout=20s"]
+    how = [*STREAMED, "train.steps=3 launch.data_timeout=20s"]
     run = train("run", *how, ranks=2, seam=one_file_gone_and_one_that_hangs(), code=1)
     assert "rank 0 cannot read its part of the data of step 1" in run.err
     assert "it is gone" in run.err
@@ -312,11 +306,10 @@ def test_another_number_of_rows_is_other_data(train):
     assert counts == np.diff([0, *anew["tokens"]]).tolist()
 
 
-@pytest.mark.slow
 def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_left_out(jsonl, preview):
     rows = [{"text": "x" * 200, "topic": "t"}] * 20
-    words = ["data=pretrain", f"data.path={jsonl(*rows[:10], 'broken', *rows[10:])}"]
-    words += ["batch.seq_len=64", "batch.rows=1", "data.shuffle=false", "preview.rows=1"]
+    words = [f"data=pretrain data.path={jsonl(*rows[:10], 'broken', *rows[10:])}"]
+    words += ["batch.seq_len=64 batch.rows=1 data.shuffle=false preview.rows=1"]
     shown = preview(*words, "data.streaming=true", "data.on_error=skip")
     for text in ("longest 201", "skipped that cannot be read", "a.jsonl:11", "not used: topic"):
         assert text in shown
@@ -335,7 +328,7 @@ def spike(real, self, step):
 
 def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train):
     how = [*SPIKY, *STREAMED, f"train.steps={SPIKED + 2}"]
-    rewinds = ["train.on_spike=rewind", "train.rewind_margin=0"]
+    rewinds = ["train.on_spike=rewind train.rewind_margin=0"]
     spiked = inject.around("stream_step", spike)
     plain = train("plain", *how)
     early, late = (
@@ -353,7 +346,7 @@ def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train):
 
 
 def test_a_bad_step_names_the_lines_that_were_streamed(train):
-    how = [*STREAMED, "train.steps=3", "data.packing=none"]
+    how = [*STREAMED, "train.steps=3 data.packing=none"]
     run = train("run", *how, ranks=2, seam=inject.bad_gradient())
     (event,) = run.event("skipped")
     assert event["ranks"] == [1]

@@ -9,9 +9,18 @@ from collections import Counter
 
 import inject
 import pytest
+import transformers
 from folders import table
 from refused import refusal
-from texts import SPECIAL, in_transformers, samples_of, supervised_texts, turn, write_tokenizer
+from texts import (
+    SPECIAL,
+    function,
+    in_transformers,
+    samples_of,
+    supervised_texts,
+    turn,
+    write_tokenizer,
+)
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
@@ -45,8 +54,8 @@ def template_of(case):
 
 TEMPLATES = {name: template_of(case) for name, case in CASES["templates"].items()}
 CITY = {"city": "Zürich"}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": CITY}}
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = function("weather", arguments=CITY)
+TOOLS = [function("weather", parameters={})]
 ASK, ANSWER = turn("user", "How is it?"), turn("assistant", "Grey.")
 CALLING, RESULT = turn("assistant", "", tool_calls=[CALL]), turn("tool", "grey")
 WITH_RESULT = [ASK, CALLING, RESULT, ANSWER]
@@ -198,17 +207,16 @@ NAMED = {"default": TEMPLATES["chatml"], "tool_use": TEMPLATES["tool_use"]}
 
 def test_rows_with_tools_get_the_template_of_that_name(tokenizer, tmp_path):
     """A description lists the templates, or files hold them, or an export of either."""
-    transformers = pytest.importorskip("transformers")
     listed, files, exported = (tmp_path / name for name in ("listed", "files", "exported"))
     tokenizer.save(files, NAMED)
-    assert (files / "additional_chat_templates" / "tool_use.jinja").read_text() == NAMED["tool_use"]
+    assert (files / "additional_chat_templates/tool_use.jinja").read_text() == NAMED["tool_use"]
     tokenizer.save(listed)
     named = [{"name": name, "template": text} for name, text in NAMED.items()]
     config = json.dumps(SPECIAL | {"chat_template": named})
     (listed / "tokenizer_config.json").write_text(config)
-    load_tokenizer(str(listed)).save(exported)
+    load_tokenizer(listed).save(exported)
     for folder in (files, listed, exported):
-        again = load_tokenizer(str(folder))
+        again = load_tokenizer(folder)
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         for messages, tools in (([ASK, ANSWER], None), (WITH_RESULT, TOOLS)):
             (sample,), notes = learnt(again, load_template(None, again), messages, tools)
@@ -216,8 +224,8 @@ def test_rows_with_tools_get_the_template_of_that_name(tokenizer, tmp_path):
             assert sample.tokens.tolist() == expected
             assert not notes
     again.save(tmp_path / "other", {"default": "{{ messages }}"})  # in place of all
-    assert load_tokenizer(str(tmp_path / "other")).chat_templates == {"default": "{{ messages }}"}
-    assert "chat_template" not in (tmp_path / "other" / "tokenizer_config.json").read_text()
+    assert load_tokenizer(tmp_path / "other").chat_templates == {"default": "{{ messages }}"}
+    assert "chat_template" not in (tmp_path / "other/tokenizer_config.json").read_text()
 
 
 @pytest.fixture
@@ -237,7 +245,7 @@ def test_a_template_is_given_its_arguments_and_exported_with_them(tokenizer, swi
     assert supervised_texts(tokenizer, sample) == [GREY]  # the prompt has the <think>
     assert not notes
     tokenizer.save(tmp_path / "out", template.exported)
-    exported = load_tokenizer(str(tmp_path / "out"))
+    exported = load_tokenizer(tmp_path / "out")
     again = load_template(None, exported)
     assert again.ask([ASK]) == template.ask([ASK])
     assert again.ask([ASK]).endswith("<think>")
@@ -251,9 +259,9 @@ def test_a_template_is_given_its_arguments_and_exported_with_them(tokenizer, swi
     [({"enable_thinkng": True}, "it has:  enable_thinking"), ({"messages": []}, "Leave it out")],
 )
 def test_an_argument_that_the_template_does_not_have_is_refused(args, says, switched):
-    with pytest.raises(UserError, match=r"data\.template_args") as error:
-        switched(args)
-    assert says in str(error.value)
+    said = refusal(switched, args)
+    assert "data.template_args" in said
+    assert says in said
 
 
 def test_the_date_that_a_template_is_told_is_fixed_and_can_be_set(tokenizer, tmp_path):

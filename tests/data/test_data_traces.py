@@ -4,6 +4,7 @@ from functools import partial
 
 import jinja2
 import pytest
+import yaml
 from chat_templates import LONG_STYLES, OPAQUE, UNUSUAL, looped
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,20 +20,20 @@ from fsdp_trainer.data.templates.template_language import (
 FOLLOWED = {name: BUILT_IN[name] for name in ("mistral", "qwen3")} | LONG_STYLES | looped(OPAQUE)
 TEMPLATES = FOLLOWED | looped(UNUSUAL)
 TEXTS = st.sampled_from(
-    [
-        "", " ", "a", "b", "abc", " a\n", "\n\nb", "x y z", "None", "user", "</s>", "</think>",
-        "<think>\nwhy\n</think>\n\nso", "<think>\n\n</think>\n\nso", "why</think>so</think>end",
-        "<result>1</result>", "<result>", "{{ 1 }}", "a|b", "a,b,c", "%s", "{}", "é中\u2028", "1",
-        "12", "ABC", "\u00a0a", "\x1c", "'", '"', "\\n",
-    ]
-)  # fmt: skip
-ROLES = (
-    ("user", "assistant"),
-    ("system", "user", "assistant"),
-    ("user", "assistant", "user", "assistant"),
-    ("user", "assistant", "tool", "assistant"),
-    ("user", "user"),
+    yaml.safe_load(r"""
+["", " ", "a", "b", "abc", " a\n", "\n\nb", "x y z", "None", "user", "</s>", "</think>",
+ "<think>\nwhy\n</think>\n\nso", "<think>\n\n</think>\n\nso", "why</think>so</think>end",
+ "<result>1</result>", "<result>", "{{ 1 }}", "a|b", "a,b,c", "%s", "{}", "é中\u2028", "1", "12",
+ "ABC", "\u00a0a", "\u001c", "'", "\"", "\\n"]
+""")
 )
+ROLES = yaml.safe_load("""
+- [user, assistant]
+- [system, user, assistant]
+- [user, assistant, user, assistant]
+- [user, assistant, tool, assistant]
+- [user, user]
+""")
 
 
 @st.composite
@@ -59,7 +60,6 @@ def text_or_error(render):
         return "refused", str(e).removeprefix(before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_texts_are_those_of_the_template_itself(name):
     itself = compile_template(TEMPLATES[name], environment(DEFAULT_DATE))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from world import read_json, write_json, write_lines
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.prepared import prepare
@@ -20,7 +21,7 @@ from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
 
 FILE = Path(__file__).with_name("tokens_of_a_version.json")
-STORED = json.loads(FILE.read_text())
+STORED = read_json(FILE)
 """The rows, and the digests of their tokens in each case."""
 ROWS = STORED["rows"]
 SEQ_LEN = 192
@@ -55,15 +56,15 @@ def tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bpe")
     backend.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    return {"bytes": load_tokenizer("demo:bytes"), "bpe": load_tokenizer(str(folder))}
+    write_json(folder / "tokenizer_config.json", names)
+    return {"bytes": load_tokenizer("demo:bytes"), "bpe": load_tokenizer(folder)}
 
 
 def tokens_digest(folder, tokenizers, case):
     """Return a digest of all tokens and weights, in their order and with the samples' limits."""
     rows, name, template, options = CASES[case]
     folder.mkdir()
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[rows]))
+    write_lines(folder / "rows.jsonl", ROWS[rows])
     if template == "REWRITING":
         template = str(folder / "template.jinja")
         Path(template).write_text(REWRITING)
@@ -84,7 +85,6 @@ def digests(tmp_path_factory, tokenizers):
     return {case: tokens_digest(root / str(i), tokenizers, case) for i, case in enumerate(CASES)}
 
 
-@pytest.mark.slow
 def test_tokens_that_change_have_another_version(digests):
     stored, before = STORED["digests"], STORED["version"]
     changed = [case for case, digest in digests.items() if stored.get(case, digest) != digest]

@@ -6,23 +6,26 @@ The folders in `token_files` were written by the libraries that own the formats.
 import hashlib
 import json
 import shutil
+from functools import partial
 from itertools import chain, compress, pairwise
 
 import inject
 import numpy as np
 import pytest
-from folders import REPO, table
+from folders import TESTS, table
+from refused import refusal
+from tables import rows
+from world import read_json, write_lines
 
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.errors import UserError
 
 CASES = table("data/token_files.yaml")
 
-WRITTEN = REPO / "tests" / "data" / "token_files"
-DOCUMENTS = json.loads((WRITTEN / "documents.json").read_text())
+WRITTEN = TESTS / "data/token_files"
+DOCUMENTS = read_json(WRITTEN / "documents.json")
 END = 258
 """The end token of `demo:bytes`, at the end of each document."""
 FLAT = [*chain(*DOCUMENTS)]
@@ -72,13 +75,7 @@ def whole_and_in_parts(store_of):
 @pytest.fixture
 def problem(prepared):
     """Return `problem(path, ...)`: what is told of a path that is refused."""
-
-    def told(path, **data):
-        with pytest.raises(UserError) as caught:
-            prepared(path, **data)
-        return str(caught.value)
-
-    return told
+    return partial(refusal, prepared)
 
 
 def documents(store):
@@ -129,14 +126,14 @@ def test_documents_are_those_that_another_tool_wrote_and_stay_in_its_files(
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [
-        ("train.bin", "<u2"),
-        ("train.bin", "<u4"),
-        ("train.bin", "<i8"),
-        ("part-0-00000.npy", "<u2"),
-        ("part-0-00000.npy", "<u4"),
-        ("a.npy", None),
-    ],
+    rows("""
+train.bin → <u2
+train.bin → <u4
+train.bin → <i8
+part-0-00000.npy → <u2
+part-0-00000.npy → <u4
+a.npy →
+"""),
 )
 def test_files_of_tokens_alone_are_cut_behind_each_end_token(tmp_path, store_of, name, dtype):
     (tmp_path / "index.json").write_text("[1]")  # another program's
@@ -202,14 +199,6 @@ def test_documents_end_at_the_token_that_data_end_of_text_names(tmp_path, store_
         assert "data.end_of_text='<|im_end|>'" in text
 
 
-def test_samples_too_long_are_dropped_or_cut_as_others_are(tmp_path, store_of):
-    path = write_flat(tmp_path / "a.bin", FLAT)
-    best_fit = {"packing": "best_fit", "max_lost": 1.0}
-    dropped, cut = (store_of(path, too_long=how, **best_fit) for how in ("drop", "truncate"))
-    assert documents(dropped) == [d for d in DOCUMENTS if len(d) <= 64]
-    assert documents(cut) == [d[:64] for d in DOCUMENTS]
-
-
 @pytest.mark.parametrize("too_long", ["split", "truncate", "drop"])
 def test_documents_are_cut_refused_and_counted_as_rows_of_json_are(tmp_path, store_of, too_long):
     draw = np.random.default_rng(0)
@@ -243,8 +232,8 @@ def test_a_share_of_the_documents_is_held_out_and_stays_in_its_file(tmp_path, pr
 
 def test_token_files_and_texts_are_packed_together(tmp_path, store_of):
     (tmp_path / "data").mkdir()
-    write_flat(tmp_path / "data" / "a.bin", FLAT)
-    (tmp_path / "data" / "b.txt").write_text("hello")
+    write_flat(tmp_path / "data/a.bin", FLAT)
+    (tmp_path / "data/b.txt").write_text("hello")
     store = store_of(tmp_path / "data", seq_len=512)
     hello = [*load_tokenizer("demo:bytes").encode("hello"), END]
     assert sorted(documents(store)) == sorted([*DOCUMENTS, hello])
@@ -396,7 +385,7 @@ def test_rows_of_datasets_whose_tokens_are_all_learnt_stay_in_their_file(
 ):
     rows = {"input_ids": DOCUMENTS, **others}
     lines = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_lines(tmp_path / "rows.jsonl", lines)
     mapped = store_of(write_data_set(tmp_path, number_type, **rows))
     plain = store_of(tmp_path / "rows.jsonl", format="tokens")
     assert mapped.fingerprint == plain.fingerprint
@@ -444,8 +433,8 @@ def test_what_is_written_for_megatron_is_what_megatron_writes_to_the_last_byte(
 ):
     prepare_files(WRITTEN / "mds_bytes", "out=tokens", "form=megatron")
     for suffix in ("bin", "idx"):
-        ours = tmp_path / "tokens" / f"train_text_document.{suffix}"
-        theirs = WRITTEN / "megatron" / f"tokens_text_document.{suffix}"
+        ours = tmp_path / f"tokens/train_text_document.{suffix}"
+        theirs = WRITTEN / f"megatron/tokens_text_document.{suffix}"
         assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -455,8 +444,8 @@ def test_another_index_beside_the_same_tokens_is_other_data(tmp_path, prepare_fi
     prepare_files(rows, "data.format=tokens", "out=two", "form=megatron")
     shutil.copytree(WRITTEN / "megatron", tmp_path / "data")
     assert documents(store_of("data")) == DOCUMENTS
-    index = tmp_path / "data" / "tokens_text_document.idx"
-    shutil.copy(tmp_path / "two" / "train_text_document.idx", index)
+    index = tmp_path / "data/tokens_text_document.idx"
+    shutil.copy(tmp_path / "two/train_text_document.idx", index)
     assert documents(store_of("data")) == others
 
 
@@ -509,7 +498,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left(
     tmp_path, prepare_files, words, named
 ):
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
+    (tmp_path / "full/file").touch()
     (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     assert named in prepare_files(WRITTEN / "megatron", *words, code=2)
     remaining = {path.name for path in tmp_path.iterdir()}

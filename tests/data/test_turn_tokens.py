@@ -1,7 +1,7 @@
 """Turns of an environment as tokens: those of the whole conversation, and nothing is made again."""
 
 import pytest
-from texts import turn
+from texts import function, turn
 
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -17,7 +17,7 @@ CALL = {
     "type": "function",
     "function": {"name": "calculator", "arguments": {"expression": "1+1"}},
 }
-TOOL = {"type": "function", "function": {"name": "calculator", "description": "", "parameters": {}}}
+TOOL = function("calculator", description="", parameters={})
 ASK, CALLING = turn("user", "1+1?"), turn("assistant", "", tool_calls=[CALL])
 RESULT = turn("tool", "2", tool_call_id="call00000", name="calculator")
 # ruff: noqa: E501 - lines are as long as in these families' templates

@@ -6,8 +6,10 @@ import warnings
 from pathlib import Path
 
 import inject
+import peft
 import pytest
 import torch
+import transformers
 import yaml
 from foreign import export, why_refused
 from memory_of_a_step import LiveBytes
@@ -20,9 +22,6 @@ from zoo import HF, make_folder
 from fsdp_trainer.apps.verify import with_variables
 from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.load import load_model
-
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 RUN = [
     "tokenizer.path=demo:bytes schedule=constant optim.lr=1e-2", "checkpoint.export_hf=true",
@@ -204,7 +203,6 @@ THEIRS = yaml.safe_load(r"""
 """)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family, base_options, options", THEIRS, ids=str)
 def test_a_peft_folder_gives_the_logits_that_peft_computes(tmp_path, family, base_options, options):
     base = make_folder(tmp_path / "base", family, **base_options)
@@ -287,7 +285,6 @@ def edit_config(folder, **changes):
     edit_json(folder / "adapter_config.json", **changes)
 
 
-@pytest.mark.slow
 def test_each_setting_of_pefts_that_is_not_computed_is_refused(base, tmp_path):
     adapter = tmp_path / "adapter"
     make_adapter(base, adapter, target_modules=["q_proj"])
@@ -429,7 +426,7 @@ def hashed_numbers():
 
 def test_ranks_share_the_digests_of_an_adapters_base(train, merged, tmp_path):
     base = shutil.copytree(merged / "base", tmp_path / "base")
-    adapter = shutil.copytree(merged / "run" / "adapter", tmp_path / "adapter")
+    adapter = shutil.copytree(merged / "run/adapter", tmp_path / "adapter")
     edit_config(adapter, base_model_name_or_path=str(base))
     start = [*RUN, f"model.init_from={adapter} train.steps=0"]
     env = {"HASHED": str(tmp_path)}
@@ -471,7 +468,6 @@ def one_after_the_other(_real, work, jobs, buffer_bytes):
     return [work(job, buffer) for job in jobs]
 
 
-@pytest.mark.slow
 def test_memory_of_merging_does_not_grow_with_the_model(tmp_path):
     peaks = []
     for blocks in (1, 4):

@@ -37,7 +37,7 @@ def first_to_make_room(folder):
 
 
 def test_the_best_checkpoint_is_never_deleted_to_make_room(world, ledger, tmp_path):
-    link = ledger.copy("every step", tmp_path / "run").folder / "checkpoints" / "best"
+    link = ledger.copy("every step", tmp_path / "run").folder / "checkpoints/best"
     for best, first in ((1, 2), (4, 1)):
         link.unlink(missing_ok=True)
         link.symlink_to(f"step-{best:08d}")
@@ -65,7 +65,7 @@ def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_b
     run = train("run", *how, "train.steps=200", ranks=2, seam=TURNS_BAD)  # which remembers it
     losses = {e["step"]: e["loss"] for e in run.event("evaluation")}
     assert min(losses, key=losses.get) == BEST
-    assert (run.folder / "checkpoints" / "best").resolve() == checkpoint(run, BEST)
+    assert (run.folder / "checkpoints/best").resolve() == checkpoint(run, BEST)
     last = BEST + 3 * 2
     staying = ["best", f"step-{BEST:08d}", f"step-{last:08d}"]
     assert run.checkpoints == staying
@@ -85,8 +85,8 @@ def test_the_best_checkpoint_stays_is_exported_and_training_stops_when_none_is_b
     assert run.event("early_stop")[0]["best_step"] == BEST
     with (run.folder / "events.jsonl").open("a") as file:
         file.write('{"event": "e')
-    shutil.copytree(checkpoint(run, last), run.folder / "checkpoints" / "step-00000001")
-    (run.folder / "checkpoints" / ".step-00000077.partial").mkdir()
+    shutil.copytree(checkpoint(run, last), run.folder / "checkpoints/step-00000001")
+    (run.folder / "checkpoints/.step-00000077.partial").mkdir()
     again = train("run", *how, "train.steps=200")
     assert "already finished" in again.out
     assert end_of(again) == ("end", 0), "no half-written event stays"
@@ -139,11 +139,11 @@ def test_the_export_is_made_again_only_if_it_would_differ(ledger, tmp_path):
 
 def test_another_branch_that_ends_at_the_same_step_is_exported_again(ledger, tmp_path):
     run = ledger.copy("plain", tmp_path / "run")
-    before = (run.folder / "hf" / "model.safetensors").read_bytes()
+    before = (run.folder / "hf/model.safetensors").read_bytes()
     other = ledger, "plain", run.folder, "optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]"
     go_on(*other, f"checkpoint.export_hf=false checkpoint.resume={checkpoint(run, 2)}")
     go_on(*other)  # finished, but what is exported is the branch that was left
-    assert (run.folder / "hf" / "model.safetensors").read_bytes() != before
+    assert (run.folder / "hf/model.safetensors").read_bytes() != before
 
 
 # --- what a resume tells, and what it clears up -------------------------------------------------
@@ -181,7 +181,7 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(ledger, tmp_p
 
 def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(ledger, tmp_path):
     run = ledger.copy("every step", tmp_path / "run")
-    (run.folder / "checkpoints" / ".step-00000077.partial").mkdir()
+    (run.folder / "checkpoints/.step-00000077.partial").mkdir()
     how = ledger, "every step", run.folder, "checkpoint.keep=2"
     run = go_on(*how, f"checkpoint.resume={checkpoint(run, 8)}")
     assert run.checkpoints == ["step-00000008", "step-00000009", "step-00000009.left"], (

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import inject
 import pytest
 import torch
+import yaml
 from foreign import Evil
 from refused import refusal
 from stored import assert_byte_equal, assert_undisturbed, checkpoint, go_on, newest
@@ -206,10 +207,16 @@ def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"step": "2"}, {"step": -1}, {"rows": 1.5}, {"best_loss": "low"}, {"recent": {}},
-        {"best_before": [1]}, {"cut_short": "x"}, {"cut_short": [1]},
-    ],
+    yaml.safe_load("""
+- {step: '2'}
+- {step: -1}
+- {rows: 1.5}
+- {best_loss: low}
+- {recent: {}}
+- {best_before: [1]}
+- {cut_short: x}
+- {cut_short: [1]}
+"""),
 )  # fmt: skip
 def test_progress_of_another_form_is_one_message(tmp_path, changed):
     progress = asdict(Progress(step=2))

@@ -66,7 +66,7 @@ def distribute(tensor, mesh, placements):
 
 def write_assets(folder, _progress):
     (folder / "hf").mkdir()
-    write_json(folder / "hf" / "config.json", CONFIG.to_hf("float32"))
+    write_json(folder / "hf/config.json", CONFIG.to_hf("float32"))
 
 
 def write_checkpoint(run, shape=(), placements=()):
@@ -110,7 +110,7 @@ def whole(world, tmp_path_factory):
     """Return a checkpoint that one rank has written, and a folder with its exports."""
     folder = tmp_path_factory.mktemp("whole")
     world.call(1, write_checkpoint, folder)
-    checkpoint = folder / "checkpoints" / "step-00000002"
+    checkpoint = folder / "checkpoints/step-00000002"
     for dtype in DTYPES:
         export_checkpoint(checkpoint, folder / str(dtype), dtype=dtype)
     return checkpoint, folder
@@ -132,7 +132,7 @@ def test_a_checkpoint_and_a_folder_read_the_same_whatever_part_each_rank_holds(
     ranks = torch.Size(shape).numel()
     right = world.call(ranks, write_and_import, tmp_path, exports / "None", shape, placements)
     assert right == [True] * ranks
-    checkpoint = tmp_path / "checkpoints" / "step-00000002"
+    checkpoint = tmp_path / "checkpoints/step-00000002"
     for dtype, piece_bytes in zip(DTYPES, (72, 2**22), strict=True):
         out = str(dtype), "model.safetensors"
         with inject.setting("tensor_piece_bytes", piece_bytes):

@@ -17,7 +17,7 @@ def weights(run):
 
 
 def chat_template(run):
-    return (newest(run) / "hf" / "chat_template.jinja").read_text()
+    return (newest(run) / "hf/chat_template.jinja").read_text()
 
 
 def test_pretraining_and_chats_follow_each_other_on_any_number_of_ranks(train, ledger):
@@ -48,8 +48,8 @@ def test_a_run_goes_on_when_what_it_began_with_is_gone(train, ledger, tmp_path):
 
 
 def test_a_run_without_a_committed_checkpoint_is_no_beginning(train, ledger, tmp_path):
-    (tmp_path / "young" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "young" / "events.jsonl").touch()
+    (tmp_path / "young/checkpoints").mkdir(parents=True)
+    (tmp_path / "young/events.jsonl").touch()
     young = train("run", *HOW, f"model.init_from={tmp_path / 'young'}", base=[], code=2)
     assert "not committed a checkpoint yet" in young.err
     first = ledger.run("plain").folder

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+import transformers
 from foreign import export, of
 from stored import save_tensors, tensors
 from tables import rows
 from world import read_json
 from zoo import make_folder
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("compressed_tensors")
-transformers = pytest.importorskip("transformers")
-
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16,
     "shared_expert_intermediate_size": 64,

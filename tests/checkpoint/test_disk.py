@@ -30,7 +30,7 @@ HOW = "schedule=constant train.steps=6 checkpoint.every=2 checkpoint.keep=9"
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk():
     """`small_disk(folder, MiB)`: a file system of its own there."""
     mounted = []
 
@@ -120,7 +120,7 @@ def remount(folder, how):
 
 
 def test_a_folder_that_turns_read_only_costs_one_checkpoint(train, ledger, small_disk, tmp_path):
-    checkpoints = small_disk(tmp_path / "run" / "checkpoints", 8)
+    checkpoints = small_disk(tmp_path / "run/checkpoints", 8)
     turns = {(4, "forward"): "ro", (6, "forward"): "rw"}
     seam = at_phases({when: partial(remount, checkpoints, how) for when, how in turns.items()})
     run = train("run", HOW, ranks=2, seam=seam)
@@ -149,7 +149,7 @@ def test_an_export_that_finds_no_room_is_done_by_the_next_start(train_there, dis
     assert run.checkpoints[-1] == "step-00000002"
     assert not (run.folder / "hf").exists()
     assert "already finished" in train_there(how, ranks=2).out
-    assert (run.folder / "hf" / "model.safetensors").exists()
+    assert (run.folder / "hf/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("form", ["torchtitan", "meta"])
@@ -158,7 +158,7 @@ def test_an_export_by_torch_that_finds_no_room_says_so_and_leaves_nothing(
 ):
     source = make_folder(tmp_path / "hf", vocab_size=20_000)
     disk = small_disk(tmp_path / "disk", 1)
-    export(source, disk / "new" / "out", f"form={form}", code=1)
+    export(source, disk / "new/out", f"form={form}", code=1)
     assert "No space left" in capsys.readouterr().err
     assert [*disk.iterdir()] == []
 

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+import yaml
 from folders import table
 from foreign import AS_LLAMA_CPP, export
 from other_models import make_other_folder
+from refused import refusal
 from sentencepiece import sentencepiece_model_pb2
 from stored import assert_byte_equal, tensors
+from tables import rows
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from world import read_json, write_json
 from zoo import make_folder
@@ -59,7 +62,6 @@ NOT_READ = ["llama biases", "mixtral", "olmo2", "olmoe"]
 """Families of which transformers reads no GGUF file, or not as llama.cpp does."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [*TIED, *UNTIED])
 @torch.no_grad()
 def test_a_gguf_file_is_a_model_of_its_own_and_transformers_computes_the_same_of_it(
@@ -116,13 +118,13 @@ def test_a_hybrid_has_all_its_numbers_under_llama_cpps_names(tmp_path, which):
 
 @pytest.mark.parametrize(
     "kind, options, reason",
-    [
-        ("lfm2", {"conv_bias": True}, "conv_bias=true"),
-        ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types="),
-        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=true"),
-        ("kimi_linear", {}, "model_type=kimi_linear"),
-        ("nemotron_h", {}, "dense feed-forwards beside experts"),
-    ],
+    yaml.safe_load("""
+- [lfm2, {conv_bias: true}, conv_bias=true]
+- [qwen3_5_text, {layer_types: [full_attention, linear_attention]}, layer_types=]
+- [falcon_h1, {mamba_rms_norm: true}, mamba_norm_before_gate=true]
+- [kimi_linear, {}, model_type=kimi_linear]
+- [nemotron_h, {}, dense feed-forwards beside experts]
+"""),
 )
 def test_a_hybrid_that_llama_cpp_would_compute_otherwise_is_refused(
     tmp_path, kind, options, reason, capsys
@@ -132,7 +134,6 @@ def test_a_hybrid_that_llama_cpp_would_compute_otherwise_is_refused(
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_each_number_is_as_near_as_its_format_allows(tmp_path):
     folder = make_folder(tmp_path / "hf", "llama")
     whole = numbers(exported(folder, tmp_path / "a.gguf", "dtype=f32"))
@@ -155,16 +156,16 @@ def test_the_metadata_are_those_of_llama_cpps_converter(tmp_path):
     read = facts(exported(folder, tmp_path / "model.gguf"))
     assert read["general.architecture"] == "llama"
     assert read["general.file_type"] == gguf.LlamaFileType.MOSTLY_BF16
-    of_config = {
-        "block_count": "num_hidden_layers",
-        "context_length": "max_position_embeddings",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "vocab_size": "vocab_size",
-    }
-    for name, key in of_config.items():
+    of_config = rows("""
+block_count → num_hidden_layers
+context_length → max_position_embeddings
+embedding_length → hidden_size
+feed_forward_length → intermediate_size
+attention.head_count → num_attention_heads
+attention.head_count_kv → num_key_value_heads
+vocab_size → vocab_size
+""")
+    for name, key in of_config:
         assert read[f"llama.{name}"] == config[key], name
     assert read["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config["rms_norm_eps"])
     assert read["llama.rope.dimension_count"] == config["head_dim"]
@@ -194,7 +195,6 @@ def test_positions_beyond_the_training_length_are_scaled_as_llama_3_1s(tmp_path)
     np.testing.assert_allclose(plain / factors, theirs.numpy(), rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("expression", REGEXES)
 def test_a_byte_level_tokenizer_encodes_the_same_from_the_file(tmp_path, expression):
     from transformers import AutoTokenizer
@@ -219,7 +219,7 @@ def test_a_byte_level_tokenizer_encodes_the_same_from_the_file(tmp_path, express
     assert read["tokenizer.ggml.tokens"][262:] == ["[PAD262]", "[PAD263]"]
     merges = read_json(folder / "tokenizer.json")["model"]["merges"]
     assert read["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
-    ours = load_tokenizer(str(folder / "a.gguf"))
+    ours = load_tokenizer(folder / "a.gguf")
     assert [ours.encode(text) for text in TEXTS] == [tokenizer.encode(t).ids for t in TEXTS]
     assert (ours.special["eos_token"], ours.first_added()) == ("<|im_end|>", [])
     if expression == QWEN:  # transformers cuts every Qwen 2 tokenizer like this
@@ -240,7 +240,7 @@ def test_transformers_reads_a_tokenizer_of_bytes_alone_from_the_file(tmp_path):
     merges = exported(folder, folder / "a.gguf").fields["tokenizer.ggml.merges"]
     assert len(merges.data) == 0  # llama.cpp asks for the list
     from_file = AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")
-    ours = load_tokenizer(str(folder / "a.gguf"))
+    ours = load_tokenizer(folder / "a.gguf")
     for text in TEXTS:
         ids = from_file(text, add_special_tokens=False)["input_ids"]
         assert ids == ours.encode(text) == tokenizer.encode(text).ids, text
@@ -348,6 +348,7 @@ def test_an_adapter_that_llama_cpp_does_not_load_is_refused(world, ledger, tmp_p
 # --- files that anyone may have written
 
 U32, F32, TEXT, LIST = 4, 6, 8, 9
+CASES = table("checkpoint/broken_gguf.yaml")
 
 
 def as_text(text):
@@ -355,19 +356,20 @@ def as_text(text):
     return struct.pack("<Q", len(content)) + content
 
 
-def u32(number):
-    return struct.pack("<I", number)
-
-
-def fact(name, kind, content):
-    """Return a value and its name as a file has them."""
-    return as_text(name) + u32(kind) + content
+def fact(name, value):
+    """Return a value and its name as a file has them. See CASES."""
+    if isinstance(value, list):
+        return as_text(name) + struct.pack("<IIQ", LIST, *value)
+    if isinstance(value, str | bytes):
+        return as_text(name) + struct.pack("<I", TEXT) + as_text(value)
+    kind, form = (F32, "<If") if isinstance(value, float) else (U32, "<II")
+    return as_text(name) + struct.pack(form, kind, value)
 
 
 def matrix(name="token_embd.weight", shape=(64, 256), kind=1, place=0):
     """Return what a file says of a tensor."""
     sizes = b"".join(struct.pack("<Q", size) for size in shape)
-    return as_text(name) + u32(len(shape)) + sizes + struct.pack("<IQ", kind, place)
+    return as_text(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", kind, place)
 
 
 def gguf_bytes(facts, tensors=(), version=3, counts=None):
@@ -377,62 +379,20 @@ def gguf_bytes(facts, tensors=(), version=3, counts=None):
     return content + bytes(-len(content) % 32) + bytes(2**16)
 
 
-def llama(*more, **changes):
-    """Return the facts of a model. changes: kind and content of one."""
-    sizes = {"embedding_length": 64, "feed_forward_length": 128, "block_count": 1,
-             "context_length": 128, "attention.head_count": 4}  # fmt: skip
-    facts = {f"llama.{name}": (U32, u32(size)) for name, size in sizes.items()}
-    facts["llama.attention.layer_norm_rms_epsilon"] = (F32, struct.pack("<f", 1e-5))
-    facts["general.architecture"] = (TEXT, as_text("llama"))
-    return [*(fact(name, *value) for name, value in (facts | changes).items()), *more]
+def file_of(facts=None, tensors=({},), only=False, times=1, **options):
+    """Return a file of the model in CASES with other facts and tensors."""
+    values = (facts or {}) if only else CASES["llama"] | (facts or {})
+    matrices = [] if only else [matrix(**each) for each in tensors]
+    return gguf_bytes([fact(*each) for each in values.items()] * times, matrices, **options)
 
 
-def listed(kind, count):
-    """Return a file with a list of so many values of a kind, none of which is there."""
-    return gguf_bytes([fact("a", LIST, struct.pack("<IQ", kind, count))])
-
-
-def held(*tensors, more=(), **changes):
-    """Return a file of a model with these tensors, by default a matrix."""
-    return gguf_bytes(llama(*more, **changes), tensors or [matrix()])
-
-
-HEADS, ARCHITECTURE = "llama.attention.head_count", "general.architecture"
-EXPERTS = [fact(f"llama.expert_{name}count", U32, u32(2)) for name in ("", "used_")]
-ALIGNMENT = fact("general.alignment", U32, u32(0))
-BASE = fact("llama.rope.freq_base", TEXT, as_text("x"))
-ENDS, NO_MODEL = "ends before", "describes no model"
-BROKEN = {
+LISTS = struct.pack("<I", LIST) + struct.pack("<IQ", LIST, 1) * 3000
+BROKEN = {name: (file_of(**case), reason) for name, (case, reason) in CASES["broken"].items()} | {
     "empty": (b"", "its first bytes are others"),
-    "version": (gguf_bytes([], version=1), "its version is 1"),
-    "another order": (gguf_bytes([], version=3 << 24), "little-endian"),
-    "facts": (gguf_bytes([], counts=(0, 2**60)), "is no GGUF file"),
-    "tensors": (gguf_bytes([], counts=(2**60, 0)), "is no GGUF file"),
-    "list": (listed(U32, 2**60), ENDS),
-    "bytes": (listed(0, 2**28), ENDS),
-    "texts": (listed(TEXT, 2**60), ENDS),
-    "text": (gguf_bytes([fact("a", TEXT, struct.pack("<Q", 2**63))]), ENDS),
-    "lists": (gguf_bytes([fact("a", LIST, struct.pack("<IQ", LIST, 1) * 3000)]), "unknown kind 9"),
-    "kind": (gguf_bytes([fact("a", 77, b"")]), "unknown kind 77"),
-    "twice": (held(more=llama()), "twice"),
-    "not UTF-8": (held(**{ARCHITECTURE: (TEXT, as_text(b"\xff"))}), "utf-8"),
-    "architecture": (held(**{ARCHITECTURE: (LIST, struct.pack("<IQ", U32, 0))}), "holds None"),
-    "alignment": (held(more=[ALIGNMENT]), "general.alignment=0"),
-    "no heads": (held(**{HEADS: (U32, u32(0))}), NO_MODEL),
-    "heads": (held(**{HEADS: (TEXT, as_text("4"))}), "is no number"),
-    "base": (held(more=[BASE]), "llama.rope.freq_base is no number"),
-    "vector": (held(matrix(shape=(64,))), "token_embd.weight is no matrix"),
-    "experts": (
-        held(matrix(), matrix("blk.0.ffn_gate_exps.weight", (64,)), more=EXPERTS),
-        "blk.0.ffn_gate_exps.weight is no matrix",
-    ),
-    "factors": (held(matrix(), matrix("rope_freqs.weight", (8,))), "in F32"),
-    "no factors": (held(matrix(), matrix("rope_freqs.weight", (0,), 0)), "of F32"),
-    "shape": (held(matrix(shape=(2**40, 2**40))), ENDS),
-    "dimensions": (held(matrix(shape=(1,) * 9)), "has 9 dimensions"),
-    "place": (held(matrix(place=2**60)), ENDS),
-    "numbers": (held(matrix(kind=99)), "99 is not a valid"),
-    "blocks": (held(matrix(shape=(20, 256), kind=2)), "in blocks of 32"),
+    "text": (gguf_bytes([as_text("a") + struct.pack("<IQ", TEXT, 2**63)]), "ends before"),
+    "lists": (gguf_bytes([as_text("a") + LISTS]), "unknown kind 9"),
+    "kind": (gguf_bytes([as_text("a") + struct.pack("<I", 77)]), "unknown kind 77"),
+    "twice": (file_of(times=2), "twice"),
 }
 
 
@@ -440,15 +400,15 @@ BROKEN = {
 def test_a_file_that_lies_is_refused_before_its_counts_are_believed(tmp_path, case):
     content, reason = BROKEN[case]
     (tmp_path / "model.gguf").write_bytes(content)
-    with pytest.raises(UserError, match="cannot read the model") as raised:
-        described_by_gguf(tmp_path / "model.gguf")
-    assert reason in str(raised.value)
+    said = refusal(described_by_gguf, tmp_path / "model.gguf")
+    assert "cannot read the model" in said
+    assert reason in said
 
 
 @pytest.mark.parametrize("shape, kind", [((64,), 8), ((64, 256), 24)])
 def test_a_tensor_that_the_package_gguf_does_not_decode_is_refused(tmp_path, shape, kind):
-    tensors = [matrix(), matrix("output_norm.weight", shape, kind)]
-    (tmp_path / "model.gguf").write_bytes(gguf_bytes(llama(), tensors))
+    norm = {"name": "output_norm.weight", "shape": shape, "kind": kind}
+    (tmp_path / "model.gguf").write_bytes(file_of(tensors=[{}, norm]))
     with pytest.raises(UserError, match=r"output_norm\.weight with .* which is not read"):
         load_model(tmp_path / "model.gguf")
 

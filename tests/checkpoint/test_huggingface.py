@@ -7,6 +7,7 @@ from unittest.mock import patch
 import inject
 import pytest
 import torch
+import transformers
 from foreign import export, of, why_refused
 from image_models import make_image_folder
 from other_models import make_other_folder
@@ -14,6 +15,7 @@ from refused import refusal
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, newest, save_tensors, tensors
 from tables import rows
+from texts import turn
 from world import command, edit_json, read_json, verify, write_json
 from zoo import HF, ZOO, make_folder, store_in_mxfp4
 
@@ -22,8 +24,6 @@ from fsdp_trainer.checkpoint.formats import tensor_files
 from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-
-transformers = pytest.importorskip("transformers")
 
 FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 BFLOAT16 = {"dtype": torch.bfloat16}
@@ -217,7 +217,6 @@ def test_mxfp4_is_read_as_transformers_decodes_it_and_exported_in_bfloat16(impor
     assert "quantization_config" not in config_of(out)
 
 
-@pytest.mark.slow
 def test_an_expert_in_mxfp4_is_read_once_and_not_for_each_piece(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     folder = make_folder(tmp_path, family="gpt_oss", dtype=torch.bfloat16, **sizes)
@@ -270,7 +269,7 @@ def test_the_exported_tokenizer_and_template_are_those_of_training(ledger, templ
     ours, theirs = load_tokenizer("demo:bytes"), transformers.AutoTokenizer.from_pretrained(out)
     for text in ("Hello wörld", "<|im_start|>user\nhi<|im_end|>\n"):
         assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
-    messages = [{"role": "user", "content": "hi"}]
+    messages = [turn("user", "hi")]
     rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == load_template(template, ours).render(messages, add_generation_prompt=True)
     generation = read_json(out / "generation_config.json")
@@ -490,12 +489,6 @@ def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path, 
     assert all(text in refused.err for text in named)
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(imported, tmp_path):
-    err = imported(make_folder(tmp_path / "in", vocab_size=200), code=2).err
-    assert "200" in err
-    assert "260" in err
-
-
 def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(imported, tmp_path):
     folder = make_folder(tmp_path / "in", tie_word_embeddings=True)
     state = tensors(folder)
@@ -564,7 +557,7 @@ def test_an_export_overwrites_nothing(ledger, tmp_path, capsys):
 def test_nothing_damaged_is_read_and_what_is_whole_is_named(ledger, tmp_path):
     assert verify(f"source={ledger.run('plain').folder}").count("checksums correct") == 1
     run = ledger.copy("plain", tmp_path / "run")
-    whole, damaged = run.folder / "checkpoints" / "step-00000002", newest(run)
+    whole, damaged = run.folder / "checkpoints/step-00000002", newest(run)
     data = damaged / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1] + b"\x55")
 

@@ -80,7 +80,7 @@ def killed_in_second(real, system, local, place, **how):
         inject.kill()
 
 
-def test_an_upload_that_was_cut_short_is_not_taken(mirrored, ledger):
+def test_an_upload_that_was_cut_short_is_not_taken(mirrored):
     train, listed = mirrored
     with pytest.raises(RankFailed):
         train("run", "train.steps=7", seam=inject.around("mirror_put", killed_in_second))

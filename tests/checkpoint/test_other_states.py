@@ -3,7 +3,6 @@
 The folders in `titan_checkpoints` were written by torchtitan on two ranks, which also went on.
 """
 
-import json
 import math
 import shutil
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from folders import REPO
+import transformers
+from folders import TESTS
 from foreign import Evil
 from safetensors.torch import load_file
 from stored import assert_byte_equal, checkpoint, newest, tensors
@@ -22,12 +22,8 @@ from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
 from fsdp_trainer.checkpoint.other_states import read_states
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
-transformers = pytest.importorskip("transformers")
-
-pytestmark = pytest.mark.slow
-
-WRITTEN = REPO / "tests" / "checkpoint" / "titan_checkpoints"
-ZERO = REPO / "tests" / "checkpoint" / "zero_checkpoints"
+WRITTEN = TESTS / "checkpoint/titan_checkpoints"
+ZERO = TESTS / "checkpoint/zero_checkpoints"
 ROWS = read_json(WRITTEN / "rows.json")
 STEPS, KEPT = 6, 3
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -76,7 +72,7 @@ def test_a_resumed_run_needs_the_states_no_more_and_ends_as_an_uninterrupted_one
     folder = tmp_path / "titan"
     shutil.copytree(WRITTEN / "torchtitan-0.3", folder)
     held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text(json.dumps({"input_ids": ROWS[0][::-1]}) + "\n")
+    write_lines(held_out, [{"input_ids": ROWS[0][::-1]}])
     how = (
         "schedule.name=cosine schedule.min_ratio=0.1 checkpoint.every=1 checkpoint.keep=9"
         f" data.validation={held_out} train.validate_every=2"
@@ -142,7 +138,7 @@ def trained_elsewhere(folder, form):
 def test_a_run_of_accelerates_goes_on_without_a_bump(world, go_on, tmp_path, form, ranks):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    shutil.copyfile(WRITTEN / "torchtitan-0.2" / "config.json", folder / "config.json")
+    shutil.copyfile(WRITTEN / "torchtitan-0.2/config.json", folder / "config.json")
     losses = world.call(ranks, trained_elsewhere, folder, form)[0]
     run = go_on(folder, folder, ranks=2)
     assert close(run["loss"], losses[KEPT:])
@@ -151,7 +147,7 @@ def test_a_run_of_accelerates_goes_on_without_a_bump(world, go_on, tmp_path, for
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_moments_of_zero_are_those_that_deepspeed_gathers(stage):
     """DeepSpeed gathers them in stage 3; the other stages have trained alike."""
-    expected = load_file(ZERO / "stage_3" / "moments")
+    expected = load_file(ZERO / "stage_3/moments")
     folder = ZERO / f"stage_{stage}"
     states = read_states(folder, read_architecture(folder))
     assert states.step == 2

@@ -6,6 +6,7 @@ import tracemalloc
 from enum import Enum
 from zipfile import ZIP_DEFLATED, ZipFile
 
+import gguf
 import inject
 import numpy as np
 import pytest
@@ -32,19 +33,23 @@ from fsdp_trainer.checkpoint.exports.other_tools import _feed_forward
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.interop.folders.other_weights import described_by_meta
 
-transformers = pytest.importorskip("transformers")
-
-pytestmark = pytest.mark.slow
-
-META = {
-    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
-    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3", "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm", "model.layers": "layers",
-}  # fmt: skip
+META = rows("""
+model.embed_tokens → tok_embeddings
+model.norm → norm
+lm_head → output
+input_layernorm → attention_norm
+post_attention_layernorm → ffn_norm
+self_attn.q_proj → attention.wq
+self_attn.k_proj → attention.wk
+self_attn.v_proj → attention.wv
+self_attn.o_proj → attention.wo
+mlp.gate_proj → feed_forward.w1
+mlp.down_proj → feed_forward.w2
+mlp.up_proj → feed_forward.w3
+self_attn.q_norm → attention.q_norm
+self_attn.k_norm → attention.k_norm
+model.layers → layers
+""")
 
 
 def in_pairs(weight, heads):
@@ -61,7 +66,7 @@ def as_meta(model):
             weight = in_pairs(weight, config.num_attention_heads)
         if config.model_type == "llama" and "k_proj" in name:
             weight = in_pairs(weight, config.num_key_value_heads)
-        for old, new in META.items():
+        for old, new in META:
             name = name.replace(old, new)
         named[name] = weight.clone()
     return named
@@ -382,7 +387,7 @@ def test_weights_without_an_architecture_are_refused_with_what_to_do(train, tmp_
     assert "config.json" in train("run", f"model.init_from={other}", base=[], code=2).err
 
 
-def rewritten(gguf, file, out, change):
+def rewritten(file, out, change):
     """Copy a GGUF file. change: returns a tensor's numbers, and their format or None."""
     reader = gguf.GGUFReader(file)
     architecture = reader.fields["general.architecture"].contents()
@@ -402,7 +407,6 @@ def rewritten(gguf, file, out, change):
 
 def test_a_gate_of_one_row_is_read_as_a_vector_and_as_a_matrix(tmp_path):
     """Releases of llama.cpp's converter differ in it."""
-    gguf = pytest.importorskip("gguf")
     folder = make_folder(tmp_path / "hf", "qwen2_moe", **AS_LLAMA_CPP["qwen2_moe"])
     file = export(folder, tmp_path / "vector.gguf", "form=gguf", "dtype=f32")
     vectors = []
@@ -413,7 +417,7 @@ def test_a_gate_of_one_row_is_read_as_a_vector_and_as_a_matrix(tmp_path):
         vectors.append(tensor.data)
         return tensor.data[None], None
 
-    other = rewritten(gguf, file, tmp_path / "matrix.gguf", as_matrix)
+    other = rewritten(file, tmp_path / "matrix.gguf", as_matrix)
     assert [vector.ndim for vector in vectors] == [1, 1, 1]
     require_equal(folder, file)
     require_equal(folder, other)
@@ -421,7 +425,6 @@ def test_a_gate_of_one_row_is_read_as_a_vector_and_as_a_matrix(tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"])
 def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path, kind):
-    gguf = pytest.importorskip("gguf")
     sizes = {"moe_intermediate_size": 256, **AS_LLAMA_CPP["qwen3_moe"]}
     folder = make_folder(tmp_path / "hf", "qwen3_moe", **sizes)
     file = export(folder, tmp_path / "whole.gguf", "form=gguf", "dtype=f32")
@@ -438,7 +441,7 @@ def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path
         expected[tensor.name.split(".")[1]] = gguf.quants.dequantize(blocks, number)
         return blocks, number
 
-    read = load_model(rewritten(gguf, file, tmp_path / "blocks.gguf", in_blocks)).named_weights()
+    read = load_model(rewritten(file, tmp_path / "blocks.gguf", in_blocks)).named_weights()
     assert len(expected) == 3
     for layer, numbers in expected.items():
         weight = read[f"model.layers.{layer}.mlp.experts.down_proj"]
@@ -453,12 +456,12 @@ def test_a_gguf_file_that_was_copied_in_part_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "form, family, is_tied",
-    [
-        ("torchtitan", "llama", True),
-        ("torchtitan", "qwen3", False),
-        ("meta", "llama", False),
-        ("meta", "llama", True),
-    ],
+    yaml.safe_load("""
+- [torchtitan, llama, true]
+- [torchtitan, qwen3, false]
+- [meta, llama, false]
+- [meta, llama, true]
+"""),
 )
 def test_what_is_exported_for_another_tool_is_read_back_to_the_bit(tmp_path, form, family, is_tied):
     folder = make_folder(tmp_path / "hf", family, tie_word_embeddings=is_tied)
@@ -500,8 +503,6 @@ def test_a_run_with_an_adapter_is_exported_merged_for_torchtitan(ledger, tmp_pat
 
 @pytest.mark.parametrize("form", ["torchtitan", "meta", "gguf"])
 def test_constants_of_old_folders_are_left_out_for_other_tools_and_named(tmp_path, capsys, form):
-    if form == "gguf":
-        pytest.importorskip("gguf")
     folder = make_folder(tmp_path / "hf")
     file = folder / "model.safetensors"
     old = {"\x1b[2J.rotary_emb.inv_freq": torch.ones(3)}
@@ -513,12 +514,12 @@ def test_constants_of_old_folders_are_left_out_for_other_tools_and_named(tmp_pat
         require_equal(folder, out)
 
 
-CHANGED = {
-    "olmoe": {"num_key_value_heads": 2},
-    "qwen3_moe": {"norm_topk_prob": False},
-    "qwen2_moe": {"decoder_sparse_step": 2},
-    "llama": {"intermediate_size": 72},
-}
+CHANGED = yaml.safe_load("""
+olmoe: {num_key_value_heads: 2}
+qwen3_moe: {norm_topk_prob: false}
+qwen2_moe: {decoder_sparse_step: 2}
+llama: {intermediate_size: 72}
+""")
 WITHOUT_FORM = rows("""
 gemma2 → form=gguf → query_pre_attn_scalar=24
 olmoe → form=gguf → num_key_value_heads=2

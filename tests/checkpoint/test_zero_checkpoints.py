@@ -8,7 +8,7 @@ import shutil
 import inject
 import pytest
 import torch
-from folders import REPO
+from folders import TESTS
 from foreign import Evil, make_other, require_equal_on_ranks, why_refused
 from safetensors.torch import load_file
 from stored import assert_byte_equal, tensors
@@ -19,7 +19,7 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import zero_folder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
-WRITTEN = REPO / "tests" / "checkpoint" / "zero_checkpoints"
+WRITTEN = TESTS / "checkpoint/zero_checkpoints"
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_frozen_parameters_that_the_ranks_do_not_divide_are_read_without_the_fil
     folder, expected = checkpoint("3_frozen")
     ranks = 5
     files = [
-        folder / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        folder / f"global_step2/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
         for rank in range(ranks)
     ]
     states = [torch.load(file, weights_only=True) for file in files[:2]]
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(checkpoint, lost, reason):
 
 def test_other_objects_than_deepspeeds_own_are_refused_and_none_is_made(checkpoint, capsys):
     folder, _ = checkpoint(1)
-    file = folder / "global_step2" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    file = folder / "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": {}, "more": Evil()}, file)
     assert "holds more than tensors (print)" in why_refused(folder)
     assert "code of others" not in capsys.readouterr().out

@@ -2,24 +2,23 @@
 
 import contextlib
 from functools import partial
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import inject
+import peft
 import pytest
 import torch
+import transformers
+import yaml
 from layouts import of_all_stages
 from plain import plain_training, shown
 from tables import rows
-from world import Run
 from zoo import HF, make_folder
 
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.models.adapters.adapters import adapter_parameters
 from fsdp_trainer.models.from_config.initialize import draw_part
-
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 STEPS, ROWS, LR, CLIP, DECAY = 3, 4, 3e-3, 0.5, 0.1
 COMMON = [
@@ -63,24 +62,16 @@ def recorded(folder):
         yield
 
 
-class Adapted(NamedTuple):
-    """A run, the adapters that it began with, and the gradients of its first step."""
-
-    run: Run
-    start: dict[str, torch.Tensor]
-    gradients: dict[str, torch.Tensor]
-
-
 @pytest.fixture
 def train_adapters(train, tmp_path):
-    """A training that begins with a random B."""
+    """A training that begins with a random B: the run, its adapters then, its first gradients."""
 
     def start(name, *how, ranks=1, seam=contextlib.nullcontext):
         (tmp_path / f"{name}.kept").mkdir()
         seam = inject.together(partial(recorded, tmp_path / f"{name}.kept"), seam)
         run = train(name, *COMMON, *how, ranks=ranks, base=HF, seam=seam)
-        saved = [torch.load(tmp_path / f"{name}.kept" / f"{n}.pt") for n in ("start", "gradients")]
-        return Adapted(run, *saved)
+        saved = [torch.load(tmp_path / f"{name}.kept/{n}.pt") for n in ("start", "gradients")]
+        return SimpleNamespace(run=run, start=saved[0], gradients=saved[1])
 
     return start
 
@@ -97,33 +88,27 @@ def rows_of(world, inputs):
     return preview
 
 
-WITH_PEFT = {
-    "dora beside biases": ("llama biases", 2, ["adapter=dora"], {"use_dora": True}),
-    "rslora by patterns, some ranks without a row": (
-        "llama",
-        3,
-        [
-            "adapter=lora adapter.scaling=rslora",
-            "adapter.targets=[q_proj,v_proj,down_proj]",
-            "adapter.rank_pattern={layers.1.self_attn.q_proj: 2, q_proj: 8}",
-            "adapter.alpha_pattern={down_proj: 3} adapter.also=[head]",
-        ],
-        {
-            "use_rslora": True,
-            "target_modules": ["q_proj", "v_proj", "down_proj"],
-            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8},
-            "alpha_pattern": {"down_proj": 3},
-            "modules_to_save": ["lm_head"],
-        },
-    ),
-}
+WITH_PEFT = yaml.safe_load("""
+dora beside biases: [llama biases, 2, adapter=dora, {use_dora: true}]
+rslora by patterns, some ranks without a row:
+- llama
+- 3
+- adapter=lora adapter.scaling=rslora adapter.targets=[q_proj,v_proj,down_proj]
+  adapter.rank_pattern={layers.1.self_attn.q_proj:2,q_proj:8} adapter.alpha_pattern={down_proj:3}
+  adapter.also=[head]
+- use_rslora: true
+  target_modules: [q_proj, v_proj, down_proj]
+  rank_pattern: {layers.1.self_attn.q_proj: 2, q_proj: 8}
+  alpha_pattern: {down_proj: 3}
+  modules_to_save: [lm_head]
+""")
 
 
 @pytest.mark.parametrize("case", WITH_PEFT)
 def test_losses_and_gradients_are_those_of_peft(train_adapters, rows_of, tmp_path, case):
     family, ranks, how, options = WITH_PEFT[case]
     folder = make_folder(tmp_path / "hf", family)
-    ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks)
+    ours = train_adapters("ours", how, f"model.init_from={folder}", ranks=ranks)
     losses, gradients = train_with_peft(folder, rows_of(folder), ours.start, **options)
     assert ours.run["loss"] == pytest.approx(losses, abs=1e-6, rel=0)
     assert losses[-1] < losses[0] - 0.05, "it must learn, else this shows little"
@@ -239,20 +224,15 @@ def test_losses_and_gradients_are_those_through_merged_weights(
     assert "compiled again" not in ours.run.out
 
 
-def every_linear(_real, module, *_recipe_and_shares):
-    return isinstance(module, torch.nn.Linear)
-
-
 def test_adapters_beside_float8_products(train_adapters, tmp_path):
     pytest.importorskip("torchao")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
     folder = make_folder(tmp_path / "hf", **sizes)
     common = f"adapter=dora model.init_from={folder} precision.param_dtype=bfloat16"
-    emulated = inject.together(
-        inject.setting("float8_emulated", True), inject.around("float8_gains", every_linear)
-    )
     exact = train_adapters("exact", common)
-    run = train_adapters("run", common, "precision.float8=rowwise", ranks=2, seam=emulated)
+    run = train_adapters(
+        "run", common, "precision.float8=rowwise", ranks=2, seam=inject.emulated_float8()
+    )
     assert run.run["loss"] == pytest.approx(exact.run["loss"], rel=0.03)
     assert run.run["loss"] != exact.run["loss"]
     assert run.gradients.keys() == exact.gradients.keys()

@@ -20,7 +20,7 @@ from world import read_json, write_json
 from zoo import HF, make_folder
 
 from fsdp_trainer.base.distributed import local_part
-from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, encoded
+from fsdp_trainer.checkpoint.formats.four_bit_encoding import encoded
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.models.four_bit import (
@@ -92,21 +92,6 @@ def test_zeros_stay_zeros_and_a_bad_number_is_seen():
     assert decoded[0, 64:].isnan().all()
     assert not decoded[0, :64].any()
     assert not decoded[1].any()
-
-
-def test_rows_are_encoded_alike_however_they_are_read(tmp_path):
-    numbers = torch.randn(50, 70).bfloat16()
-    file = tmp_path / "numbers"
-    file.write_bytes(numbers.view(torch.uint8).numpy().tobytes())
-    whole = (slice(0, 50), slice(0, 70))
-    on_disk = TensorOnDisk(torch.bfloat16, (50, 70), [Chunk(file, 0, whole)])
-    buffer = torch.empty(50 * 140, dtype=torch.uint8)
-    codes, rounded = encoded(on_disk), as_trained_on(on_disk, torch.bfloat16)
-    for first, last in ((0, 50), (0, 17), (17, 50), (49, 50)):
-        expected = encode(numbers)[first:last]
-        assert torch.equal(codes.read_rows(first, last, buffer), expected)
-        decoded = decode(expected, 70, torch.bfloat16)
-        assert torch.equal(rounded.read_rows(first, last, buffer), decoded)
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 80}

@@ -1,6 +1,5 @@
 """Models that read images, against transformers' own model, processor and AdamW."""
 
-import json
 import re
 import shutil
 from functools import cache, partial
@@ -10,16 +9,15 @@ import inject
 import numpy as np
 import pytest
 import torch
-from image_models import CONFIGS, make_image_folder, write_pictures
+from image_models import CONFIGS, load, make_image_folder, write_pictures
+from mtp_models import WEIGHT, Theirs, steps_of
 from other_models import ADAMW, RUN, SGD, adamw_steps, log_probabilities, loss_of
 from peft import PeftModel
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stored import assert_byte_equal, checkpoint, save_tensors, stored, tensors
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForImageTextToText
-from transformers.modeling_layers import MtpLayer
-from world import cli, verify, write_lines
+from texts import turn
+from world import cli, edit_json, read_json, verify, write_lines
 
 import fsdp_trainer
 from fsdp_trainer.apps.generate import Speaker
@@ -52,11 +50,11 @@ def text(words):
 
 
 def user(content):
-    return {"role": "user", "content": content}
+    return turn("user", content)
 
 
 def assistant(words):
-    return {"role": "assistant", "content": words}
+    return turn("assistant", words)
 
 
 def chats_of(names):
@@ -101,10 +99,6 @@ def folders(tmp_path_factory):
     """Return a function that returns the folder of a model of a kind, made once."""
     root = tmp_path_factory.mktemp("models")
     return cache(lambda kind: make_image_folder(root / kind, kind))
-
-
-def load(folder):
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def processed(processor, chat, folder, is_prompt=False):
@@ -174,67 +168,28 @@ def test_each_gradient_is_that_of_transformers(train, folders, data, kind, ranks
     assert changed > 10, "tower and projector are trained"
 
 
-OF_HEAD = {
-    "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj",
-    "norm": "post_norm", "layers.0": "mtp_block",
-}  # fmt: skip
-"""Names of the parts of an MTP head in a folder, and in transformers' module."""
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_head_for_a_further_token_sees_images_as_transformers_module_does(
     train, folders, tmp_path, data, ranks
 ):
     file, chats = data
-    folder, weight = tmp_path / "in", 0.3
-    shutil.copytree(folders("qwen3_5"), folder)
-    model = load(folder)
-    decoder, config = model.get_decoder(), json.loads((folder / "config.json").read_text())
-    number = decoder.config.layer_types.index("full_attention")
-    like = decoder.layers[number]
-    head = MtpLayer(decoder.config, type(like), type(like.input_layernorm), number)
-    for parameter in head.parameters():
-        parameter.data.normal_(0, 0.2)
-    before = {
-        f"mtp.{own}{name.removeprefix(theirs)}": parameter
-        for name, parameter in head.named_parameters()
-        for own, theirs in OF_HEAD.items()
-        if name.startswith(theirs)
-    }
-    held = load_file(folder / "model.safetensors")
-    save_file(held | {n: p.detach() for n, p in before.items()}, folder / "model.safetensors")
-    config["text_config"]["mtp_num_hidden_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = shutil.copytree(folders("qwen3_5"), tmp_path / "in")
+    theirs = Theirs(load(folder))
+    before = theirs.save_head(folder)
+    text = read_json(folder / "config.json")["text_config"]
+    edit_json(folder / "config.json", text_config=text | {"mtp_num_hidden_layers": 1})
+    before |= {name: p.detach().clone() for name, p in theirs.main.named_parameters()}
     samples = samples_of(folder, file, chats)
-    recorded, total, further = [], torch.zeros(()), torch.zeros(())
-    decoder.rotary_emb.register_forward_hook(lambda _, given, out: recorded.append((given[0], out)))
-    for inputs, mask in samples:
-        output = model(**inputs, output_hidden_states=True)
-        embedded, rotations = recorded.pop()
-        rotations = [each[:, :-1] for each in rotations]
-        length = embedded.shape[1] - 1
-        causal = torch.full((1, 1, length, length), -torch.inf).triu(1)
-        states = output.hidden_states[-1][:, :-1]
-        drafted = model.lm_head(head(embedded[:, 1:], states, rotations, causal, None, None))[0]
-        tokens = inputs["input_ids"][0]
-        each = cross_entropy(output.logits[0, :-1], tokens[1:], reduction="none")
-        total = total + each[mask[1:]].sum()
-        further = (
-            further + cross_entropy(drafted[:-1], tokens[2:], reduction="none")[mask[2:]].sum()
-        )
-    count = sum(mask[1:].sum() for _, mask in samples)
-    ((total + weight * further) / count).backward()
-    own = overrides(folder, file, samples, *ONE_STEP, f"objective.mtp={weight}")
+    _, further = steps_of(theirs, samples, 1, 1.0)
+    own = overrides(folder, file, samples, *ONE_STEP, f"objective.mtp={WEIGHT}")
     run = train("step", *own, ranks=ranks, base=[])
-    assert run["mtp_loss"] == pytest.approx([(further / count).item()], rel=1e-5)
-    after = exported(run)
-    for name, parameter in before.items():
-        error = (parameter - after[name] - parameter.grad).abs().max()
-        assert error <= 2e-5 * max(1.0, parameter.grad.abs().max()), name
-    trained = dict(load(run.folder / "hf").named_parameters())
-    for name, parameter in model.named_parameters():
-        error = (parameter - trained[name] - parameter.grad).abs().max()
-        assert error <= 2e-5 * max(1.0, parameter.grad.abs().max()), name
+    assert run["mtp_loss"] == pytest.approx(further.tolist(), rel=1e-5)
+    after = exported(run) | dict(load(run.folder / "hf").named_parameters())
+    expected = theirs.head(torch.Tensor.detach) | dict(theirs.main.named_parameters())
+    for name, value in expected.items():
+        gradient = before[name] - value
+        error = (after[name] - value).abs().max()
+        assert error <= 2e-5 * max(1.0, gradient.abs().max()), name
 
 
 def test_a_step_without_any_image_changes_nothing_of_the_tower(train, folders, tmp_path, data):
@@ -319,7 +274,7 @@ def test_adapters_are_on_the_language_model_and_on_the_tower_if_asked(
     how = ["adapter=lora adapter.rank=2 batch.rows=2 train.steps=2"]
     how += [f"adapter.targets={targets} checkpoint.merge=true"]
     run = run_of(train, "run", folders(kind), data[0], *how)
-    tensors = load_file(run.folder / "adapter" / "adapter_model.safetensors")
+    tensors = load_file(run.folder / "adapter/adapter_model.safetensors")
     assert any("language_model" in name for name in tensors)
     assert any("vis" in name for name in tensors) == (targets != "all")
     inputs, _ = samples_of(folders(kind), *data)[2]
@@ -375,7 +330,6 @@ def test_steps_of_preferences_about_images_are_those_of_transformers(train, fold
         assert (after[name] - value).abs().max() < 1e-4, name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_answers_about_images_are_those_of_transformers(folders, tmp_path, kind):
     """Three prompts of different lengths are answered together, one of them with two images."""
@@ -400,7 +354,6 @@ def test_answers_about_images_are_those_of_transformers(folders, tmp_path, kind)
     assert cli(*words, f"image={names[0]}").out == visible(expected[0]) + "\n"
 
 
-@pytest.mark.slow
 def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path):
     [name] = write_pictures(tmp_path, 1)
     words = ["generate", f"source={folders('llava')} max_tokens=2"]
@@ -439,8 +392,8 @@ def test_the_quickstart_asks_about_held_out_pictures(world, tmp_path, monkeypatc
     assert "warm-up" not in out, "a share of the steps"
     assert "before training: 0 of 2 held-out pictures named" in out
     assert "of 2, asked of the exported folder" in out
-    assert (tmp_path / "shapes" / "hf" / "processor_config.json").is_file()
-    rows = (tmp_path / "shapes-data" / "chats.jsonl").read_text()
+    assert (tmp_path / "shapes/hf/processor_config.json").is_file()
+    rows = (tmp_path / "shapes-data/chats.jsonl").read_text()
     assert not [file for file, _ in held_out(tmp_path / "shapes-data") if file.name in rows]
 
 

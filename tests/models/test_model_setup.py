@@ -4,22 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
+from small_decoder import SIZES
 
 from fsdp_trainer.config.schema import Adapter, Model
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.from_config.setup import ModelSetup, WeightSource
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 50,
-}
-CONFIG = ModelConfig(**SIZES)
+CONFIG = ModelConfig(**SIZES | {"intermediate_size": 64, "head_dim": 128, "num_key_value_heads": 4})
 DOWN = "mlp.down_proj"
 
 
@@ -36,19 +29,19 @@ def test_a_part_with_narrower_matrices_gets_the_adapters_of_the_whole_model():
 
 @pytest.mark.parametrize(
     "adapter, freeze, trains",
-    [
-        (Adapter(), [], True),
-        (Adapter(), ["*.down_proj.weight"], False),
-        (Adapter(), ["model.layers.0.*"], True),
-        (Adapter(name="lora"), [], True),
-        (Adapter(name="lora"), ["*.lora_A.weight"], False),
-        (Adapter(name="lora", targets=["q_proj"]), [], False),
-        (Adapter(name="lora", targets=["q_proj"], also=["down_proj"]), [], True),
-    ],
+    yaml.safe_load("""
+- [{}, [], true]
+- [{}, ['*.down_proj.weight'], false]
+- [{}, ['model.layers.0.*'], true]
+- [{name: lora}, [], true]
+- [{name: lora}, ['*.lora_A.weight'], false]
+- [{name: lora, targets: [q_proj]}, [], false]
+- [{name: lora, targets: [q_proj], also: [down_proj]}, [], true]
+"""),
 )
 def test_blocks_of_eight_bits_matter_where_a_row_is_trained(adapter, freeze, trains):
     """Two ranks would have 32 of a row's 64 numbers, which are one block of moments."""
-    setup = ModelSetup.resolve(CONFIG, replace(adapter, rank=4), freeze)
+    setup = ModelSetup.resolve(CONFIG, Adapter(**adapter, rank=4), freeze)
     assert setup.trains_rows(DOWN) is trains
     assert bool(setup.tensor_problems(2, 64, "8bit")) is trains
     assert setup.tensor_problems(2, 64, "float32") == []

@@ -17,13 +17,14 @@ from gradients import (
     stored_gradients,
     zero_if_none,
 )
+from mtp_models import WEIGHT, Theirs, named, steps_of
 from other_models import RUN, SGD, make_other
 from plain import write_documents
+from refused import refusal
 from stored import assert_byte_equal, save_tensors, tensors
 from tables import rows
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_layers import MtpLayer
-from world import cli, read_json, split, write_json
+from world import cli, edit_json, read_json, split, write_lines
 from zoo import make_model
 
 import fsdp_trainer
@@ -35,89 +36,24 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.mtp import LOGPROBS
 from fsdp_trainer.training.objective import CrossEntropy
 
-WEIGHT = 0.3
 COUNT = {"qwen3_5_text": "mtp_num_hidden_layers"}
 """The key of config.json that counts heads, if it is not num_nextn_predict_layers."""
 
 
-class Theirs(torch.nn.Module):
-    """transformers' model and its own module for a further token, in float64 or float32."""
-
-    def __init__(self, kind):
-        super().__init__()
-        is_native = kind == "deepseek_v3"
-        self.main = make_model(kind, vocab_size=264) if is_native else make_other(kind)
-        decoder, config = self.main.get_decoder(), self.main.config
-        types = getattr(config, "layer_types", None) or ["full_attention"]
-        number = len(decoder.layers) - types[::-1].index("full_attention") - 1
-        like = decoder.layers[number]
-        self.mtp = MtpLayer(config, type(like), type(like.input_layernorm), number)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in self.mtp.parameters():
-            size = parameter.shape
-            parameter.data = torch.randn(size, generator=generator) * 0.2 + (parameter.ndim == 1)
-        for name, buffer in self.mtp.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
-
-    def logits(self, tokens):
-        """Return the logits of a document, and those of the head at all tokens but the last."""
-        decoder = self.main.get_decoder()
-        states = decoder(tokens).last_hidden_state
-        embedded = decoder.embed_tokens(tokens[:, 1:])
-        positions = torch.arange(tokens.shape[1] - 1)[None]
-        rotations = decoder.rotary_emb(embedded, positions)
-        mask = torch.full((1, 1, len(positions[0]), len(positions[0])), -torch.inf).triu(1)
-        drafted = self.mtp(embedded, states[:, :-1], rotations, mask, positions, None)
-        return self.main.lm_head(states)[0], self.main.lm_head(drafted)[0]
-
-    def tensors(self, view):
-        """Return what `view` gives of each parameter, by the names in a folder."""
-        main = revert_weight_conversion(self.main, named(self.main, view))
-        kind, blocks = self.main.config.model_type, len(self.main.get_decoder().layers)
-        # the conversion of experts knows names of blocks
-        own = named(self.mtp.mtp_block, view)
-        block = revert_weight_conversion(
-            self.main, {f"model.layers.{blocks}.{name}": each for name, each in own.items()}
-        )
-        parts = {"enorm": self.mtp.enorm, "hnorm": self.mtp.hnorm, "eh_proj": self.mtp.eh_proj}
-        parts["shared_head.norm"] = self.mtp.post_norm
-        start = f"model.layers.{blocks}."
-        head = block | {f"{start}{name}.weight": view(each.weight) for name, each in parts.items()}
-        if kind.startswith("qwen"):
-            inside = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
-            inside |= {"eh_proj": "fc", "shared_head.norm": "norm"}
-            renamed = {f"{start}{old}.weight": f"mtp.{new}.weight" for old, new in inside.items()}
-            head = {
-                renamed.get(name, name.replace(start, "mtp.layers.0.")): each
-                for name, each in head.items()
-            }
-        return main, head
-
-
-def named(module, view):
-    """Return the parameters and stored buffers of a module by name, each as `view` gives it."""
-    stored = dict(module.state_dict(keep_vars=True))
-    return {name: view(each) for name, each in stored.items()}
-
-
 def folder_with_head(folder, kind):
-    """Write a folder with a head under the names that vLLM reads; return it, and the models."""
-    theirs = Theirs(kind)
+    """Write a folder with a head; return it, transformers' model, and the head's tensors."""
+    is_native = kind == "deepseek_v3"
+    theirs = Theirs(make_model(kind, vocab_size=264) if is_native else make_other(kind))
     theirs.main.config.architectures = [type(theirs.main).__name__]
     theirs.main.save_pretrained(folder)
     load_tokenizer("demo:bytes").save(folder)
-    main, head = theirs.tensors(lambda each: each.detach().clone())
-    if not kind.startswith("qwen"):
-        start = f"model.layers.{len(theirs.main.get_decoder().layers)}."
-        head[f"{start}embed_tokens.weight"] = main["model.embed_tokens.weight"].clone()
-        head[f"{start}shared_head.head.weight"] = main["lm_head.weight"].clone()
-    held = tensors(folder)
-    save_tensors(folder, held | {n: t.contiguous() for n, t in head.items()})
-    config = read_json(folder / "config.json")
-    config[COUNT.get(kind, "num_nextn_predict_layers")] = 1
-    write_json(folder / "config.json", config)
-    return folder, theirs, head
+    edit_json(folder / "config.json", **{COUNT.get(kind, "num_nextn_predict_layers"): 1})
+    return folder, theirs, theirs.save_head(folder)
+
+
+def tensors_of(theirs, view):
+    """Return what `view` gives of each parameter by its name in a folder: the model, the head."""
+    return revert_weight_conversion(theirs.main, named(theirs.main, view)), theirs.head(view)
 
 
 KINDS = ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
@@ -135,9 +71,7 @@ def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path
     value.backward()
     loss, further = torch.zeros(()), torch.zeros(())
     for i, part, alone in documents(tokens):
-        logits, drafted = theirs.logits(alone) if alone.shape[1] > 1 else (None, None)
-        if logits is None:
-            logits = theirs.main(alone).logits[0]
+        logits, drafted = theirs.logits(input_ids=alone)
         for at, target, weight in zip((INDEX - i * ROW).tolist(), TARGETS, WEIGHTS, strict=True):
             if part.start <= at < part.stop:
                 place = at - part.start
@@ -148,7 +82,7 @@ def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path
     assert value.item() == pytest.approx((loss + WEIGHT * further).item(), rel=1e-5)
     assert -(scores.log_probability * WEIGHTS).sum() == pytest.approx(loss.item(), rel=1e-5)
     assert -(auxiliary[LOGPROBS] * WEIGHTS).sum() == pytest.approx(further.item(), rel=1e-5)
-    main, head = theirs.tensors(zero_if_none)
+    main, head = tensors_of(theirs, zero_if_none)
     wanted, gradients = main | head, stored_gradients(ours)
     copies = {name for name in gradients if name.endswith(("embed_tokens.weight", "head.weight"))}
     copies -= {"model.embed_tokens.weight", "lm_head.weight"}
@@ -160,40 +94,18 @@ def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Return a file of tokens, and the tokens with which of them are supervised."""
+    """Return a file of tokens, and samples of them: see steps_of."""
     file = tmp_path_factory.mktemp("tokens") / "tokens.jsonl"
-    return file, write_documents(file)
-
-
-def steps_of(theirs, texts, count, lr):
-    """Return [loss, loss of the head] of some steps of gradient descent, each text by itself."""
-    losses = []
-    for _ in range(count):
-        loss, further, weight = torch.zeros(()), torch.zeros(()), 0
-        for text, mask in texts:
-            logits, drafted = theirs.logits(text[None])
-            loss = (
-                loss + (F.cross_entropy(logits[:-1], text[1:], reduction="none") * mask[1:]).sum()
-            )
-            ahead = F.cross_entropy(drafted[:-1], text[2:], reduction="none")
-            further = further + (ahead * mask[2:]).sum()
-            weight += mask[1:].sum()
-        ((loss + WEIGHT * further) / weight).backward()
-        losses.append([loss.item() / weight, further.item() / weight])
-        with torch.no_grad():
-            for parameter in theirs.parameters():
-                parameter -= lr * zero_if_none(parameter)
-                parameter.grad = None
-    return torch.tensor(losses).T
+    return file, [({"input_ids": t[None]}, mask) for t, mask in write_documents(file)]
 
 
 WAYS = {
-    1: ["batch.micro_rows=4"],
-    2: ["activation_checkpoint=full", "batch.micro_rows=1"],
-    4: ["sharding=hsdp", "sharding.replicas=2", "batch.micro_rows=1"],
+    1: "batch.micro_rows=4",
+    2: "activation_checkpoint=full batch.micro_rows=1",
+    4: "sharding=hsdp sharding.replicas=2 batch.micro_rows=1",
 }
 """How they compute, by the number of ranks."""
-EXPERTS_APART = ["sharding.expert=2", "batch.micro_rows=1"]
+EXPERTS_APART = "sharding.expert=2 batch.micro_rows=1"
 """On four ranks, of kinds that our own decoder computes."""
 
 
@@ -204,19 +116,19 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(
 ):
     folder, theirs, head = folder_with_head(tmp_path / "in", kind)
     before = set(tensors(folder))
-    file, held = texts
-    loss, further = steps_of(theirs, held, 2, 0.1)
+    file, samples = texts
+    loss, further = steps_of(theirs, samples, 2, 0.1)
     how = EXPERTS_APART if (kind, ranks) == ("deepseek_v3", 4) else WAYS[ranks]
     words = [
         *(f"model.init_from={folder}", f"data.path={file}", "data.format=tokens", "batch.rows=4"),
         *("batch.seq_len=64", f"objective.mtp={WEIGHT}", *SGD, "optim.lr=0.1", *RUN),
     ]
-    run = train("run", *words, "train.steps=2", *how, ranks=ranks, base=[])
+    run = train("run", *words, "train.steps=2", how, ranks=ranks, base=[])
     assert run["loss"] == pytest.approx(loss.tolist(), abs=1e-5)
     assert run["mtp_loss"] == pytest.approx(further.tolist(), abs=1e-5)
     assert run["objective"] == pytest.approx((loss + WEIGHT * further).tolist(), abs=1e-5)
     exported = tensors(run.folder / "hf")
-    main, own = theirs.tensors(lambda each: each.detach())
+    main, own = tensors_of(theirs, torch.Tensor.detach)
     assert exported.keys() == before
     for name, value in (main | own).items():
         assert (exported[name] - value).abs().max() < 1e-4, name
@@ -224,15 +136,15 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(
         end = name.rpartition("shared_head.head.")[2] if "shared_head" in name else ""
         same = "lm_head.weight" if end else "model.embed_tokens.weight"
         assert torch.equal(exported[name], exported[same])
-    config = read_json(run.folder / "hf" / "config.json")
+    config = read_json(run.folder / "hf/config.json")
     assert config[COUNT.get(kind, "num_nextn_predict_layers")] == 1
     assert not any(key.startswith("fsdp_trainer") for key in config)
     if (kind, ranks) == (
         "glm4_moe",
         1,
     ):  # a stop in between changes no bit; the next run keeps the head
-        train("half", *words, "train.steps=1", *how, base=[])
-        again = train("half", *words, "train.steps=2", *how, base=[])
+        train("half", *words, "train.steps=1", how, base=[])
+        again = train("half", *words, "train.steps=2", how, base=[])
         resumed = tensors(again.folder / "hf")
         assert_byte_equal(resumed, exported)
         plain = [word for word in split(words) if not word.startswith(("objective.", "model."))]
@@ -262,9 +174,8 @@ model.family=llama → llama has no head that is computed; deepseek_v3, glm4_moe
 def test_what_cannot_be_is_refused_by_name(word, part):
     words = split([DEEPSEEK, "data.path=demo:backwards objective.mtp=0.1"])
     compose("train", words)
-    with pytest.raises(UserError) as raised:
-        compose("train", [*(w for w in words if w[:12] != word[:12]), word])
-    assert part in str(raised.value)
+    others = [each for each in words if each[:12] != word[:12]]
+    assert part in refusal(compose, "train", [*others, word])
 
 
 def test_folders_whose_head_cannot_be_trained_are_refused(tmp_path):
@@ -277,17 +188,15 @@ def test_folders_whose_head_cannot_be_trained_are_refused(tmp_path):
     ):
         fsdp_trainer.load_model(folder, mtp=True)
     fsdp_trainer.load_model(folder)
-    config = read_json(folder / "config.json")
     for count in (0, 2):
-        changed = json.dumps(config | {"num_nextn_predict_layers": count})
-        (folder / "config.json").write_text(changed)
+        edit_json(folder / "config.json", num_nextn_predict_layers=count)
         with pytest.raises(UserError, match=f"counts {count} MTP heads, and one is computed"):
             fsdp_trainer.load_model(folder, mtp=True)
 
 
 def test_generate_counts_the_drafts_of_a_trained_head(train, tmp_path):
     texts = tmp_path / "texts.jsonl"
-    texts.write_text(json.dumps({"text": "abcdefgh" * 7}) + "\n")
+    write_lines(texts, [{"text": "abcdefgh" * 7}])
     words = [
         *(f"data.path={texts}", "data.format=text", DEEPSEEK, "model.num_hidden_layers=2"),
         *("model.hidden_size=64", "batch.seq_len=64", "batch.rows=4", "optim.lr=1e-2"),

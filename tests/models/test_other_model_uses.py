@@ -7,13 +7,14 @@ from shutil import copytree
 import inject
 import pytest
 import torch
+from foreign import of
 from other_models import COMMON, RUN, make_other_folder
 from pairs import write_pairs
 from peft import PeftModel
 from stored import assert_near, tensors
 from tables import rows
 from transformers import AutoModelForCausalLM
-from world import cli, read_json, write_json, write_lines
+from world import cli, read_json, write_json
 from zoo import make_folder
 
 from fsdp_trainer.base import remote_code
@@ -49,10 +50,6 @@ def weights(run):
     return tensors(run.folder / "hf")
 
 
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(run):
     whole = weights(run("whole", MIXING, ranks=2))
     parts = run("parts", MIXING, "train.steps=1", ranks=2)
@@ -69,7 +66,7 @@ def no_layer(*_given):
 
 def test_a_run_of_one_document_a_row_resumes_as_it_was_and_a_new_one_packs(run, folders, tmp_path):
     earlier = inject.around("mixing_kinds", no_layer)
-    other = copytree(folders(MIXING), tmp_path / "read" / "as_earlier")  # each is tried once
+    other = copytree(folders(MIXING), tmp_path / "read/as_earlier")  # each is tried once
     whole = weights(run("whole", other, seam=earlier))
     begun = run("parts", other, "train.steps=1", seam=earlier)
     assert "rows hold one document each, padded: packed ones change each other" in begun.out
@@ -91,11 +88,11 @@ def test_compiled_blocks_compute_the_same(run, compiled, kind):
 def test_adapters_are_those_of_peft(run, folders, kind, adapter):
     own = f"adapter={adapter} adapter.rank=4 optim.lr=1e-2 checkpoint.merge=true"
     trained = run("adapted", kind, own, ranks=2)
-    base, tokens = load(folders(kind)), torch.arange(12)[None]
+    base, tokens = of(folders(kind)), torch.arange(12)[None]
     with torch.no_grad():
         before = base(tokens).logits
         theirs = PeftModel.from_pretrained(base, trained.folder / "adapter").eval()(tokens).logits
-        merged = load(trained.folder / "hf")(tokens).logits
+        merged = of(trained.folder / "hf")(tokens).logits
     assert (before - theirs).abs().max() > 1e-3
     assert torch.allclose(theirs, merged, atol=1e-4)
 
@@ -121,11 +118,18 @@ def test_muon_moves_all_weights_and_the_export_is_that_of_the_checkpoint(run, fo
     )
 
 
-@pytest.mark.parametrize("kind, method", [(MIXING, "dpo"), ("gpt2", "reward")])
-def test_preferences_and_rewards_are_learned(run, tmp_path, kind, method):
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
-    own = f"objective={method} data.path={pairs} data.validation=null"
-    assert len(run("pairs", kind, own).metrics) == 2
+@pytest.mark.parametrize(
+    "kind, ranks, words",
+    rows("""
+lfm2 → 1 → objective=dpo data.path=DATA/pairs.jsonl
+gpt2 → 1 → objective=reward data.path=DATA/pairs.jsonl
+lfm2 → 2 → objective=grpo data.path=demo:sums objective.rewards=[exact] objective.samples=2
+  objective.max_new_tokens=6
+"""),
+)
+def test_pairs_and_rewards_are_learned_from(run, ledger, kind, ranks, words):
+    words = ledger.with_places(words)
+    assert len(run("run", kind, words, "data.validation=null", ranks=int(ranks)).metrics) == 2
 
 
 def test_a_teacher_is_learned_from(run, folders):
@@ -134,20 +138,10 @@ def test_a_teacher_is_learned_from(run, folders):
     assert objective[0] == pytest.approx(0, abs=1e-5), "it begins as the teacher"
 
 
-def test_answers_are_generated_and_rewarded(run, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": f"{i}+1?", "answer": f"{i + 1}"} for i in range(12)]
-    write_lines(prompts, rows)
-    own = [f"objective=grpo data.path={prompts} objective.rewards=[exact]"]
-    own += ["objective.samples=2 objective.max_new_tokens=6"]
-    assert len(run("grpo", MIXING, *own, ranks=2).metrics) == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "falcon_h1", "mamba", "qwen3_next"])
 def test_answers_are_those_of_transformers(folders, kind, tmp_path):
     folder = folders(kind)
-    model = load(folder)
+    model = of(folder)
     prompts = ["Hello you", "a", "what is the", "one two three four five"]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts))
@@ -164,7 +158,6 @@ def test_answers_are_those_of_transformers(folders, kind, tmp_path):
         assert answer == tokenizer.decode(expected[0, tokens.shape[1] :].tolist())
 
 
-@pytest.mark.slow
 def test_a_plan_counts_the_model_of_transformers(folders, tmp_path):
     own = "plan.gpu=h100 plan.world_size=2 plan.format=json data.path=demo:backwards"
     plan = json.loads(
@@ -198,7 +191,7 @@ def test_what_is_not_possible_is_refused_with_what_to_type(folders, own, words):
 
 
 def test_sizes_that_do_not_fit_end_in_one_message(run, tmp_path):
-    folder = make_other_folder(tmp_path / "three" / "kv", "olmo", num_key_value_heads=3)
+    folder = make_other_folder(tmp_path / "three/kv", "olmo", num_key_value_heads=3)
     said = run("unfit", folder, code=2).err
     assert "OlmoForCausalLM computes no tokens with the sizes of this config.json" in said
     assert "Traceback" not in said
@@ -258,7 +251,6 @@ def test_without_the_extra_one_message_says_what_to_install(folders, monkeypatch
     )
 
 
-@pytest.mark.slow
 def test_a_preview_has_one_document_in_a_row_where_they_would_mix(folders):
     for kind, packs in (("granite", True), ("mamba", True), ("falcon", False)):
         own = "data.path=demo:backwards preview.format=json preview.rows=4"

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from refused import refusal
 from stored import assert_byte_equal, assert_near, save_tensors, tensors
 from world import read_json, write_json
@@ -20,7 +21,6 @@ from fsdp_trainer.data.prepared_data import new_rows
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.models.from_config.resolve import resolve_with_tokenizer
 
-transformers = pytest.importorskip("transformers")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -43,7 +43,7 @@ def test_padding_changes_no_loss_and_no_export_and_can_be_another_in_the_next_st
     assert ours[EMBEDDING].shape == ours["lm_head.weight"].shape == (260, 32)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
     assert ours.keys() == theirs.keys()
-    assert read_json(padded.folder / "hf" / "config.json")["vocab_size"] == 260
+    assert read_json(padded.folder / "hf/config.json")["vocab_size"] == 260
     start = f"model.init_from={padded.folder} model.vocab_multiple=7 train.steps=0"
     following = train("next", start, base=HF, ranks=2)
     assert digest_of(following) == digest_of(padded)
@@ -82,11 +82,13 @@ def test_rows_are_not_taken_away(train, folder):
 def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
     how = f"model.init_from={make_folder(tmp_path / 'small', vocab_size=200)} train.steps=1"
     grown = "model.vocab_size=260"
-    assert grown in train("run", how, base=HF, code=2).err
+    refused = train("run", how, base=HF, code=2).err
+    assert grown in refused
+    assert "200" in refused
     assert train("grown", how, grown, base=HF)["step"] == [1]
 
 
-def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train, folder, tmp_path):
+def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text(
         "{% for m in messages %}<|turn|>{{ m.content }}<|done|>{% endfor %}{% if "
@@ -110,8 +112,8 @@ def test_tokens_that_only_a_description_names_get_rows_if_the_others_fit(tmp_pat
     model = Model(name="auto", init_from=str(make_folder(tmp_path / "small", vocab_size=260)))
     load_tokenizer("demo:bytes").save(tmp_path / "tokens")
     named = {"eos_token": "<|im_end|>", "extra_special_tokens": ["<think>", "</think>"]}
-    write_json(tmp_path / "tokens" / "tokenizer_config.json", named)
-    tokenizer = load_tokenizer(str(tmp_path / "tokens"))
+    write_json(tmp_path / "tokens/tokenizer_config.json", named)
+    tokenizer = load_tokenizer(tmp_path / "tokens")
     count, new = tokenizer.vocab_size, len(tokenizer.new)
     assert resolve_with_tokenizer(model, count, False, new).vocab_size == 262
     assert "2 tokens with no row" in new_rows(tokenizer, 260)[0]
@@ -153,7 +155,7 @@ def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path)
     how = f"model.init_from={folder} train.steps=0 checkpoint.export_hf=true"
     run = train("run", how, base=HF, ranks=2)
     assert_byte_equal(tensors(run.folder / "hf"), weights)
-    described = read_json(run.folder / "hf" / "config.json")
+    described = read_json(run.folder / "hf/config.json")
     assert described["model_type"] == "gemma3_text"
     assert described["architectures"] == ["Gemma3ForCausalLM"]
 

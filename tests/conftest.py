@@ -29,7 +29,6 @@ DEADLINE = float(os.environ.get("FSDP_TRAINER_TESTS_DEADLINE", "inf"))
 """Seconds since 1970, after which no test starts: .ci/run must end in time on any machine."""
 SHIFT = int(os.environ.get("FSDP_TRAINER_TESTS_SHIFT", "0"))
 """Number of folders that come last instead of first, and so are those left out."""
-SLOW = (TESTS / "slow.txt").read_text().splitlines()
 
 
 def pytest_configure(config):

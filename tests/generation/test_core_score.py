@@ -38,7 +38,7 @@ def bundle(folder):
     """The format of nanochat's. The model knows the endings of some items of `echo`."""
     data = folder.parent / "bundle"
     (data / "eval_data/sub").mkdir(parents=True)
-    model, tokenizer = load_model(folder), load_tokenizer(str(folder))
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
     echo = [{"context": f"say {i}", "continuation": "no"} for i in range(3)]
     number = 3
     while len(echo) < 6:
@@ -109,7 +109,7 @@ def common(item):
 
 
 def test_core_is_the_mean_of_centred_accuracies_on_any_number_of_ranks(evaluate, folder, bundle):
-    model, tokenizer = load_model(folder), load_tokenizer(str(folder))
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
     words = folder, ["core"], f"core_data={bundle}"
     metrics = evaluate(*words)
     for label in ("letters", "who"):

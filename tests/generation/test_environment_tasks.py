@@ -2,6 +2,7 @@
 
 import pytest
 from named_runs import GRPO
+from tables import rows
 from world import write_lines
 
 from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
@@ -24,9 +25,9 @@ class Counts:
 @pytest.fixture
 def task(tmp_path):
     """A task whose environment counts letters in two turns."""
-    rows = [{"question": f"{i}+1?", "answer": f"{i + 1}"} for i in range(6)]
+    lines = [{"question": f"{i}+1?", "answer": f"{i + 1}"} for i in range(6)]
     data = tmp_path / "rows.jsonl"
-    write_lines(data, rows)
+    write_lines(data, lines)
     (tmp_path / "counts.py").write_text(COUNTS)
     file = tmp_path / "letters.yaml"
     file.write_text(
@@ -69,21 +70,21 @@ def test_a_task_has_the_same_number_in_training_and_after_it_on_any_ranks(
 
 @pytest.mark.parametrize(
     "text, named",
-    [
-        ("environment: calculator\nrewards: [exact]\n", "has no data"),
-        ("environment: calculater\ndata: rows.jsonl\n", "Did you mean  calculator"),
-        ("environment: calculator\ndata: rows.jsonl\nturn: 3\n", "Did you mean  turns"),
-        ("environment: calculator\ndata: rows.jsonl\nrewards: [exakt]\n", "exact"),
-        ("environment: calculator\ndata: {data}\n", "Add  rewards: [exact]"),
-        ("environment: calculator\ndata: nowhere.jsonl\nrewards: [exact]\n", "nowhere.jsonl"),
-        ("environment: {code}:Counts\ndata: {data}\n", "a file cannot name code"),
-    ],
+    rows("""
+environment: calculator⏎rewards: [exact] → has no data
+environment: calculater⏎data: rows.jsonl → Did you mean  calculator
+environment: calculator⏎data: rows.jsonl⏎turn: 3 → Did you mean  turns
+environment: calculator⏎data: rows.jsonl⏎rewards: [exakt] → exact
+environment: calculator⏎data: {data} → Add  rewards: [exact]
+environment: calculator⏎data: nowhere.jsonl⏎rewards: [exact] → nowhere.jsonl
+environment: {code}:Counts⏎data: {data} → a file cannot name code
+"""),
 )
 def test_a_task_that_cannot_be_run_is_refused_by_name(evaluate, ledger, tmp_path, text, named):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     file = tmp_path / "task.yaml"
     (tmp_path / "own.py").write_text(COUNTS)
-    text = text.replace("{data}", str(tmp_path / "rows.jsonl"))
+    text = text.replace("⏎", "\n").replace("{data}", str(tmp_path / "rows.jsonl"))
     file.write_text(text.replace("{code}", str(tmp_path / "own.py")))
     assert named in evaluate(ledger.run("plain").folder, [file], code=2)
 
@@ -94,6 +95,6 @@ def test_data_of_a_task_lie_beside_its_file(tmp_path):
     (tmp_path / "sums.yaml").write_text(
         "environment: calculator\ndata: [rows.jsonl, {path: rows.jsonl, format: alpaca}, far.jsonl]"
     )
-    rows = f"{tmp_path}/rows.jsonl"
+    file = f"{tmp_path}/rows.jsonl"
     task = EnvironmentTask.read(f"{tmp_path}/sums.yaml")
-    assert task.data == [rows, {"path": rows, "format": "alpaca"}, "far.jsonl"]
+    assert task.data == [file, {"path": file, "format": "alpaca"}, "far.jsonl"]

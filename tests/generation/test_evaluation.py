@@ -1,20 +1,20 @@
 """Tasks of lm-evaluation-harness on our decoder: the same numbers as with transformers."""
 
-import math
 import shutil
 
 import inject
 import jinja2
 import pytest
 import torch
+import yaml
 from other_models import make_other_folder
 from refused import refusal
+from texts import turn
 from world import read_json, read_lines, write_lines
 from zoo import make_folder
 
 from fsdp_trainer.config.evaluation_inputs import require_tasks, task_names
 from fsdp_trainer.config.schema import Evaluation
-from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.generation_settings import (
     GenerationSettings,
     read_settings,
@@ -24,7 +24,6 @@ from fsdp_trainer.evaluation.generation_settings import (
 from fsdp_trainer.generation.sampling import Sampling
 
 pytest.importorskip("lm_eval")
-pytestmark = pytest.mark.slow
 
 TASK = """task: {name}
 dataset_path: json
@@ -171,15 +170,17 @@ def test_each_generated_text_is_that_of_transformers(folder):
     assert any(texts)
 
 
+NOT_COMPUTED = yaml.safe_load("""
+{num_beams: 3, length_penalty: 0.5, num_return_sequences: 2, max_length: 99, stop: [x],
+ bad_words_ids: [[1]], repetition_penalti: 2, repetition_penalty: a, until: [7], min_p: 2,
+ do_sample: maybe, max_gen_toks: 0, top_k: -1, max_new_tokens: .inf, 3: 4}
+""")
+
+
 def test_settings_that_are_not_computed_are_refused_by_name():
-    for name, value in {
-        "num_beams": 3, "length_penalty": 0.5, "num_return_sequences": 2, "max_length": 99,
-        "bad_words_ids": [[1]], "stop": ["x"], "repetition_penalti": 2, "repetition_penalty": "a",
-        "until": [7], "do_sample": "maybe", "max_gen_toks": 0, "top_k": -1, "min_p": 2,
-        "max_new_tokens": math.inf, 3: 4,
-    }.items():  # fmt: skip
-        with pytest.raises(UserError, match=f"a task: generation_kwargs: {name}="):
-            read_settings("a task", {name: value})
+    for name, value in NOT_COMPUTED.items():
+        said = refusal(read_settings, "a task", {name: value})
+        assert f"a task: generation_kwargs: {name}=" in said
     assert "different lengths" in refusal(
         read_settings, "a task", {"max_gen_toks": 5, "max_new_tokens": 6}
     )
@@ -188,12 +189,12 @@ def test_settings_that_are_not_computed_are_refused_by_name():
 
 
 def test_settings_without_an_effect_are_said(tmp_path):
-    for options, names in [
-        ({"do_sample": False, "temperature": "0.7", "top_p": 1, "top_k": 5}, "temperature, top_k"),
-        ({"do_sample": True, "temperature": 0.0}, "do_sample: true"),
-        ({"do_sample": False, "temperature": 0.0, "top_p": 1.0}, ""),
-        ({"do_sample": True, "top_p": 0.5}, ""),
-    ]:
+    for options, names in yaml.safe_load("""
+    - [{do_sample: false, temperature: "0.7", top_p: 1, top_k: 5}, "temperature, top_k"]
+    - [{do_sample: true, temperature: 0.0}, "do_sample: true"]
+    - [{do_sample: false, temperature: 0.0, top_p: 1.0}, ""]
+    - [{do_sample: true, top_p: 0.5}, ""]
+    """):
         assert unused_settings(options).startswith(names)
         assert bool(unused_settings(options)) == bool(names)
     (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [1], "top_k": 3}')
@@ -204,24 +205,24 @@ def test_the_beginning_of_an_answer_goes_on_as_in_the_harness(folder, tmp_path):
     from lm_eval.models.huggingface import HFLM
 
     shutil.copytree(folder, tmp_path / "hf")
-    (tmp_path / "hf" / "chat_template.jinja").write_text(
+    (tmp_path / "hf/chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
         "{% endif %}{{ m.role }}: {{ m.content }}<end>\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     ours = harness_model(tmp_path / "hf")
     theirs = HFLM(str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
-    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    turns = [turn("system", "Be kind."), turn("user", "Hi")]
     for last, asks in (("The answer is", False), ("a ", False), ("done", True)):
-        history = [*turns, {"role": "assistant", "content": last}]
+        history = [*turns, turn("assistant", last)]
         assert ours.apply_chat_template(history, asks) == theirs.apply_chat_template(history, asks)
 
 
 def test_paths_of_tasks_are_those_beside_their_file(tmp_path, monkeypatch):
     from fsdp_trainer.evaluation.harness_tasks import HarnessTasks
 
-    (tmp_path / "tasks" / "data").mkdir(parents=True)
-    (tmp_path / "tasks" / "data" / "items.jsonl").write_text('{"question": "a", "text": "b"}\n')
+    (tmp_path / "tasks/data").mkdir(parents=True)
+    (tmp_path / "tasks/data/items.jsonl").write_text('{"question": "a", "text": "b"}\n')
     base = TASK.format(name="x", items="data/items.jsonl", more=MORE["answer"])
     for name, text in {
         "base": base.replace("task: x\n", ""),
@@ -229,7 +230,7 @@ def test_paths_of_tasks_are_those_beside_their_file(tmp_path, monkeypatch):
         "two": "include: base.yaml\ntask: two\ntag: [some]\n",
         "group": "group: both\ntask: [two, two]\n",
     }.items():
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(text)
+        (tmp_path / f"tasks/{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
 
     def load(tasks, **options):
@@ -238,8 +239,8 @@ def test_paths_of_tasks_are_those_beside_their_file(tmp_path, monkeypatch):
         return HarnessTasks(cfg, task_names(cfg), {})
 
     assert "generate: there is no such key" in refusal(load, "tasks")
-    (tmp_path / "tasks" / "one.yaml").write_text("include: base.yaml\ntask: one\n")
-    (tmp_path / "tasks" / "group.yaml").write_text("group: both\ntask: [two]\n")
+    (tmp_path / "tasks/one.yaml").write_text("include: base.yaml\ntask: one\n")
+    (tmp_path / "tasks/group.yaml").write_text("group: both\ntask: [two]\n")
     tasks = load("tasks/one.yaml")
     assert [*tasks.manager.loaded["tasks"]] == ["one"]
     assert tasks.data_files["one"] == f"{tmp_path}/tasks/data/items.jsonl"
@@ -248,7 +249,7 @@ def test_paths_of_tasks_are_those_beside_their_file(tmp_path, monkeypatch):
     ]
     assert task_names(Evaluation(tasks="tasks/t*.yaml")) == ["tasks/two.yaml"]
     assert "no folder with a task's YAML file" in refusal(load, "tasks/none/")
-    (tmp_path / "tasks" / "one.yaml").write_text("include: base.yaml\ntask: one\nunsafe_code: true")
+    (tmp_path / "tasks/one.yaml").write_text("include: base.yaml\ntask: one\nunsafe_code: true")
     assert "unsafe_code" in refusal(load, "tasks/one.yaml")
 
 
@@ -259,7 +260,7 @@ def harness_model(folder):
     from fsdp_trainer.evaluation.harness import HarnessModel
     from fsdp_trainer.evaluation.scoring import Scorer
 
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(folder)
     scorer = Scorer(load_model(folder), 4, torch.device("cpu"))
     return HarnessModel(scorer, tokenizer, load_template(None, tokenizer))
 
@@ -308,9 +309,8 @@ def test_a_run_keeps_its_evaluations(ledger, evaluate, world, tasks, tmp_path):
 def test_a_task_that_lm_eval_does_not_know_is_refused_by_name():
     from fsdp_trainer.evaluation.harness_tasks import LoadedTasks
 
-    with pytest.raises(UserError) as refused:
-        LoadedTasks(["no_task_of_this_name"], include_defaults=False)
-    assert "no such task" in str(refused.value)
+    said = refusal(LoadedTasks, ["no_task_of_this_name"], include_defaults=False)
+    assert "no such task" in said
 
 
 def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
@@ -333,9 +333,7 @@ def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
         ("group: g\ntask: [null]\n", "g"),
     ]:
         file.write_text(text)
-        with pytest.raises(UserError) as refused:
-            HarnessTasks(Evaluation(tasks=[str(file)]), [str(file)], {})
-        assert reason in str(refused.value)
+        assert reason in refusal(HarnessTasks, Evaluation(tasks=[str(file)]), [str(file)], {})
     file.write_text("task: a\nprocess_docs: !function own.f\n")
     assert not (tmp_path / "ran").exists()
     assert read_task(str(file), ["own.py"])["process_docs"] is len

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from image_models import make_image_folder, write_pictures
+from image_models import load, make_image_folder, write_pictures
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from texts import turn
 from world import write_json, write_lines
 from zoo import make_folder
 
@@ -14,7 +14,6 @@ from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.records.images import Image as Named
 
 pytest.importorskip("lm_eval")
-pytestmark = pytest.mark.slow
 
 TASK = """task: {name}
 dataset_path: json
@@ -63,8 +62,8 @@ def inputs_of(folder, model, question, image, chat=False):
     text = f"say. {processor.image_token}{question}"
     if chat:
         parts = [{"type": "text", "text": "say. "}, {"type": "image"}]
-        turn = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
-        text = processor.apply_chat_template([turn], add_generation_prompt=True)
+        chat = [turn("user", [*parts, {"type": "text", "text": question}])]
+        text = processor.apply_chat_template(chat, add_generation_prompt=True)
     picture = Image.open(folder / image)
     return processor, processor(text=[text], images=[picture], return_tensors="pt")
 
@@ -94,7 +93,7 @@ def test_choices_about_images_are_those_of_transformers_also_during_a_training(
     """The expected answers are right in all items but one. Ranks have unequally many; a training
     has one rank."""
     model = make_image_folder(tmp_path / "qwen3_vl", "qwen3_vl")
-    theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    theirs = load(model)
     rows = []
     for i in range(5):
         image, question = f"pictures/{i}.png", f"what is in number {i * i}?"
@@ -108,8 +107,8 @@ def test_choices_about_images_are_those_of_transformers_also_during_a_training(
 
     chats = pictures / "chats.jsonl"
     content = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "what?"}]
-    answer = {"role": "assistant", "content": "a thing"}
-    write_json(chats, {"messages": [{"role": "user", "content": content}, answer]})
+    answer = turn("assistant", "a thing")
+    write_json(chats, {"messages": [turn("user", content), answer]})
     own = (
         f"model.init_from={model} data.path={chats} batch.seq_len=128 batch.rows=2"
         " train.steps=1 optim.lr=0 precision=fp32 launch.device=cpu"
@@ -121,7 +120,7 @@ def test_choices_about_images_are_those_of_transformers_also_during_a_training(
 @torch.no_grad()
 def test_answers_about_images_are_those_of_transformers(evaluate, tmp_path, pictures):
     model = make_image_folder(tmp_path / "llava", "llava")
-    theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    theirs = load(model)
     rows = []
     for i in range(3):
         processor, inputs = inputs_of(pictures, model, f"{i}?", f"pictures/{i}.png", chat=True)

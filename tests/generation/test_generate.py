@@ -151,7 +151,6 @@ def record_by(monkeypatch):
     return replace
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
 def test_recorded_kernels_answer_as_those_that_are_launched_one_by_one(tmp_path, record_by, family):
     """Here recorded kernels are the function that a GPU records."""

@@ -137,10 +137,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(kl, share, heat, count, st
 
 
 STUDENT = {"vocab_size": ROW_VOCABULARY, "tie_word_embeddings": False}
-TEACHERS = {
-    "another family": {"hidden_size": 48, "num_hidden_layers": 3, "family": "qwen3"},
-    "tied, more tokens": {"tie_word_embeddings": True, "vocab_size": 110},
-}
+TEACHERS = yaml.safe_load("""
+another family: {hidden_size: 48, num_hidden_layers: 3, family: qwen3}
+tied, more tokens: {tie_word_embeddings: true, vocab_size: 110}
+""")
 
 
 @pytest.mark.parametrize("kind", TEACHERS)
@@ -214,8 +214,7 @@ def test_a_run_learns_from_data_and_teacher_and_goes_on_with_that_teacher_alone(
 def test_teacher_and_student_are_compiled_once_each(ledger, world, compiled, tmp_path):
     words = [*ledger.words_of(RUNS["distil"]), *compiled]
     run = world.train(tmp_path / "run", *words, base=[], seam=inject.no_kernels())
-    for name in ("loss", "kl"):
-        assert run[name] == pytest.approx(ledger.run("distil")[name], rel=1e-5)
+    assert_near(run, ledger.run("distil"), "loss", "kl", rel=1e-5)
     assert "compiled again" not in run.out
 
 
@@ -304,7 +303,6 @@ def test_a_teacher_that_does_not_fit_is_refused_with_what_differs(ledger, world,
     assert "batch.seq_len=32" in refused()
 
 
-@pytest.mark.slow
 def test_a_plan_of_stored_lists_has_their_disk_and_no_teacher(tmp_path):
     config = ModelConfig(**SIZES | {"vocab_size": 8000, "hidden_size": 256, "head_dim": 64})
     write_json(tmp_path / "config.json", config.to_hf("float32"))

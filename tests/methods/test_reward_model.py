@@ -10,7 +10,7 @@ import pytest
 import torch
 from named_runs import PAIRS
 from refused import refusal
-from texts import make_tokenizer, turn
+from texts import function, make_tokenizer, turn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from world import cli, read_json, read_lines, write_json, write_lines
 
@@ -21,7 +21,7 @@ from fsdp_trainer.rl.rewards.model import ModelReward
 from fsdp_trainer.rl.rewards.reward import Attempt
 from fsdp_trainer.rl.rounds.reward_scores import RewardModel, open_reward_model
 
-TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+TOOL = function("weather", description="", parameters={})
 SHOWS_TOOLS = """{% if tools %}{{ tools | tojson }}
 {% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>

@@ -9,16 +9,16 @@ import torch
 from named_runs import LORA, PAIRS, RUNS
 from pairs import write_labelled
 from refused import refusal
+from tables import rows
+from texts import BYTES, arguments_of
 from world import cli, write_lines
 
-from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
+from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.data_statistics import all_findings
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.records.preference_records import UNPAIRED
 from fsdp_trainer.data.store import tokenize_tasks
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
 from fsdp_trainer.models.decoder import DocumentTargets, MicroBatch
 from fsdp_trainer.models.head import Scores
@@ -61,27 +61,24 @@ def test_the_loss_is_the_papers_and_its_figures_tell_good_from_bad():
 
 def test_each_answer_lies_beside_its_prompt_with_the_answer_before_it(tmp_path):
     path = write_labelled(tmp_path / "labelled.jsonl", count=6)
-    data, batch = Data(path=str(path)), Batch(seq_len=64)
-    tokenizer = load_tokenizer("demo:bytes")
-    template = load_template(data.template, tokenizer, data.template_args, data.template_date)
-    store = prepare(data, batch, tokenizer, template, tmp_path / "cache", kind=UNPAIRED).train[0]
+    store = prepared(tmp_path, path, seq_len=64).train[0]
     assert store.kinds.tolist() == [BAD, MISMATCHED, *[GOOD, MISMATCHED] * 2] * 2
     assert store.group_starts.tolist() == [True, False] * 6
 
     def parts(sample):
         tokens, weights = store.read(sample)
         learnt = weights > 0
-        return tokenizer.decode(tokens[~learnt]), tokenizer.decode(tokens[learnt])
+        return BYTES.decode(tokens[~learnt]), BYTES.decode(tokens[learnt])
 
     answers = [parts(sample) for sample in range(0, 12, 2)]
     for place, sample in enumerate(range(1, 12, 2)):
         assert parts(sample) == (answers[place][0], answers[place - 1][1])
 
-    tight = Batch(seq_len=2 * int(store.lengths.max()) - 4)
-    cut = prepare(data, tight, tokenizer, template, tmp_path / "cache", kind=UNPAIRED).train[0]
+    tight = 2 * int(store.lengths.max()) - 4
+    cut = prepared(tmp_path, path, seq_len=tight).train[0]
     assert len(cut) == len(store)
     longest = np.add.reduceat(np.asarray(cut.lengths), np.arange(0, 12, 2)).max()
-    assert longest <= tight.seq_len
+    assert longest <= tight
 
 
 @pytest.mark.parametrize("prompts", ["AABB", "ABAB", "ABBBBB", "ABCD", "AABBBBCC", "ABBA"])
@@ -102,7 +99,7 @@ def test_mismatched_answers_are_those_to_other_prompts_each_once_if_that_can_be(
     store = stored(tmp_path, rows)
     used = []
     for sample in np.flatnonzero(np.asarray(store.kinds) == MISMATCHED).tolist():
-        text = load_tokenizer("demo:bytes").decode(store.read(sample)[0].tolist())
+        text = BYTES.decode(store.read(sample)[0].tolist())
         own, answer = re.search(r"<(\w)>\s*assistant\s*(.*)", text, re.DOTALL).groups()
         assert own != answer.strip()[-1]
         used.append(answer)
@@ -128,34 +125,33 @@ def test_answers_to_a_single_prompt_are_dropped_and_counted(tmp_path):
 
 @pytest.mark.parametrize(
     "labels, warning",
-    [
-        ("11", "all 2 answers are labelled good"),
-        ("00", "all 2 answers are labelled bad"),
-        ("10", ""),
-    ],
+    rows("""
+11 → all 2 answers are labelled good
+00 → all 2 answers are labelled bad
+10 →
+"""),
 )
 def test_answers_with_one_label_only_are_a_warning(tmp_path, labels, warning):
-    rows = [
+    answers = [
         {"prompt": f"q{i}", "completion": f"a{i}", "label": label == "1"}
         for i, label in enumerate(labels)
     ]
-    warnings = [
-        each.text for each in all_findings(prepared(tmp_path, rows), 256) if each.is_warning
-    ]
+    findings = all_findings(of_rows(tmp_path, answers), 256)
+    warnings = [each.text for each in findings if each.is_warning]
     assert [text.partition(":")[0] for text in warnings] == [warning] * bool(warning)
 
 
 def stored(folder, rows):
-    return prepared(folder, rows).train[0]
+    return of_rows(folder, rows).train[0]
 
 
-def prepared(folder, rows):
-    file = folder / "rows.jsonl"
-    write_lines(file, rows)
-    tokenizer = load_tokenizer("demo:bytes")
-    template = load_template("chatml", tokenizer)
-    data, batch = Data(path=str(file)), Batch(seq_len=256)
-    return prepare(data, batch, tokenizer, template, folder / "cache", kind=UNPAIRED)
+def of_rows(folder, rows):
+    return prepared(folder, write_lines(folder / "rows.jsonl", rows), template="chatml")
+
+
+def prepared(folder, file, seq_len=256, template=None):
+    how = arguments_of(folder / "cache", file, seq_len=seq_len, template=template)
+    return prepare(*how, UNPAIRED)
 
 
 def test_preview_shows_good_bad_and_mismatched_answers(tmp_path):
@@ -182,13 +178,13 @@ def test_pairs_are_one_good_and_one_bad_answer_each(ledger):
 
 @pytest.mark.parametrize(
     "words, message",
-    [
-        (["objective=sft"], "objective=kto"),
-        (["objective=dpo"], "objective=kto"),
-        (["objective=kto objective.reference=none"], "compares with a reference"),
-    ],
+    rows("""
+objective=sft → objective=kto
+objective=dpo → objective=kto
+objective=kto objective.reference=none → compares with a reference
+"""),
 )
 def test_labelled_answers_need_kto_and_a_reference(train, tmp_path, words, message):
     path = write_labelled(tmp_path / "labelled.jsonl")
-    said = train("run", f"data.path={path} batch.seq_len=128", *words, code=2).err
+    said = train("run", f"data.path={path} batch.seq_len=128", words, code=2).err
     assert message in said

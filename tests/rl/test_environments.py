@@ -4,18 +4,19 @@ import asyncio
 import os
 import re
 import time
-from pathlib import Path
 
 import pytest
 import yaml
+from folders import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refusal
 from tables import rows
+from texts import function, turn
 
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.data.tokens.turn_tokens import TurnTokens
-from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.environments.bounded_calls import TookTooLong, call_all
 from fsdp_trainer.rl.environments.calculator import Calculator
 from fsdp_trainer.rl.environments.environment import row_of
@@ -24,7 +25,7 @@ from fsdp_trainer.rl.environments.tool_calls import FORMATS, format_of, parse_an
 from fsdp_trainer.rl.rollouts.episode_player import unread_call
 
 QUESTION = {"row": {"turns": ["why?", "bye"]}, "tools": None, "reference": None}
-QUESTION |= {"messages": [{"role": "user", "content": "hi"}]}
+QUESTION |= {"messages": [turn("user", "hi")]}
 
 
 def called(name, **arguments):
@@ -33,7 +34,7 @@ def called(name, **arguments):
 
 
 def answer(*calls, content=""):
-    return {"role": "assistant", "content": content, "tool_calls": [*calls]}
+    return turn("assistant", content, tool_calls=[*calls])
 
 
 def say(environment, name, **arguments):
@@ -68,7 +69,6 @@ def test_a_tool_without_its_argument_answers_with_an_error():
     assert Calculator().step([answer(content="84")]) == ([], True)
 
 
-@pytest.mark.slow
 def test_python_keeps_names_between_calls_and_shows_values_prints_and_errors():
     environment = find_environment("python").make()
     environment.reset(row_of(QUESTION))
@@ -86,7 +86,6 @@ def test_python_keeps_names_between_calls_and_shows_values_prints_and_errors():
     assert say(environment, "python", code="x") == "NameError: name 'x' is not defined"
 
 
-@pytest.mark.slow
 def test_python_that_takes_too_long_is_ended():
     environment = find_environment({"name": "python", "seconds": 0.5}).make()
     environment.reset(row_of(QUESTION))
@@ -166,9 +165,7 @@ Good → ZeroDivisionError
 def test_a_file_without_an_environment_says_what_it_lacks(tmp_path, name, text):
     file = tmp_path / "own.py"
     file.write_text(OWN if name != "Good" else OWN + "1 / 0")
-    with pytest.raises(UserError) as error:
-        find_environment(f"{file}:{name}")
-    assert text in str(error.value)
+    assert text in refusal(find_environment, f"{file}:{name}")
 
 
 # --- calls side by side ---------------------------------------------------------------------------
@@ -219,7 +216,7 @@ def test_no_more_calls_are_made_at_once_than_allowed():
 
 TOOLS = [*Calculator.tools]
 ARGUMENTS = '{"expression": "1+1"}'
-CASES = yaml.safe_load(Path(__file__).with_name("tool_calls.yaml").read_text())
+CASES = table("rl/tool_calls.yaml")
 RIGHT, BROKEN = CASES["right"], CASES["broken"]
 MARKS = re.compile(r"<[^<>\n]+>|\[[A-Z_]+\]|[^<\[]+")
 WHOLE = [text for texts in RIGHT.values() for text in texts]
@@ -252,7 +249,6 @@ def test_of_calls_that_cannot_be_read_none_is_made(form):
 PIECES = [*WHOLE, *PARTS, ARGUMENTS, *'{}[]",;5', "null", "name", "\n"]
 
 
-@pytest.mark.slow
 @settings(max_examples=500)
 @given(st.sampled_from([*RIGHT]), st.lists(st.sampled_from(PIECES), max_size=6))
 def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
@@ -289,7 +285,7 @@ def test_arguments_in_xml_have_the_types_of_transformers(name):
     chat_parsing = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
     schema, texts = CASES["typed"][name]
     properties = {"type": "object", "properties": {"x": schema}}
-    tools = [{"type": "function", "function": {"name": "probe", "parameters": properties}}]
+    tools = [function("probe", parameters=properties)]
     block = f"<tool_call>\n{''.join(map(xml_of, texts))}</tool_call>"
     parsed = parse_answer(block, FORMATS["hermes"], tools)
     values = [call["function"]["arguments"]["x"] for call in parsed.calls]
@@ -300,17 +296,16 @@ def test_arguments_in_xml_have_the_types_of_transformers(name):
 
 
 def test_types_that_a_schema_names_elsewhere_are_found():
-    parameters = {
-        "properties": {
-            "x": {"$ref": "#/$defs/Size"},
-            "e": {"enum": ["1", "2"]},
-            "f": {"const": 1},
-            "h": {"anyOf": 5, "enum": 5},
-        },
-        "additionalProperties": {"type": "integer"},
-        "$defs": {"Size": {"type": "integer"}},
-    }
-    tools = [{"type": "function", "function": {"name": "probe", "parameters": parameters}}]
+    parameters = yaml.safe_load("""
+    properties:
+      x: {$ref: '#/$defs/Size'}
+      e: {enum: ['1', '2']}
+      f: {const: 1}
+      h: {anyOf: 5, enum: 5}
+    additionalProperties: {type: integer}
+    $defs: {Size: {type: integer}}
+    """)
+    tools = [function("probe", parameters=parameters)]
     text = "<tool_call>" + "".join(xml_of("1", name) for name in "xefgh") + "</tool_call>"
     calls = parse_answer(text, FORMATS["hermes"], tools).calls
     values = [value for call in calls for value in call["function"]["arguments"].values()]

@@ -132,8 +132,3 @@ def test_a_run_whose_rollouts_all_fail_ends_with_the_reason(train, tmp_path, rew
     said = train("run", *words, code=1).err
     assert "rollouts failed, the first with" in said
     assert reason in said
-
-
-def test_an_environment_without_rewards_needs_others(train):
-    words = [*KEYS, "objective.environment=calculator"]
-    assert "gives no rewards" in train("run", *words, code=2).err

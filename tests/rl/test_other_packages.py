@@ -8,13 +8,15 @@ import threading
 from contextlib import suppress
 
 import pytest
+import yaml
+from texts import turn
 from websockets.sync.server import serve
 from world import wait_until
 
 from fsdp_trainer.rl.environments import endpoint
 from fsdp_trainer.rl.environments.known_environments import environment_problems, find_environment
 
-ROW = {"messages": [{"role": "user", "content": "2+1?"}], "tools": None, "reference": "3"}
+ROW = {"messages": [turn("user", "2+1?")], "tools": None, "reference": "3"}
 AGENT = """
 import openai
 
@@ -77,7 +79,6 @@ def program(tmp_path):
     return make
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, reward", [("rollout", 1.0), ("asynchronous", 0.5)])
 def test_a_program_that_asks_the_model_is_an_environment(program, name, reward):
     environment = program(name)
@@ -220,7 +221,7 @@ def test_a_server_of_openenv_is_acted_on_by_a_tool_and_rewards_each_turn(server)
     assert spec.rewards
     environment = spec.make()
     messages, [tool] = environment.reset({**ROW, "seed": 4})
-    assert messages == [{"role": "user", "content": "2+1?\n\nguess"}]
+    assert messages == [turn("user", "2+1?\n\nguess")]
     assert tool["function"]["parameters"]["properties"] == {"number": {"type": "integer"}}
     messages.append(says("", call("act", {"number": 3}), call("act", {"number": "x"})))
     new, is_over = environment.step(messages)
@@ -240,7 +241,7 @@ def test_a_server_of_openenv_is_acted_on_by_text(server):
     messages, tools = environment.reset(ROW)
     assert tools is None
     new, is_over = environment.step([*messages, says("no number")])
-    assert new == [{"role": "user", "content": "error: the arguments do not fit: ['int']"}]
+    assert new == [turn("user", "error: the arguments do not fit: ['int']")]
     assert not is_over
     assert environment.reward([*messages, says("no number")]) == [0.0]
     environment.close()
@@ -281,7 +282,7 @@ def verifiers(tmp_path, monkeypatch):
     files = ("__init__", "v1/__init__", "v1/clients", "v1/configs/__init__", "v1/configs/client")
     files += ("v1/envs/__init__", "v1/envs/single_agent/__init__", "v1/envs/single_agent/env")
     for name in files:
-        file = tmp_path / "verifiers" / f"{name}.py"
+        file = tmp_path / f"verifiers/{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("from stand_in import *\n")
     (tmp_path / "stand_in.py").write_text(textwrap.dedent(VERIFIERS))
@@ -291,14 +292,13 @@ def verifiers(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.slow
 def test_a_task_of_verifiers_asks_the_model_and_rewards_it(verifiers):
     spec = find_environment({"name": "verifiers", "taskset": "sums"})
     assert spec.rewards
     for number, said, reward in ((2, "3", 1.0), (1, "3", 0.0)):
         environment = spec.make()
         messages, _ = environment.reset({**ROW, "task": number})
-        assert messages == [{"role": "user", "content": f"{number}+1?"}]
+        assert messages == [turn("user", f"{number}+1?")]
         assert environment.step([*messages, says(said)]) == ([], True)
         assert environment.reward(messages) == reward
     environment = spec.make()
@@ -310,14 +310,14 @@ def test_a_task_of_verifiers_asks_the_model_and_rewards_it(verifiers):
 
 @pytest.mark.parametrize(
     "entry, named",
-    [
-        ("endpoint", "run: my_agent.py:rollout"),
-        ({"name": "endpoint", "run": "agent"}, "is no FILE.py:FUNCTION"),
-        ({"name": "endpoint", "run": "nowhere.py:f"}, "nowhere.py is no file"),
-        ("openenv", "url: http://localhost:8000"),
-        ("verifiers", "taskset: my_taskset"),
-        ({"name": "verifiers", "taskset": "sums"}, "pip install verifiers uv"),
-    ],
+    yaml.safe_load("""
+- [endpoint, 'run: my_agent.py:rollout']
+- [{name: endpoint, run: agent}, 'is no FILE.py:FUNCTION']
+- [{name: endpoint, run: 'nowhere.py:f'}, nowhere.py is no file]
+- [openenv, 'url: http://localhost:8000']
+- [verifiers, 'taskset: my_taskset']
+- [{name: verifiers, taskset: sums}, pip install verifiers uv]
+"""),
 )
 def test_what_is_missing_is_named(entry, named):
     assert named in " ".join(environment_problems(entry))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import sympy
 import yaml
+from folders import table
 from json_server import JsonServer
 from refused import refusal
 from tables import rows
@@ -17,7 +18,7 @@ from world import cli, write_lines
 
 from fsdp_trainer import extensions
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.rl.rewards.number import find_number
 from fsdp_trainer.rl.rewards.reward import Attempt, score, totals
 from fsdp_trainer.rl.rewards.table import make_rewards
@@ -208,7 +209,6 @@ first 5⏎#### 1,234,567⏎bye 8
 """What math-verify reads in another way or not at all."""
 
 
-@pytest.mark.slow
 def test_a_number_is_the_one_that_math_verify_reads():
     math_verify = pytest.importorskip("math_verify")
     read = partial(math_verify.parse, parsing_timeout=None)
@@ -360,9 +360,9 @@ model → lacks a source
 
 @pytest.mark.parametrize("entry", WRONG)
 def test_a_wrong_entry_is_refused_with_what_to_type(entry):
-    with pytest.raises(UserError, match="rewards cannot be used") as refused:
-        make_rewards([yaml.safe_load(entry)])
-    assert WRONG[entry] in str(refused.value)
+    said = refusal(make_rewards, [yaml.safe_load(entry)])
+    assert "rewards cannot be used" in said
+    assert WRONG[entry] in said
 
 
 def test_two_rewards_of_a_kind_need_labels():
@@ -396,13 +396,13 @@ def test_an_error_in_a_function_of_ones_own_is_told_with_its_line(register):
 
 @pytest.mark.parametrize(
     "entry, column, reason",
-    [
-        ("exact", ["8", "8.0"], "has a list in 'x'"),
-        ("number", {"value": 8}, "has an object in 'x'"),
-        ("code", [{"inputs": ["1"], "outputs": ["2"]}], "has a value as a test"),
-        ("code", '{"inputs": [1], "outputs": [2]}', "has a value as a test"),
-        ("code", "assert f(1) == 2", None),
-    ],
+    yaml.safe_load("""
+- [exact, ['8', '8.0'], has a list in 'x']
+- [number, {value: 8}, has an object in 'x']
+- [code, [{inputs: ['1'], outputs: ['2']}], has a value as a test]
+- [code, '{"inputs": [1], "outputs": [2]}', has a value as a test]
+- [code, assert f(1) == 2, null]
+"""),
 )
 def test_a_column_that_a_reward_would_only_print_is_refused(entry, column, reason):
     [reward] = make_rewards([{"name": entry, "field": "x"}])
@@ -490,14 +490,14 @@ def test_what_is_scored_and_by_what_must_be_named():
 ADDS = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 PATIENT = {"name": "code", "seconds": 300}  # the machine may be busy
 SMALL = {"cpu_seconds": 1, "memory_mib": 200, "workers": 4}
-HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_code.yaml").read_text())
+HOSTILE = table("rl/hostile_code.yaml")
 
 
 def scores_of(entry, answers, row):
     return score(make_rewards([entry]), [Attempt("?", answer, row) for answer in answers])[0]
 
 
-def children() -> set[str]:
+def children():
     """The ids of this process's children; the kernel lists them by the thread that made them."""
     numbers = set()
     for task in Path("/proc/self/task").iterdir():
@@ -506,7 +506,6 @@ def children() -> set[str]:
     return numbers
 
 
-@pytest.mark.slow
 def test_code_that_passes_the_rows_tests_is_rewarded_and_nothing_else():
     good = [
         ADDS,
@@ -528,7 +527,6 @@ def test_code_that_passes_the_rows_tests_is_rewarded_and_nothing_else():
     assert scores_of(PATIENT | {"field": "checks"}, [uses_setup], as_json) == [1]
 
 
-@pytest.mark.slow
 def test_tests_and_verdict_are_out_of_reach_of_an_answer():
     cheats = HOSTILE["cheats"]
     row = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
@@ -536,7 +534,6 @@ def test_tests_and_verdict_are_out_of_reach_of_an_answer():
     assert dict(zip(cheats, scores, strict=True)) == dict.fromkeys(cheats, 0)
 
 
-@pytest.mark.slow
 def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -627,19 +624,19 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):
 
 @pytest.mark.parametrize(
     "status, content, message, requests",
-    [
-        (503, b"out of\nluck", r"HTTP 503 Service Unavailable: out of \(the last of 3 tries\)$", 3),
-        (404, b"no such page", "HTTP 404 Not Found: no such page", 1),
-        (200, b"<html>", "no JSON: <html>", 1),
-        (200, b'{"score": 1}', "a list of numbers", 1),
-        (200, b"[1, 2]", "2 numbers for 1 answer", 1),
-        (200, b"[true]", "a list of numbers", 1),
-    ],
+    yaml.safe_load(r"""
+- [503, "out of\nluck", 'HTTP 503 Service Unavailable: out of \(the last of 3 tries\)$', 3]
+- [404, no such page, 'HTTP 404 Not Found: no such page', 1]
+- [200, <html>, 'no JSON: <html>', 1]
+- [200, '{"score": 1}', a list of numbers, 1]
+- [200, '[1, 2]', 2 numbers for 1 answer, 1]
+- [200, '[true]', a list of numbers, 1]
+"""),
 )
 def test_a_server_without_scores_ends_the_run_with_its_address(
     scorer, status, content, message, requests
 ):
-    scorer.replies += [(status, content)] * 3
+    scorer.replies += [(status, content.encode())] * 3
     with pytest.raises(RunFailed, match=message) as failed:
         scores_of({"name": "http", "url": scorer.url, "retries": 2}, ["a"], {})
     assert scorer.url in str(failed.value)

@@ -104,12 +104,6 @@ def test_a_stop_before_the_rollout_ranks_are_ready_ends_all_of_them(train, tmp_p
     train("run", *KEYS, ONE, ranks=2, seam=inject.together(*seams), code=75)
 
 
-def test_a_rank_must_be_left_for_training(train):
-    said = train("run", *KEYS, "launch.rollout_ranks=2", ranks=2, code=2).err
-    assert "leaves no rank for training: there are 2" in said
-
-
-@pytest.mark.slow
 def test_a_plan_counts_rollout_ranks_apart():
     words = [
         "plan",

@@ -15,6 +15,7 @@ from recipe import planned
 from refused import refusal
 from small_decoder import small_decoder
 from stored import assert_near, checkpoint
+from texts import function, turn
 from world import cli, read_lines, split
 
 from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_search, quickstart_tools
@@ -30,25 +31,25 @@ from fsdp_trainer.rl.rounds.answers import PackedAnswers, advantages, turn_advan
 from fsdp_trainer.rl.rounds.rollout_source import turns_of_prompt
 from fsdp_trainer.training.batches import Assembler, BatchOptions
 
-TURNS = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "hi"},
-]
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-ROWS = [
-    ({"question": "1+1?", "solution": "one, two", "level": 3}, "1+1?", "one, two"),
-    ({"messages": TURNS, "answer": 7, "id": "a"}, "hi", "7"),
-    ({"prompt": "Sort [2, 1]", "tests": ["f([2, 1]) == [1, 2]"]}, "Sort [2, 1]", None),
-    ({"prompt": "p", "chosen": "good", "rejected": "bad"}, "p", "good"),
-    ({"prompt": "Rain?", "tools": [TOOL]}, "Rain?", None),
-]
+TOOL = function("weather", parameters={})
+ROWS = yaml.safe_load("""
+- [{question: 1+1?, solution: "one, two", level: 3}, 1+1?, "one, two"]
+- - messages: [{role: system, content: be brief}, {role: user, content: hi}]
+    answer: 7
+    id: a
+  - hi
+  - "7"
+- [{prompt: "Sort [2, 1]", tests: ["f([2, 1]) == [1, 2]"]}, "Sort [2, 1]", null]
+- [{prompt: p, chosen: good, rejected: bad}, p, good]
+- [{prompt: Rain?, tools: [{type: function, function: {name: weather}}]}, Rain?, null]
+""")
 
 
 @pytest.mark.parametrize("columns, prompt, reference", ROWS, ids=lambda x: None)
 def test_rows_of_many_formats_are_prompts_and_keep_their_columns(columns, prompt, reference):
     reader = make_prompt_reader(columns, "auto", None, "f")
     stored = json.loads(reader.read(Record(columns, ("f", 1))).as_json)
-    messages = columns.get("messages", [{"role": "user", "content": prompt}])
+    messages = columns.get("messages", [turn("user", prompt)])
     wanted = {"prompt": prompt, "reference": reference, "row": columns, "messages": messages}
     assert stored == wanted | {"tools": columns.get("tools")}
 
@@ -58,8 +59,8 @@ def test_a_prompt_without_an_answer_keeps_its_system_text_and_tools():
     fields = {"prompt": "q", "system": "sys", "tools": "functions"}
     question = make_prompt_reader(columns, "auto", fields, "f").read(Record(columns, ("f", 1)))
     assert question.messages == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "Rain?"},
+        turn("system", "be brief"),
+        turn("user", "Rain?"),
     ]
     assert question.tools == [TOOL]
 
@@ -320,7 +321,7 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
 
 
 @pytest.fixture
-def quickstart(world, tmp_path, monkeypatch, capsys):
+def quickstart(world, tmp_path, monkeypatch):
     """Return a function that trains as the verb does, in this pool of ranks, and what it says."""
 
     def say(*words):
@@ -337,14 +338,14 @@ def quickstart(world, tmp_path, monkeypatch, capsys):
 
 def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(quickstart, tmp_path):
     assert "reward in the first third" in quickstart("task=sums steps=3")
-    assert (tmp_path / "sums-rewarded" / "hf" / "model.safetensors").is_file()
+    assert (tmp_path / "sums-rewarded/hf/model.safetensors").is_file()
 
 
 def test_the_quickstart_of_tools_trains_twice_and_asks_the_exported_model(quickstart, tmp_path):
     said = quickstart("task=tools steps=2 questions=4")
     assert "before rewards: 0 of 4 held-out sums right" in said
     assert "asked of the exported folder" in said
-    rows = read_lines(tmp_path / "tools-data" / "chats.jsonl")
+    rows = read_lines(tmp_path / "tools-data/chats.jsonl")
     assert any("tool_calls" in turn for row in rows for turn in row["messages"])
 
 
@@ -359,7 +360,6 @@ def test_the_quickstart_of_search_asks_the_exported_model_for_held_out_answers(
     assert not pairs & {quickstart_search.pair(60 + i) for i in range(4)}
 
 
-@pytest.mark.slow
 def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
     model = split(["model=qwen3_0_6b model.vocab_size=151936 plan.world_size=8 plan.gpu=h100"])
     grpo = "tokenizer.path=demo:bytes objective=grpo objective.rewards=[exact]"

@@ -198,10 +198,3 @@ def completion(**logprobs):
 def test_answers_without_tokens_or_their_probabilities_are_refused(given):
     with pytest.raises(RequestFailed, match="its answer"):
         read_completion(given)
-
-
-def test_tokens_are_read_as_numbers():
-    answer = read_completion(
-        completion(tokens=["token_id:5", "token_id:2"], token_logprobs=[-0.5, -1])
-    )
-    assert (answer.tokens, answer.log_probabilities, answer.finished) == ([5, 2], [-0.5, -1], True)

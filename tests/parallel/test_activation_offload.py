@@ -162,7 +162,6 @@ def test_small_tensors_stay():
     assert copies.moved == []
 
 
-@pytest.mark.slow
 def test_compiled_blocks_offload_too(small, enter):
     enter(inject.no_kernels())
     torch._dynamo.reset()
@@ -170,7 +169,6 @@ def test_compiled_blocks_offload_too(small, enter):
     assert_offloaded_without_a_difference(way, compiled=True, layers=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=lambda way: way.mode)
 def test_the_plan_counts_the_bytes_that_are_moved(small, way):
     words = f"plan.gpu=h100 precision=fp32 model.attention=mask batch.seq_len={LENGTH}"
@@ -186,7 +184,6 @@ def test_the_plan_counts_the_bytes_that_are_moved(small, way):
     assert sum(copies.sizes) == pytest.approx(sum(counted), rel=0.02)
 
 
-@pytest.mark.slow
 def test_offloading_is_suggested_where_it_makes_a_run_fit():
     words = split(
         [
@@ -210,7 +207,6 @@ def test_offloading_is_suggested_where_it_makes_a_run_fit():
     assert typed.host_bytes_per_node == 8 * 31 * inputs
 
 
-@pytest.mark.slow
 def test_crossing_to_the_host_takes_time_where_nothing_hides_it():
     words = split(["model=llama3_8b batch.seq_len=8192 plan.world_size=8 plan.gpu=l40s"])
     offload = "activation_checkpoint.offload=true"
@@ -219,7 +215,6 @@ def test_crossing_to_the_host_takes_time_where_nothing_hides_it():
     assert planned(*full, offload).seconds == planned(*full).seconds
 
 
-@pytest.mark.slow
 def test_on_a_cpu_nothing_is_saved():
     words = split(["model=tiny batch.seq_len=2048 launch.device=cpu plan.world_size=2"])
     offloaded = planned(*words, "activation_checkpoint.offload=true")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import yaml
 
 from fsdp_trainer.config.context_methods import choose_context_method
 from fsdp_trainer.config.schema import Sharding
@@ -16,13 +17,15 @@ def test_the_start_says_how_rows_are_split(ledger):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
     "lengths, windows",
-    [
-        ([8192], [None]),
-        ([8192], [512, 512, 512, None]),
-        ([400] * 20, [None]),
-        ([5000, 100, 3000], [None]),
-        ([8000, 64, 64], [1024, None]),
-    ],
+    yaml.safe_load("""
+- [[8192], [null]]
+- [[8192], [512, 512, 512, null]]
+- [[5000, 100, 3000], [null]]
+- [[8000, 64, 64], [1024, null]]
+- - [400, 400, 400, 400, 400, 400, 400, 400, 400, 400,
+     400, 400, 400, 400, 400, 400, 400, 400, 400, 400]
+  - [null]
+"""),
 )
 def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, windows):
     costs = token_costs(lengths, 8192, windows)
@@ -35,12 +38,12 @@ def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, win
 
 @pytest.mark.parametrize(
     "heads, row, softcap, method",
-    [
-        (8, 131_072, False, "ulysses"),
-        (14, 8192, False, "gathered"),
-        (14, 131_072, False, "ring"),
-        (14, 131_072, True, "gathered"),
-    ],
+    yaml.safe_load("""
+- [8, 131072, false, ulysses]
+- [14, 8192, false, gathered]
+- [14, 131072, false, ring]
+- [14, 131072, true, gathered]
+"""),
 )
 def test_whole_heads_are_dealt_where_they_divide_and_else_keys_travel(heads, row, softcap, method):
     split = Sharding(context=4)

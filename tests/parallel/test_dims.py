@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from layouts import SIZES, batch_of, built, configuration, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,22 +88,22 @@ def test_ranks_of_a_tensor_and_a_context_group_read_the_same_rows(world):
 
 
 @pytest.mark.parametrize(
-    "layout, words",
-    [
-        ({"tensor": 3}, "must divide the number of ranks, which is 8.\nUse  sharding.tensor=2"),
-        ({"tensor": 2, "context": 3}, "sharding.context=3 must divide the number of groups of"),
-        ({"strategy": "hsdp", "replicas": 3}, "sharding.replicas=3 must divide the number"),
-        ({"strategy": "hsdp", "replicas": 8, "tensor": 2}, "which are 4 of 8"),
-    ],
+    "ranks, layout, words",
+    yaml.safe_load(r"""
+- [8, {tensor: 3}, "must divide the number of ranks, which is 8.\nUse  sharding.tensor=2"]
+- [8, {tensor: 2, context: 3}, sharding.context=3 must divide the number of groups of]
+- [8, {strategy: hsdp, replicas: 3}, sharding.replicas=3 must divide the number]
+- [8, {strategy: hsdp, replicas: 8, tensor: 2}, which are 4 of 8]
+- [10, {tensor: 2, context: 4}, "which is 5.\nUse  sharding.context=1"]
+- [8, {reshard_after_forward: 3}, Use  sharding.reshard_after_forward=2]
+- [3, {reshard_after_forward: 2}, Use  sharding.reshard_after_forward=true]
+"""),
 )
-def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_one_that_does(layout, words):
-    problem = Layout(Sharding(**layout), 8, Batch()).problem
+def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_one_that_does(
+    ranks, layout, words
+):
+    problem = Layout(Sharding(**layout), ranks, Batch()).problem
     assert words in f"{problem.what} {problem.reason}"
-
-
-def test_the_size_that_is_named_divides_the_ranks_that_are_left():
-    problem = Layout(Sharding(tensor=2, context=4), 10, Batch()).problem
-    assert problem.reason.endswith("which is 5.\nUse  sharding.context=1")
 
 
 def test_a_layout_knows_what_a_rank_computes_in_a_step():
@@ -121,15 +122,15 @@ def test_a_layout_knows_what_a_rank_computes_in_a_step():
 
 @pytest.mark.parametrize(
     "sharding, gib, stays",
-    [
-        ({}, 2, True),
-        ({}, 2.1, False),
-        ({"reshard_after_forward": True}, 2, False),
-        ({"reshard_after_forward": 2}, 2, False),
-        ({"reshard_after_forward": False}, 2.1, True),
-        ({"cpu_offload": True}, 2, False),
-        ({"strategy": "ddp"}, 2.1, True),
-    ],
+    yaml.safe_load("""
+- [{}, 2, true]
+- [{}, 2.1, false]
+- [{reshard_after_forward: true}, 2, false]
+- [{reshard_after_forward: 2}, 2, false]
+- [{reshard_after_forward: false}, 2.1, true]
+- [{cpu_offload: true}, 2, false]
+- [{strategy: ddp}, 2.1, true]
+"""),
     ids=str,
 )
 def test_a_model_of_at_most_two_gib_stays_gathered_until_backward(sharding, gib, stays):

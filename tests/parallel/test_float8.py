@@ -23,14 +23,7 @@ WIDE = (
 FLOAT8 = [WIDE, "precision.float8=tensorwise"]
 
 
-def every_linear(_real, module, *_recipe_and_shares):
-    return isinstance(module, nn.Linear)
-
-
-EMULATED = inject.together(
-    inject.setting("float8_emulated", True), inject.around("float8_gains", every_linear)
-)
-"""No kernel is needed, and small matrices count too."""
+EMULATED = inject.emulated_float8()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])

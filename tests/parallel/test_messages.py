@@ -7,8 +7,6 @@ import torch.distributed as dist
 from fsdp_trainer.base import eight_bit_messages
 from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER
 from fsdp_trainer.base.eight_bit_messages import BYTES, decode, encode
-from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.parallel.gloo_messages import DirectAllGather, DirectReduceScatter
 from fsdp_trainer.parallel.quantized_messages import QuantizedAllGather, QuantizedReduceScatter
 
@@ -42,7 +40,7 @@ def test_a_number_that_is_not_finite_makes_its_block_so(bad):
     assert decoded.isfinite()[0].tolist() == [True] * 256 + [False] * 256 + [True] * 88
 
 
-def exchanged(feedback: bool):
+def exchanged(feedback):
     """Return this rank's weights and gradients, what is gathered, and three sums of gradients."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -60,7 +58,7 @@ def exchanged(feedback: bool):
     return weights, gradients, gathered, sums
 
 
-def bound(numbers: torch.Tensor) -> float:
+def bound(numbers):
     """Return how far any of the numbers may be off."""
     return numbers.abs().max().item() / 254 * ROUNDING
 
@@ -110,10 +108,3 @@ def sent_directly():
 def test_what_ranks_send_directly_has_the_bits_of_gloos_own_messages(world, ranks):
     for pairs in world.call(ranks, sent_directly):
         assert all(torch.equal(direct, own) for direct, own in pairs)
-
-
-def test_a_copy_for_ranks_that_do_not_divide_is_refused_with_a_number_that_does():
-    problem = Layout(Sharding(reshard_after_forward=3), 8, Batch()).problem
-    assert "Use  sharding.reshard_after_forward=2" in problem.reason
-    problem = Layout(Sharding(reshard_after_forward=2), 3, Batch()).problem
-    assert "Use  sharding.reshard_after_forward=true" in problem.reason

@@ -1,6 +1,7 @@
 """Pipeline parallelism: how blocks and steps are divided."""
 
 import pytest
+import yaml
 from schedules import followed
 from stored import assert_near
 from world import write_chats
@@ -22,13 +23,13 @@ def test_every_stage_has_one_rank(schedule):
 
 @pytest.mark.parametrize(
     "blocks, head, stages, sizes",
-    [
-        (8, 0, 4, [2, 2, 2, 2]),
-        (8, 2, 4, [1, 3, 3, 1]),
-        (5, 1, 2, [3, 2]),
-        (126, 1, 16, [7, *[8] * 14, 7]),
-        (3, 9, 3, [1, 1, 1]),
-    ],
+    yaml.safe_load("""
+- [8, 0, 4, [2, 2, 2, 2]]
+- [8, 2, 4, [1, 3, 3, 1]]
+- [5, 1, 2, [3, 2]]
+- [126, 1, 16, [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]]
+- [3, 9, 3, [1, 1, 1]]
+"""),
 )
 def test_blocks_are_divided_by_cost_and_the_head_counts(blocks, head, stages, sizes):
     parts = divide_blocks([1] * blocks, head, stages)

@@ -16,6 +16,7 @@ from damaged_folders import (
     FOLDERS,
     HONEST,
     OUTPUT,
+    UP,
     WEIGHTS,
     FolderFault,
     other_base_of_rope,
@@ -31,7 +32,6 @@ from zoo import HF, make_folder
 
 ADAPTER = "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-UP = "model.layers.1.mlp.up_proj.weight"
 
 
 # --- folders --------------------------------------------------------------------------------------
@@ -85,6 +85,12 @@ FOLDERS |= {
     "misnamed tensor": FolderFault(
         "base", set_tensors(lambda t: t.update({"o.weight": t.pop(OUTPUT)})), "", "tensors"
     ),
+    "other vocabulary": FolderFault(
+        "base", set_keys("config.json", vocab_size=300), "", "promises"
+    ),
+    "shard that is not there": FolderFault(
+        "shards", lambda folder: min(folder.glob("*.safetensors")).unlink(), "", "files"
+    ),
     "MTP head that is not there": FolderFault(
         "base", set_keys("config.json", num_nextn_predict_layers=1), "", "promises"
     ),
@@ -122,7 +128,7 @@ FOLDERS |= {
         "merged: other tensors",
     ),
 }
-HONEST += [("base", "base"), ("shards", "base"), ("compressed", ""), ("merged", "base")]
+HONEST += [("base", "base"), ("shards", "base"), ("merged", "base")]
 
 # --- runs -----------------------------------------------------------------------------------------
 

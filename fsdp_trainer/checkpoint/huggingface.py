@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from fsdp_trainer.models.hf.read_architecture import stored_vocabulary
 MAX_SHOWN_PROBLEMS = 40
 TIED_HEAD = "lm_head.weight"
 """The name of a head that is stored although it repeats the embedding."""
+Stored = dict[str, HuggingFaceTensor]
 
 
 @dataclass
@@ -229,15 +230,20 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     return {name: dtype_name(source.dtype) for name, source in sources.items()}
 
 
-def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnDisk]:
+def parameters_on_disk(
+    config: ModelConfig, folder: Path, decoded: Callable[[Stored], Stored] = dict
+) -> dict[str, TensorOnDisk]:
     """Return every parameter of a model without adapters in a Hugging Face folder, by name.
 
-    Embedding and head have as many rows as in the folder. Raises UserError if the folder does not
-    fit the model.
+    Embedding and head have as many rows as in the folder. decoded: joins the tensors of a matrix in
+    few bits. Raises UserError if the folder does not fit the model.
     """
     model = meta_decoder(config)
     vocab_size = stored_vocabulary(described_at(folder))
-    return parameters_of(model, _require_fitting(model, folder, vocab_size), vocab_size)
+    stored, problems = stored_tensors(folder, config)
+    stored = decoded(stored)
+    _require_fitting(model, folder, vocab_size, stored, problems)
+    return parameters_of(model, stored, vocab_size)
 
 
 def parameters_of(
@@ -283,14 +289,15 @@ def read_tensors(own: Mapping[str, Tensor], sources: Mapping[str, TensorOnDisk])
     in_threads(_fill, pieces, buffer_bytes, pinned=any(piece.into.is_cuda for piece in pieces))
 
 
-def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str, HuggingFaceTensor]:
-    stored, problems = stored_tensors(folder, model.config)
+def _require_fitting(
+    model: Decoder, folder: Path, vocab_size: int, stored: Stored, problems: list[Problem]
+) -> None:
     misfits = check_tensors(model, stored, vocab_size)
     if problems:  # a tensor that is missing may be in a broken file
         misfits = [problem for problem in misfits if problem.what in stored]
     problems = problems + misfits or check_repeated(model, stored)
     if not problems:
-        return stored
+        return
     more = len(problems) - MAX_SHOWN_PROBLEMS
     if more > 0:
         problems[MAX_SHOWN_PROBLEMS:] = [Problem("…", f"and {more} more")]

@@ -114,11 +114,19 @@ def read_model(
     """
     path = Path(path).expanduser()
     config = model_config(path, implementation)
-    model = meta_decoder(with_stored_head(config, path) if mtp else config).to(dtype)
+    model = empty_model(with_stored_head(config, path) if mtp else config, device, dtype)
+    read_into(model, path, merge_into, alone=True, is_checked=is_checked)
+    return model
+
+
+def empty_model(
+    config: ModelConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Return a decoder whose weights are not yet read."""
+    model = meta_decoder(config).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     model.fill_buffers()
-    read_into(model, path, merge_into, alone=True, is_checked=is_checked)
     return model.eval().requires_grad_(False)
 
 

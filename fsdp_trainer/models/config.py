@@ -635,8 +635,9 @@ class ModelConfig:
         options = filter(self._is_exported, self.family_spec.options)
         for name in (*SIZES, *COMMON, "hidden_act", *options):
             exported[self._exported_name(name)] = _as_json(getattr(self, name))
-        if exported.get("query_pre_attn_scalar", 0) is None:  # transformers requires a number
-            exported["query_pre_attn_scalar"] = self.head_dim
+        if "query_pre_attn_scalar" in exported:  # transformers requires a number, without ".0"
+            scalar = exported["query_pre_attn_scalar"] or self.head_dim
+            exported["query_pre_attn_scalar"] = json.loads(f"{scalar:g}")
         if self.is_latent:  # in transformers head_dim counts only the rotated channels
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}

@@ -320,6 +320,7 @@ class StatesHead(ScoreHead):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         del self.weight
+        self.bias = None
 
     def numbers(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import planted_faults
 import pytest
@@ -32,6 +33,7 @@ from fsdp_trainer.apps.prove.proof import runs
 from fsdp_trainer.apps.prove.proof.certificate import Certificate, Checked, NotProved, compared
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.folding import folded, folded_batch
+from fsdp_trainer.apps.prove.proof.narrowing import Narrowing
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
 from fsdp_trainer.apps.prove.proof.recordings import whole_tensors
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
@@ -40,6 +42,7 @@ from fsdp_trainer.apps.prove.proof.written_rows import WrittenRow
 from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
 from fsdp_trainer.apps.prove.twins.of_embeddings import COMPARED, StepLists
 from fsdp_trainer.apps.report.read import read_run
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.config.schema import Batch, Sharding
@@ -47,6 +50,7 @@ from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.extensions import CALLBACKS
 from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 pytest.importorskip("transformers")
 
@@ -273,6 +277,15 @@ def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, 
     assert not layout.pipeline_problem
     assert batch.rows <= 64
     assert batch.micro_rows == 2
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3_sft", "gemma3_4b_sft"])
+def test_a_large_model_becomes_a_small_one_with_a_block_of_each_kind(recipe, tmp_path):
+    words = [f"+recipe={recipe}", "tokenizer.path=demo:bytes", "plan.world_size=8"]
+    model = Narrowing(compose("prove", [*words, "sharding.expert=1"]), tmp_path).model
+    small = read_architecture(Path(model.init_from))
+    assert small.first_k_dense_replace == (recipe == "deepseek_v3_sft") < small.num_hidden_layers
+    assert small.parameters() < 4e6
 
 
 # --- methods beside other programs ----------------------------------------------------------------

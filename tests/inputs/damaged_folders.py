@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 from world import command, edit_json
 from zoo import make_folder
 
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+
 WEIGHTS = "model.safetensors"
 OUTPUT = "model.layers.0.self_attn.o_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
 Edit = Callable[[Path], Any]
 
 
@@ -45,6 +48,18 @@ def into_gguf(folder):
     shutil.rmtree(folder)
     folder.mkdir()
     (folder.parent / "model.gguf").rename(folder / "model.gguf")
+
+
+def pad_with_an_end(folder):
+    """Name a token for padding with which texts end."""
+    ends = load_tokenizer(str(folder)).encode(".")
+    set_keys("config.json", pad_token_id=ends[-1])(folder)
+
+
+def other_turns(folder):
+    """Let the template write no line's end after a role."""
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace(r"['role'] + '\n'", "['role']"))
 
 
 def half_merged(tensors, base):
@@ -84,6 +99,14 @@ FOLDERS = {
         "",
         "tensors",
     ),
+    "scales of another compression": FolderFault(
+        "compressed",
+        set_tensors(lambda t: t[f"{UP}_scale"].mul_(1.1)),
+        "base",
+        "reference: numbers in few bits",
+    ),
+    "padding that ends a text": FolderFault("classifier", pad_with_an_end, "", "logits"),
+    "template of another model": FolderFault("base", other_turns, "base", "reference: chat"),
     "merged with another scale": FolderFault(
         "merged",
         lambda folder: set_tensors(
@@ -93,12 +116,13 @@ FOLDERS = {
         "merged: share of the adapter",
     ),
 }
-HONEST = [("adapter", "base"), ("merged", "adapter"), ("gguf", "base"), ("base", "gguf")]
+HONEST = [("adapter", "base"), ("merged", "adapter"), ("gguf", "base"), ("base", "gguf"),
+          ("compressed", "base"), ("classifier", ""), ("head adapter", "base")]  # fmt: skip
 """Folders and references of which `prove` may say nothing."""
 
 
 def write_folders(out):
-    """Write the folders: a base, one in shards and one in 8 bits, an adapter, and it merged."""
+    """Write a base, in shards, in 8 bits, with another head; adapters, and one merged."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -108,19 +132,23 @@ def write_folders(out):
     for name, size in (("base", "1GB"), ("shards", "50KB")):
         make_folder(out / name, "qwen3", shard=size)
         (out / name / "generation_config.json").write_text(ends)
-    shutil.copytree(out / "base", out / "merged")
-    shutil.copytree(out / "base", out / "gguf")
+    for name in ("merged", "gguf", "classifier"):
+        shutil.copytree(out / "base", out / name)
     into_gguf(out / "gguf")
     (out / "compressed").mkdir()
     write_compressed(out / "base", out / "compressed", "int8", None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(out / "base")
-    targets = ["q_proj", "v_proj"]
-    options = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, options)
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, 0, 0.02)
-    adapted.save_pretrained(out / "adapter")
+    scorer = transformers.AutoModelForSequenceClassification
+    scorer.from_pretrained(out / "base", num_labels=3).save_pretrained(out / "classifier")
+    head = {"use_dora": True, "modules_to_save": ["lm_head"]}
+    for out_name, more in (("head adapter", head), ("adapter", {})):
+        model = transformers.AutoModelForCausalLM.from_pretrained(out / "base")
+        targets = ["q_proj", "v_proj"]
+        options = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **more)
+        adapted = get_peft_model(model, options)
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, 0, 0.02)
+        adapted.save_pretrained(out / out_name)
     adapted.merge_and_unload().save_pretrained(out / "merged")
     (out / "merged" / "generation_config.json").write_text(ends)
 

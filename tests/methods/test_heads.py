@@ -255,7 +255,11 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     score = ranker(**pair).logits[0, 0].sigmoid().item()
     literal = reader.relevance(reader.encode_ranked("a [SEP] b", ["c"]))
     assert literal.tolist() == pytest.approx([score], rel=1e-6)
-    tagger = AutoModelForTokenClassification.from_pretrained(folders["tags"]).eval()
+    tagger, loaded = AutoModelForTokenClassification.from_pretrained(
+        folders["tags"], output_loading_info=True
+    )
+    assert not any(loaded.values()), loaded
+    tagger.eval()
     loss = loss_of_tags(tagger, tokenizer, rows_of(ledger, "tags"), tagger.config.label2id)
     assert runs["tags"]["objective"] == pytest.approx([loss], rel=1e-5)
     model, _ = theirs(folders["queries"], AutoModel)

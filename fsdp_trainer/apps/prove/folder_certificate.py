@@ -54,11 +54,12 @@ def prove_folder(cfg: ProveConfig, words: list[str]) -> Certificate:
         certificate.about = [f"{source}, {kind}{beside}"]
         certificate.add(stored_files.check(proof))
         are_whole = all(one.ok for one in certificate.checks if one.name == stored_files.NAME)
+        if not are_whole:
+            names = ", ".join(OF_A_FOLDER)
+            certificate.add([NotProved(f"{names}: the files are not whole", proof.command)])
+            return certificate
         for name, check in OF_A_FOLDER.items():
-            if are_whole:
-                certificate.add(results_of(name, check, proof))
-            else:
-                certificate.add([NotProved(f"{name}: the files are not whole", proof.command)])
+            certificate.add(results_of(name, check, proof))
     return certificate
 
 

@@ -1,14 +1,27 @@
 """Each form of export computes the same logits, under the names that other programs expect."""
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
+from fsdp_trainer.apps.prove.folders import needed_tensors, same_logits
+from fsdp_trainer.apps.prove.folders.beside_reference import rounded
+from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
+from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder
+from fsdp_trainer.apps.prove.folders.same_logits import share
+from fsdp_trainer.apps.prove.proof.certificate import (
+    Checked,
+    Findings,
+    NotProved,
+    compared,
+    counted_wrong,
+)
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.export_forms import (
     LENGTH,
@@ -28,8 +41,6 @@ from fsdp_trainer.errors import UserError
 
 LIMIT = 2e-5
 """Largest difference of logits in float32, as a share of the largest one."""
-HALF_A_STEP = 1.01 / 127 / 2
-"""Largest error of a number in 8 bits, as a share of the largest of its row."""
 ADVICE = "do not serve this export; report it with the names above"
 NAMES = "a server would leave such tensors out: do not serve this export, and report it"
 
@@ -39,14 +50,11 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
     evidence.say("exports, and reads the exports by other programs")
     checkpoint = evidence.plain.checkpoints[-1]
     original = Original.of(checkpoint, texts_of(evidence), evidence.scratch / "exports")
-    forms: dict[str, Callable[[Original, bool], Iterator[Checked]]] = {"export": merged}
+    forms: dict[str, Callable[[Original, bool], Findings]] = {"export": merged}
     if evidence.small.plain.adapter.name != "none":
         forms = {"merged": merged, "adapter": adapter}
     if evidence.config.predicts:
         forms |= {"gguf": gguf, "compressed": compressed}
-    else:
-        line = "fsdp-trainer verify RUN hf=RUN/hf"
-        yield NotProved("scores or embeddings of the export by transformers", line)
     for name, form in forms.items():
         lacking = lacking_package(name)
         if lacking:
@@ -101,9 +109,8 @@ def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
     yield counted_wrong(f"{name}: names", wrong, right, NAMES)
     right = "config.json promises nothing that is not there"
     yield counted_wrong(f"{name}: promises", broken_promises(folder), right, NAMES)
-    if original.config.predicts:
-        detail = f"logits of {len(original.texts)} texts by transformers from the folder"
-        yield compared(f"{name}: logits", original.difference(model), LIMIT, detail, ADVICE)
+    detail = "logits by transformers from the folder, and of the run"
+    yield compared(f"{name}: logits", difference(original, model), LIMIT, detail, ADVICE)
 
 
 def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
@@ -115,9 +122,17 @@ def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
     wrong = [text for text in wrong if text.split()[0] not in modules]
     right = "each tensor names a module of the base, as PEFT and vLLM look for it"
     yield counted_wrong("adapter: names", wrong, right, NAMES)
+    detail = "logits by PEFT from the adapter on its base, and of the run"
+    yield compared("adapter: logits", difference(original, model), LIMIT, detail, ADVICE)
+
+
+def difference(original: Original, other: Any) -> float:
+    """Return the largest difference of another program's logits, or numbers of its head."""
     if original.config.predicts:
-        detail = "logits by PEFT from the adapter on its base, and of the run"
-        yield compared("adapter: logits", original.difference(model), LIMIT, detail, ADVICE)
+        return original.difference(other)
+    folder = original.merged()
+    theirs = numbers_elsewhere(other, folder, original.config)
+    return share(theirs, numbers_here(original.model, folder))
 
 
 def gguf(original: Original, is_adapter: bool) -> Iterator[Checked]:
@@ -132,37 +147,18 @@ def gguf(original: Original, is_adapter: bool) -> Iterator[Checked]:
     yield compared("gguf: logits", original.difference(model.logits), LIMIT, detail, ADVICE)
 
 
-def compressed(original: Original, is_adapter: bool) -> Iterator[Checked]:
-    """Compare each number of an export in 8 bits, as vLLM decodes it: an integer and its scale."""
+def compressed(original: Original, is_adapter: bool) -> Iterator[Checked | NotProved]:
+    """Compare an export in 8 bits as any folder in few bits."""
     from fsdp_trainer.checkpoint.exports.compressed_export import write_compressed
 
-    folder = original.folder / "compressed"
+    folder, whole = original.folder / "compressed", original.merged()
     folder.mkdir()
-    write_compressed(original.merged(), folder, "int8", None)
-    stored, exact = stored_in(folder), stored_in(original.merged())
-    worst, where = 0.0, ""
-    for name, tensor in exact.items():
-        decoded = stored.get(name, torch.empty(0))
-        if (scale := stored.get(f"{name}_scale")) is not None:
-            decoded = decoded.float() * scale.float()
-        error = row_error(decoded, tensor)
-        if error > worst:
-            worst, where = error, name
-    detail = f"numbers in 8 bits, of a row's largest one; largest in {where}"
-    yield compared("compressed: numbers", worst, HALF_A_STEP, detail, ADVICE)
+    write_compressed(whole, folder, "int8", None)
+    words = ["source=COMPRESSED", "reference=RUN"]
+    with tempfile.TemporaryDirectory() as scratch:
+        proof = ProvedFolder(folder, whole, words, Path(scratch), lambda line: None)
+        for check in (needed_tensors.check, rounded, same_logits.check):
+            for one in check(proof):
+                yield replace(one, name=f"compressed: {one.name}")
     right = "config.json keeps its promises"
     yield counted_wrong("compressed: promises", broken_promises(folder), right, NAMES)
-
-
-def stored_in(folder: Path) -> dict[str, Tensor]:
-    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-
-
-def row_error(decoded: Tensor, exact: Tensor) -> float:
-    if decoded.shape != exact.shape:
-        return float("inf")
-    error = (decoded.float() - exact.float()).abs()
-    if not exact.ndim:
-        return float(error)
-    largest = exact.float().abs().amax(-1, keepdim=True).clamp_min(1e-20)
-    return float((error / largest).max()) if error.numel() else 0.0

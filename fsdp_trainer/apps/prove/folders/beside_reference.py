@@ -1,6 +1,7 @@
 """A folder beside the model that it was made from: which tensors differ, and whether they may."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fsdp_trainer.apps.prove.folders.compressed_numbers import largest_error
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole, row_ranges
@@ -30,6 +32,8 @@ MAY_DIFFER = {
     *("labels", "problem", "pooling", "mtp_heads", "logit_factor"),
 }
 """What a training may change in an architecture: its vocabulary, its head."""
+ROUNDED, HALF_STEPS = "reference: numbers in few bits", 1.01
+NOT_ROUNDED = "its scales or its codes are of other weights: compress the reference anew"
 LIKENESS = 0.2
 """Least cosine of a matrix and the reference's. Trainings change it by little; of matrices that
 have nothing to do with each other it is nearly 0."""
@@ -68,11 +72,7 @@ def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
         wrong = differing_keys(config, known)
         right = "the same architecture, with the same positions"
         yield counted_wrong(CONFIG, wrong, right, OTHER_CONFIG)
-        if proof.is_compressed:
-            name = "numbers in few bits beside the reference's"
-            yield NotProved(name, "fsdp-trainer prove KEYS OF THE RUN, for its own exports")
-            return
-        own = weights_on_disk(config, proof.source)
+        own = proof.weights
         theirs = weights_on_disk(known, proof.reference)
     except UserError as error:
         yield NotProved(f"beside the reference: {reasons(error)[0]}", proof.command)
@@ -84,6 +84,9 @@ def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
     unlike = [name for name in matrices if likeness[name].is_unlike]
     right = f"each of {len(matrices)} is like the reference's"
     yield counted_wrong(MATRICES, unlike, right, UNLIKE)
+    if proof.is_compressed:
+        yield from rounded(proof)
+        return
     if adapted := before_merging(known, proof.reference):
         yield from merges(own, theirs, adapted)
         return
@@ -131,6 +134,50 @@ def like(own: TensorOnDisk, theirs: TensorOnDisk) -> Likeness:
         sums.own += float(a.square().sum())
         sums.theirs += float(b.square().sum())
     return sums
+
+
+# --- matrices in few bits -------------------------------------------------------------------------
+
+
+def rounded(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
+    """Compare each decoded number with the reference's."""
+    assert proof.reference
+    own, theirs = proof.weights, weights_on_disk(model_config(proof.reference), proof.reference)
+    if methods := calibrations(proof.source):
+        name = f"{ROUNDED}: chosen by {methods}, not rounded to the nearest"
+        yield NotProved(name, f"fsdp-trainer evaluate {proof.source} …")
+        return
+    is_float, worst, where = proof.has_float8, 0.0, ""
+    for name, steps in proof.steps.items():
+        error = in_half_steps(own[name], theirs[name], steps, is_float) if name in theirs else 0.0
+        if not error <= worst:
+            worst, where = error, f"; largest in {name}"
+    detail = f"errors, in half steps of their scales: 1 is rounding to the nearest code{where}"
+    yield compared(ROUNDED, worst, HALF_STEPS, detail, NOT_ROUNDED)
+
+
+def calibrations(folder: Path) -> str:
+    """Return the methods by which llm-compressor has chosen codes from data; "" for rounding."""
+    file = folder / "recipe.yaml"
+    named = re.findall(r"\b(\w+)Modifier\b", file.read_text("utf-8")) if file.is_file() else []
+    return ", ".join(dict.fromkeys(name for name in named if name != "Quantization"))
+
+
+def in_half_steps(
+    own: TensorOnDisk, theirs: TensorOnDisk, steps: TensorOnDisk, is_float: bool
+) -> float:
+    """Return the largest error, as a multiple of the largest that rounding to a code makes.
+
+    Weights, quotients by scales and products with them are rounded too, to the scales' format.
+    """
+    if own.shape != theirs.shape:
+        return math.inf
+    worst, eps = 0.0, torch.finfo(own.dtype).eps
+    for first, last in row_ranges(0, own.shape[0], 8 * own.row_bytes):
+        a, b, step = (read_whole(one, first, last).float() for one in (own, theirs, steps))
+        limit = largest_error(b, step, is_float) + 1.5 * b.abs() * eps
+        worst = max(worst, float(((a - b).abs() / limit.clamp_min(1e-30)).max()))
+    return worst
 
 
 # --- an adapter merged into its base --------------------------------------------------------------

@@ -13,12 +13,18 @@ from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.config.paths import has_tokenizer, tokenizer_folder
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.tokens.tokenizer import END_TOKENS, TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_description import gguf_files
 
 PROMISES, TOKENIZER = "promises", "tokenizer and template"
+TEMPLATE = "reference: chat template"
+OTHER_TEMPLATE = (
+    "copy the reference's chat template; if training had another one ( data.template ), the"
+    " reference is its run"
+)
 ADVICE = "write into config.json what the folder has, or export it anew"
 SETTINGS = "copy the tokenizer's files and generation_config.json of the model that was trained"
 STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -29,7 +35,10 @@ OF_FEW_BITS = re.compile(
 """Ends of the names of tensors that only folders in few bits have."""
 MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>")
 """How special tokens look in a template."""
-QUESTION, ANSWER = "Is it raining?", "Yes, it is."
+ANSWER = "Yes, it is."
+ASKED: list[Message] = [
+    {"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": ANSWER},
+]  # fmt: skip
 
 
 def check(proof: ProvedFolder) -> Iterator[Checked]:
@@ -47,6 +56,10 @@ def check(proof: ProvedFolder) -> Iterator[Checked]:
         wrong = reasons(error)
     right = "the tokens of the template are known, ids fit the vocabulary, and answers end"
     yield counted_wrong(TOKENIZER, wrong, right, SETTINGS)
+    if proof.reference and has_tokenizer(known := tokenizer_folder(proof.reference)):
+        own, theirs = (rendered(load_tokenizer(str(one)), ASKED) for one in (folder, known))
+        wrong = [f"{own!r}, the reference's {theirs!r}"] if own and theirs and own != theirs else []
+        yield counted_wrong(TEMPLATE, wrong, "it writes what the reference's does", OTHER_TEMPLATE)
 
 
 def broken_formats(proof: ProvedFolder) -> Iterator[str]:
@@ -117,14 +130,18 @@ def end_ids(proof: ProvedFolder) -> dict[int, None]:
     return dict.fromkeys(id for id in ids if type(id) is int)
 
 
-def end_of_answer(tokenizer: TextTokenizer) -> str:
+def rendered(tokenizer: TextTokenizer, turns: list[Message]) -> str:
+    """Return what a tokenizer's template makes of turns; "" if it has none for such turns."""
     if not tokenizer.chat_templates:
         return ""
-    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
-        text = load_template(None, tokenizer).for_record(None).render(turns)
+        return load_template(None, tokenizer).for_record(None).render(turns)
     except RecordError:
         return ""  # a template for other conversations
-    after = text.rpartition(ANSWER)[2]
+
+
+def end_of_answer(tokenizer: TextTokenizer) -> str:
+    """Return the special token that the template writes after an answer; "" if there is none."""
+    after = rendered(tokenizer, ASKED).rpartition(ANSWER)[2]
     places = {token: after.find(token) for token in tokenizer.special_tokens}
     return min((t for t, at in places.items() if at >= 0), key=places.__getitem__, default="")

@@ -11,8 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fsdp_trainer.apps.prove.folders.compressed_numbers import decoded, decoder_of, steps_of
 from fsdp_trainer.base.json_files import read_object
-from fsdp_trainer.checkpoint.frozen_weights import base_folder, model_config
+from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor, TensorOnDisk
+from fsdp_trainer.checkpoint.frozen_weights import base_folder, model_config, weights_on_disk
+from fsdp_trainer.checkpoint.huggingface import parameters_on_disk
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
     find_checkpoint,
@@ -89,10 +92,14 @@ class ProvedFolder:
 
     @cached_property
     def is_compressed(self) -> bool:
-        """True for matrices in few bits, which this program does not compute."""
-        quantization = self.content.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        return method == WITH_BLOCKS
+        """True for matrices in few bits, which training does not read."""
+        return self.quantization.get("quant_method") == WITH_BLOCKS
+
+    @property
+    def quantization(self) -> Json:
+        """What config.json says of numbers in few bits; {}: nothing."""
+        stored = self.content.get("quantization_config")
+        return stored if isinstance(stored, dict) else {}
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -104,6 +111,39 @@ class ProvedFolder:
         rest = {name: v for name, v in self.content.items() if name != "quantization_config"}
         (plain / "config.json").write_text(json.dumps(rest))
         return model_config(plain)
+
+    @cached_property
+    def weights(self) -> dict[str, TensorOnDisk]:
+        """Every weight by name, decoded. Raises UserError if the folder does not fit the model."""
+        if not self.is_compressed:
+            return weights_on_disk(self.config, self.based)
+        return parameters_on_disk(self.config, self.source, self.decoded)
+
+    @cached_property
+    def why_not_decoded(self) -> str:
+        """The reason why matrices in few bits are not decoded here; "" if they are."""
+        try:
+            if self.is_compressed:
+                decoder_of(self.quantization)
+        except UserError as error:
+            return error.title
+        return ""
+
+    @cached_property
+    def steps(self) -> dict[str, TensorOnDisk]:
+        """The steps of each weight, see compressed_numbers.Steps."""
+        return parameters_on_disk(
+            self.config, self.source, lambda stored: steps_of(self.decoded(stored))
+        )
+
+    @property
+    def has_float8(self) -> bool:
+        """True if matrices in few bits are float8."""
+        return decoder_of(self.quantization)[1].weights.type == "float"
+
+    def decoded(self, stored: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
+        """Return the tensors with those of each matrix in few bits joined. Raises UserError."""
+        return decoded(stored, self.quantization)
 
     @cached_property
     def based(self) -> Path:

@@ -1,19 +1,25 @@
 """A folder computes the same logits here and in the programs that others load it with."""
 
-import gc
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_trainer.apps.prove.folders.compressed_numbers import largest_error
+from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
 from fsdp_trainer.apps.prove.proof.export_forms import adapter_misnamed, class_of, misnamed, quiet
+from fsdp_trainer.apps.prove.proof.trajectories import AMPLIFIED
 from fsdp_trainer.apps.verify import peft_model
-from fsdp_trainer.checkpoint.load import read_model
+from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
+from fsdp_trainer.checkpoint.huggingface import read_parameters
+from fsdp_trainer.checkpoint.load import empty_model, read_model
+from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.decoder import Decoder
 
 LOGITS = "logits"
 LIMIT = 1e-4
@@ -23,39 +29,49 @@ NAMES = "a server would leave such tensors out: do not serve this folder"
 
 
 def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
-    other = "PEFT" if proof.is_adapter else "transformers"
+    """Load the folder here and elsewhere, one model after the other."""
+    ours, limit = None, LIMIT
     try:
-        reason = why_not_here(proof)
-        ours = None if reason else logits_of(proof)
-    except UserError as error:
-        reason, ours = reasons(error)[0], None
-    if reason:
-        yield NotProved(f"{LOGITS}: {reason}", proof.command)
-        return
+        if reason := why_not_here(proof):
+            yield NotProved(f"{LOGITS}: {reason}", proof.command)
+            return
+        ours, limit = numbers_and_limit(proof)
+        if proof.is_compressed and proof.reference:
+            yield beside_rounded(proof, ours)
+    except UserError as error:  # others may read it
+        yield NotProved(f"{LOGITS}: {reasons(error)[0]}", proof.command)
+    other = "PEFT" if proof.is_adapter else "transformers"
     proof.say(f"loads the folder by {other}")
     try:
         with quiet():
-            model, wrong = loaded(proof)
+            theirs, wrong = numbers_by_others(proof)
     except UserError as error:
         yield NotProved(f"loads: {other}: {reasons(error)[0]}", proof.command)
-        return
     except Exception as error:  # whatever another program raises that cannot read a folder
-        said = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
-        if proof.content.get("quantization_config"):  # kernels for it may need a GPU
-            yield NotProved(f"loads: {other}: {said}", proof.command)
-        else:
-            yield counted_wrong(f"loads: {other}", [said], "", ADVICE)
-        return
-    right = f"{other} misses no tensor and knows all of them"
-    yield counted_wrong(f"loads: {other}", wrong, right, NAMES)
-    if ours is None:
-        yield NotProved("scores or embeddings of the folder", f"fsdp-trainer chat {proof.source}")
+        yield not_loaded(proof, f"loads: {other}", error)
     else:
-        with torch.no_grad():
-            theirs = model(tokens_of(proof)).logits.float()
-        what = "the adapter on its base by PEFT, and merged here" if proof.is_adapter else other
-        detail = f"{ours.shape[0] * ours.shape[1]} tokens: this program and {what}"
-        yield compared(LOGITS, share(theirs, ours), LIMIT, detail, ADVICE)
+        right = f"{other} misses no tensor and knows all of them"
+        yield counted_wrong(f"loads: {other}", wrong, right, NAMES)
+        if ours is not None:
+            yield beside_others(proof, ours, theirs, limit)
+
+
+def not_loaded(proof: ProvedFolder, name: str, error: Exception) -> Checked | NotProved:
+    """Return the result for a folder that another program does not load."""
+    said = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+    if proof.quantization:  # kernels for it may need a GPU
+        return NotProved(f"{name}: {said}", proof.command)
+    return counted_wrong(name, [said], "", ADVICE)
+
+
+def beside_others(proof: ProvedFolder, ours: Tensor, theirs: Tensor, limit: float) -> Checked:
+    """Compare what this program computes with what another one does."""
+    what = (
+        "the adapter on its base by PEFT, and merged here" if proof.is_adapter else "transformers"
+    )
+    counted = "tokens" if proof.config.predicts or proof.config.tags else "texts"
+    detail = f"{ours[..., 0].numel()} {counted}: this program and {what}"
+    return compared(LOGITS, share(theirs, ours, proof.is_compressed), limit, detail, ADVICE)
 
 
 def why_not_here(proof: ProvedFolder) -> str:
@@ -63,23 +79,62 @@ def why_not_here(proof: ProvedFolder) -> str:
     for package in ("transformers", *(("peft",) * proof.is_adapter)):
         if not importlib.util.find_spec(package):
             return f"{package} is not installed: pip install {package}"
-    if proof.is_compressed:
-        return "matrices in few bits, which vLLM computes"
     if not proof.is_adapter and not proof.is_safetensors:
         return "another tool's files, which transformers does not read"
-    return proof.lacking_memory
+    return proof.why_not_decoded or proof.lacking_memory
 
 
-def logits_of(proof: ProvedFolder) -> Tensor | None:
-    """Return what this program computes; None for a model of scores or embeddings."""
-    model = read_model(proof.based, is_checked=True)
-    if not model.config.predicts:
-        return None
-    with torch.no_grad():
-        logits = model.logits(tokens_of(proof)).float()
-    del model
-    gc.collect()
-    return logits
+# --- this program ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def numbers_and_limit(proof: ProvedFolder) -> tuple[Tensor, float]:
+    """Return what this program computes, and how far another may be from it.
+
+    Programs round products of codes and scales differently, if the scales are in 16 bits.
+    """
+    model, limit = empty_model(proof.config), LIMIT
+    read_parameters(model, proof.weights)
+    numbers = numbers_of(proof, model)
+    if proof.is_compressed:
+        eps = torch.finfo(next(w.dtype for n, w in proof.weights.items() if n in proof.steps)).eps
+        moved = by_chance(proof, model, lambda weight, steps: weight.abs() * (steps > 0) * eps)
+        limit = max(limit, AMPLIFIED * share(moved, numbers, True))
+    return numbers, limit
+
+
+def numbers_of(proof: ProvedFolder, model: Decoder) -> Tensor:
+    """Return logits of random tokens; of a head that predicts none what it gives texts."""
+    if model.config.predicts:
+        return model.logits(tokens_of(proof)).float()
+    return numbers_here(model, tokenizer_folder(proof.based))
+
+
+@torch.no_grad()
+def beside_rounded(proof: ProvedFolder, ours: Tensor) -> Checked:
+    """Compare with the reference, as far as rounding of other numbers in few bits moves it."""
+    assert proof.reference
+    proof.say("compares with the reference, and with it rounded by chance")
+    model = read_model(proof.reference, is_checked=True)
+    exact = numbers_of(proof, model)
+    moved = by_chance(
+        proof, model, lambda weight, steps: largest_error(weight, steps, proof.has_float8)
+    )
+    limit = AMPLIFIED * share(moved, exact, True)
+    detail = f"of the middle token; rounding by chance moves it by 1/{AMPLIFIED:g} of the limit"
+    return compared(f"reference: {LOGITS}", share(ours, exact, True), limit, detail, ADVICE)
+
+
+def by_chance(
+    proof: ProvedFolder, model: Decoder, largest: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return what a model computes whose matrices are changed, by at most `largest` of each."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_weights().items():
+        if (steps := proof.steps.get(name)) and steps.shape == weight.shape:
+            most = largest(weight, read_whole(steps, 0, len(weight)))
+            weight += (2 * torch.rand(weight.shape, generator=generator) - 1) * most
+    return numbers_of(proof, model)
 
 
 def tokens_of(proof: ProvedFolder) -> Tensor:
@@ -88,9 +143,30 @@ def tokens_of(proof: ProvedFolder) -> Tensor:
     return torch.where(tokens == placeholder, 0, tokens) if type(placeholder) is int else tokens
 
 
+# --- other programs -------------------------------------------------------------------------------
+
+
+def numbers_by_others(proof: ProvedFolder) -> tuple[Tensor, list[str]]:
+    """Return what another program computes, and what it does not find or know.
+
+    Raises what it raises.
+    """
+    model, wrong = loaded(proof)
+    if not proof.config.predicts:
+        return numbers_elsewhere(model, tokenizer_folder(proof.based), proof.config), wrong
+    with torch.no_grad():
+        return model(tokens_of(proof)).logits.float(), wrong
+
+
 def loaded(proof: ProvedFolder) -> tuple[Any, list[str]]:
     """Return another program's model, and what it does not find or know. Raises what it raises."""
     auto = class_of(proof.config)
+    if proof.is_compressed:
+        # imports transformers
+        from transformers import CompressedTensorsConfig
+
+        decoded = CompressedTensorsConfig(dequantize=True)
+        return misnamed(proof.source, auto, quantization_config=decoded)
     if not proof.is_adapter:
         return misnamed(proof.source, auto)
     model = peft_model(auto, proof.based)
@@ -99,7 +175,12 @@ def loaded(proof: ProvedFolder) -> tuple[Any, list[str]]:
     return model, [text for text in wrong if text.split()[0] not in modules]
 
 
-def share(given: Tensor, expected: Tensor) -> float:
+def share(given: Tensor, expected: Tensor, of_middle: bool = False) -> float:
+    """Return the largest difference as a share of the largest number.
+
+    of_middle: that of the middle token, since routers may choose other experts for some.
+    """
     if given.shape != expected.shape:
         return float("inf")
-    return float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-20))
+    each = (given - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-20)
+    return float(each.median() if of_middle else each.max())

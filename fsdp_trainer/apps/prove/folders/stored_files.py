@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, counted_wrong
@@ -15,7 +15,6 @@ from fsdp_trainer.checkpoint.formats.headers import INDEX, SINGLE, read_header, 
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor
 from fsdp_trainer.config.weight_files import weight_files
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.adapters.peft_config import read_folder
 
 NAME = "files"
 ADVICE = "copy or download the folder again, or save it anew: programs read other files than others"
@@ -42,8 +41,10 @@ def check(proof: ProvedFolder) -> Iterator[Checked]:
 def unsound(proof: ProvedFolder) -> tuple[list[str], dict[str, HuggingFaceTensor]]:
     """Return what is wrong with the files, and the tensors by name. Raises UserError."""
     if proof.is_adapter:
-        read_folder(proof.source)
-        return [], read_header(proof.adapter_file, all_parts=True)
+        try:
+            return [], read_header(proof.adapter_file, all_parts=True)
+        except (OSError, SafetensorError) as error:
+            return [f"{proof.adapter_file.name} is not whole: {error}"], {}
     tensors, problems = read_headers(proof.source, all_parts=True)
     wrong = [f"{Path(one.what).name} {one.reason.splitlines()[0]}" for one in problems]
     return wrong or [*contradictions(proof.source)], tensors

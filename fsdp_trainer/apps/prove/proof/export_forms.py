@@ -1,6 +1,7 @@
 """A checkpoint in each form of `export`, read back by other programs, on a few tokens."""
 
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -19,6 +20,8 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
 LENGTH, TEXTS = 96, 4
+OF_MODULE = re.compile(r"(\.lora_(embedding_)?[AB]|\.lora_magnitude_vector)?(\.weight|\.bias)?$")
+"""What follows a module's name in the names of an adapter's tensors."""
 
 
 @contextmanager
@@ -92,17 +95,25 @@ def class_of(config: ModelConfig) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def misnamed(folder: Path, auto: Any) -> tuple[Any, list[str]]:
+def misnamed(folder: Path, auto: Any, **options: Any) -> tuple[Any, list[str]]:
     """Return transformers' model of a folder, and the tensors that it lacks or does not know."""
-    model, info = auto.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-        use_safetensors=True,
-        trust_remote_code=remote_code_is_allowed(),
-    )
-    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    # imports transformers
+    from fsdp_trainer.models.hf.hf_config import quiet_transformers
+
+    with quiet_transformers():
+        model, info = auto.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=remote_code_is_allowed(),
+            **options,
+        )
+    lacking = sorted(info["missing_keys"])
+    if auto.__name__ == "AutoModel":  # no text is embedded by what follows the states
+        lacking = [name for name in lacking if not name.startswith("pooler.")]
+    wrong = [f"{name} is missing" for name in lacking]
     wrong += [f"{name} is not known" for name in sorted(info["unexpected_keys"])]
     wrong += [f"{each[0]} has another shape" for each in sorted(info["mismatched_keys"])]
     return model.eval(), wrong
@@ -115,11 +126,7 @@ def adapter_misnamed(folder: Path, base: Any) -> list[str]:
     with safe_open(folder / "adapter_model.safetensors", "pt") as opened:
         for name in opened.keys():  # noqa: SIM118
             module = name.removeprefix("base_model.model.")
-            for ending in (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", ".weight"):
-                if module.endswith(ending):
-                    module = module.removesuffix(ending)
-                    break
-            own = module.removesuffix(".base_layer")
+            own = OF_MODULE.sub("", module).removesuffix(".base_layer")
             if not name.startswith("base_model.model.") or own not in modules:
                 wrong.append(f"{name} belongs to no module of {type(base).__name__}")
     return wrong

@@ -16,6 +16,8 @@ DEVIATION = 0.1
 """Of the numbers of a matrix: with transformers' 0.02 a narrow model hardly looks at its input, and
 faults would not show."""
 BESIDE = (".json", ".jinja", ".model", ".txt")
+DENSE = "first_k_dense_replace"
+"""transformers' name of the number of blocks without experts before those with some."""
 OWN_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -32,6 +34,8 @@ def write_small_folder(
         small = shrunk(known, narrow=True, blocks=blocks)
         text, own = small.get_text_config(decoder=True), known.get_text_config(decoder=True)
         more = {name: getattr(own, name, None) for name in OWN_TOKENS}
+        if getattr(text, DENSE, 0):  # else no block would have experts
+            more[DENSE] = 1
         for name, value in {**more, "vocab_size": vocabulary}.items():
             setattr(text, name, value)
         auto: Any = transformers.AutoModelForCausalLM

@@ -27,14 +27,13 @@ from fsdp_trainer.apps.prove.proof.export_forms import (
     LENGTH,
     TEXTS,
     Original,
-    adapter_misnamed,
     class_of,
     misnamed,
+    peft_with_misnamed,
     quiet,
 )
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
 from fsdp_trainer.apps.prove.twins.twin_step import TwinData
-from fsdp_trainer.apps.verify import peft_model
 from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.errors import UserError
@@ -116,10 +115,7 @@ def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
 def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
     folder = original.folder / "adapter"
     export_adapter(original.checkpoint, folder, "float32")
-    model = peft_model(class_of(original.config), folder)
-    wrong = adapter_misnamed(folder, model.get_base_model())
-    modules = {name.replace(".base_layer", "") for name, _ in model.named_modules()}
-    wrong = [text for text in wrong if text.split()[0] not in modules]
+    model, wrong = peft_with_misnamed(folder, class_of(original.config))
     right = "each tensor names a module of the base, as PEFT and vLLM look for it"
     yield counted_wrong("adapter: names", wrong, right, NAMES)
     detail = "logits by PEFT from the adapter on its base, and of the run"

@@ -11,9 +11,8 @@ from fsdp_trainer.apps.prove.folders.compressed_numbers import largest_error
 from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
-from fsdp_trainer.apps.prove.proof.export_forms import adapter_misnamed, class_of, misnamed, quiet
+from fsdp_trainer.apps.prove.proof.export_forms import class_of, misnamed, peft_with_misnamed, quiet
 from fsdp_trainer.apps.prove.proof.trajectories import AMPLIFIED
-from fsdp_trainer.apps.verify import peft_model
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
 from fsdp_trainer.checkpoint.huggingface import read_parameters
 from fsdp_trainer.checkpoint.load import empty_model, read_model
@@ -66,11 +65,9 @@ def not_loaded(proof: ProvedFolder, name: str, error: Exception) -> Checked | No
 
 def beside_others(proof: ProvedFolder, ours: Tensor, theirs: Tensor, limit: float) -> Checked:
     """Compare what this program computes with what another one does."""
-    what = (
-        "the adapter on its base by PEFT, and merged here" if proof.is_adapter else "transformers"
-    )
+    what = "PEFT, and the adapter merged here" if proof.is_adapter else "transformers and here"
     counted = "tokens" if proof.config.predicts or proof.config.tags else "texts"
-    detail = f"{ours[..., 0].numel()} {counted}: this program and {what}"
+    detail = f"{ours[..., 0].numel()} {counted}: {what}"
     return compared(LOGITS, share(theirs, ours, proof.is_compressed), limit, detail, ADVICE)
 
 
@@ -169,10 +166,7 @@ def loaded(proof: ProvedFolder) -> tuple[Any, list[str]]:
         return misnamed(proof.source, auto, quantization_config=decoded)
     if not proof.is_adapter:
         return misnamed(proof.source, auto)
-    model = peft_model(auto, proof.based)
-    wrong = adapter_misnamed(proof.based, model.get_base_model())
-    modules = {name.replace(".base_layer", "") for name, _ in model.named_modules()}
-    return model, [text for text in wrong if text.split()[0] not in modules]
+    return peft_with_misnamed(proof.based, auto)
 
 
 def share(given: Tensor, expected: Tensor, of_middle: bool = False) -> float:

@@ -13,9 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fsdp_trainer.apps.verify import peft_model
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.load import read_model
+from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
@@ -119,14 +121,11 @@ def misnamed(folder: Path, auto: Any, **options: Any) -> tuple[Any, list[str]]:
     return model.eval(), wrong
 
 
-def adapter_misnamed(folder: Path, base: Any) -> list[str]:
-    """Return the tensors of an adapter that name no module of the base model. base: its class."""
-    modules = {name for name, _ in base.named_modules()}
-    wrong = []
-    with safe_open(folder / "adapter_model.safetensors", "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118
-            module = name.removeprefix("base_model.model.")
-            own = OF_MODULE.sub("", module).removesuffix(".base_layer")
-            if not name.startswith("base_model.model.") or own not in modules:
-                wrong.append(f"{name} belongs to no module of {type(base).__name__}")
-    return wrong
+def peft_with_misnamed(folder: Path, auto: Any) -> tuple[Any, list[str]]:
+    """Return PEFT's model of an adapter, and its tensors that name no module. auto: a class."""
+    model = peft_model(auto, folder)
+    modules = {name.replace(".base_layer", "") for name, _ in model.named_modules()}
+    with safe_open(folder / WEIGHTS_FILE, "pt") as opened:
+        names = [*opened.keys()]
+    wrong = [n for n in names if OF_MODULE.sub("", n).replace(".base_layer", "") not in modules]
+    return model, [f"{name} belongs to no module" for name in wrong]

@@ -281,11 +281,10 @@ def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3_sft", "gemma3_4b_sft"])
 def test_a_large_model_becomes_a_small_one_with_a_block_of_each_kind(recipe, tmp_path):
-    words = [f"+recipe={recipe}", "tokenizer.path=demo:bytes", "plan.world_size=8"]
-    model = Narrowing(compose("prove", [*words, "sharding.expert=1"]), tmp_path).model
+    words = [f"+recipe={recipe}", "tokenizer.path=demo:bytes", "plan.world_size=256"]
+    model = Narrowing(compose("prove", [*words, "data.path=demo:backwards"]), tmp_path).model
     small = read_architecture(Path(model.init_from))
     assert small.first_k_dense_replace == (recipe == "deepseek_v3_sft") < small.num_hidden_layers
-    assert small.parameters() < 4e6
 
 
 # --- methods beside other programs ----------------------------------------------------------------

@@ -21,7 +21,6 @@ from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.data_statistics import warning_lines
-from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.stream.row_stream import START, Cursor, StreamedData, StreamedRow, place_of
 from fsdp_trainer.data.stream.stream_readers import Readers, WorkerReaders
@@ -165,18 +164,6 @@ class StreamedRows:
     def epochs(self, progress: Progress) -> None:
         """Return None, since streams have no epochs."""
 
-    def padded(self, rows: list[StreamedRow]) -> Rows:
-        padded = Rows.empty(len(rows), self.data.seq_len)
-        for i, row in enumerate(rows):
-            n = len(row.tokens)
-            padded.tokens[i, :n], padded.labels[i, :n] = row.tokens, row.labels
-            padded.weights[i, :n] = row.weights
-            padded.positions[i, :n] = np.concatenate([np.arange(n) for n in row.documents])
-            padded.sources[i, :n] = np.repeat(row.sources, row.documents)
-            padded.documents[i] = row.documents
-            padded.group_starts[i] = [True] * len(row.documents)
-        return padded
-
     def sums(self, row: StreamedRow) -> list[float]:
         cost = self.attention_cost(np.array(row.documents)).sum()
         supervised = np.count_nonzero(row.labels != -100)
@@ -220,7 +207,7 @@ class StreamFeed(Feed):
                 row += source.data.streams
             yield self._local_step(plan, rows)
             for slot in rows:
-                yield source.assembler.assemble(source.padded(slot))
+                yield source.assembler.assemble(source.data.padded(slot))
 
     def _local_step(self, plan: StepPlan, rows: list[list[StreamedRow]]) -> LocalStep:
         source = self.source

@@ -29,7 +29,7 @@ from fsdp_trainer.apps.prove import run_certificate
 from fsdp_trainer.apps.prove.certificate_text import certificate_lines
 from fsdp_trainer.apps.prove.checks import layout, mask, other_program, packing, prompts
 from fsdp_trainer.apps.prove.checks.mask import LearntWords
-from fsdp_trainer.apps.prove.proof import runs
+from fsdp_trainer.apps.prove.proof import fewer_rows, runs
 from fsdp_trainer.apps.prove.proof.certificate import Certificate, Checked, NotProved, compared
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.folding import folded, folded_batch
@@ -37,6 +37,7 @@ from fsdp_trainer.apps.prove.proof.narrowing import Narrowing
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
 from fsdp_trainer.apps.prove.proof.recordings import whole_tensors
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
+from fsdp_trainer.apps.prove.proof.small_folder import add_head
 from fsdp_trainer.apps.prove.proof.trajectories import Trajectory
 from fsdp_trainer.apps.prove.proof.written_rows import WrittenRow
 from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
@@ -287,6 +288,22 @@ def test_a_large_model_becomes_a_small_one_with_a_block_of_each_kind(recipe, tmp
     assert small.first_k_dense_replace == (recipe == "deepseek_v3_sft") < small.num_hidden_layers
 
 
+def test_large_data_is_not_read_whole(monkeypatch, tmp_path):
+    monkeypatch.setattr(fewer_rows, "LARGE", 100)
+    monkeypatch.setattr(fewer_rows, "ENOUGH", 60)
+    write_rows(tmp_path / "texts.jsonl", [{"text": f"{i:09}"} for i in range(50)])
+    (tmp_path / "small.txt").write_text("a short text")
+    own = {"path": str(tmp_path / "small.txt"), "weight": 2}
+    path = [{"path": str(tmp_path / "texts.jsonl"), "weight": 1}, own]
+    (first, second), sentences = fewer_rows.fewer_rows(path, tmp_path / "out")
+    assert second == own
+    assert first["weight"] == 1
+    (file,) = (tmp_path / "out/0").iterdir()
+    assert file.read_text() == "".join(f'{{"text": "{i:09}"}}\n' for i in range(3))
+    assert sentences == [f"3 of about 50 rows of {path[0]['path']}"]
+    assert fewer_rows.fewer_rows([own], tmp_path / "out") == ([], [])
+
+
 # --- methods beside other programs ----------------------------------------------------------------
 
 TWINS = {
@@ -294,6 +311,8 @@ TWINS = {
     "prompts.jsonl": "model=qwen3 objective=grpo objective.rewards=[number] objective.kl=0.1"
     " objective.updates=2 objective.max_new_tokens=64 adapter=lora adapter.rank=4",
     "verdicts.jsonl": "model=llava objective=kto model.implementation=transformers",
+    "stream.jsonl": "model=deepseek_v3 objective.mtp=0.3 loss.load_balancing=0.1"
+    " loss.bias_update_speed=0.01 data.streaming=true train.steps=99",
 }
 """Words of a run by its data."""
 
@@ -305,6 +324,13 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
     kind = model.removeprefix("model=")
     write = make_image_folder if kind == "llava" else partial(make_folder, **CONTEXT)
     write(tmp_path / "hf", kind)
+    if kind == "deepseek_v3":
+        config = tmp_path / "hf/config.json"
+        write_json(config, read_json(config) | {"num_nextn_predict_layers": 1})
+        add_head(tmp_path / "hf")
+    write_rows(
+        tmp_path / "stream.jsonl", [{"text": f"{i} birds. " * (1 + i % 4)} for i in range(60)]
+    )
     write_classes(tmp_path)
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}+1=", "answer": i} for i in range(20)])
     shown = [{"type": "image", "image": name} for name in write_pictures(tmp_path, 3)]
@@ -315,7 +341,7 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
             for i, turn in enumerate(turns)]  # fmt: skip
     write_rows(tmp_path / "verdicts.jsonl", rows)
     place = [f"model.init_from={tmp_path / 'hf'}", f"run.root={tmp_path}", "run.name=run"]
-    place += [f"data.path={tmp_path / data}", "batch.seq_len=128", "plan.world_size=2"]
+    place += [f"data.path={tmp_path / data}", "batch.seq_len=64", "plan.world_size=2"]
     result = command(["prove", *HF, *place, "format=json", *words], None)
     assert result.code == 0, result
     answer = json.loads(result.out)
@@ -324,8 +350,10 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
     assert {*FORMULAS} == {*METHODS}
 
 
-@pytest.mark.parametrize("comparison", COMPARED)
-def test_embeddings_have_the_losses_of_their_formulas(comparison):
+@pytest.mark.parametrize(
+    ("comparison", "margin"), [*((name, None) for name in COMPARED), ("infonce", -0.2)]
+)
+def test_embeddings_have_the_losses_of_their_formulas(comparison, margin):
     """Texts that are the same, and queries with several answers, or without other documents."""
     sizes, seed = [(2, 1), (1, 0), (1, 3)], torch.Generator().manual_seed(0)
     kinds = [kind for good, bad in sizes for kind in (0, *[1] * good, *[2] * bad)]
@@ -335,14 +363,15 @@ def test_embeddings_have_the_losses_of_their_formulas(comparison):
     scores = torch.rand(len(kinds), dtype=torch.float64, generator=seed)
     same = [*range(len(kinds))]
     same[2], same[8] = same[5], same[1]
-    choice = ObjectiveChoice(comparison=comparison, symmetric=True, temperature=0.3)
+    own = {"symmetric": True, "temperature": 0.3, "false_negatives": margin}
+    choice = ObjectiveChoice(comparison=comparison, **own)
     given = StepTexts(vectors, torch.tensor(kinds), scores, torch.tensor(same).double())
     starts = [i for i, kind in enumerate(kinds) if kind == 0]
     ends = zip(starts, [*starts[1:], len(kinds)], strict=True)
     lists = {first: [*range(first + 1, last)] for first, last in ends}
     good = {query: [i for i in own if kinds[i] == 1] for query, own in lists.items()}
     tokens = [[one] for one in same]
-    texts = StepLists(vectors @ vectors.T, scores, lists, good, tokens, 0.3, True)
+    texts = StepLists(vectors @ vectors.T, scores, lists, good, tokens, 0.3, True, margin)
     loss = torch.stack(COMPARED[comparison](texts)).mean()
     assert loss.item() == pytest.approx(loss_of_texts(given, choice).item() / len(sizes))
 

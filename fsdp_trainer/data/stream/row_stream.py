@@ -30,7 +30,7 @@ from fsdp_trainer.data.files.file_splits import Unit, lines_before, open_raw, re
 from fsdp_trainer.data.files.remote_files import list_files, shown
 from fsdp_trainer.data.files.sources import Problems, Record, Source, content_hash, find_sources
 from fsdp_trainer.data.order.packing import best_fit, one_per_row, pieces_of
-from fsdp_trainer.data.order.row_order import random_bits
+from fsdp_trainer.data.order.row_order import Rows, random_bits
 from fsdp_trainer.data.records.conversations import Reader
 from fsdp_trainer.data.store.findings import Finding, list_findings
 from fsdp_trainer.data.store.token_store import digest_of
@@ -168,6 +168,19 @@ class StreamedData:
         """Yield the first rows of training, in order."""
         streams = [self.stream(number) for number in range(min(count, self.streams))]
         yield from islice((next(stream) for stream in cycle(streams)), count)
+
+    def padded(self, rows: Sequence[StreamedRow]) -> Rows:
+        """Return rows, padded to batch.seq_len."""
+        padded = Rows.empty(len(rows), self.seq_len)
+        for i, row in enumerate(rows):
+            n = len(row.tokens)
+            padded.tokens[i, :n], padded.labels[i, :n] = row.tokens, row.labels
+            padded.weights[i, :n] = row.weights
+            padded.positions[i, :n] = np.concatenate([np.arange(n) for n in row.documents])
+            padded.sources[i, :n] = np.repeat(row.sources, row.documents)
+            padded.documents[i] = row.documents
+            padded.group_starts[i] = [True] * len(row.documents)
+        return padded
 
     def reads(self, file: str) -> bool:
         return _digest(_identity(file)) in self.digests.values()

@@ -93,8 +93,8 @@ def install(extra: str, evidence: Evidence) -> str:
 
 
 def texts_of(evidence: Evidence) -> list[Tensor]:
-    """Return the beginnings of a few documents; random tokens for a stream and for prompts."""
-    if evidence.order is None:
+    """Return the beginnings of a few documents; random tokens for prompts."""
+    if evidence.small.plain.objective.method.samples:
         generator = torch.Generator().manual_seed(0)
         return [torch.randint(evidence.config.vocab_size, (LENGTH,), generator=generator)]
     return [one.tokens[:LENGTH] for one in TwinData(evidence).of_step(1)][:TEXTS]

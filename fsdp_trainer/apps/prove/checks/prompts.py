@@ -25,7 +25,9 @@ Render = Callable[[list[Message]], list[int]]
 
 
 def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
-    if evidence.order is None or evidence.small.plain.objective.method.scores:
+    """Compare the tokens before an answer with those that others ask with."""
+    method = evidence.small.plain.objective.method
+    if method.samples or method.scores:
         return
     conversations = [*questions(written_rows(evidence))][:MOST]
     if not conversations:

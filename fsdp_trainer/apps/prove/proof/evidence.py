@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_trainer.apps.prove.proof.narrowing import SmallRun
+from fsdp_trainer.apps.prove.proof.recordings import STEPS
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
 from fsdp_trainer.apps.prove.proof.trajectories import LIMITS, Difference, Trajectory
 from fsdp_trainer.data.order.epoch_ends import EpochEnds
@@ -17,9 +18,11 @@ from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.prepared_data import build_data
 from fsdp_trainer.data.store.component_store import Reporter
+from fsdp_trainer.data.stream.row_stream import StreamedRow
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.from_config.resolve import with_trained_head
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 NUDGED = 2e-7
@@ -80,7 +83,9 @@ class Evidence:
 
     @cached_property
     def config(self) -> ModelConfig:
-        return read_architecture(self.plain.checkpoints[-1] / "hf")
+        """The architecture of the small model."""
+        config = read_architecture(self.plain.checkpoints[-1] / "hf")
+        return with_trained_head(config, self.small.plain.objective.mtp)
 
     @cached_property
     def data(self) -> tuple[TextTokenizer, Template, Prepared]:
@@ -105,7 +110,16 @@ class Evidence:
             first, stop = (ends.row_after(count, batch.rows, 0) for count in (step - 1, step))
         return range(first, stop)
 
+    @cached_property
+    def streamed_rows(self) -> list[StreamedRow]:
+        """The rows of all steps of a stream, in order; none of stored data."""
+        streamed = self.data[2].streamed
+        return [*streamed.first_rows(STEPS * streamed.streams)] if streamed else []
+
     def rows_of_step(self, step: int) -> Rows:
         """Return the rows of a step, counted from 1."""
+        if streamed := self.data[2].streamed:
+            count = streamed.streams
+            return streamed.padded(self.streamed_rows[(step - 1) * count : step * count])
         assert self.order
         return self.order.read_rows(np.array(self.indices_of_step(step)))

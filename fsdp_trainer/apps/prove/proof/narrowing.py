@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.apps.prove.proof.certificate import NotProved
+from fsdp_trainer.apps.prove.proof.fewer_rows import fewer_rows
 from fsdp_trainer.apps.prove.proof.folding import FOLDED, folded, folded_batch, possible
 from fsdp_trainer.apps.prove.proof.recordings import STEPS
 from fsdp_trainer.base.counted import counted
@@ -35,6 +36,7 @@ from fsdp_trainer.config.schema import (
 )
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.data.prepared_data import build_data, build_tokenizer, cache_root, tokenizer_path
+from fsdp_trainer.data.records.labelled_texts import LABELLED, TAGGED
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.folders.other_weights import is_described
@@ -58,7 +60,14 @@ GRADED = {"name": "length", "unit": "characters", "max": 400, "buffer": 400}
 OF_THE_MACHINE = ("run", "launch", "logging", "checkpoint", "evaluation", "profile")
 """Groups of keys that decide no numbers."""
 BETWEEN_STEPS = {
-    *("data.validation", "data.max_lost", "data.prefetch", "data.cache", "train.validate_every"),
+    *(
+        "data.path",
+        "data.validation",
+        "data.max_lost",
+        "data.prefetch",
+        "data.cache",
+        "train.validate_every",
+    ),
     *("train.validate_first", "train.evaluate_every", "train.sample_prompts", "train.time_limit"),
     *("train.early_stop", "train.check_every", "train.on_spike", "train.steps", "train.epochs"),
 }
@@ -126,16 +135,27 @@ class Narrowing:
         about = [f"the layout: {in_words(self.layout)}, here {on}"]
         if model.init_from != cfg.model.init_from:
             about.append(f"the model: {cfg.model.init_from or cfg.model.name}, here a small copy")
+        if self.fewer_rows[1]:
+            about.append(f"the data: {'; '.join(self.fewer_rows[1])}, in an order of their own")
         if changed := changes(flat(asdict(cfg)), flat(asdict(small))):
             about.append(f"computed with {', '.join(changed)}")
         return SmallRun(small, plain, about, left_out(cfg))
+
+    @cached_property
+    def fewer_rows(self) -> tuple[list[str | dict[str, Any]], list[str]]:
+        """See `fewer_rows`. Labels that no key names are those of all rows."""
+        cfg = self.cfg
+        needs_all = cfg.objective.method.reads in (LABELLED, TAGGED) and not cfg.objective.labels
+        if needs_all or cfg.data.streaming or self.config.reads_images:
+            return [], []
+        return fewer_rows(cfg.data.path, self.scratch / "data")
 
     # --- groups of keys
 
     @property
     def numbers(self) -> dict[str, Any]:
         """The groups that decide numbers: float32, and steps that are large enough to be seen."""
-        cfg = self.cfg
+        cfg, few = self.cfg, self.fewer_rows[0]
         mode = cfg.activation_checkpoint.mode
         return {
             "precision": Precision("float32", "float32", "float32"),
@@ -157,7 +177,8 @@ class Narrowing:
                 validation=None,
                 max_lost=1.0,
                 prefetch=0,
-                cache=str(cache_root(cfg.data, cfg.run)),
+                path=few or cfg.data.path,
+                cache=str(self.scratch / "cache" if few else cache_root(cfg.data, cfg.run)),
             ),
             "adapter": replace(
                 cfg.adapter, init_from=None, base="nf4" if cfg.adapter.base == "nf4" else "auto"
@@ -259,7 +280,7 @@ class Narrowing:
         """Write a small copy of an architecture and return its folder. Raises UserError."""
         tokens, source = self.cfg.tokenizer, self.cfg.model.init_from
         try:
-            from fsdp_trainer.apps.prove.proof.small_folder import write_small_folder
+            from fsdp_trainer.apps.prove.proof.small_folder import add_head, write_small_folder
         except ImportError:
             reason = "a small copy is made by transformers:  pip install 'fsdp_trainer[hf]'"
             problem = Problem(f"model.init_from={source}", reason)
@@ -268,6 +289,8 @@ class Narrowing:
         vocabulary = tokenizer.vocab_size - len(tokenizer.new)
         blocks = max(FOLDED, Stages.of(self.folded[0]).count)
         write_small_folder(config, out, vocabulary, blocks, seed)
+        if self.cfg.objective.mtp:
+            add_head(out)
         return out
 
 

@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fsdp_trainer.checkpoint.formats.headers import SINGLE
+from fsdp_trainer.checkpoint.huggingface import tensor_parts, tensor_shapes
 from fsdp_trainer.models.config import ModelConfig, has_tower
+from fsdp_trainer.models.from_config.resolve import with_trained_head
+from fsdp_trainer.models.hf.further_blocks import copies_in_head
 from fsdp_trainer.models.hf.hf_config import config_object, quiet_transformers
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.probe import shrunk
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 DEVIATION = 0.1
 """Of the numbers of a matrix: with transformers' 0.02 a narrow model hardly looks at its input, and
@@ -46,6 +53,19 @@ def write_small_folder(
             model = auto.from_config(small, dtype=torch.float32)
             spread(model)
         model.save_pretrained(out)
+
+
+def add_head(folder: Path) -> None:
+    """Add a head for further tokens with random weights to a folder."""
+    config = with_trained_head(read_architecture(folder), mtp=1.0)
+    model, copies = meta_decoder(config), copies_in_head(config)
+    tensors = load_file(folder / SINGLE)
+    for name, shape in tensor_shapes(model, tensor_parts(model, config.vocab_size)).items():
+        if name in copies:
+            tensors[name] = tensors[copies[name]].clone()
+        elif name not in tensors:
+            tensors[name] = torch.randn(shape) * DEVIATION + (len(shape) == 1)
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
 
 
 @torch.no_grad()

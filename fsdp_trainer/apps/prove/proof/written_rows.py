@@ -28,16 +28,24 @@ class WrittenRow:
 
 
 def written_rows(evidence: Evidence) -> list[WrittenRow]:
-    cfg, stores = evidence.small.plain, evidence.data[2].train
-    places = samples_by_place(stores)
-    rows = []
-    sources = find_sources(cfg.data.path, "data.path", cache_root(cfg.data, cfg.run))
-    for source in sources:
-        for written in islice(read_source(source, cfg.data, cfg.objective.method.reads), ROWS):
-            file, line = written.where
-            if samples := places.get(f"{file}:{line}"):
-                rows.append(WrittenRow(written, samples))
-    return rows
+    """Return the first rows of each source that training reads."""
+    cfg, prepared = evidence.small.plain, evidence.data[2]
+    streamed, places = prepared.streamed, samples_by_place(prepared.train)
+    builder = streamed.options.builder() if streamed else None
+
+    def samples_of(written: Readable) -> list[tuple[np.ndarray, np.ndarray]]:
+        if builder is None:
+            return places.get("{}:{}".format(*written.where), [])
+        every = builder.tokenize(builder.render(written))
+        return [(one.tokens, one.weights) for samples in every for one in samples]
+
+    root = None if streamed else cache_root(cfg.data, cfg.run)
+    first = (
+        written
+        for source in find_sources(cfg.data.path, "data.path", root)
+        for written in islice(read_source(source, cfg.data, cfg.objective.method.reads), ROWS)
+    )
+    return [WrittenRow(one, samples) for one in first if (samples := samples_of(one))]
 
 
 def samples_by_place(

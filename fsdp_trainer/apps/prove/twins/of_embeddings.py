@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_trainer.apps.prove.twins.twin_step import NoTwin, TwinDocument, TwinStep
+from fsdp_trainer.apps.prove.twins.twin_step import TwinDocument, TwinStep
 
 QUERY, POSITIVE = range(2)
 """Kinds of texts; others are no answers to their query."""
@@ -18,7 +18,8 @@ class StepLists:
     """All texts of a step by number. similarity: of each two, [texts, texts].
 
     scores: a teacher's, [texts]. lists: each query with its documents; good: those that answer it.
-    tokens: of each text.
+    tokens: of each text. margin: by which a likely answer is more similar than the least similar
+    answer; None: none is left out.
     """
 
     similarity: Tensor
@@ -28,16 +29,20 @@ class StepLists:
     tokens: list[list[int]]
     temperature: float
     symmetric: bool
+    margin: float | None = None
 
     def is_like_answer(self, text: int, query: int) -> bool:
-        return any(self.tokens[text] == self.tokens[one] for one in self.good[query])
+        """Return True for a text with the words of an answer to the query, or a likely answer."""
+        answers, similar = self.good[query], self.similarity[query]
+        if any(self.tokens[text] == self.tokens[one] for one in answers):
+            return True
+        likely = torch.inf if self.margin is None else float(similar[answers].min()) + self.margin
+        return float(similar[text]) > likely
 
 
 def embedding_losses(step: TwinStep) -> Iterator[Tensor]:
-    """Yield the mean over the queries, and over the widths of embeddings. Raises NoTwin."""
+    """Yield the mean over the queries, and over the widths of embeddings."""
     cfg, every = step.choice, step.documents
-    if cfg.false_negatives is not None:
-        raise NoTwin("embeddings that leave likely answers out", "objective.false_negatives=null")
     vectors = torch.stack([vector_of(step, one) for one in every])
     starts = [i for i, one in enumerate(every) if one.kind == QUERY]
     ends = [*starts[1:], len(every)]
@@ -49,7 +54,7 @@ def embedding_losses(step: TwinStep) -> Iterator[Tensor]:
         cut = F.normalize(vectors[:, :width], dim=1)
         texts = StepLists(
             cut @ cut.T, scores, lists, good, [one.tokens.tolist() for one in every],
-            cfg.temperature, cfg.symmetric,
+            cfg.temperature, cfg.symmetric, cfg.false_negatives,
         )  # fmt: skip
         losses.append(torch.stack(COMPARED[cfg.comparison](texts)).mean())
     yield torch.stack(losses).mean()

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,17 @@ from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.recordings import GRADIENTS
 from fsdp_trainer.apps.prove.proof.trajectories import Trajectory
 from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
+from fsdp_trainer.apps.prove.twins.of_further_tokens import further_losses
+from fsdp_trainer.apps.prove.twins.of_routers import BIAS, RouterTwins
 from fsdp_trainer.apps.prove.twins.twin_model import Twin, load, open_twin, stored_form
 from fsdp_trainer.apps.prove.twins.twin_step import NoTwin, TwinData, TwinStep
-from fsdp_trainer.config.schema import Loss, ObjectiveChoice, Optim
+from fsdp_trainer.config.schema import ObjectiveChoice, Optim
 from fsdp_trainer.extensions import registered_by_user
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
-OF_ROUTERS = ("load_balancing", "router_z_loss", "bias_update_speed")
 
-
-def formula_of(cfg: ObjectiveChoice, loss: Loss) -> Callable[[TwinStep], Iterator[Tensor]]:
+def formula_of(cfg: ObjectiveChoice) -> Callable[[TwinStep], Iterator[Tensor]]:
     """Return what yields the parts of a step's loss, by an independent formula. Raises NoTwin."""
-    words = [f"loss.{name}=0" for name in OF_ROUTERS if getattr(loss, name)]
-    if words:
-        raise NoTwin("transformers with other losses of routers", " ".join(words))
-    if cfg.mtp:
-        raise NoTwin("transformers with a head for further tokens", "objective.mtp=0")
     if registered_by_user(cfg) or cfg.name not in FORMULAS:
         raise NoTwin(f"an independent formula of objective={cfg.name}", "")
     return FORMULAS[cfg.name]
@@ -40,9 +36,7 @@ def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
     With an optimizer that is not AdamW both are of the first step, without its update.
     """
     run, cfg = evidence.plain, evidence.small.plain
-    losses = formula_of(cfg.objective, cfg.loss)
-    if cfg.data.streaming:
-        raise NoTwin("transformers on a stream", "data.streaming=false")
+    losses = formula_of(cfg.objective)
     evidence.say("trains by transformers, one document at a time")
     twin = open_twin(run, evidence.config, evidence.scratch / "twin")
     ours = ours_as_stored(evidence, twin)
@@ -52,11 +46,15 @@ def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
         parameter.requires_grad_(name in parameters)
     step_of = steps_of(evidence, twin)
     steps = len(ours.losses)
+    routers = RouterTwins.of(twin.model, evidence.config, cfg.loss)
     optimizer = adamw(parameters, cfg.optim) if steps > 1 else None
     values, gradients = [], {}
     for step in range(1, steps + 1):
         total = 0.0
-        for part in losses(step_of(step)):
+        documents = step_of(step)
+        of_routers = routers.losses(documents) if routers else ()
+        further = further_losses(documents) if cfg.objective.mtp else ()
+        for part in chain(losses(documents), of_routers, further):
             part.backward()
             total += float(part.detach())
         values.append(total)
@@ -64,7 +62,10 @@ def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
             gradients[step] = only(trained, twin.as_stored(gradients_of(parameters)))
         if optimizer:
             update(optimizer, [*parameters.values()], cfg.optim, run.metrics[step - 1]["lr"])
-    whole = {name: p.detach() for name, p in twin.model.named_parameters()}
+        if routers:
+            routers.move_biases()
+    whole = {**dict(twin.model.named_parameters()), **dict(twin.model.named_buffers())}
+    whole = {name: tensor.detach() for name, tensor in whole.items()}
     end = only(ours.end, twin.as_stored(whole))
     return ours, Trajectory(values, gradients, ours.start, end)
 
@@ -93,7 +94,12 @@ def ours_as_stored(evidence: Evidence, twin: Twin) -> Trajectory:
             return {name: tensors[name] for name in twin.names}
         return stored_form(evidence.config, tensors)
 
-    trained = {n: t for n, t in own.end.items() if evidence.plain.trained[n]}
+    moves = bool(evidence.small.plain.loss.bias_update_speed)
+    trained = {
+        name: tensor
+        for name, tensor in own.end.items()
+        if evidence.plain.trained[name] or (moves and name.endswith(BIAS))
+    }
     if not evidence.small.plain.optim.spec.takes_states:  # it is not AdamW
         start = form({name: own.start[name] for name in trained})
         return Trajectory(own.losses[:1], {1: form(own.gradients[1])}, start, start)

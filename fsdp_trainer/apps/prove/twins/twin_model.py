@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_trainer.apps.prove.proof.export_forms import class_of
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
+from fsdp_trainer.apps.prove.twins.of_further_tokens import FURTHER, HeadNames
 from fsdp_trainer.apps.prove.twins.twin_step import NoTwin
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.formats.headers import SINGLE
@@ -25,6 +27,7 @@ from fsdp_trainer.checkpoint.huggingface import tensor_parts, tensor_shapes
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.four_bit import BLOCK_BYTES, LEVELS, SCALE
+from fsdp_trainer.models.hf.further_blocks import copies_in_head, start_of_names
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
 OF_ADAPTERS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
@@ -34,12 +37,14 @@ OF_ADAPTERS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 class Twin:
     """transformers' or PEFT's model, ready to train. names: of its trained parameters, by ours.
 
-    prefix: what folders have before its names, for a model without a head.
+    prefix: what folders have before its names, for a model without a head. further: names of a
+    head for further tokens.
     """
 
     model: Any
     names: dict[str, str] | None
     prefix: str = ""
+    further: HeadNames | None = None
 
     def trained(self, ours: Mapping[str, bool]) -> dict[str, nn.Parameter]:
         own = dict(self.model.named_parameters())
@@ -54,27 +59,47 @@ class Twin:
         # imports transformers
         from transformers.core_model_loading import revert_weight_conversion
 
-        stored: dict[str, Tensor] = revert_weight_conversion(self.model, dict(tensors))
-        return {self.prefix + name: tensor for name, tensor in stored.items()}
+        revert = partial(revert_weight_conversion, self.model)
+        of_head = {n: t for n, t in tensors.items() if self.further and n.startswith(FURTHER)}
+        stored = revert({n: t for n, t in tensors.items() if n not in of_head})
+        more = self.further.as_stored(of_head, revert) if self.further else {}
+        return {self.prefix + name: tensor for name, tensor in {**stored, **more}.items()}
 
 
 def open_twin(run: ProofRun, config: ModelConfig, folder: Path) -> Twin:
     """Return the twin of a run's model at its start. folder: a new one. Raises NoTwin."""
-    adapted = {name for name in run.start if name.endswith(OF_ADAPTERS)}
     if not importlib.util.find_spec("transformers"):
         raise NoTwin("transformers, which is not installed", "pip install 'fsdp_trainer[hf]' ; ")
-    base = {name: tensor for name, tensor in run.start.items() if name not in adapted}
-    if run.cfg.adapter.base == "nf4":
-        shapes = {name: p.shape for name, p in meta_decoder(config).named_parameters()}
-        base = {n: in_full(t, shapes[n]) if t.dtype == torch.uint8 else t for n, t in base.items()}
-    stored = write_folder(base, config, run.checkpoints[-1] / "hf" / "config.json", folder)
-    model = load(config, folder)
+    described = run.checkpoints[-1] / "hf" / "config.json"
+    stored = stored_form(config, base_weights(run, config))
+    start, of_head = start_of_names(config) if config.mtp_heads else "", {}
+    if start:
+        of_head = {name: stored.pop(name) for name in [*stored] if name.startswith(start)}
+
+    def with_tensors(others: Mapping[str, Tensor], place: Path) -> Any:
+        write_folder({**stored, **others}, config, described, place)
+        return load(config, place)
+
+    model = with_tensors({}, folder)
+    if of_head:
+        names = HeadNames.of(model, config)
+        names.put_head(model, of_head, partial(with_tensors, place=folder.with_name("like")))
+        return Twin(model, None, "", names)
     own = f"{model.base_model_prefix}."
     is_bare = model.base_model is model and all(name.startswith(own) for name in stored)
     prefix = own if is_bare else ""
     if run.cfg.adapter.name == "none":
         return Twin(model, None, prefix)
     return with_adapters(model, run, prefix)
+
+
+def base_weights(run: ProofRun, config: ModelConfig) -> dict[str, Tensor]:
+    """Return the weights of a run's start without adapters, each as numbers."""
+    base = {n: tensor for n, tensor in run.start.items() if not n.endswith(OF_ADAPTERS)}
+    if run.cfg.adapter.base != "nf4":
+        return base
+    shapes = {name: p.shape for name, p in meta_decoder(config).named_parameters()}
+    return {n: in_full(t, shapes[n]) if t.dtype == torch.uint8 else t for n, t in base.items()}
 
 
 def load(config: ModelConfig, folder: Path) -> Any:
@@ -126,7 +151,8 @@ def with_adapters(model: Any, run: ProofRun, prefix: str) -> Twin:
 def stored_form(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of our parameters under the names and in the shapes of a folder's."""
     model = meta_decoder(config)
-    parts = tensor_parts(model, config.vocab_size)
+    repeated = copies_in_head(config)
+    parts = [one for one in tensor_parts(model, config.vocab_size) if one.tensor not in repeated]
     shapes = tensor_shapes(model, parts)
     turned = getattr(model, "transposed_weights", ())
     pieces: dict[str, list[Tensor]] = defaultdict(list)
@@ -140,14 +166,13 @@ def stored_form(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def write_folder(
-    weights: Mapping[str, Tensor], config: ModelConfig, described: Path, out: Path
-) -> list[str]:
-    """Write weights as a Hugging Face folder; return their names. described: its config.json."""
+    tensors: Mapping[str, Tensor], config: ModelConfig, described: Path, out: Path
+) -> None:
+    """Write tensors as a Hugging Face folder. described: its config.json."""
     out.mkdir()
-    stored = {n: t.contiguous().clone() for n, t in stored_form(config, weights).items()}
+    stored = {n: t.contiguous().clone() for n, t in tensors.items()}
     save_file(stored, out / SINGLE, metadata={"format": "pt"})
     content = json.loads(described.read_text())
     # one that is also an end of text would be taken for padding where a score is read
     content |= {"pad_token_id": None} if config.scores else {}
     (out / "config.json").write_text(json.dumps(content))
-    return [*stored]

@@ -6,11 +6,12 @@ Nothing of the trainer's own batches or objectives is used.
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,25 +116,32 @@ class TwinData:
 
     def of_rows(self, step: int) -> Iterator[TwinDocument]:
         order, rows = self.evidence.order, self.evidence.rows_of_step(step)
-        assert order
-        for row, index in enumerate(self.evidence.indices_of_step(step)):
-            samples, kinds = order.samples_of(index), rows.kinds[row] if rows.kinds else None
-            start = 0
-            for number, length in enumerate(rows.documents[row]):
-                part = slice(start, start + length)
-                tokens = torch.tensor(rows.tokens[row, part])
-                store, sample = samples[number]
-                yield TwinDocument(
-                    tokens,
+        indices = self.evidence.indices_of_step(step) if order else ()
+        stored = (
+            [sample for index in indices for sample in order.samples_of(index)] if order else []
+        )
+        places = iter(stored)
+        for row, lengths in enumerate(rows.documents):
+            ends = np.cumsum(lengths).tolist()
+            for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+                part = slice(end - length, end)
+                one = TwinDocument(
+                    torch.tensor(rows.tokens[row, part]),
                     torch.tensor(rows.labels[row, part]),
                     torch.tensor(rows.weights[row, part]),
-                    kinds[number] if kinds else 0,
+                    rows.kinds[row][number] if rows.kinds else 0,
                     rows.group_starts[row][number],
-                    json.loads(store.labels.text(sample)) if store.labels else None,
-                    torch.tensor(store.read(sample)[1]) if store.labels else None,
-                    self.inputs(tokens, store, sample),
                 )
-                start += length
+                place = next(places, None)
+                yield self.described(one, *place) if place else one
+
+    def described(self, one: TwinDocument, store: TokenStore, sample: int) -> TwinDocument:
+        """Return a document with its label and what the model reads beside it."""
+        inputs = self.inputs(one.tokens, store, sample)
+        if not store.labels:
+            return replace(one, inputs=inputs)
+        label, own = json.loads(store.labels.text(sample)), torch.tensor(store.read(sample)[1])
+        return replace(one, label=label, own=own, inputs=inputs)
 
     def inputs(self, tokens: Tensor, store: TokenStore, sample: int) -> dict[str, Any]:
         """Return what a model reads beside a document's tokens: types of texts, and images."""
@@ -151,9 +159,14 @@ class TwinData:
 
 
 def taken(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
-    known = inspect.signature(whole.forward).parameters
+    """Return the inputs that a model has arguments for."""
+    known = inspect.signature(base_of(model).forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
+
+
+def base_of(model: Any) -> Any:
+    """Return transformers' model, of PEFT's too."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def of_answers(file: Path) -> Iterator[TwinDocument]:

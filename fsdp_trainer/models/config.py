@@ -394,6 +394,7 @@ class ModelConfig:
             problem=problem,
             pooling="",
             tie_word_embeddings=False,
+            logit_factor=1.0,
             mtp_heads=0,
             names=names,
         )

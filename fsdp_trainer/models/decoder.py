@@ -268,8 +268,8 @@ class Backbone(nn.Module):
         self.norm: Any = RMSNorm(config)
 
 
-SCORES = ("score.weight", "score.bias")
-"""The head of a model of scores. It is new in a run that begins with a language model."""
+SCORES = ("score", "classifier")
+"""transformers' names of the head of scores. It is new in a run from a language model."""
 
 
 class Decoder(nn.Module):
@@ -365,7 +365,7 @@ class Decoder(nn.Module):
     @property
     def head_names(self) -> set[str]:
         """Names of the weights that the folder of a language model lacks, and that are drawn."""
-        return {*SCORES} & dict(self.named_parameters()).keys()
+        return {n for n, _ in self.named_parameters() if n.rpartition(".")[0] in SCORES}
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return the parameters, each once, and buffers by name, as checkpoints and exports do."""

@@ -206,14 +206,10 @@ def why_no_head(config: ModelConfig, method: MethodSpec) -> str:
     name = str((config.source.get("architectures") or [""])[0])
     if method.reads == TAGGED and config.family in WITHOUT_TAGGERS:
         return f"transformers has no class for labels of tokens by {config.family}, to read it"
-    if not config.by_transformers or method.reads not in OF_HEADS:
-        return ""
-    if config.encoder:
+    if not config.by_transformers or config.encoder or method.reads not in OF_HEADS:
         return ""
     if not name.endswith(DECODERS) and not config.pooling:
         return f"{name} neither writes nor fills gaps, and gets no head (docs/heads.md)"
-    if method.reads == TAGGED:
-        return f"transformers' class computes {config.family}, and labels no tokens (docs/heads.md)"
     return ""
 
 

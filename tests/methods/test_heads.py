@@ -90,7 +90,7 @@ def theirs(folder, auto=AutoModelForSequenceClassification):
 
 
 def assert_learns(ledger, kind, start, model, loss, *words, prefix="", ranks=1):
-    """Check the loss of a run's start, and each gradient of a step from there.
+    """Check the loss of a run's start, and each gradient of a step from there; return its run.
 
     prefix: what our names have before those of transformers.
     """
@@ -99,6 +99,7 @@ def assert_learns(ledger, kind, start, model, loss, *words, prefix="", ranks=1):
     run = run_of(ledger, kind, *words, f"model.init_from={start.folder / 'hf'}", ranks=ranks)
     expected = {f"{prefix}{name}": p.grad for name, p in model.named_parameters()}
     assert_equal(gradients(start, run), expected)
+    return run
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,9 +184,17 @@ def spans(tags):
     return entities
 
 
-@pytest.mark.parametrize("kind, read", [("tags", words_of), ("steps", steps_of)])
-def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
-    start = run_of(ledger, kind, "optim.lr=1e-9")
+@pytest.mark.parametrize(
+    "kind, read, other",
+    [
+        ("tags", words_of, ""), ("steps", steps_of, ""), ("tags", words_of, "gpt2"),
+        ("steps", steps_of, "starcoder2"),
+    ],
+)  # fmt: skip
+def test_tokens_are_labelled_by_transformers_loss(ledger, kind, read, other):
+    """Our decoder, and two that transformers' classes compute."""
+    words = other_words(ledger, other) if other else []
+    start = run_of(ledger, kind, *words, "optim.lr=1e-9")
     model, tokenizer = theirs(start.folder / "hf", AutoModelForTokenClassification)
     rows = rows_of(ledger, kind)
     total, hits, entities = 0, [], [0, 0, 0]
@@ -206,32 +215,35 @@ def test_tokens_are_labelled_by_transformers_loss(ledger, train, kind, read):
     if kind == "tags":
         f1 = 2 * entities[0] / (entities[1] + entities[2])
         assert start["entity_f1"] == pytest.approx([f1])
-    assert_learns(ledger, kind, start, model, loss)
+    shared = ["batch.micro_rows=2"] if other else []
+    assert_learns(ledger, kind, start, model, loss, *shared, ranks=1 + bool(other))
 
 
-def encoder_words(ledger, kind):
-    """Words to begin with a small encoder."""
+def other_words(ledger, kind):
+    """Words to begin with a small encoder, or a decoder that transformers' class computes."""
     folder = ledger.data / kind
     with ledger.once(f"data-{kind}") as is_done:
         if not is_done():
-            make_encoder(folder, kind)
+            (make_encoder if kind in ENCODERS else make_other_folder)(folder, kind)
     return [f"model.init_from={folder}", f"tokenizer.path={folder}"]
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_encoders_classify_by_their_own_heads(ledger, kind):
-    """A step over texts of different lengths, each computed alone and padded there."""
-    words = encoder_words(ledger, kind)
-    start = run_of(ledger, "classes", *words, "optim.lr=1e-9", "batch.micro_rows=8")
+    """A step over texts of different lengths: each alone and padded there, then packed."""
+    words = other_words(ledger, kind)
+    alone = "data.packing=none", "batch.micro_rows=8"
+    start = run_of(ledger, "classes", *words, "optim.lr=1e-9", *alone)
     model, tokenizer = theirs(start.folder / "hf")
     loss = loss_of_transformers(model, tokenizer, rows_of(ledger, "classes"))
     shared = "batch.micro_rows=2", words[1]
-    assert_learns(ledger, "classes", start, model, loss, *shared, ranks=2)
+    run = assert_learns(ledger, "classes", start, model, loss, *shared, ranks=2)
+    assert ("rows hold one document each" in run.out) == (kind == "modernbert")
 
 
 def test_encoders_read_pairs_tag_and_embed(ledger):
     """BERT's second text has a type of its own; a head begins on a model without one."""
-    words = encoder_words(ledger, "bert")
+    words = other_words(ledger, "bert")
     first = "optim.lr=1e-9"
     runs = {kind: run_of(ledger, kind, *words, first) for kind in ("lists", "tags", "queries")}
     folders = {kind: run.folder / "hf" for kind, run in runs.items()}
@@ -272,11 +284,14 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     assert other["objective"] == pytest.approx([loss], rel=1e-5)
 
 
-def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
-    adapter = ["adapter=lora", "adapter.rank=4", "train.steps=2", "optim.lr=0.1"]
-    rows = rows_of(ledger, "tags")
-    run = run_of(ledger, "tags", *adapter)
-    again = run_of(ledger, "tags", f"model.init_from={run.folder}", "optim.lr=0")
+ADAPTER = ["adapter=lora", "adapter.rank=4", "train.steps=2", "optim.lr=0.1"]
+
+
+@pytest.mark.parametrize("other", ["", "gpt2"])
+def test_peft_reads_heads_of_tokens(ledger, other):
+    rows, words = rows_of(ledger, "tags"), other_words(ledger, other) if other else []
+    run = run_of(ledger, "tags", *words, *ADAPTER)
+    again = run_of(ledger, "tags", *words[1:], f"model.init_from={run.folder}", "optim.lr=0")
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "adapter")
     tags = sorted({tag for row in rows for tag in row["ner_tags"] if tag})
     names = {tag: i for i, tag in enumerate(tags)}
@@ -291,8 +306,11 @@ def test_peft_reads_heads_of_tokens_and_of_encoders(ledger):
     ):
         with pytest.raises(UserError, match=reason):
             TextReader.load(run.folder / folder)
-    words = encoder_words(ledger, "roberta")
-    run = run_of(ledger, "classes", *words, *adapter)
+
+
+def test_peft_reads_heads_of_encoders(ledger):
+    words = other_words(ledger, "roberta")
+    run = run_of(ledger, "classes", *words, *ADAPTER)
     again = run_of(ledger, "classes", f"model.init_from={run.folder}", words[1], "optim.lr=0")
     folder = str(run.folder / "adapter")
     model = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
@@ -407,11 +425,7 @@ def test_tables_name_their_labels_and_validation_keeps_their_shares(ledger, tmp_
 
 def test_embeddings_by_transformers_class_go_on_from_a_run_and_its_export(ledger):
     """GPT-2 without its head, with transformers' names, and then a classifier of it."""
-    folder = ledger.data / "gpt2"
-    with ledger.once("data-gpt2") as is_done:
-        if not is_done():
-            make_other_folder(folder, "gpt2")
-    first = run_of(ledger, "queries", f"model.init_from={folder}", "optim.lr=1e-3")
+    first = run_of(ledger, "queries", *other_words(ledger, "gpt2"), "optim.lr=1e-3")
     model, tokenizer = theirs(first.folder / "hf", AutoModel)
     rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "last")

@@ -25,6 +25,7 @@ class Documents:
     """The layouts of a micro-batch, by window."""
 
     def __init__(self, layout: PackedAttention, windows: set[int | None]):
+        self.causal = layout.causal
         self.layouts = {window: layout.with_window(window) for window in windows | {None}}
 
 
@@ -46,7 +47,7 @@ def attend_documents(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return causal attention within each document, [batch, length, heads, head_dim].
+    """Return attention within each document, [batch, length, heads, head_dim].
 
     query, key, value: [batch, heads, length, channels]; scaling: factor of the scores, None: by
     the size of a head; s_aux: sinks. Raises NotComputed for anything else that a model asks for.
@@ -54,7 +55,7 @@ def attend_documents(
     unknown = [n for n, v in others.items() if n not in KNOWN and isinstance(v, Tensor)]
     is_causal = others.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if documents is None or unknown or not is_causal or attention_mask is not None:
+    if documents is None or unknown or attention_mask is not None or is_causal != documents.causal:
         raise NotComputed(f"{type(module).__name__} asks for {unknown or 'another mask'}")
     if sliding_window not in documents.layouts:
         raise NotComputed(f"{type(module).__name__} has a window of {sliding_window} tokens")

@@ -199,16 +199,16 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
     except Exception as error:  # any, from what transformers' class makes of the values
         lines = str(error).strip().splitlines() or [type(error).__name__]
         problem = Problem(f"model_type={config.family}", lines[0][:300])
-        kind = "model with this head" if config.encoder else "causal language model"
+        kind = "causal language model" if config.predicts else "model with this head"
         title = f"transformers cannot build a {kind} from this configuration"
         raise UserError(title, [problem]) from None
 
 
 def auto_class(config: ModelConfig) -> Any:
+    if config.tags:
+        return AutoModelForTokenClassification
     if config.encoder and config.scores:
-        return (
-            AutoModelForTokenClassification if config.tags else AutoModelForSequenceClassification
-        )
+        return AutoModelForSequenceClassification
     if config.encoder or config.pooling:
         return AutoModel
     return AutoModelForImageTextToText if has_tower(config.source) else AutoModelForCausalLM
@@ -297,11 +297,15 @@ def describe_encoder(hf: PreTrainedModel) -> Described:
     )
     numbers = sum(p.numel() for p in hf.parameters())
     sizes = sizes_of(hf.config)
-    tables = [module for name, module in hf.named_modules() if name.endswith("position_embeddings")]
-    # RoBERTa's first positions are those of padding
-    unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None)]
-    positions = sizes["max_position_embeddings"] - max(unused, default=0)
+    positions = sizes["max_position_embeddings"] - unused_positions(hf)
     return Described(names, sizes["hidden_size"], False, (numbers, numbers), (), positions)
+
+
+def unused_positions(hf: PreTrainedModel) -> int:
+    """Return the number of an encoder's first positions that are no token's: RoBERTa's padding."""
+    tables = [module for name, module in hf.named_modules() if name.endswith("position_embeddings")]
+    paddings = [getattr(table, "padding_idx", None) for table in tables]
+    return max([0, *(padding + 1 for padding in paddings if padding is not None)])
 
 
 def mark_experts(hf: PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Auxiliary, Decoder, MediaInputs, MicroBatch
+from fsdp_trainer.models.decoder import SCORES, Auxiliary, Decoder, MediaInputs, MicroBatch
 from fsdp_trainer.models.head import Head, ScoreHead, StatesHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
 from fsdp_trainer.models.hf.document_layers import DocumentRows, keep_apart
@@ -55,6 +55,8 @@ class TransformersDecoder(Decoder):
         self.config, self.balance = config, balance
         self.ropes = {}
         self.cut_from = ()
+        if not config.predicts:
+            require_classifier(config)
         hf = build_hf_model(config)
         mark_experts(hf)
         transposed = make_linear(hf)
@@ -69,8 +71,7 @@ class TransformersDecoder(Decoder):
         head = self.own_head(hf)
         for name, child in hf.named_children():
             self.add_module(name, child)
-        if isinstance(head, ScoreHead):
-            require_classifier(config)
+        if isinstance(head, ScoreHead) and head not in self.children():
             self.add_module("score", head)
         self.__dict__["lm_head"] = head
         list_name, self.__dict__["own_blocks"] = block_list(hf)
@@ -95,9 +96,11 @@ class TransformersDecoder(Decoder):
             if pooler is not None:  # no text is embedded by it
                 replace_module(hf, pooler, None)
             return StatesHead(self.config)
-        before = hf.get_output_embeddings()
+        of_tokens = self.config.tags
+        heads = [getattr(hf, name) for name in SCORES if hasattr(hf, name)]
+        before = heads[0] if of_tokens else hf.get_output_embeddings()
         head = new_head(self.config, before)
-        replace_module(hf, before, None if self.config.scores else head)
+        replace_module(hf, before, head if of_tokens or not self.config.scores else None)
         return head
 
     @property
@@ -302,8 +305,13 @@ class TransformersDecoder(Decoder):
 
     def repeats_head(self, name: str) -> bool:
         """Return True for a stored head that is the embedding, or in whose place a score is."""
-        is_tied = self.config.tie_word_embeddings or not self.config.predicts
-        return is_tied and name.endswith(self.config.names.head)
+        names, whole = self.config.names, self.hf
+        own = [names.head] if self.config.tie_word_embeddings else []
+        if not self.config.predicts:
+            own = [each for each in (names.head, names.head_bias) if each]
+            # only the class with a head knows how folders name it
+            whole = build_hf_model(replace(self.config, labels=(), problem="", pooling=""))
+        return name.endswith((*own, *stored_shapes(whole, dict.fromkeys(own, (1,)))))
 
     def unread(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the names of the tensors of a folder, by their shapes, that nothing here reads."""

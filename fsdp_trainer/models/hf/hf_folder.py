@@ -1,7 +1,6 @@
 """The architecture of a folder whose model transformers' own class computes."""
 
 import json
-import math
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -65,10 +64,9 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
         counted=described.counted,
         expert_blocks=described.expert_blocks,
     )
-    if encoder:
-        config = replace(config, max_position_embeddings=described.positions, mixing=math.inf)
-        return with_own_head(config, Path(folder), "mean")
     facts = probe(config)
+    if encoder:
+        config = replace(config, max_position_embeddings=described.positions)
     config = replace(
         config,
         documents_attention=facts.documents_attention,
@@ -76,7 +74,7 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
         logit_factor=facts.logit_factor,
         document_layers=facts.document_layers,
     )
-    return with_own_head(config, Path(folder), "last")
+    return with_own_head(config, Path(folder), "mean" if encoder else "last")
 
 
 def with_own_head(config: ModelConfig, folder: Path, pooling: str) -> ModelConfig:

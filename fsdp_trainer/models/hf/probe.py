@@ -29,6 +29,7 @@ from fsdp_trainer.models.hf.hf_config import (
     sizes_of,
 )
 from fsdp_trainer.models.hf.hf_decoder import TransformersDecoder
+from fsdp_trainer.models.hf.hf_encoder import TransformersEncoder
 
 LENGTHS = (17, 23)
 """Tokens of the two documents that are computed packed and alone."""
@@ -104,6 +105,9 @@ def probed(model: TransformersDecoder) -> Probed:
     tokens = torch.randint(3, VOCABULARY, (1, sum(LENGTHS)), generator=generator)
     trial = Trial(tokens)
     expected = trial.alone(model.states)
+    if model.config.encoder:
+        ours = difference(model.states(trial.tokens, trial.positions, trial.layout), expected)
+        return Probed(ours <= APART, 0.0 if ours <= APART else ours, 1.0)
     first = LENGTHS[0]
     factor = factor_of(model, expected[:, :first], tokens[:, :first])
     ours, theirs = changes(model, trial, expected)
@@ -186,7 +190,7 @@ def factor_of(model: TransformersDecoder, states: Tensor, tokens: Tensor) -> flo
 @torch.no_grad()
 def small_model(config: ModelConfig) -> TransformersDecoder:
     with torch.device("meta"):
-        model = TransformersDecoder(config)
+        model = (TransformersEncoder if config.encoder else TransformersDecoder)(config)
     if sum(p.numel() for p in model.parameters()) > MOST_NUMBERS:
         raise UserError("the copy is too large", [])
     model.to_empty(device="cpu")

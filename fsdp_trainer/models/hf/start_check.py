@@ -28,8 +28,6 @@ def check_model(
 
     dtype: of the computation. picture: None for data without images. Collective. Raises UserError.
     """
-    if model.config.encoder:
-        return  # transformers' class computes all of it
     generator = torch.Generator().manual_seed(0)
     size = model.config.vocab_size
     tokens = torch.randint(size, (1, sum(LENGTHS)), generator=generator).to(device)

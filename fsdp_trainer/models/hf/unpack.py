@@ -41,6 +41,11 @@ class OneDocumentRows:
         """Return positions with several axes, [axes, documents, length of the longest]."""
         return positions.flatten(1)[:, self.places]
 
+    def unpacked(self, states: Tensor) -> Tensor:
+        """Return [documents, length of the longest, hidden] of packed rows' states."""
+        flat = states.flatten(0, 1).index_select(0, self.places.flatten())
+        return flat.view(*self.places.shape, -1)
+
     def packed(self, states: Tensor) -> Tensor:
         """Return the states of packed rows, [rows, length, hidden]; zeros for padding.
 

@@ -280,7 +280,9 @@ class LabelMethod(Method):
             for i, order in enumerate(orders)
         ]
         super().__init__(setup, rows.with_columns(map(self.as_columns, values)), checkpoint)
-        self.counts = label_counts(np.concatenate(values[:first]), config)
+        # a rehearsal has no stores
+        given = np.concatenate(values[:first] or [np.zeros((1, config.scores))])
+        self.counts = label_counts(given, config)
         """The number of training texts with each label; None for numbers."""
         self.weight = class_weight(self.choice, config, self.counts)
 

@@ -28,17 +28,28 @@ class StepTexts:
 
     vectors: [texts, hidden] float64. kinds: [texts] int64. scores: [texts] float64, a teacher's
     score of each document, or of a pair's similarity; NaN: none. same: [texts] float64, equal
-    numbers for equal texts.
+    numbers for equal texts. count: of the queries, known to the host, which so need not wait.
     """
 
     vectors: Tensor
     kinds: Tensor
     scores: Tensor
     same: Tensor
+    count: int
 
     @property
     def is_query(self) -> Tensor:
         return self.kinds == QUERY
+
+    @property
+    def queries(self) -> Tensor:
+        """The places of the queries, [queries] int64."""
+        return torch.nonzero_static(self.is_query, size=self.count)[:, 0]
+
+    @property
+    def documents(self) -> Tensor:
+        """The places of the documents, [documents] int64."""
+        return torch.nonzero_static(~self.is_query, size=len(self.kinds) - self.count)[:, 0]
 
     @property
     def groups(self) -> Tensor:
@@ -65,10 +76,10 @@ class QueryBlock:
 
 def blocks(texts: StepTexts, choice: ObjectiveChoice) -> Iterator[QueryBlock]:
     """Yield all queries, with all documents, in blocks of bounded memory."""
-    documents = ~texts.is_query
+    documents = texts.documents
     groups, same = texts.groups[documents], texts.same[documents]
     vectors, is_positive = texts.vectors[documents], texts.kinds[documents] == POSITIVE
-    queries = texts.vectors[texts.is_query]
+    queries = texts.vectors[texts.queries]
     size = max(1, SIMILARITIES // max(1, len(vectors)))
     for first in range(0, len(queries), size):
         numbers = torch.arange(first, min(first + size, len(queries)), device=groups.device)
@@ -80,7 +91,7 @@ def blocks(texts: StepTexts, choice: ObjectiveChoice) -> Iterator[QueryBlock]:
 
 def _alike(positive: Tensor, same: Tensor, similarity: Tensor, choice: ObjectiveChoice) -> Tensor:
     """Return which documents are like a query's positive ones, [queries, documents] bool."""
-    query, document = positive.nonzero(as_tuple=True)
+    query, document = pairs_of(positive)
     pairs = torch.zeros_like(similarity)
     equal = (same[document][:, None] == same).to(pairs.dtype)
     alike = pairs.index_add(0, query, equal) > 0
@@ -88,6 +99,21 @@ def _alike(positive: Tensor, same: Tensor, similarity: Tensor, choice: Objective
         lowest = similarity.detach().masked_fill(~positive, torch.inf).min(1, keepdim=True).values
         alike = alike | (similarity.detach() > lowest + choice.false_negatives)
     return alike
+
+
+def places_of(chosen: Tensor) -> Tensor:
+    """Return the places of what is True."""
+    return chosen.nonzero()[:, 0]
+
+
+def pairs_of(chosen: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows and the columns of what is True in a matrix."""
+    return chosen.nonzero(as_tuple=True)
+
+
+def less_alike(scores: Tensor) -> tuple[Tensor, ...]:
+    """Return the numbers of pairs, and for each the number of one with a higher score."""
+    return (scores[:, None] < scores).nonzero(as_tuple=True)
 
 
 # --- losses, as sums over the queries -------------------------------------------------------------
@@ -114,7 +140,8 @@ def info_nce(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
     if not choice.symmetric:
         return total
     logits, masked, positive = map(torch.cat, (columns, masks, positives))
-    logits, masked, positive = (part[:, positive.any(0)] for part in (logits, masked, positive))
+    own = places_of(positive.any(0))
+    logits, masked, positive = (part[:, own] for part in (logits, masked, positive))
     every = logits.masked_fill(masked, -torch.inf).logsumexp(0)
     losses = (every - logits).masked_fill(~positive, 0)
     return (total + (losses / positive.sum(1, keepdim=True).clamp_min(1)).sum()) / 2
@@ -126,8 +153,9 @@ def mean_of(values: Tensor, chosen: Tensor, dim: int) -> Tensor:
 
 
 def own_similarity(texts: StepTexts) -> tuple[Tensor, Tensor]:
-    documents = (~texts.is_query).nonzero()[:, 0]
-    queries = texts.vectors[texts.is_query][texts.groups[documents]]
+    """Return the similarity of each document to its query, and the documents' numbers."""
+    documents = texts.documents
+    queries = texts.vectors[texts.queries][texts.groups[documents]]
     return (queries * texts.vectors[documents]).sum(1), documents
 
 
@@ -138,9 +166,9 @@ def cosent(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
     """
     similarity, documents = own_similarity(texts)
     scores, logits = texts.scores[documents], similarity / choice.temperature
-    differences = (logits[:, None] - logits)[scores[:, None] < scores]
+    differences = (logits[:, None] - logits)[less_alike(scores)]
     every = torch.cat([differences.new_zeros(1), differences]).logsumexp(0)
-    return every * texts.is_query.sum()
+    return every * texts.count
 
 
 def margin_mse(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
@@ -152,21 +180,25 @@ def margin_mse(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
     errors = similarity - texts.scores[documents]
     first = texts.kinds[documents] == POSITIVE
     first &= texts.groups[documents].diff(prepend=-texts.groups.new_ones(1)) > 0
-    margins = (errors[first][texts.groups[documents]] - errors)[~first]
-    return _mean_by_query(margins.square(), texts, documents[~first])
+    best, others = (
+        torch.nonzero_static(part, size=size)[:, 0]
+        for part, size in ((first, texts.count), (~first, len(documents) - texts.count))
+    )
+    margins = (errors[best][texts.groups[documents]] - errors)[others]
+    return _mean_by_query(margins.square(), texts, documents[others])
 
 
 def divergence(texts: StepTexts, choice: ObjectiveChoice) -> Tensor:
     """Return Σ over queries of KL(teacher ‖ model) over their own documents, by temperature."""
     similarity, documents = own_similarity(texts)
     groups = texts.groups[documents]
-    ours = _log_softmax(similarity / choice.temperature, groups)
-    theirs = _log_softmax(texts.scores[documents], groups)
+    ours = _log_softmax(similarity / choice.temperature, groups, texts.count)
+    theirs = _log_softmax(texts.scores[documents], groups, texts.count)
     return (theirs.exp() * (theirs - ours)).sum()
 
 
-def _log_softmax(values: Tensor, groups: Tensor) -> Tensor:
-    count = int(groups.max()) + 1 if len(groups) else 0
+def _log_softmax(values: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Return log-probabilities of values among those of the same group, of `count` groups."""
     largest = values.new_zeros(count).scatter_reduce(
         0, groups, values.detach(), "amax", include_self=False
     )[groups]
@@ -176,7 +208,7 @@ def _log_softmax(values: Tensor, groups: Tensor) -> Tensor:
 
 def _mean_by_query(values: Tensor, texts: StepTexts, documents: Tensor) -> Tensor:
     """Return Σ over queries of the mean of their documents' values."""
-    groups, zeros = texts.groups[documents], values.new_zeros(int(texts.is_query.sum()))
+    groups, zeros = texts.groups[documents], values.new_zeros(texts.count)
     sums, counts = (zeros.index_add(0, groups, v) for v in (values, torch.ones_like(values)))
     return (sums / counts.clamp_min(1)).sum()
 

@@ -99,22 +99,23 @@ class DistillationMethod(Method):
     """Training with a teacher, which is in memory or has stored lists of its likeliest tokens."""
 
     def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
-        files, column = setup.inputs.teacher_files, None
+        files = setup.inputs.teacher_files  # none in a rehearsal
         if files:
-            column = column_of_run(setup, rows)
             Teacher.require_same(setup.cfg.second_model, checkpoint, record_of_lists(files))
-            rows = column.prepare(files)
+            rows = column_of_run(setup, rows).prepare(files)
         super().__init__(setup, rows, checkpoint)
-        self.teacher: Teacher | ListedTeacher = (
-            ListedTeacher(self.choice, column.vocabulary) if column else self._in_memory()
-        )
+        self.teacher = self._teacher()
 
-    def _in_memory(self) -> Teacher:
-        """Return the teacher without weights. Collective."""
+    def _teacher(self) -> Teacher | ListedTeacher:
+        """Return the teacher, which has no weights yet if it is in memory. Collective."""
         setup, source = self.setup, self.setup.inputs.second_folder
         assert source
-        _, config = with_second_model(setup.config, source, setup.cfg.sharding.tensor)
-        return shard_teacher(setup.cfg, source, config, setup.config, setup.dims, setup.compiled)
+        assert self.second
+        models = with_second_model(setup.config, source, setup.cfg.sharding.tensor)
+        if self.second.has_lists:
+            return ListedTeacher(self.choice, min(config.vocab_size for config in models))
+        parts = setup.config, setup.dims, setup.compiled
+        return shard_teacher(setup.cfg, source, models[1], *parts)
 
     @property
     def frozen_models(self) -> list[FrozenModel]:

@@ -111,10 +111,11 @@ class EmbeddingForwardBackward(DocumentForwardBackward):
         about = torch.cat(
             [facts(batch, len(each)) for batch, each in zip(batches, vectors, strict=True)]
         )
-        first, every = self._of_all_ranks(torch.cat([own, about], 1))
+        queries = sum(len(batch.documents.group_sizes) for batch in batches)
+        first, count, every = self._of_all_ranks(torch.cat([own, about], 1), queries)
         leaf = every[:, :-3].detach().requires_grad_(with_gradient)
         kinds, scores, same = every[:, -3].long(), every[:, -2], every[:, -1]
-        texts = StepTexts(leaf, kinds, scores, same)
+        texts = StepTexts(leaf, kinds, scores, same, count)
         with torch.set_grad_enabled(with_gradient):
             loss = loss_of_texts(texts, self.choice)
         gradient = torch.zeros_like(leaf)
@@ -126,27 +127,40 @@ class EmbeddingForwardBackward(DocumentForwardBackward):
         groups, place, compared = texts.groups, first, []
         for batch, each in zip(batches, vectors, strict=True):
             part = slice(place, place + len(each))
-            queries = groups[part][texts.is_query[part]]
-            columns = {GRADIENT: gradient[part], QUERIES: of_queries[queries]}
+            own_queries = torch.nonzero_static(
+                texts.is_query[part], size=len(batch.documents.group_sizes)
+            )
+            columns = {
+                GRADIENT: gradient[part],
+                QUERIES: of_queries[groups[part][own_queries[:, 0]]],
+            }
             compared.append(replace(batch, columns=columns))
             place += len(each)
         return compared
 
-    def _of_all_ranks(self, own: Tensor) -> tuple[int, Tensor]:
-        """Return the place of this rank's rows among those of all ranks, and all. Collective."""
+    def _of_all_ranks(self, own: Tensor, queries: int) -> tuple[int, int, Tensor]:
+        """Return the place of this rank's rows among those of all ranks, and all. Collective.
+
+        queries: of this rank; those of all ranks are returned between the two.
+        """
         reader, readers = self.dims.batch_rank, self.dims.batch_ranks
-        counts = own.new_zeros(readers)
+        counts = own.new_zeros(readers, 2)
         counted = self.dims.is_first_of_context
         if reader is not None and counted:
-            counts[reader] = len(own)
+            counts[reader, 0], counts[reader, 1] = len(own), queries
         self.dims.sum_over_tokens(counts)
-        ends = [0, *counts.cumsum(0).long().tolist()]
-        first = ends[reader or 0]
-        every = own.new_zeros(ends[-1], own.shape[1])
+        texts, of_queries = zip(*numbers_on_host(counts), strict=True)
+        first = sum(texts[: reader or 0])
+        every = own.new_zeros(sum(texts), own.shape[1])
         if counted:
             every[first : first + len(own)] = own
         self.dims.sum_over_tokens(every)
-        return first, every
+        return first, sum(of_queries), every
+
+
+def numbers_on_host(counts: Tensor) -> list[list[int]]:
+    """Return whole numbers of a device, for which the host waits."""
+    return counts.long().tolist()
 
 
 def facts(batch: MicroBatch, count: int) -> Tensor:

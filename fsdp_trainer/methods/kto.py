@@ -22,7 +22,7 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.documents.document_sums import answer_sums, counted_once
+from fsdp_trainer.training.documents.document_sums import answer_sums, counted_once, sum_where
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward
@@ -116,11 +116,6 @@ class KtoForwardBackward(PairForwardBackward):
             sums += counted_once(mismatched_gains(one.log_probability, batch, self.dims), self.dims)
         self.dims.sum_over_tokens(sums)
         self.baseline = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
-
-
-def sum_where(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the sum over some documents. values: [..., documents]; chosen: [documents] bool."""
-    return values[..., chosen].sum(-1)
 
 
 class KtoMetrics:

@@ -39,13 +39,19 @@ def labelled(
     """
     of_tokens = OF_TOKENS if choice.method.reads == TAGGED else ""
     named = tuple(choice.labels) or config.labels
+    known = of_tokens or PROBLEMS.get(choice.problem) or config.problem
     if not stores:
-        return config if config.scores else config.with_labels(named or ONE_LABEL, of_tokens)
+        return config.with_labels(named or ONE_LABEL, known or problem_of_names(named))
     values = [json.loads(text) for text in dict.fromkeys(_texts(stores))]
-    problem = of_tokens or PROBLEMS.get(choice.problem) or config.problem or problem_of(values)
+    problem = known or problem_of(values)
     names = named or names_in(values, problem)
     require_several(names, problem)
     return config.with_labels(names, problem)
+
+
+def problem_of_names(names: Sequence[str]) -> str:
+    """Return what labels with these names probably are: see problem_of."""
+    return SINGLE if len(names) > 1 else REGRESSION
 
 
 def require_several(names: Sequence[str], problem: str) -> None:

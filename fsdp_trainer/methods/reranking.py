@@ -23,7 +23,11 @@ from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.documents.document_sums import counted_once, document_numbers
+from fsdp_trainer.training.documents.document_sums import (
+    counted_once,
+    document_numbers,
+    sum_where,
+)
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.setup.run_setup import RunSetup
 from fsdp_trainer.training.step import ForwardBackward
@@ -53,11 +57,13 @@ class RankedLists:
         kinds, groups = batch.documents.kinds, batch.documents.groups
         if kinds is None:  # this rank has no data
             kinds = groups = numbers.new_zeros(len(numbers), dtype=torch.int64)
-        count = int(groups[-1]) + 1 if len(groups) else 0
+        count, longest = (
+            len(batch.documents.group_sizes),
+            max(batch.documents.group_sizes, default=1),
+        )
         places = torch.arange(len(groups), device=groups.device)
         firsts = torch.searchsorted(groups, torch.arange(count, device=groups.device))
         inside = places - firsts[groups]
-        longest = int(inside.max()) + 1 if count else 1
 
         def listed(values: Tensor, fill: float = 0.0) -> Tensor:
             rows = values.new_full((count, longest), fill)
@@ -158,7 +164,7 @@ class RankingMetrics:
         ndcg = (gains * discounts).sum(1) / (ideal * discounts).sum(1)
         each = [torch.ones_like(ndcg), is_best[:, 0], (is_best / places).amax(1), ndcg]
         has_gain = gains.amax(1) > 0
-        return counted_once(torch.stack(each)[:, has_gain].sum(1), self.dims)
+        return counted_once(sum_where(torch.stack(each), has_gain), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
         count, *totals = sums
@@ -176,7 +182,9 @@ class RankingMethod(Method):
         scores = [text_scores(store) for store in stores]
         columns = [SampleColumns(label_values=values[:, None]) for values in scores]
         super().__init__(setup, rows.with_columns(columns), checkpoint)
-        if reason := why_not_ranked(self.choice.ranking, stores, scores):
+        # a rehearsal has no stores
+        reason = why_not_ranked(self.choice.ranking, stores, scores) if stores else None
+        if reason:
             what = f"objective.ranking={self.choice.ranking}"
             raise UserError("the data is not ranked so", [Problem(what, reason)])
 

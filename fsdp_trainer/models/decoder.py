@@ -68,7 +68,8 @@ class DocumentTargets:
 
     index: [supervised] int64, the document of each target; padding after the last target has the
     number of documents. groups: [documents] int64, the index of the set of documents that a
-    document belongs to, in the order of the data.
+    document belongs to, in the order of the data. group_sizes: how many documents each such set
+    has, on the host.
     reference: [documents] float64, the sum of the log-probabilities of each document's targets
     under a reference model; None without one. kinds: [documents] int64, as in the data's samples;
     None: all are answers. values: [documents, numbers] float64, what a head is to learn of each;
@@ -77,6 +78,7 @@ class DocumentTargets:
 
     index: Tensor
     groups: Tensor
+    group_sizes: tuple[int, ...] = ()
     reference: Tensor | None = None
     kinds: Tensor | None = None
     values: Tensor | None = None

@@ -201,6 +201,7 @@ class Assembler:
             documents = DocumentTargets(
                 padded(numbers, fill=len(groups)),
                 to_device(groups, self.options.device),
+                tuple(np.bincount(groups).tolist()),
                 of_documents(rows.reference, np.float64),
                 of_documents(rows.kinds, np.int64),
                 of_documents(rows.label_values, np.float64),

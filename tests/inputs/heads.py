@@ -31,6 +31,25 @@ def write_tags(folder):
         copy_rows(folder / f"{name}.jsonl")
 
 
+def write_even(folder):
+    """Write a row for each kind of head, in which all texts have the same number of tokens."""
+    names = [chr(97 + i % 26) * 100 for i in range(48)]
+    even = {
+        "labels": lambda i, name: {"text": name, "label": "ab"[i * i % 3 % 2]},
+        "questions": lambda i, name: {"query": name, "positive": name[::-1]},
+        "ranks": lambda i, name: {
+            "query": name,
+            "documents": [name[:20], "x" * 20],
+            "scores": [1, 0],
+        },
+        "words": lambda i, name: {"tokens": [name, name], "ner_tags": ["O", "B-X"]},
+        "similar": lambda i, name: {"sentence1": name, "sentence2": name[::-1], "score": i},
+    }
+    for kind, row in even.items():
+        rows = [row(i, name) for i, name in enumerate(names)]
+        write_rows(folder / f"even_{kind}.jsonl", rows)
+
+
 def write_queries(folder):
     """Write queries with one or two documents that answer them, and up to two others; scores."""
     for name in ("queries", "lists", "alike"):

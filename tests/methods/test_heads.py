@@ -277,7 +277,7 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     model, _ = theirs(folders["queries"], AutoModel)
     rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
-    texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows))
+    texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows), len(rows))
     loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
     assert runs["queries"]["objective"] == pytest.approx([loss], rel=1e-5)
     other = run_of(ledger, "queries", *words, "batch.micro_rows=4", "batch.seq_len=300", ranks=2)
@@ -429,7 +429,7 @@ def test_embeddings_by_transformers_class_go_on_from_a_run_and_its_export(ledger
     model, tokenizer = theirs(first.folder / "hf", AutoModel)
     rows = rows_of(ledger, "queries")
     vectors, _, kinds = embedded(model, tokenizer, rows, "last")
-    texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows))
+    texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows), len(rows))
     loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
     for source in (first.folder, first.folder / "hf"):
         run = run_of(ledger, "queries", f"model.init_from={source}", "optim.lr=0")
@@ -509,7 +509,7 @@ def test_losses_are_those_of_sentence_transformers():
         vectors = torch.stack(normal[:count], 1).flatten(0, 1)
         of_texts = torch.nn.functional.pad(scores[:, : count - 1], (1, 0), value=torch.nan)
         kinds = torch.arange(count).repeat(8)
-        texts = StepTexts(vectors, kinds, of_texts.flatten(), torch.arange(8.0 * count))
+        texts = StepTexts(vectors, kinds, of_texts.flatten(), torch.arange(8.0 * count), 8)
         ours = loss_of_texts(texts, ObjectiveChoice(comparison=comparison, temperature=0.05)) / 8
         assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
         both = [

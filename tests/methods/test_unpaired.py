@@ -29,7 +29,7 @@ KINDS = [GOOD, MISMATCHED, BAD, MISMATCHED, GOOD, MISMATCHED]
 
 def batch_of(reference):
     zeros, index = torch.zeros(6, dtype=torch.int64), torch.arange(6)
-    documents = DocumentTargets(index, index // 2, reference, torch.tensor(KINDS))
+    documents = DocumentTargets(index, index // 2, (2, 2, 2), reference, torch.tensor(KINDS))
     layout = None
     return MicroBatch(zeros, zeros, layout, zeros, zeros, zeros, document_targets=documents)
 

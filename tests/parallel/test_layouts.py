@@ -3,7 +3,7 @@ planned."""
 
 import pytest
 import torch
-from named_runs import LAYOUTS, RUNS, NamedRun
+from named_runs import LAYOUTS, RECORDED, RUNS, NamedRun
 from recorded_step import calls, passed
 from stored import assert_columns, assert_near, newest, stored
 
@@ -31,7 +31,7 @@ def test_a_layout_trains_as_one_rank(ledger, layout):
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *RECORDED])
 def test_a_real_step_has_the_collectives_and_the_peak_of_its_rehearsal(ledger, layout):
     rehearsal, run = ledger.comparison(layout).rehearsal, ledger.run(layout)
     assert rehearsal.finishes, [one.problem for one in rehearsal.kinds] + rehearsal.mismatches

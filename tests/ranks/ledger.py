@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import recorded_step
-from heads import write_classes, write_queries, write_tags
+from heads import write_classes, write_even, write_queries, write_tags
 from named_runs import ROW, RUNS, NamedRun
 from pairs import write_labelled, write_pairs
 from world import SMALL, Run, split, write_chats, write_lines
@@ -158,6 +158,7 @@ def write_data(folder):
     write_classes(folder)
     write_tags(folder)
     write_queries(folder)
+    write_even(folder)
     rows = [
         {"text": "".join(chr(97 + (i * j * j + i) % 26) for j in range(ROW - 1))}
         for i in range(ROWS)

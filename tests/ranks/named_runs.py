@@ -63,10 +63,34 @@ experts → 2 → $EXPERTS
 experts on ranks, with shards → 4 → $EXPERTS sharding.expert=2 $FREED
 with a teacher → 2 → $DISTIL
 """)
-LAYOUTS = {
-    name: (int(ranks), Template(words).substitute(globals())) for name, ranks, words in WRITTEN
-}
+
+
+def read(written: list) -> dict[str, tuple[int, str]]:
+    """Return the number of ranks and the overrides of each run of a table."""
+    return {
+        name: (int(ranks), Template(words).substitute(globals())) for name, ranks, words in written
+    }
+
+
+LAYOUTS = read(WRITTEN)
 """Numbers of ranks and overrides, which say only how the work is shared, but for the task's."""
+
+
+EVEN = (
+    "data.packing=best_fit data.format=auto data.loss_on=assistant data.too_long=drop"
+    " data.path=DATA/even"
+)
+METHODS = rows("""
+with stored lists → 2 → $DISTIL objective.top_k=8 data.packing=best_fit
+labels → 2 → objective=classify ${EVEN}_labels.jsonl
+embeddings → 2 → objective=embed ${EVEN}_questions.jsonl batch.rows=8
+embeddings of both → 2 → objective=embed objective.symmetric=true ${EVEN}_questions.jsonl
+similar texts → 2 → objective=embed objective.comparison=cosent ${EVEN}_similar.jsonl
+ranks → 2 → objective=rerank ${EVEN}_ranks.jsonl
+words → 2 → objective=tag ${EVEN}_words.jsonl
+""")
+RECORDED = read(METHODS)
+"""Runs of methods whose shapes are in the data, likewise."""
 
 
 @dataclass(frozen=True)
@@ -129,5 +153,5 @@ every step → 2 → data.path=DATA/chats.jsonl schedule=constant train.steps=9 
 """)
 }
 RUNS |= {"grpo": NamedRun(1, tuple(GRPO))}
-RUNS |= {name: layout(*value) for name, value in LAYOUTS.items()}
+RUNS |= {name: layout(*value) for name, value in (LAYOUTS | RECORDED).items()}
 """All named runs. Those of LAYOUTS are compared with one rank, with their plan and rehearsal."""

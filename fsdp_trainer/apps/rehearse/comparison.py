@@ -72,8 +72,8 @@ def compare(run: Candidate, report: Callable[[str], None]) -> PlanComparison:
     same = rehearsed.plan()
     planned = PlannedRun.of(rehearsed.cfg, run.config, run.world, run.known)
     stages = classes_of_stages(planned.model.whole, planned.layout)
-    rows, notes = rows_of_run(rehearsed)
-    rehearsal = rehearse(rehearsed_run(rehearsed, rows), stages, report)
+    labelled, rows, notes = rows_of_run(rehearsed)
+    rehearsal = rehearse(rehearsed_run(labelled, rows), stages, report)
     seconds = time.perf_counter() - started
     plan = run.plan() if left_out else same
     if rehearsal.largest.step:

@@ -169,8 +169,9 @@ def compiled(name: str, size: float, scaled: bool) -> tuple[str, float]:
 
 def head_work(model: PlannedModel) -> Work:
     config, tokens = model.part.shape, model.layout.tokens
-    columns = model.config.scores or config.vocab_size
-    product = 2.0 * (1 + config.mtp_heads) * config.embedding_rows * config.hidden_size * tokens
+    columns = config.vocab_size if config.predicts else config.scores
+    rows = config.embedding_rows if config.predicts else config.scores
+    product = 2.0 * (1 + config.mtp_heads) * rows * config.hidden_size * tokens
     return {
         f"{HEAD} {PRODUCTS}": product * (2 + model.own.head.requires_grad),
         f"{HEAD} {PASSES}": float(tokens * columns * HEAD_BYTES[model.compiled]),

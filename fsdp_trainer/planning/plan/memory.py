@@ -264,8 +264,8 @@ class RankMemory:
 
     def _logits(self) -> float:
         """Return the bytes of a chunk's logits and of the gradients that are made with them."""
-        if self.model.config.scores:
-            return 0.0  # one score for each answer
+        if not self.model.config.predicts:
+            return 0.0  # a few numbers for each text
         head, teacher = self.model.own.head, self.run.teacher
         compared = COMPARED_BYTES if teacher and teacher.compares else 0
         slopes = head.numel() * 4 * head.requires_grad + self.hidden

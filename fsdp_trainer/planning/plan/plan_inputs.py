@@ -26,9 +26,11 @@ from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import Model, Sharding, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data.files import quickstart_data
+from fsdp_trainer.data.records.labelled_texts import LABELLED, TAGGED
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.folders.other_weights import is_described
-from fsdp_trainer.models.config import ONE_LABEL, ModelConfig
+from fsdp_trainer.methods.trained_head import with_head
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.from_config.resolve import (
     resolve_model,
     sharding_problems,
@@ -62,8 +64,10 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
         assumed.append(depth_in_words(cfg))
     resolved = replace(resolve_model(model, tokens), mtp_heads=0)  # one is frozen, not computed
     config = with_trained_head(resolved, cfg.objective.mtp)
-    if cfg.objective.method.scores and not config.scores:
-        config = config.with_labels(tuple(cfg.objective.labels) or ONE_LABEL)
+    if cfg.objective.method.scores:
+        config = with_head(resolved, cfg.objective, model.init_from, ())
+    if config.scores == 1 and cfg.objective.method.reads in (LABELLED, TAGGED):
+        assumed.append("the head has one label unless the data is read: set  objective.labels")
     if config.by_transformers:
         assumed.append(
             f"transformers' class computes {config.family}: a rehearsal shows what its blocks do; "

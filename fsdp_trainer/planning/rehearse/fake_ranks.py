@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base import torch_private
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.methods import kto
+from fsdp_trainer.data.records.labelled_texts import POSITIVE, QUERIES, QUERY
+from fsdp_trainer.methods import contrast, embedding, kto, reranking
 from fsdp_trainer.models import head, sdpa
 from fsdp_trainer.models.attention import LAYOUTS, PLAIN, Scoring, VarlenAttention
 from fsdp_trainer.optim import eight_bit, muon_owners
@@ -80,7 +81,10 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
         CompactOptimizer, "undrawn_chunks", first_only(CompactOptimizer.undrawn_chunks)
     )
     # how many documents are chosen is a number of theirs
-    yield patch.object(kto, "sum_where", lambda values, _chosen: values.sum(-1))
+    for module in (kto, reranking):
+        yield patch.object(module, "sum_where", lambda values, _chosen: values.sum(-1))
+    if run.cfg.objective.method.reads == QUERIES:
+        yield from stand_ins_for_texts(run)
     yield torch_private.no_pipeline_vote()
     yield torch_private.metadata_outside_modes()
     is_capped = any(one and one.final_logit_softcapping for one in (run.config, run.second))
@@ -100,6 +104,30 @@ def stand_ins_for_cuda(device: str) -> Iterator[AbstractContextManager[Any]]:
         yield patch.object(head, "_Accumulator", SumInPlace)
         # attention with a mask keeps more
         yield patch.object(sdpa, "runs_on_gpu", lambda _tensor: True)
+
+
+def stand_ins_for_texts(run: Rehearsed) -> Iterator[AbstractContextManager[Any]]:
+    """Yield the replacements of what finds some of a step's texts by numbers.
+
+    Every micro-batch of every rank has the same texts, and scores of pairs are all different.
+    """
+    kinds = [kind for row in run.rows.kinds or [] for kind in row]
+    queries, positives = kinds.count(QUERY), kinds.count(POSITIVE)
+    documents = max(1, len(kinds) - queries)
+
+    def places(like: Tensor, count: float) -> Tensor:
+        return like.new_zeros(round(count), dtype=torch.int64)
+
+    of_rank = [len(kinds) * run.micro_batches, queries * run.micro_batches]
+    readers = run.layout.batch_ranks
+    replaced: dict[str, Callable[[Tensor], Any]] = {
+        "pairs_of": lambda chosen: (places(chosen, len(chosen) * positives / queries),) * 2,
+        "places_of": lambda chosen: places(chosen, len(chosen) * positives / documents),
+        "less_alike": lambda scores: (places(scores, len(scores) * (len(scores) - 1) / 2),) * 2,
+    }
+    for name, function in replaced.items():
+        yield patch.object(contrast, name, function)
+    yield patch.object(embedding, "numbers_on_host", lambda _counts: [of_rank] * readers)
 
 
 def with_real_tensors(function: Callable[..., T]) -> Callable[..., T]:

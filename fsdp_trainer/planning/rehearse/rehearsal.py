@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import fsdp_trainer
+from fsdp_trainer.data.records.labelled_texts import QUERIES
 from fsdp_trainer.planning.plan.messages import (
     AGAIN,
     BLOCKS,
@@ -231,8 +232,8 @@ def micro_batches_to_run(run: Rehearsed) -> tuple[int, int]:
     pipeline must be full for a while; the second run shows what each further micro-batch sends.
     """
     count, stages = run.layout.micro_batches, run.layout.stages
-    if stages.ranks == 1 and run.cfg.objective.method.reads == "unpaired":
-        # the baseline is computed first, from all micro-batches
+    if stages.ranks == 1 and run.cfg.objective.method.reads in ("unpaired", QUERIES):
+        # the baseline, or all vectors, are computed first, from all micro-batches
         few, more = MOST_MICRO_BATCHES, 1
         return (few, more) if few + more < count else (count, 0)
     if stages.ranks == 1:

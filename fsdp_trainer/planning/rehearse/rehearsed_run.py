@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.row_order import Rows
-from fsdp_trainer.data.records.record_formats import OF_HEADS
-from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.teacher import with_second_model
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.planning.plan.block_memory import planned_attention
@@ -21,7 +18,6 @@ from fsdp_trainer.planning.plan.changes import Candidate
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
 from fsdp_trainer.planning.plan.rollout_cost import rows_of_answers
 from fsdp_trainer.planning.plan.second_model import architecture_of
-from fsdp_trainer.run.trained_model import with_head
 
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "sharding.messages": ("ordinary", "messages are ordinary tensors"),
@@ -37,9 +33,9 @@ class Rehearsed:
 
     cfg: its configuration, without what fake tensors cannot do; config: the trained model's
     architecture; world: number of ranks; device: cuda or cpu; attention: a key of LAYOUTS;
-    second: the architecture of a second model in memory, None if there is none or if it is that of
-    the trained model; rows: those of a micro-batch; tensors: cpu or cuda, where the tensors without
-    storage lie.
+    second: the architecture of a second model, None if there is none or if it is that of the
+    trained model; rows: those of a micro-batch; micro_batches: of the whole step; tensors: cpu or
+    cuda, where the tensors without storage lie.
     """
 
     cfg: TrainConfig
@@ -49,6 +45,7 @@ class Rehearsed:
     attention: str
     second: ModelConfig | None
     rows: Rows
+    micro_batches: int
     tensors: str = "cpu"
 
     @property
@@ -86,11 +83,7 @@ def folder_of_second(config: ModelConfig | None) -> Iterator[Path | None]:
 
 
 def without_left_out(run: Candidate) -> tuple[Candidate, list[str]]:
-    """Return a run without what a rehearsal leaves out, and a sentence for each such key.
-
-    Raises UserError for a run that cannot be rehearsed.
-    """
-    refuse(run.cfg.objective, run.cfg.second_model)
+    """Return a run without what a rehearsal leaves out, and a sentence for each such key."""
     left_out = []
     for key, (value, meaning) in LEFT_OUT.items():
         node, name = key.split(".")
@@ -109,18 +102,6 @@ def without_left_out(run: Candidate) -> tuple[Candidate, list[str]]:
     return run, left_out
 
 
-def refuse(choice: ObjectiveChoice, second: SecondModel | None) -> None:
-    """Raise UserError for a run whose shapes depend on numbers, which fake tensors lack."""
-    what, reason = f"objective={choice.method.title.lower()}", ""
-    if choice.method.reads in OF_HEADS:
-        reason = "its labels, and the documents of a query, are data"
-    if second is not None and second.has_lists:
-        what, reason = f"objective.top_k={choice.top_k}", "a teacher's lists are data"
-    if reason:
-        problem = Problem(what, f"{reason}.\nUse  plan  in place of  rehearse")
-        raise UserError("this run cannot be rehearsed", [problem])
-
-
 def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
     """Return what is rehearsed of a run that has nothing to be left out. Raises UserError.
 
@@ -128,7 +109,7 @@ def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
     """
     cfg, device = rows_of_answers(run.cfg), "cuda" if run.on_gpu else "cpu"
     planned = PlannedModel.of(cfg, run.config, run.world, run.known)
-    config = with_head(run.config, cfg.objective, cfg.model.init_from, ())
+    config = run.config
     ranks = cfg.sharding.tensor
     second = cfg.second_model
     other = None
@@ -144,4 +125,5 @@ def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
         planned_attention(planned, device),
         other,
         rows,
+        planned.layout.micro_batches,
     )

@@ -75,7 +75,7 @@ def short_rehearsal(run: Candidate) -> Rehearsal:
     planned = PlannedModel.of(rows_of_answers(run.cfg), run.config, run.world, run.known)
     whole, layout = planned.whole, planned.layout
     classes = classes_of_stages(whole, layout)
-    rows = full_rows(run.cfg.batch, run.cfg.objective)
+    rows = full_rows(run)
     divided = divisions(run, whole, layout)
 
     def whole_rehearsal() -> Rehearsal:

@@ -21,6 +21,11 @@ def sums_by_document(values: Tensor, batch: MicroBatch) -> Tensor:
     return zeros.index_add(-1, batch.documents.index, values.double())[..., :count]
 
 
+def sum_where(values: Tensor, chosen: Tensor) -> Tensor:
+    """Return the sum over some documents. values: [..., documents]; chosen: [documents] bool."""
+    return values[..., chosen].sum(-1)
+
+
 def answer_sums(values: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
     """Return the sum of each document's values, [..., documents] float64.
 

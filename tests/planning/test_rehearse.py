@@ -7,8 +7,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from named_runs import EXPERTS, FULL
+from other_models import OTHERS
 from recorded_step import rehearsal_of, run_of
 from tables import rows
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from world import SMALL, cli, command, write_lines
 
 from fsdp_trainer.config import layout
@@ -115,7 +117,11 @@ def all_of_them(run):
     return run.layout.micro_batches, 0
 
 
-@pytest.mark.parametrize("words", [["batch.rows=16"], ["sharding.pipeline=2", "batch.rows=12"]])
+EMBEDDINGS = "objective=embed data.packing=best_fit data.format=auto data.loss_on=assistant"
+MANY = ["batch.rows=16", "sharding.pipeline=2 batch.rows=12", f"{EMBEDDINGS} batch.rows=24"]
+
+
+@pytest.mark.parametrize("words", map(str.split, MANY))
 def test_micro_batches_that_are_not_run_change_nothing(words):
     few = rehearsal_of([*WORDS, *words], 2).rehearsal
     with patch.object(rehearsal_module, "micro_batches_to_run", all_of_them):
@@ -138,10 +144,20 @@ DEEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEEP)
-def test_few_blocks_show_what_all_of_them_hold_and_send(name):
-    ranks, words = DEEP[name]
-    words = [*WORDS, "model.num_hidden_layers=20", *words.split()]
+LFM2 = ["conv", "full_attention"]
+
+
+@pytest.mark.parametrize("name", [*DEEP, "blocks of transformers"])
+def test_few_blocks_show_what_all_of_them_hold_and_send(name, tmp_path):
+    ranks, words = DEEP.get(name, (2, ""))
+    if words:
+        words = [*WORDS, "model.num_hidden_layers=20", *words.split()]
+    else:
+        sizes = OTHERS["lfm2"] | {"num_hidden_layers": 20, "layer_types": LFM2 * 10}
+        config = CONFIG_MAPPING["lfm2"](**sizes, architectures=["Lfm2ForCausalLM"])
+        config.save_pretrained(tmp_path)
+        own = [word for word in WORDS if not word.startswith("model")]
+        words = [*own, f"model.init_from={tmp_path}", "batch.micro_rows=1"]
     whole, run = rehearsal_of(words, ranks).rehearsal, run_of(words, ranks)
     short = short_rehearsal(run)
     for one, other in zip(short.kinds, whole.kinds, strict=True):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 from fsdp_trainer.base.forked import at_once
@@ -20,7 +21,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.methods import reference_model
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import Json, ModelConfig
 from fsdp_trainer.parallel import parallelize, pipeline
 from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.planning.plan.changes import Candidate
@@ -39,6 +40,8 @@ REPEATED = 3
 MOVING = 2
 """Blocks more whose activations are still on the device, on their way to the host."""
 LONGEST_PERIOD = 16
+DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+"""Names of the number of blocks in transformers' config.json, the usual one first."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,28 @@ def rehearsed(run: Candidate, division: Division, rows: Rows, classes: list[int]
 
 def with_blocks(config: ModelConfig, count: int) -> ModelConfig:
     """Return a model of the first `count` blocks."""
-    return replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
+    shorter = replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
+    if not config.by_transformers:
+        return shorter
+    experts = tuple(number for number in config.expert_blocks if number < count)
+    source = shortened(config.source, config.num_hidden_layers, count)
+    return replace(shorter, source=source, expert_blocks=experts)
+
+
+def shortened(raw: Json, whole: int, count: int) -> Json:
+    """Return a config.json of transformers for the first `count` blocks of `whole`.
+
+    Entries that there are for each block, such as `layer_types`, are cut.
+    """
+    if "text_config" in raw:
+        return {**raw, "text_config": shortened(raw["text_config"], whole, count)}
+    depths = [name for name in DEPTHS if name in raw] or [DEPTHS[0]]
+    cut = {
+        name: value[:count]
+        for name, value in raw.items()
+        if isinstance(value, list | str) and len(value) == whole
+    }
+    return raw | cut | dict.fromkeys(depths, count)
 
 
 def stages_of(whole: ModelParts, layout: Layout) -> list[list[int]]:
@@ -160,8 +184,17 @@ def divisions(
 
 
 def signatures(whole: ModelParts) -> list[str]:
-    """Return for each block what tells its kind."""
-    return [whole.kinds[kind].signature for kind in whole.kind_of]
+    """Return for each block what tells its kind: its weights, and which tokens it sees."""
+    config = whole.model.config
+    types: Sequence[Any] = config.windows
+    if config.by_transformers:
+        # imports transformers
+        from fsdp_trainer.models.hf.hf_config import config_object
+
+        described = config_object(config.source, config.folder).get_text_config()
+        types = getattr(described, "layer_types", None) or types
+    each = zip(whole.kind_of, types, strict=True)
+    return [f"{whole.kinds[kind].signature} {seen}" for kind, seen in each]
 
 
 def repetition(kinds: Sequence[str]) -> tuple[int, int]:

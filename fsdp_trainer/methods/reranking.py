@@ -57,10 +57,8 @@ class RankedLists:
         kinds, groups = batch.documents.kinds, batch.documents.groups
         if kinds is None:  # this rank has no data
             kinds = groups = numbers.new_zeros(len(numbers), dtype=torch.int64)
-        count, longest = (
-            len(batch.documents.group_sizes),
-            max(batch.documents.group_sizes, default=1),
-        )
+        sizes = batch.documents.group_sizes
+        count, longest = len(sizes), max(sizes, default=1)
         places = torch.arange(len(groups), device=groups.device)
         firsts = torch.searchsorted(groups, torch.arange(count, device=groups.device))
         inside = places - firsts[groups]

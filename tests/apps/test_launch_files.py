@@ -33,12 +33,13 @@ NAMES = {"fsdp-trainer", "fsdp_trainer"}
 
 
 def commands(path):
-    """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each
+    """Every command line of the trainer in a page or the Dockerfile, with a value for each
     variable, but for blocks that show how one is refused."""
     text = path.read_text().replace("\\\n", " ")
     if path.suffix == ".md":
         blocks = re.findall(r"(?m)^```[^\n]*\n(.*?)^```", text, re.S)
-        text = "\n".join(block for block in blocks if "in the configuration" not in block)
+        own = re.findall(r"`(fsdp-trainer (?!VERB)[^`\n]+)`", path.read_text())
+        text = "\n".join([*own, *(one for one in blocks if "in the configuration" not in one)])
     matches = []
     for line in text.splitlines():
         if re.search(r"-m fsdp_trainer |fsdp-trainer (?!-- |\[)", line):
@@ -66,7 +67,7 @@ def test_every_command_line_of_the_pages_composes():
     for words in sorted(lines):
         if words[0] == "-m":
             SweepLine(list(words[1:]))
-        elif not {"-c", "-sc", "--help", "--config-dir"} & {*words}:
+        elif not {"-c", "-sc", "--help", "--config-dir", "config", "--version"} & {*words}:
             verb, more = (words[0], words[1:]) if words[0] in VERBS else ("train", words)
             compose(verb, with_source(verb, completed(verb, more)), inputs=False)
 

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import inspect
 import re
 import shlex
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from folders import REPO
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -157,6 +159,8 @@ def test_an_option_on_a_page_is_one_of_its_program():
             known = {one for script in scripts for one in options_of(*script)} | PROGRAM | {*OTHERS}
             is_ours = SCRIPT.search(line) or re.match(r"(make|fsdp-trainer|--|ARGS)", line)
             wrong += [(page.name, line, o) for o in options if is_ours and o not in known]
+            for room, name in re.findall(r"-m (benchmarks|tools)\.(\w+)", line):
+                wrong += [] if [*(REPO / room).glob(f"{name}*")] else [(page.name, name)]
             count += len(options) if is_ours else 0
     assert count > 20
     assert wrong == []
@@ -178,7 +182,7 @@ FILE = re.compile(
 
 
 PATH = re.compile(
-    r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.py\b|(?<![\w./-])(?:benchmarks|conf|tests)/[\w./-]+"
+    r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.py\b|(?<![\w./-])(?:benchmarks|conf|examples|tests|tools)/[\w./-]+"
 )
 FOLDER = re.compile(r"(?<![\w./-])(?:[a-z_]+/)+(?=[\s:,;)`])")
 
@@ -352,3 +356,23 @@ def test_a_number_of_things_is_right():
     said = {one for page in PAGES for one in COUNTED.findall(sentences(page))}
     assert said == COUNTS.keys(), said
     assert all(COUNTS.values())
+
+
+def test_blocks_of_json_yaml_and_python_are_read_and_name_what_exists():
+    keys = {key for verb in VERBS for key in flatten(PRIMARY[verb])}
+    count = 0
+    for page in PAGES:
+        for kind, block in re.findall(r"(?ms)^```(json|yaml|python)\n(.*?)^```", page.read_text()):
+            count += 1
+            if kind == "json":
+                assert all(json.loads(line) for line in block.splitlines()), (page.name, block)
+            elif kind == "yaml":
+                groups = {k: v for k, v in yaml.safe_load(block).items() if isinstance(v, dict)}
+                own = {f"{key}.{name}" for key in groups for name in groups[key]}
+                own = {one for one in own if one.partition(".")[0] in options("train")}
+                own |= {*re.findall(r"(?m)^ +(\w+\.\w+):", block)}
+                assert own <= keys, (page.name, own - keys)
+            for module, names in re.findall(r"(?m)^from (fsdp_trainer\S*) import (.*)", block):
+                for name in names.split(", "):
+                    assert hasattr(importlib.import_module(module), name), (page.name, name)
+    assert count > 20

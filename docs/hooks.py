@@ -70,7 +70,9 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     """
     if is_chinese(page) or page.file.src_uri in LISTS:
         page.meta["search"] = {"boost": 0.1}
-    return COMMANDS.sub("```bash\n", OUTSIDE.sub(r"\1 (`\2`)", markdown))
+    if "/" not in page.file.src_uri:  # below reference/ such links lead to the other pages
+        markdown = OUTSIDE.sub(r"\1 (`\2`)", markdown)
+    return COMMANDS.sub("```bash\n", markdown)
 
 
 def on_post_page(output: str, page, config) -> str:

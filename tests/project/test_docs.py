@@ -269,10 +269,12 @@ def test_a_site_like_ours_fetches_nothing_and_a_broken_link_fails_its_build(tmp_
     pages = tmp_path / "docs"
     pages.mkdir()
     shutil.copy(REPO / "docs/hooks.py", pages)
-    nav = "\nnav: [index.md, index.zh-CN.md, plan.md]\n"
+    nav = "\nnav: [index.md, index.zh-CN.md, plan.md, reference/one.md]\n"
     (tmp_path / "mkdocs.yml").write_text(settings + nav)
     (pages / "plan.md").write_text("# A plan\n\n[ours](index.md)\n\n```\nmake test\n```\n")
     (pages / "index.zh-CN.md").write_text("# Start\n\n[a page](plan.md)\n")
+    (pages / "reference").mkdir()
+    (pages / "reference/one.md").write_text("# One\n\n[a plan](../plan.md)\n")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", "site"]
     for targets, codes in (
         ("[a page](plan.md) [a heading](plan.md#a-plan) [no page](../LICENSE)", 0),
@@ -288,3 +290,4 @@ def test_a_site_like_ours_fetches_nothing_and_a_broken_link_fails_its_build(tmp_
     assert [name for name, text in site.items() if fetched.search(text)] == []
     assert '<html lang="zh-CN"' in site["index.zh-CN.html"]
     assert site["plan.html"].count("<pre") == 1
+    assert 'href="../plan.html"' in (tmp_path / "site/reference/one.html").read_text()

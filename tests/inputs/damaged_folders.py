@@ -106,7 +106,9 @@ FOLDERS = {
         "reference: numbers in few bits",
     ),
     "padding that ends a text": FolderFault("classifier", pad_with_an_end, "", "logits"),
-    "template of another model": FolderFault("base", other_turns, "base", "reference: chat"),
+    "template of another model": FolderFault(
+        "base", other_turns, "base", "reference: chat template"
+    ),
     "merged with another scale": FolderFault(
         "merged",
         lambda folder: set_tensors(
@@ -117,7 +119,7 @@ FOLDERS = {
     ),
 }
 HONEST = [("adapter", "base"), ("merged", "adapter"), ("gguf", "base"), ("base", "gguf"),
-          ("compressed", "base"), ("classifier", ""), ("head adapter", "base")]  # fmt: skip
+          ("compressed", "base"), ("classifier", "base"), ("head adapter", "base")]  # fmt: skip
 """Folders and references of which `prove` may say nothing."""
 
 

@@ -20,6 +20,7 @@ from fsdp_trainer.base.live_bytes import Moments, Peak
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods import reference_model
 from fsdp_trainer.models.config import Json, ModelConfig
 from fsdp_trainer.parallel import parallelize, pipeline
@@ -176,7 +177,10 @@ def divisions(
     more = tuple(n + period * (out > 0) for n, out in zip(few, left_out, strict=True))
     if sum(few) + sum(more) >= sum(lengths):
         return None
-    short = run.known.parts(with_blocks(run.config, sum(more)), cfg.adapter, cfg.train.freeze)
+    try:
+        short = run.known.parts(with_blocks(run.config, sum(more)), cfg.adapter, cfg.train.freeze)
+    except UserError:  # transformers' class has other keys for each block
+        return None
     if signatures(short) != kinds[: sum(more)]:
         return None  # patterns name blocks by numbers
     division = Division(few, alone, period, tuple(left_out))
@@ -193,6 +197,8 @@ def signatures(whole: ModelParts) -> list[str]:
 
         described = config_object(config.source, config.folder).get_text_config()
         types = getattr(described, "layer_types", None) or types
+    if len(types) != len(whole.kind_of):  # of other parts of the model too
+        types = [None] * len(whole.kind_of)
     each = zip(whole.kind_of, types, strict=True)
     return [f"{whole.kinds[kind].signature} {seen}" for kind, seen in each]
 

@@ -121,7 +121,7 @@ EMBEDDINGS = "objective=embed data.packing=best_fit data.format=auto data.loss_o
 MANY = ["batch.rows=16", "sharding.pipeline=2 batch.rows=12", f"{EMBEDDINGS} batch.rows=24"]
 
 
-@pytest.mark.parametrize("words", map(str.split, MANY))
+@pytest.mark.parametrize("words", [*map(str.split, MANY)])
 def test_micro_batches_that_are_not_run_change_nothing(words):
     few = rehearsal_of([*WORDS, *words], 2).rehearsal
     with patch.object(rehearsal_module, "micro_batches_to_run", all_of_them):

@@ -24,7 +24,7 @@ def sources(tmp_path):
 def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
     """One step over everything, and its validation, against a step over each file."""
     a, b, _ = sources
-    words = [*STILL, f"batch.rows=100 batch.micro_rows=20 data.validation={a}"]
+    words = [*STILL, "batch.rows=100 batch.micro_rows=20", f"data.validation={a}"]
     runs = {path.stem: train(path.stem, f"data.path={path}", *words) for path in sources}
     words[-1] = f"data.validation=[{a},{b}]"
     both = train("all", f"data.path={a.parent}", *words, "train.validate_every=1", ranks=2)

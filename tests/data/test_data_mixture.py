@@ -311,7 +311,7 @@ def test_a_mixture_by_weights_tells_what_it_gave_and_is_known_again(train, sourc
 def test_an_epoch_goes_on_bitwise_after_a_stop_and_with_a_source_that_may_be_added(
     train, sources, tmp_path
 ):
-    how = ["train.epochs=1 schedule=constant checkpoint.every=3"]
+    how = ["train.epochs=1", "schedule=constant checkpoint.every=3"]
     before = by("repeat", sources, 1, 2)
     whole = train("whole", before, *how)
     assert [source["epochs"] for source in whole.event("data")[-1]["sources"]] == [1, 2]

@@ -14,7 +14,7 @@ from fsdp_trainer.data.store.tokenize_tasks import TRAIN, VALIDATION
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 
 @dataclass
@@ -81,9 +81,7 @@ def prepare(
         validation = merge_held_out(preparing, [stores[VALIDATION] for stores in opened], root)
         if not len(validation):
             reason = "the share is so small that no sample is in it"
-            raise UserError(
-                "the data cannot be used", [Problem(f"data.validation={data.validation}", reason)]
-            )
+            raise UserError("the data cannot be used", f"data.validation={data.validation}", reason)
     return Prepared(
         [stores[TRAIN] for stores in opened],
         [one.component.name for one in preparing],

@@ -24,7 +24,7 @@ from fsdp_trainer.data.stream.row_stream import stream_data
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import reads_images
 
 
@@ -37,8 +37,7 @@ def tokenizer_path(choice: Tokenizer, init_from: str | None) -> str:
             " either.\nTo try the trainer out:  "
         )
         raise UserError(
-            "there is no tokenizer",
-            [Problem("tokenizer.path=null", reason + "tokenizer.path=demo:bytes")],
+            "there is no tokenizer", "tokenizer.path=null", reason + "tokenizer.path=demo:bytes"
         )
     return str(tokenizer_folder(fetch(init_from, weights=False)))
 
@@ -123,8 +122,7 @@ def require_most_tokens(data: Data, prepared: Prepared) -> None:
             f"  data.max_lost={math.ceil(share * 100) / 100:g}  to accept it"
         )
         raise UserError(
-            "too much of the data would be lost",
-            [Problem(f"data.max_lost={data.max_lost:g}", text)],
+            "too much of the data would be lost", f"data.max_lost={data.max_lost:g}", text
         )
 
 

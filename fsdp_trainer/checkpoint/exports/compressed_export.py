@@ -20,7 +20,7 @@ from fsdp_trainer.checkpoint.exports.other_tools import as_folder
 from fsdp_trainer.checkpoint.formats.headers import INDEX
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_further
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -107,7 +107,7 @@ def scheme_of(preset: str, folder: Path, files: list[Path], config: ModelConfig)
         read = [name for name in shapes if not is_further(name, config)]
         if any(STACKED_EXPERTS.search(name) for name in read):
             reason = "has all experts in one tensor, which is not quantised.\nUse  form=merged"
-            raise UserError("it cannot be exported", [Problem(str(folder), reason)])
+            raise UserError("it cannot be exported", str(folder), reason)
         columns |= {s[1] for name, s in shapes.items() if is_quantised(name, s, config)}
     scheme = preset_name_to_scheme(preset, ["Linear"])
     if scheme.weights.group_size:

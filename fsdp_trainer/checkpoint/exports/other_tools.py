@@ -35,7 +35,7 @@ from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.parts.own_parts import usable_part
 from fsdp_trainer.config.paths import is_adapter, is_whole_model
 from fsdp_trainer.config.verbs import ExportConfig
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.interop.folders.other_weights import META_PARAMS, METADATA, kind_of_weights
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.tensor_names import META, TORCHTITAN
@@ -102,7 +102,7 @@ def require_names(config: ModelConfig, form: str) -> None:
     known = MODELS[form]
     if config.by_transformers or config.family not in known:
         reason = f"has no form={form}: only {' '.join(known)} have.\nUse  form=merged"
-        raise UserError("it cannot be exported", [Problem(f"model_type={config.family}", reason)])
+        raise UserError("it cannot be exported", f"model_type={config.family}", reason)
 
 
 def weights(

@@ -83,8 +83,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if files := weight_files(folder, SINGLE, INDEX):
         return files
     reason = f"has neither {SINGLE} nor {INDEX}, nor weights of another tool that are read"
-    problem = Problem(str(folder), reason)
-    raise UserError("there are no weights", [problem])
+    raise UserError("there are no weights", str(folder), reason)
 
 
 def read_header(path: Path, all_parts: bool = False) -> dict[str, HuggingFaceTensor]:
@@ -99,8 +98,11 @@ def read_header(path: Path, all_parts: bool = False) -> dict[str, HuggingFaceTen
     if all(map(WRAPPED.match, header)):
         plain = {WRAPPED.sub("", name): entry for name, entry in header.items()}
         if len(plain) < len(header):
-            problem = Problem(str(path), "has a tensor twice, with torch.compile's names or others")
-            raise UserError("the weights are not clear", [problem])
+            raise UserError(
+                "the weights are not clear",
+                str(path),
+                "has a tensor twice, with torch.compile's names or others",
+            )
         header = plain
     tensors = {}
     for name, entry in header.items():

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from fsdp_trainer.base.unpacked import TooLarge
 from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_LONG, TOO_MANY
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 EXCELS = re.compile(r'\s*"?sep=(.)"?\1*\s*', re.IGNORECASE)
@@ -132,7 +132,7 @@ def _separator_of(sample: list[str], usual: str, place: str) -> str:
         f" separate its columns.\nWrite a first line that says so:  {first}  or, for a single"
         f" column,  sep={usual}"
     )
-    raise UserError("the data cannot be used", [Problem(place, reason)])
+    raise UserError("the data cannot be used", place, reason)
 
 
 def _is_table(sample: list[str], delimiter: str) -> bool:
@@ -155,7 +155,7 @@ def _column_names(values: list[str], where: str) -> list[str]:
     again = [value for value, count in counts.items() if count > 1]
     if again:
         reason = f"has {again[0]!r} twice among the names of its columns. Rename or remove one"
-        raise UserError("the data cannot be used", [Problem(where, reason)])
+        raise UserError("the data cannot be used", where, reason)
     return [value if value.strip() else f"Unnamed: {place}" for place, value in enumerate(values)]
 
 

@@ -38,7 +38,7 @@ from fsdp_trainer.data.token_files.known_token_files import (
     token_rows,
 )
 from fsdp_trainer.data.token_files.token_file import ListedDocuments, TokenFile
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 
 HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
 BLANK = re.compile(rb"\n[ \t\r]*\n")
@@ -227,8 +227,7 @@ def _lost(unit: Unit, line: int, reason: str) -> UserError:
         if unit.start:
             place = f"{unit.file}, from byte {unit.start:,} on"
     return UserError(
-        "the data cannot be used",
-        [Problem(place, f"{reason}.\nStart again once it can be read completely")],
+        "the data cannot be used", place, f"{reason}.\nStart again once it can be read completely"
     )
 
 

@@ -10,7 +10,7 @@ from fsdp_trainer.base.json_files import DEEPEST, TOO_DEEP, is_deeper
 from fsdp_trainer.data.files.row_limits import LONGEST, MOST_VALUES, TOO_MANY
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.files.turns_and_rows import CHATS, is_turn
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 CHUNK = 1 << 20  # bytes of a list that are read at once
 LOST = re.compile("[\udc80-\udcff]")  # decoded form of bytes that are not UTF-8
@@ -278,7 +278,7 @@ def _require_row(members: Sequence["Member"], name: str) -> None:
 
 
 def _unusable(name: str, reason: str) -> UserError:
-    return UserError("the data cannot be used", [Problem(f"{name}:1", reason)])
+    return UserError("the data cannot be used", f"{name}:1", reason)
 
 
 def _is_turn(value: Any) -> bool:

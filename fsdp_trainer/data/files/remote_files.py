@@ -439,4 +439,4 @@ CREDENTIALS = {
 
 
 def _unusable(url: str, key: str, reason: str) -> UserError:
-    return UserError("the data cannot be used", [Problem(f"{key}={shown(url)}", reason)])
+    return UserError("the data cannot be used", f"{key}={shown(url)}", reason)

@@ -249,10 +249,10 @@ def content_hash(file: str, stopping: Event | None = None) -> str:
                 digest.update(block)
     except OSError as error:
         raise UserError(
-            "the data cannot be used", [Problem(file, f"cannot be read: {error.strerror or error}")]
+            "the data cannot be used", file, f"cannot be read: {error.strerror or error}"
         ) from None
     return digest.hexdigest()
 
 
 def _bad(key: str, value: Any, reason: str) -> UserError:
-    return UserError("the data cannot be used", [Problem(f"{key}={value}", reason)])
+    return UserError("the data cannot be used", f"{key}={value}", reason)

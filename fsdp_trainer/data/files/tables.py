@@ -11,7 +11,7 @@ from fsdp_trainer.data.files.row_limits import LONGEST, TOO_LONG
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.files.table_sizes import check_batches, rows_at_once, size_of_rows
 from fsdp_trainer.data.token_files.arrow_tokens import Place, mapped_place, rows_of
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 Record = tuple[int, dict[str, Any], str | None]
 """(number from 1, columns, error) of a row."""
@@ -40,7 +40,7 @@ def read_arrow(
         ):
             if not number and (twice := _named_twice(list(batch.schema))):
                 reason = f"has the column {twice!r} twice. Rename or remove one"
-                raise UserError("the data cannot be used", [Problem(name, reason)])
+                raise UserError("the data cannot be used", name, reason)
             for first in range(0, batch.num_rows, BATCH):
                 for columns in rows_of(batch.slice(first, BATCH), place, _values_of):
                     number += 1

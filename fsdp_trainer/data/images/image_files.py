@@ -16,7 +16,7 @@ from fsdp_trainer.data.files.remote_files import fetch_file, origin_of
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.pictures import as_shown
 from fsdp_trainer.data.records.images import Image
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read. A small file can name a size that fills the memory."""
@@ -188,5 +188,5 @@ def pillow_module() -> Any:
         from PIL import Image as pillow
     except ImportError:
         reason = "it is not installed:  pip install 'fsdp_trainer[images]'"
-        raise UserError("images are decoded by Pillow", [Problem("Pillow", reason)]) from None
+        raise UserError("images are decoded by Pillow", "Pillow", reason) from None
     return pillow

@@ -16,7 +16,7 @@ import numpy as np
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_files import ImageFile, first_line, pillow_module
 from fsdp_trainer.data.images.sample_images import SampleImage
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 Result = TypeVar("Result")
 FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
@@ -102,7 +102,7 @@ class ImageProcessor:
         except Exception as error:  # whatever a processor raises for a size that it does not take
             if picture.size == USUAL:
                 reason = f"its processor takes no image: {first_line(error)}"
-                raise UserError(UNREAD, [Problem(self.folder, reason)]) from None
+                raise UserError(UNREAD, self.folder, reason) from None
             self._applied(work, pillow_module().new("RGB", USUAL), name)
             width, height = picture.size
             raise RecordError(
@@ -142,9 +142,7 @@ def load_processor(folder: str) -> Any:
     made = processor_class_from_name(NAMES[model_type]) if NAMES.get(model_type) else None
     if made is None or not hasattr(made, "replace_image_token"):
         reason = f"transformers {transformers.__version__} has no processor of images for it"
-        raise UserError(
-            "the model does not read images", [Problem(f"model_type={model_type}", reason)]
-        )
+        raise UserError("the model does not read images", f"model_type={model_type}", reason)
     known = processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING
     kinds = [*known.keys()]
     parts = {kind: NoVideos if kind == VIDEOS else known[kind] for kind in kinds}
@@ -156,7 +154,7 @@ def load_processor(folder: str) -> Any:
             return made.from_pretrained(folder, backend="pil")
     except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
         reason = f"its processor of images cannot be loaded: {first_line(error)}"
-        raise UserError(UNREAD, [Problem(folder, reason)]) from None
+        raise UserError(UNREAD, folder, reason) from None
 
 
 def _accept(self: Any, name: str, argument: Any) -> None:

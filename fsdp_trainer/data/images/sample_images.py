@@ -12,7 +12,7 @@ from fsdp_trainer.data.images.image_files import (
     digest_of,
     read_file,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,4 +40,4 @@ class SampleImage:
                 raise RecordError("has changed since it was tokenized: start again")
             return processor.numbers_of(decoded(content, path), path)
         except RecordError as error:
-            raise UserError("an image cannot be used", [Problem(path, str(error))]) from None
+            raise UserError("an image cannot be used", path, str(error)) from None

@@ -20,7 +20,7 @@ from fsdp_trainer.data.files.file_changes import stored_files
 from fsdp_trainer.data.order.row_order import RowData, RowOrder, Rows
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 REPEATED = 4
 OFTEN = (
@@ -426,7 +426,7 @@ class OrderMaker:
                 f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise"
                 f" its {'weight' if weighted else 'repeat'}"
             )
-            raise UserError("the data cannot be mixed", [Problem("data.path", reason)])
+            raise UserError("the data cannot be mixed", "data.path", reason)
         return mixture
 
     def validation(self, store: TokenStore) -> Mixture:

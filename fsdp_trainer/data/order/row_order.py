@@ -22,7 +22,7 @@ from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_ro
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, Arrays, MappedArrays
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore, ranges
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 NO_COLUMNS = SampleColumns()
 PIECES_AT_A_TIME = 1024
@@ -461,8 +461,7 @@ class RowOrder:
         if self.packing == "stream":
             text = "it cuts documents where a row is full, but some of the data must share a row."
             use = "Use  data.packing=best_fit  or  data.packing=none"
-            problem = Problem("data.packing=stream", f"{text}\n{use}")
-            raise UserError("the data cannot be packed", [problem])
+            raise UserError("the data cannot be packed", "data.packing=stream", f"{text}\n{use}")
         longest = int(np.argmax(groups.lengths))
         if groups.lengths[longest] > self.seq_len:
             count = int(np.count_nonzero(groups.lengths > self.seq_len))
@@ -472,8 +471,7 @@ class RowOrder:
                 f"{groups.lengths[longest]:,} tokens in {groups.sizes[longest]:,} documents.\n"
                 f"Use  batch.seq_len={groups.lengths[longest]}  or leave them out"
             )
-            problem = Problem(f"batch.seq_len={self.seq_len}", text)
-            raise UserError("the data cannot be packed", [problem])
+            raise UserError("the data cannot be packed", f"batch.seq_len={self.seq_len}", text)
         return groups
 
     def _packed_lengths(self) -> np.ndarray:

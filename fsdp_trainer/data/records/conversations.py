@@ -81,7 +81,7 @@ from fsdp_trainer.data.records.unread_columns import (
 )
 from fsdp_trainer.data.token_files.known_token_files import ROW_COLUMN
 from fsdp_trainer.data.token_files.token_file import MappedTokens
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 UNSUPERVISED = -100  # label of unsupervised tokens, as in torch's losses
 FORMS_REMEMBERED = 1000  # limit on different sets of columns in one file
@@ -702,4 +702,4 @@ READERS: dict[str, Callable[[Values], Readable]] = {
 
 
 def _unusable(what: str, reason: str) -> UserError:
-    return UserError("the data cannot be used", [Problem(what, reason)])
+    return UserError("the data cannot be used", what, reason)

@@ -24,7 +24,7 @@ from fsdp_trainer.data.records.record_formats import (
     usual_name,
 )
 from fsdp_trainer.data.records.record_values import Values
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 ANSWER = "answer"
 """The column of the reference answer in a row whose turns end with the user's."""
@@ -150,7 +150,7 @@ def make_prompt_reader(
             return PromptReader("prompt", parts, frozenset(columns), learns=False)
     reader = make_reader(columns, format, fields, file)
     if reader.format not in HOLD_PROMPTS:
-        raise UserError("the data cannot be used", [Problem(file, NO_PROMPT % reader.format)])
+        raise UserError("the data cannot be used", file, NO_PROMPT % reader.format)
     return QuestionReader(
         reader.format, reader.columns, reader.first, reader.text_only, form=reader.form,
         learns=False,

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.data.store.fingerprint import HASHES
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 LOCK = "lock"
 POLL_SECONDS = 0.2
@@ -67,8 +67,9 @@ def _open_lock(folder: Path) -> TextIO | None:
         if is_deleted and str(error.filename) == str(folder / LOCK):
             return None
         reason = f"the tokenized data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
-        problem = Problem(f"data.cache={folder.parent}", reason)
-        raise UserError("the data cannot be prepared", [problem]) from None
+        raise UserError(
+            "the data cannot be prepared", f"data.cache={folder.parent}", reason
+        ) from None
 
 
 def _locked(lock: TextIO, shared: bool) -> bool | None:

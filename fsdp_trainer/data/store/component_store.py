@@ -56,7 +56,7 @@ from fsdp_trainer.data.store.tokenize_tasks import (
 from fsdp_trainer.data.store.tokenize_workers import cores, do_jobs
 from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
 from fsdp_trainer.data.tokens.samples import EXAMPLES
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.observe.console import duration, short
 
 SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512
@@ -393,7 +393,7 @@ class ComponentStores:
         if answer:
             lines = [f"no prompt{which} can be answered"]
         lines += [*self._lines(meta, {}), *map(str, findings)]
-        raise UserError("the data cannot be used", [Problem(f"{key}={path}", "\n".join(lines))])
+        raise UserError("the data cannot be used", f"{key}={path}", "\n".join(lines))
 
     def _unused_lines(self, meta: dict[str, Any]) -> list[str]:
         """Return one line for each set of unused columns, with the files that have them.

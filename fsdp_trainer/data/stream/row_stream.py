@@ -43,7 +43,7 @@ from fsdp_trainer.data.tokens.records_to_samples import (
 )
 from fsdp_trainer.data.tokens.samples import EXAMPLES, Rendered, Sample
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 VERSION = 1  # increase it when the meaning of a cursor or the rows of a window change
 WINDOW = 32  # rows' worth of samples that are packed together
@@ -350,7 +350,7 @@ class StreamIterator:
         lines = [finding.text for finding in self.findings()]
         reason = "\n".join([f"nothing to learn in {barren:,} units in a row", *lines])
         path = self.data.options.data.path
-        raise UserError("the data cannot be used", [Problem(f"data.path={path}", reason)])
+        raise UserError("the data cannot be used", f"data.path={path}", reason)
 
     def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
         """Return findings about the data read so far. samples, tokens: number of each it gave."""
@@ -524,7 +524,7 @@ def _require_a_step(streamed: StreamedData) -> None:
             "  data.streaming=false , which is right for little data"
         )
         path = streamed.options.data.path
-        raise UserError("the data cannot be streamed", [Problem(f"data.path={path}", reason)])
+        raise UserError("the data cannot be streamed", f"data.path={path}", reason)
 
 
 def _identity(file: str) -> tuple[int, str]:
@@ -546,5 +546,5 @@ def _identity(file: str) -> tuple[int, str]:
                 size = sum(remote.size or 0 for remote in list_files(file, "data.path"))
     except OSError as error:
         reason = f"cannot be read: {error}"
-        raise UserError("the data cannot be used", [Problem(file, reason)]) from None
+        raise UserError("the data cannot be used", file, reason) from None
     return size, digest.hexdigest()

@@ -24,7 +24,7 @@ from fsdp_trainer.data.templates.template_language import (
 )
 from fsdp_trainer.data.templates.template_probes import ANSWER, ASK, TOOL, find_forms
 from fsdp_trainer.data.templates.template_traces import Renderer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 # `plain` ends its prompt with a newline: a space would form one token with the first word of the
 # answer, which then would not be supervised.
@@ -291,4 +291,5 @@ class Template:
 
 
 def unusable(name: str, reason: str) -> UserError:
-    return UserError("the chat template cannot be used", [Problem(f"data.template={name}", reason)])
+    """Return the error for a chat template that cannot be used."""
+    return UserError("the chat template cannot be used", f"data.template={name}", reason)

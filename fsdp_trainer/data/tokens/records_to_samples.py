@@ -15,7 +15,7 @@ from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.token_files.known_token_files import is_token_file
 from fsdp_trainer.data.tokens.samples import Rendered, Sample, SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 T = TypeVar("T")
 CAN_BE_CUT = ("text", "tokens")  # formats whose samples may continue in another row
@@ -56,8 +56,7 @@ class TokenizeOptions:
         ending = self.tokenizer.eos_token
         use = f"Its end token:  data.end_of_text='{ending}'" if ending else "It has no end token"
         reason = f"the tokenizer has no such token.\n{use}"
-        problem = Problem(f"data.end_of_text={named}", reason)
-        raise UserError("the data cannot be used", [problem])
+        raise UserError("the data cannot be used", f"data.end_of_text={named}", reason)
 
     def separator_of(self, files: Iterable[str]) -> list[int | None]:
         """Return the separator in a list if one of the files is a token file, else an empty list.
@@ -158,7 +157,7 @@ def choose_reader(
         kind = "labelled texts" if reader.format in OF_HEADS else kind
         use = f"Use  {packing}data.too_long=drop  or  {packing}data.too_long=truncate"
         reason = f"only text and tokens can be cut into pieces, and {file} holds {kind}.\n{use}"
-        raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])
+        raise UserError("the data cannot be used", "data.too_long=split", reason)
     return reader
 
 
@@ -167,7 +166,7 @@ def _require_whole_answers(data: Data, file: str) -> None:
     pairs = f"{file} holds preferences, "
     if data.loss_on == "all":
         reason = f"{pairs}whose answers alone are compared.\nUse  data.loss_on=assistant"
-        raise UserError("the data cannot be used", [Problem("data.loss_on=all", reason)])
+        raise UserError("the data cannot be used", "data.loss_on=all", reason)
     if data.too_long == "truncate":
         reason = f"{pairs}whose answers are compared whole.\nUse  data.too_long=drop"
-        raise UserError("the data cannot be used", [Problem("data.too_long=truncate", reason)])
+        raise UserError("the data cannot be used", "data.too_long=truncate", reason)

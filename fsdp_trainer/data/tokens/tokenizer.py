@@ -47,7 +47,7 @@ from fsdp_trainer.data.tokens.word_cache import (
     looks_across_no_space,
     separator_of,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 FILES = (
     "tokenizer.json", "tokenizer.model", CONFIG, MAP, LATER,
@@ -617,4 +617,4 @@ def _chat_templates(folder: Path | None, config: dict) -> dict[str, str]:
 
 
 def _bad(path: Any, reason: str) -> UserError:
-    return UserError("the tokenizer cannot be used", [Problem(f"tokenizer.path={path}", reason)])
+    return UserError("the tokenizer cannot be used", f"tokenizer.path={path}", reason)

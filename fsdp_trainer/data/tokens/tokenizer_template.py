@@ -16,7 +16,7 @@ from fsdp_trainer.data.templates.template_language import (
     variables,
 )
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 NOTHING = "none"
 """The template that writes no text but the tokenizer's first token, contents, and end tokens."""
@@ -128,17 +128,18 @@ def _check_args(template: Template, args: Mapping[str, Any]) -> None:
             known = sorted({known for text in texts for known in variables(text)})
             has = f"it has:  {'  '.join(known)}" if known else "it has none"
             reason = f"the chat template ({template.name}) has no such variable; {has}"
-        raise UserError("the chat template cannot be used", [Problem(shown, reason)])
+        raise UserError("the chat template cannot be used", shown, reason)
 
 
 def _date(today: str | None) -> date:
     try:
         return date.fromisoformat(today) if today else DEFAULT_DATE
     except ValueError:
-        problem = Problem(
-            f"data.template_date={today}", "is no date. Use  data.template_date=2024-07-26"
-        )
-        raise UserError("the chat template cannot be used", [problem]) from None
+        raise UserError(
+            "the chat template cannot be used",
+            f"data.template_date={today}",
+            "is no date. Use  data.template_date=2024-07-26",
+        ) from None
 
 
 def _read(path: str) -> str:

@@ -12,7 +12,7 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file
 
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, model_folder
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.gguf_file import (
     NUMBERS,
@@ -87,7 +87,7 @@ def named_tensors(
         if parsed is None or new is None:
             what = "DoRA's magnitudes have" if "magnitude" in name else f"{name} has"
             reason = f"{what} no place in a GGUF adapter. Use  form=gguf , which merges it"
-            raise UserError("there is no GGUF of it", [Problem(str(folder), reason)])
+            raise UserError("there is no GGUF of it", str(folder), reason)
         if parsed[2] == "B" and (heads := rotated_heads(config, f"{parsed[1]}.")):
             tensor = in_pairs(tensor, heads)
         tensors[f"{new}.weight.lora_{parsed[2].lower()}"] = tensor.contiguous()

@@ -22,7 +22,7 @@ from gguf import GGUFWriter
 from safetensors import safe_open
 
 from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN, QWEN_3_5
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.gguf_hybrids import (
     HYBRIDS,
@@ -152,7 +152,7 @@ def require_family(config: ModelConfig, known: Collection[str]) -> None:
             "" if config.predicts else " without a head of tokens"
         )
         reason = f"is not written as GGUF: only {' '.join(known)} are.\n{BY_LLAMA_CPP}"
-        raise UserError("there is no GGUF of it", [Problem(kind, reason)])
+        raise UserError("there is no GGUF of it", kind, reason)
 
 
 def require_same(config: ModelConfig, folder: Path) -> None:
@@ -163,7 +163,7 @@ def require_same(config: ModelConfig, folder: Path) -> None:
     kind = (config.rope_scaling or {}).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn", "llama3"):
         reason = f"is a scaling of positions that is not written as GGUF.\n{BY_LLAMA_CPP}"
-        raise UserError("there is no GGUF of it", [Problem(f"{folder}: rope_type={kind}", reason)])
+        raise UserError("there is no GGUF of it", f"{folder}: rope_type={kind}", reason)
 
 
 # --- facts
@@ -287,8 +287,7 @@ def tensors_from(
     for other, change in changes_of(config, name):
         new = other if other.startswith("blk.") else known.get_name(other, ENDS)
         if new is None:
-            problem = Problem(f"{file}: {name}", "has no name in GGUF")
-            raise UserError("there is no GGUF of it", [problem])
+            raise UserError("there is no GGUF of it", f"{file}: {name}", "has no name in GGUF")
         own = tuple(change(torch.empty(shape, device="meta")).shape)
         # llama.cpp keeps a gate of one row as a vector
         own = own[1:] if len(own) == 2 and name.endswith(GATE) else own

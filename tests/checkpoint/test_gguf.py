@@ -20,8 +20,8 @@ from world import read_json, write_json
 from zoo import make_folder
 
 from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.data.tokens.encoding import QWEN
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.data.tokens.word_cache import QWEN
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders import gguf_header
 from fsdp_trainer.interop.folders.gguf_description import described_by_gguf

@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-from itertools import pairwise
 
 import inject
 import numpy as np
@@ -11,21 +10,19 @@ import pytest
 import transformers
 import yaml
 from folders import table
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from refused import refusal
 from texts import SHARED, make_tokenizer, write_sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 from world import read_json, write_json
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.tokens import byte_level_files
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
+from fsdp_trainer.data.tokens.encoding import LLAMA_3
 from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-from fsdp_trainer.data.tokens.word_cache import LLAMA_3, PATTERNS, encoding_of, separator_of
 from fsdp_trainer.errors import UserError
 
 TEXTS = [
@@ -339,9 +336,6 @@ def assert_same(encoded, whole):
     assert places.tolist() == [list(place) for place in whole.offsets]
 
 
-# --- word by word -------------------------------------------------------------------------------
-
-
 def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
     """A trained tokenizer that cuts texts as `pattern` says; None: as GPT-2."""
     cut = pattern and pre_tokenizers.Sequence(
@@ -355,64 +349,6 @@ def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
     backend.normalizer = normalizer
     backend.add_tokens([AddedToken("foo", normalized=True)])
     return TextTokenizer(backend, {}, set(), None)
-
-
-BY_WORDS = [
-    byte_level(),
-    byte_level(added=("<|end", "end|>", "<|end|>", "|")),
-    byte_level(normalizer=normalizers.NFC()),
-    *map(byte_level, sorted(PATTERNS)),
-]
-PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b你。🙂", " ", " ", "  ",
-"\n\n", "\r\n", "'s", "'LL", "Hello", "foo", "123456", "...", "<|end|>", "<|"]  # fmt: skip
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.lists(st.sampled_from(PIECES), max_size=16).map("".join), max_size=3),
-    st.data(),
-    st.sampled_from(BY_WORDS),
-)
-def test_word_by_word_gives_tokens_places_and_weights_of_the_whole_text(texts, data, tokenizer):
-    words, backend = tokenizer._words, tokenizer.backend
-    for text, encoded, plain, whole in zip(
-        texts, words.encode(texts), words.plain(texts), backend.encode_batch(texts), strict=True
-    ):
-        edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
-        values = np.zeros(len(text) + 1, np.float32)
-        for start, stop in pairwise(edges):
-            values[start:stop] = data.draw(st.sampled_from([0, 0.5, 1]))
-        at_once = encoding_of(whole)
-        assert encoded.lower_of_ends(values).tolist() == at_once.lower_of_ends(values).tolist()
-        for edge in edges:
-            assert encoded.first_reaching(edge) == at_once.first_reaching(edge)
-        assert plain.tolist() == whole.ids
-        assert_same(encoded, whole)
-
-
-def test_a_tokenizer_that_may_look_across_a_space_gets_whole_texts():
-    text = "a b<|end|> c"
-    for tokenizer in (
-        byte_level(pattern=r"\p{L}+ \p{L}+|."),
-        byte_level(normalizer=normalizers.Lowercase()),
-        byte_level(rstrip=True),
-        byte_level(lstrip=True),
-        byte_level(added=("<| end |>",)),
-        byte_level(added=("<|><", "><|")),  # each may overlap the other: none separates words
-        load_tokenizer("demo:bytes"),
-    ):
-        assert not tokenizer._words
-        assert tokenizer.encode_batch([text])[0].ids.tolist() == tokenizer.encode(text)
-    assert separator_of(byte_level(added=("x<|", "<|end|>")).backend) == "x<|"
-
-
-def test_words_are_forgotten_before_they_fill_the_memory(enter):
-    enter(inject.setting("words_kept_characters", 100))
-    tokenizer = byte_level()
-    for i in range(50):
-        text = " ".join(f"word{i}{k}" for k in range(20))
-        assert tokenizer.encode_plain([text])[0].tolist() == tokenizer.encode(text)
-        assert len(tokenizer._words._ids) <= 40
 
 
 # --- other files --------------------------------------------------------------------------------
@@ -442,7 +378,6 @@ def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path, monkey
     for text in SPACED:
         assert ours.encode(text) == original.encode(text)
         assert ours.decode(ours.encode(text), skip_special=False) == text
-    assert ours._words  # as fast as its tokenizer.json
     saved_and_compared(ours, tmp_path / "saved", SPACED)
 
     # gaps among the ids are filled as in transformers

@@ -18,9 +18,9 @@ from tokenizers import (
 )
 from world import write_json
 
+from fsdp_trainer.data.tokens.encoding import GPT_4O, LLAMA_3, QWEN
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.data.tokens.word_cache import GPT_4O, LLAMA_3, QWEN
 from fsdp_trainer.errors import UserError
 
 PARTS = table("strangers/tokenizer_parts.yaml")

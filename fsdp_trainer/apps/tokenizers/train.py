@@ -10,10 +10,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 
 from fsdp_trainer.data.tokens.byte_level_files import cut_as
+from fsdp_trainer.data.tokens.encoding import LLAMA_3
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
-from fsdp_trainer.data.tokens.word_cache import LLAMA_3
 from fsdp_trainer.errors import UserError
 
 BYTES = 256

@@ -12,7 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN
+from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.data.tokens.encoding import LLAMA_3, QWEN
 
 RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*\Z")
 """A line of a tiktoken file: a token's bytes in base64, and its rank, which is its id."""
@@ -26,21 +27,8 @@ LLAMA_3_SPECIAL = {
 LLAMA_3_NAMED = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 OTHER_CUT = 190_000  # ranks; GPT-4o and Llama 4 have more, and split texts by another pattern
 MOST_DESCRIBED = 1 << 16  # tokens that a description adds to a tiktoken file
-END_OF_TEXT = "<|endoftext|>"
-GPT_2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-ROBERTA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-DEFAULTS = {
-    "GPT2Tokenizer": GPT_2,
-    "CodeGenTokenizer": GPT_2,
-    "GPTNeoXTokenizer": GPT_2 | {"pad_token": "<|padding|>"},
-    "PreTrainedTokenizer": {},
-    "TokenizersBackend": {},
-    "BartTokenizer": ROBERTA,
-    "LEDTokenizer": ROBERTA,
-    "LongformerTokenizer": ROBERTA,
-    "RobertaTokenizer": ROBERTA,
-    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), END_OF_TEXT),
-}
+CLASSES = load_yaml(Path(__file__).with_name("tokenizer_classes.yaml").read_text(encoding="utf-8"))
+DEFAULTS: dict[str, dict[str, str]] = CLASSES["vocab and merges"]
 """Classes of transformers that use vocab.json and merges.txt this way, and their special tokens."""
 MODEL_TYPES = {"qwen": "Qwen2Tokenizer", "roberta": "RobertaTokenizer", "bart": "BartTokenizer"}
 """Prefixes of config.json's model_type, used without a tokenizer class; all others mean GPT-2."""

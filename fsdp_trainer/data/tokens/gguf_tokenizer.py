@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from fsdp_trainer.data.tokens.encoding import GPT_4O, LLAMA_3, QWEN, QWEN_3_5
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
-from fsdp_trainer.data.tokens.word_cache import GPT_4O, LLAMA_3, QWEN, QWEN_3_5
 from fsdp_trainer.interop.folders.gguf_header import read_header
 
 TOKENIZER = "tokenizer.ggml."

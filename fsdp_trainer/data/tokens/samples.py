@@ -36,10 +36,10 @@ from fsdp_trainer.data.templates.completeness import (
     left_out_tools,
 )
 from fsdp_trainer.data.templates.turns import TurnFinder, merged
+from fsdp_trainer.data.tokens.encoding import Encoding
 from fsdp_trainer.data.tokens.tagged_tokens import labelled_tokens, place_labels
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import NOTHING
-from fsdp_trainer.data.tokens.word_cache import EncodedWords, Encoding
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text, and the loss weight of their tokens."""
@@ -588,7 +588,7 @@ class SampleBuilder:
             return self._left_out("unsupervised", text.where)
         return [Sample(tokens, weights, label=label)]
 
-    def _prompt(self, encoding: Encoding | EncodedWords, text: Rendered) -> list[Sample]:
+    def _prompt(self, encoding: Encoding, text: Rendered) -> list[Sample]:
         """Return the prompt, without supervised tokens; nothing if it is too long."""
         self._count_first(encoding, text)
         length = len(encoding.ids)
@@ -607,7 +607,7 @@ class SampleBuilder:
         ).astype(np.int32)
         return Sample(tokens, np.ones(len(tokens), np.float32))
 
-    def _weigh(self, encoding: Encoding | EncodedWords, text: Rendered) -> Sample:
+    def _weigh(self, encoding: Encoding, text: Rendered) -> Sample:
         number, count = text.place
         if count > 1:
             self.counts[REWRITTEN_TOKENS] += len(encoding.ids)
@@ -620,7 +620,8 @@ class SampleBuilder:
         self._count_turns(encoding, text, sample)
         return sample
 
-    def _count_first(self, encoding: Encoding | EncodedWords, text: Rendered) -> None:
+    def _count_first(self, encoding: Encoding, text: Rendered) -> None:
+        """Count a chat without the first token that processors of media add to every text."""
         if self.media and self._first and encoding.ids[:1].tolist() != self._first:
             self.count("no_first_token", text.where)
 
@@ -628,9 +629,7 @@ class SampleBuilder:
     def _first(self) -> list[int]:
         return self.tokenizer.first_added()
 
-    def _count_turns(
-        self, encoding: Encoding | EncodedWords, text: Rendered, sample: Sample
-    ) -> None:
+    def _count_turns(self, encoding: Encoding, text: Rendered, sample: Sample) -> None:
         """Count turns whose beginning or end is not supervised as it should be."""
         for end in text.ends:
             at = encoding.first_reaching(end)
@@ -648,7 +647,7 @@ class SampleBuilder:
             if EMPTY_THINK.search(text.text, start, end):
                 self.count("empty_think", text.where)
 
-    def _leave_out_stripped(self, encoding: Encoding | EncodedWords, text: str) -> None:
+    def _leave_out_stripped(self, encoding: Encoding, text: str) -> None:
         """Restrict special tokens that swallow white space (Phi-3's) to their own characters."""
         for i in np.flatnonzero(np.isin(encoding.ids, self._stripping)) if self._stripping else ():
             covered = text[encoding.starts[i] : encoding.ends[i]]
@@ -822,7 +821,7 @@ def _context_spans(message: Message, text: str, start: int) -> list[Span]:
     return [(begin + first, begin + stop, 0.0) for first, stop in parts]
 
 
-def _to_whole_token(encoding: Encoding | EncodedWords, span: Span) -> Span:
+def _to_whole_token(encoding: Encoding, span: Span) -> Span:
     """Return a span with the part of its first token that is before it.
 
     Without text around an answer, its first letters may share a token with the prompt's last ones.
@@ -834,7 +833,7 @@ def _to_whole_token(encoding: Encoding | EncodedWords, span: Span) -> Span:
     return start, end, weight
 
 
-def token_weights(encoding: Encoding | EncodedWords, text: Rendered) -> np.ndarray:
+def token_weights(encoding: Encoding, text: Rendered) -> np.ndarray:
     """Return the weight of the span around each token: [tokens] float32.
 
     A token that crosses a span's edge gets the smaller weight of both sides.

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fsdp_trainer.data.tokens.described_tokens import (
     TokenDescription,
     add_new_tokens,
 )
+from fsdp_trainer.data.tokens.encoding import Encoding, encoding_of, joins_anywhere
 from fsdp_trainer.data.tokens.gguf_tokenizer import read_gguf_tokenizer
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.tokenizer_classes import (
@@ -36,16 +37,6 @@ from fsdp_trainer.data.tokens.tokenizer_classes import (
     class_notes,
     class_of,
     fix_mistral,
-)
-from fsdp_trainer.data.tokens.word_cache import (
-    EncodedWords,
-    Encoding,
-    Words,
-    encoding_of,
-    has_spaces,
-    joins_anywhere,
-    looks_across_no_space,
-    separator_of,
 )
 from fsdp_trainer.errors import UserError
 
@@ -150,8 +141,6 @@ class TextTokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.post_processor = None  # ByteLevel's would trim the offsets; templates add bos
-        separator = separator_of(backend) if looks_across_no_space(backend) else None
-        self._words = Words(backend, separator) if separator else None
         self._joins = joins_anywhere(backend)
         added = backend.get_added_tokens_decoder()
         self.special = {
@@ -196,41 +185,28 @@ class TextTokenizer:
         """The default chat template, else the first one; None if there is none."""
         return self.chat_templates.get(DEFAULT) or next(iter(self.chat_templates.values()), None)
 
-    def encode_batch(self, texts: list[str]) -> list[Encoding | EncodedWords]:
-        by_word = self._words.encode if self._words else list
-        whole = self.backend.encode_batch
-        return self._encode(
-            texts,
-            by_word,
-            lambda some: map(encoding_of, whole(some, add_special_tokens=False)),
-            self._encode_long,
-        )
+    def encode_batch(self, texts: list[str]) -> list[Encoding]:
+        """Return the tokens of each text with their positions in it."""
+        whole = map(encoding_of, self._encode_whole(self.backend.encode_batch, texts))
+        return [self._encode_long(t) if self._is_long(t) else next(whole) for t in texts]
 
     def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text, [tokens] int32, without positions, which is faster."""
-        by_word = self._words.plain if self._words else list
-        whole = self.backend.encode_batch_fast
-        return self._encode(
-            texts,
-            by_word,
-            lambda some: (
-                np.array(e.ids, dtype=np.int32) for e in whole(some, add_special_tokens=False)
-            ),
-            lambda text: self._encode_long(text).ids,
-        )
+        whole = self._encode_whole(self.backend.encode_batch_fast, texts)
+        return [
+            self._encode_long(text).ids
+            if self._is_long(text)
+            else np.array(next(whole).ids, np.int32)
+            for text in texts
+        ]
 
-    def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
-        def way_of(text: str) -> Callable:
-            if self._words and has_spaces(text):
-                return by_word
-            return long if self._joins and len(text) > LONG else whole
+    def _is_long(self, text: str) -> bool:
+        return self._joins and len(text) > LONG
 
-        ways = [(text, way_of(text)) for text in texts]
-        batches = {
-            batch: iter(batch([text for text, way in ways if way is batch]))
-            for batch in (by_word, whole)
-        }
-        return [long(text) if way is long else next(batches[way]) for text, way in ways]
+    def _encode_whole(self, encode: Callable, texts: list[str]) -> Iterator[Any]:
+        """Return what the backend makes of the texts that are not long."""
+        short = [text for text in texts if not self._is_long(text)]
+        return iter(encode(short, add_special_tokens=False))
 
     def _encode_long(self, text: str) -> Encoding:
         """Encode a text piece by piece.

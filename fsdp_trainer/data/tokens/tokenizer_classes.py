@@ -6,9 +6,9 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from fsdp_trainer.data.tokens.byte_level_files import DEFAULTS
+from fsdp_trainer.data.tokens.byte_level_files import CLASSES
+from fsdp_trainer.data.tokens.encoding import GPT_4O, QWEN, SUFFIXES
 from fsdp_trainer.data.tokens.sentencepiece_model import PROBES
-from fsdp_trainer.data.tokens.word_cache import GPT_4O, QWEN, SUFFIXES
 
 MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 MISTRAL_CUT = GPT_4O.replace(SUFFIXES + "?", "").replace(r"\p{N}{1,3}", r"\p{N}")
@@ -18,29 +18,8 @@ Steps = tuple[Any, Any]
 PLAIN = "PreTrainedTokenizerFast"
 """The class that uses a tokenizer.json as it is."""
 REMEDY = f'"tokenizer_class": "{PLAIN}" in tokenizer_config.json'
-OF_ANY_CLASS = {
-    "arctic", "ernie4_5", "ernie4_5_moe", "flex_olmo", "fuyu", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "glm4v", "glm4v_moe", "gpt_bigcode", "granite", "granitemoe",
-    "granitemoehybrid", "granitemoeshared", "h2ovl_chat", "hyperclovax", "internlm2", "internlm3",
-    "jamba", "kimi_k25", "kimi_linear", "llava", "llava_next", "mimo_v2_flash", "minicpm3",
-    "minicpmv", "minimax_m2", "ministral", "ministral3", "mistral", "mistral3", "mistral_large4",
-    "mixtral", "modernbert", "molmo", "molmo2", "nemotron", "olmo2", "olmo3", "olmo_hybrid",
-    "paddleocr_vl", "phi3", "phi3_v", "phimoe", "pixtral", "smolvlm", "stablelm", "step3_vl",
-    "vipllava", "voxtral",
-}  # fmt: skip
-"""Types of models whose tokenizer.json is used as it is, whatever class the folder names."""
-ALWAYS = {"qwen2": "Qwen2Tokenizer"} | dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"
-)
-"""Classes by the type of the model, whatever class the folder names."""
-UNNAMED = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("gpt_neox", "olmo", "olmoe"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
-    **dict.fromkeys(("gpt2", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
-}
-"""Classes by the type of the model, if the folder names none."""
+ALWAYS: dict[str, str] = CLASSES["always"]
+CLASS_TOKENS: dict[str, dict[str, str]] = CLASSES["special tokens"]
 QWEN_3_5 = QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
 
 
@@ -77,9 +56,9 @@ def class_of(backend: Tokenizer, config: Mapping[str, Any], model: Mapping[str, 
     given = model or {}
     type = str(given.get("model_type") or "")
     named = str(config.get("tokenizer_class") or given.get("tokenizer_class") or "")
-    name = ALWAYS.get(type) or named.removesuffix("Fast") or UNNAMED.get(type, "")
+    name = ALWAYS.get(type) or named.removesuffix("Fast") or CLASSES["unnamed"].get(type, "")
     is_as_llama_3 = name == "LlamaTokenizer" and "ByteLevel" in str(backend.pre_tokenizer)
-    is_one = name in CLASS_TOKENS and type not in OF_ANY_CLASS
+    is_one = name in CLASS_TOKENS and type not in CLASSES["of any class"]
     return name if is_one and not is_as_llama_3 else ""
 
 
@@ -141,23 +120,6 @@ def fix_mistral(
         sequence = pre_tokenizers.Sequence([cut, backend.pre_tokenizer])
     _set_steps(backend, (backend.normalizer, sequence))
     return True
-
-
-CLASS_TOKENS = {
-    **{name: DEFAULTS[name] for name in ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")},
-    "Qwen3_5Tokenizer": DEFAULTS["Qwen2Tokenizer"],
-    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "GemmaTokenizer": {
-        **{"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>"},
-        **{"pad_token": "<pad>", "mask_token": "<mask>"},
-    },
-    "CohereTokenizer": {
-        **{"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "pad_token": "<PAD>"},
-        **{"eos_token": "<|END_OF_TURN_TOKEN|>", "cls_token": "<CLS>"},
-        **{"sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>"},
-    },
-}
-"""Special tokens of classes where a folder does not name them."""
 
 
 def _llama(config: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from safetensors import safe_open
 
-from fsdp_trainer.data.tokens.word_cache import LLAMA_3, QWEN, QWEN_3_5
+from fsdp_trainer.data.tokens.encoding import LLAMA_3, QWEN, QWEN_3_5
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.gguf_hybrids import (

@@ -32,6 +32,12 @@ class ForeignNames(NamedTuple):
 
     exact: dict[str, KnownName]
     patterns: list[tuple[str, KnownName]]
+    entries: dict[str, str]
+    """Parts of an entry of data.path, by their other names."""
+    values: dict[str, str]
+    """Values of keys that have choices."""
+    options: dict[str, dict[str, str]]
+    """Options, by group."""
 
 
 @cache
@@ -46,7 +52,14 @@ def table() -> ForeignNames:
                 patterns.append((name, answer))
             else:
                 exact[name] = answer
-    return ForeignNames(exact, patterns)
+    options = {group: _by_name(names) for group, names in tree["options"].items()}
+    return ForeignNames(
+        exact, patterns, _by_name(tree["entries"]), _by_name(tree["values"]), options
+    )
+
+
+def _by_name(names: dict[str, str]) -> dict[str, str]:
+    return {name: ours for ours, theirs in names.items() for name in theirs.split()}
 
 
 def _entries(tree: dict[str, Any]) -> Iterator[tuple[str, KnownName]]:
@@ -97,88 +110,6 @@ def _first_match(names: list[str], patterns: list[tuple[str, KnownName]]) -> Kno
     return None
 
 
-ENTRY_SYNONYMS = {
-    "file": "path", "files": "path", "dataset": "path", "data": "path", "dataset_path": "path",
-    "source": "path", "url": "path",
-    "weights": "weight", "ratio": "weight", "share": "weight", "prob": "weight",
-    "probability": "weight", "proportion": "weight",
-    "epochs": "repeat", "repeats": "repeat", "times": "repeat", "upsample": "repeat",
-    "num_epochs": "repeat", "type": "format",
-    "columns": "fields", "label": "name",
-}  # fmt: skip
-"""Other names for the parts of an entry of data.path."""
-
-OPTION_SYNONYMS = {
-    "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},
-    "activation_checkpoint": {
-        "true": "full",
-        "on": "full",
-        "sac": "selective",
-        "false": "none",
-        "off": "none",
-    },
-    "precision": {
-        "bfloat16": "bf16",
-        "float32": "fp32",
-        "float16": "fp16",
-        "float8": "fp8",
-    },
-    "optim": {
-        **dict.fromkeys(
-            (
-                *("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
-                *("fusedadam", "deepspeedcpuadam", "paged_adamw", "paged_adamw_32bit"),
-                "pagedadamw",
-            ),
-            "adamw",
-        ),
-        **dict.fromkeys(
-            (
-                *("adamw_bnb_8bit", "paged_adamw_8bit", "pagedadamw8bit", "adamw8bit"),
-                "adamw_torch_8bit",
-            ),
-            "adamw_8bit",
-        ),
-        "lion_pytorch": "lion",
-        "lion_32bit": "lion",
-    },
-    "adapter": {"peft": "lora", "false": "none", "off": "none", "true": "lora", "rslora": "lora"},
-    "sharding": {
-        "fsdp2": "fsdp",
-        "zero3": "fsdp",
-        "full_shard": "fsdp",
-        "hybrid_shard": "hsdp",
-        "no_shard": "ddp",
-        "hybrid_shard_zero2": "hsdp",
-        "shard_grad_op": "fsdp",
-        "zero2": "fsdp",
-    },
-    "model": {
-        "llama3_1_8b": "llama3_8b",
-        "llama3.1_8b": "llama3_8b",
-        "llama3_3_70b": "llama3_70b",
-        "llama3_1b": "llama3_2_1b",
-    },
-    "data": {"chat": "sft", "text": "pretrain"},
-    "schedule": {
-        "constant_with_warmup": "constant",
-        "cosine_with_min_lr": "cosine",
-        "warmup_stable_decay": "wsd",
-        "warmuplr": "constant",
-        "warmupdecaylr": "linear",
-        "warmupcosinelr": "cosine",
-        "get_cosine_schedule_with_warmup": "cosine",
-    },
-}
-
-VALUE_SYNONYMS = {
-    "gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp16": "float16",
-    "half": "float16", "float": "float32", "adam": "adamw",
-    "int8": "8bit", "best-fit": "best_fit", "bestfit": "best_fit", "greedy": "best_fit",
-    "int4": "nf4", "4bit": "nf4", "fp4": "nf4", "float32": "fp32",
-    "chatml": "messages", "openai": "messages", "jsonl": "auto",
-}  # fmt: skip
-"""Other names for values of keys that have choices."""
 TWINS = {"form": "format", "format": "form"}
 """Last parts of keys that are taken for each other."""
 SWITCHED_OFF = ("disabled", "none", "ignore", "never")
@@ -196,7 +127,7 @@ def choice_meant(value: Any, choices: Collection[Any]) -> Any:
     """
     off = [choice for choice in SWITCHED_OFF if choice in choices]
     text = str(value).lower()
-    if (synonym := VALUE_SYNONYMS.get(text)) in choices:
+    if (synonym := table().values.get(text)) in choices:
         return synonym
     if off and text in ("true", "false", "on", "off", "yes", "no"):
         on = next(choice for choice in choices if choice not in off)

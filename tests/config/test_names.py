@@ -15,7 +15,7 @@ from fsdp_trainer.config import names as names_module
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import options
 from fsdp_trainer.config.composing.overrides import takes, why_unknown
-from fsdp_trainer.config.names import OPTION_SYNONYMS, known_elsewhere, meant_by, table
+from fsdp_trainer.config.names import known_elsewhere, meant_by, table
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import load_yaml
@@ -57,14 +57,14 @@ def test_every_option_of_another_trainer_is_answered_by_name(trainer):
 
 
 def test_every_answer_is_real():
-    exact, patterns = table()
+    exact, patterns = table().exact, table().patterns
     for name, answer in [*exact.items(), *patterns]:
         assert name not in GROUPS, name
         key, equals, value = answer.meant.partition("=")
         assert answer.sentence or key in KEYS or key in GROUPS, (name, key)
         if equals:
             assert value in GROUPS[key] if key in GROUPS else takes(KEYS[key], value), answer.meant
-    for group, names in OPTION_SYNONYMS.items():
+    for group, names in table().options.items():
         assert set(names.values()) <= set(GROUPS[group])
 
 

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib
 import inspect
+import json
 import re
 import shlex
 import subprocess

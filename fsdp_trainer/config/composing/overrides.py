@@ -28,13 +28,13 @@ from fsdp_trainer.config.check import (
     wrong_with,
 )
 from fsdp_trainer.config.names import (
-    OPTION_SYNONYMS,
     KnownName,
     absent,
     choice_meant,
     known_elsewhere,
     meant_by,
     nearest,
+    table,
 )
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
@@ -350,7 +350,7 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
         return f"{reason}  {group}.KEY=value\n{choices}"
     if group in OVERLAYS and re.search(r"[/.]", text):
         return f"{_why_no_file(group, text)}\n{choices}"
-    synonyms = OPTION_SYNONYMS.get(group, {})
+    synonyms = table().options.get(group, {})
     meant = "" if text in synonyms else _path_meant(group, text)
     if not meant and text.lower() not in synonyms and absent(text):
         return f"{filled(f'{group} has no option {text}: {absent(text)}')}\n{choices}"

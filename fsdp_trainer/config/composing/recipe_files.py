@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.composing.overrides import listed, quoted
-from fsdp_trainer.config.names import OPTION_SYNONYMS, absent, nearest
+from fsdp_trainer.config.names import absent, nearest, table
 from fsdp_trainer.config.schema import GROUPS
 from fsdp_trainer.config.yaml_text import YAML_FILE, Loader
 from fsdp_trainer.errors import Problem, UserError
@@ -217,7 +217,7 @@ def _why_wrong(file: Path, entry: Any, options: Mapping[str, list[str]]) -> str:
 
 def _why_no_option(group: str, option: Any, names: list[str]) -> str:
     text = as_text(option)
-    synonym = OPTION_SYNONYMS.get(group, {}).get(text.lower())
+    synonym = table().options.get(group, {}).get(text.lower())
     sentence = "" if synonym else absent(text)
     close = synonym or nearest(text, names)
     meant = f" Did you mean  - override /{group}: {close} ?" if close and not sentence else ""

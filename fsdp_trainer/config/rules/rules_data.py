@@ -15,7 +15,7 @@ from fsdp_trainer.config.check import (
     wrong_with,
 )
 from fsdp_trainer.config.data_files import Entry, entries, is_mixture
-from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
+from fsdp_trainer.config.names import nearest, table
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig, TokenizerConfig
 
@@ -129,7 +129,7 @@ def _wrong_parts(item: dict[str, Any]) -> Iterator[str]:
 
 def _wrong_part(item: dict[str, Any], name: str) -> str | None:
     if name not in ENTRY_PARTS:
-        close = ENTRY_SYNONYMS.get(name) or nearest(name, ENTRY_PARTS)
+        close = table().entries.get(name) or nearest(name, ENTRY_PARTS)
         meant = f". Did you mean  {close} ?" if close else "."
         return f"is no part of an entry{meant}\nAn entry has: {' '.join(ENTRY_PARTS)}"
     part = ENTRY_PARTS[name]

@@ -10,15 +10,9 @@ from typing import Any
 import yaml
 
 from fsdp_trainer.config.yaml_text import load_yaml
-from fsdp_trainer.interop.convert.trainers import OWN_TOOL, SIGNS, SPELT
+from fsdp_trainer.interop.convert.trainers import SPELT, TABLES
 
-LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3", "trl",
-             "llamafactory-cli", "lmf", "axolotl", "uv", "srun", "nohup")  # fmt: skip
-"""What such a command line begins with, after variables of the environment."""
-TOOLS = {"trl": OWN_TOOL, "llamafactory-cli": "LLaMA-Factory", "lmf": "LLaMA-Factory",
-         "llamafactory.cli": "LLaMA-Factory", "axolotl": "axolotl",
-         "axolotl.cli.train": "axolotl"}  # fmt: skip
-METHODS = {*SIGNS, *SPELT, "orpo", "simpo", "ppo", "bco", "gkd"}
+METHODS = {*TABLES["signs"], *SPELT, "orpo", "simpo", "ppo", "bco", "gkd"}
 """Words of a script's name that say which trainer it is for."""
 FLAG = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
 PAIR = re.compile(r"\+?(?P<name>[A-Za-z][\w.]*)=(?P<value>.*)", re.DOTALL)
@@ -62,7 +56,7 @@ def command_words(text: str) -> list[str]:
             variables += [words[0]] if words[0].startswith(OF_RANKS) else []
             words = words[1:]
         is_script = words and words[0].endswith(".py")
-        if words and (Path(words[0]).name in LAUNCHERS or is_script):
+        if words and (Path(words[0]).name in TABLES["launchers"] or is_script):
             chosen = [*words, *map(str.lower, variables)]
     return chosen
 
@@ -72,7 +66,7 @@ def read_command_line(text: str) -> StartedTrainer:
     at = program(words)
     is_module = words[at - 2 : at - 1] == ["-m"]
     script, rest = words[at - 1] if is_module else Path(words[at - 1]).name, words[at:]
-    tool = TOOLS.get(script)
+    tool = TABLES["programs"].get(script)
     if tool:  # its command: `trl sft`, `llamafactory-cli train`, `axolotl train`
         script = rest[0] if rest and re.fullmatch(r"\w+", rest[0]) else ""
         rest = rest[1:] if script else rest
@@ -86,7 +80,7 @@ def program(words: list[str]) -> int:
     """Return the place after a script, a module or a program of a trainer's own."""
     for at, word in enumerate(words):
         before = words[at - 1] if at else ""
-        is_program = word.endswith(".py") or before == "-m" or Path(word).name in TOOLS
+        is_program = word.endswith(".py") or before == "-m" or Path(word).name in TABLES["programs"]
         if is_program and not word.startswith(("torch.distributed", "accelerate.")):
             return at + 1
     return len(words)

@@ -22,7 +22,7 @@ from fsdp_trainer.interop.convert.counted_samples import counted
 from fsdp_trainer.interop.convert.data_sets import answers_to_lists
 from fsdp_trainer.interop.convert.defaults import AROUND, with_defaults
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
-from fsdp_trainer.interop.convert.meanings import CLIPPING, RULES, SECTIONS, rows
+from fsdp_trainer.interop.convert.meanings import RULES, SECTIONS, clipping, rows
 from fsdp_trainer.interop.convert.named_data import answers_to_names, entries_of_index
 from fsdp_trainer.interop.convert.same_training import comparison, shown_name, trained_parameters
 from fsdp_trainer.interop.convert.trainers import TRAINER
@@ -154,7 +154,9 @@ def _settle_conflicts(result: Conversion) -> None:
 
 def answer(name: str, value: Any, file: ForeignFile) -> Answer:
     leaf = name.rpartition(".")[2]
-    has_null = leaf in CLIPPING or (leaf == "max_completion_length" and file.method == "grpo")
+    has_null = RULES.get(leaf) is clipping or (
+        leaf == "max_completion_length" and file.method == "grpo"
+    )
     if value in UNSET and not has_null:
         return nothing("not set")
     if value == "auto" and file.tool in ("DeepSpeed", "accelerate"):

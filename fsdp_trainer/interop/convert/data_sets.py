@@ -10,7 +10,7 @@ from fsdp_trainer.config.names import known_elsewhere
 from fsdp_trainer.data.files.turns_and_rows import ROLE_KEYS, ROLES, TEXT_KEYS
 from fsdp_trainer.data.records.record_formats import FIELDS
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
-from fsdp_trainer.interop.convert.trainers import PREFERENCES
+from fsdp_trainer.interop.convert.trainers import PREFERENCES, TABLES
 from fsdp_trainer.interop.convert.translation import (
     UNSET,
     Answer,
@@ -26,20 +26,8 @@ OTHERWISE = {"messages": ("conversations", "prompt"), "prompt": ("instruction",)
 LISTS = {"datasets": "data.path", "pretraining_dataset": "data.path",
          "test_datasets": "data.validation"}  # fmt: skip
 """Settings with a list of data sets, and the key that names them here."""
-FORMATS = {
-    "alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text",
-    "chat_template": "messages", "input_output": "segments",
-}  # fmt: skip
-"""Formats by axolotl's types, up to their first dot."""
-TAGS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
-        "function_tag": "assistant", "system_tag": "system"}  # fmt: skip
-AXOLOTL_FIELDS = {
-    "field_messages": "messages", "field_tools": "tools", "field_system": "system",
-    "field_instruction": "instruction", "field_input": "input", "field_output": "output",
-    "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected",
-    "field_completion": "completion", "field_label": "label", "field": "text",
-    "text_column": "text",
-}  # fmt: skip
+FORMATS, TAGS, FIELDS_THERE = (TABLES[name] for name in ("formats", "tags", "fields"))
+"""Formats by axolotl's types, roles by its tags, and meanings by its names of columns."""
 TURNS = {"role": ROLE_KEYS, "content": TEXT_KEYS, "message_field_role": ROLE_KEYS,
          "message_field_content": TEXT_KEYS, "message_field_training": ("train", "training"),
          "message_field_training_detail": ("train_detail",), "role_tag": ROLE_KEYS,
@@ -54,8 +42,6 @@ OF_TURNS = ("message_property_mappings", "tags", "columns")
 """Sections with names of the parts of a turn."""
 OTHER_TURNS = "turns of the assistant are learnt, or all:  data.loss_on"
 END_OF_TURN = "the token that ends a turn is learnt with each turn that is"
-FORMS_OF_TEXT = ("format", "no_input_format", "system_prompt", "system_format", "prompt_format",
-                 "chosen_format", "rejected_format", "completion_format")  # fmt: skip
 HUB_PATH = "files of the hub are chosen by their path:  data.path=hf://datasets/ORG/NAME/train*"
 
 
@@ -199,8 +185,8 @@ def axolotl(about: dict[str, Any], method: str | None) -> DataSet:
         leaf = name.rpartition(".")[2]
         if value in UNSET or name in source.decides or name in source.answers:
             continue
-        if leaf in AXOLOTL_FIELDS:
-            source.put_field(name, AXOLOTL_FIELDS[leaf], value)
+        if leaf in FIELDS_THERE:
+            source.put_field(name, FIELDS_THERE[leaf], value)
         elif answer := about_turns(name, value):
             source.answers[name] = answer
     return source.finish()
@@ -272,7 +258,7 @@ def about_learning(leaf: str, value: Any) -> Answer | None:
         return sets(data__loss_on="assistant") if is_assistant else impossible(OTHER_TURNS)
     if leaf in ("train_on_eos", "train_on_eot"):
         return nothing("as here") if value == "turn" else impossible(END_OF_TURN)
-    return impossible(TEXT_AROUND) if leaf in FORMS_OF_TEXT else None
+    return impossible(TEXT_AROUND) if leaf in TABLES["forms of text"] else None
 
 
 def renamed(read: str) -> Answer:

@@ -18,19 +18,8 @@ from fsdp_trainer.interop.convert.command_line import (
     ranks_of,
     read_command_line,
 )
-from fsdp_trainer.interop.convert.trainers import EXPLICIT, OWN_TOOL, TRAINER, method_of
+from fsdp_trainer.interop.convert.trainers import EXPLICIT, OWN_TOOL, TABLES, TRAINER, method_of
 
-SIGNS = {
-    "accelerate": ("distributed_type", "compute_environment"),
-    "DeepSpeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_optimization.stage"),
-    "axolotl": ("base_model", "sequence_len"),
-    "LLaMA-Factory": ("finetuning_type", "stage", "cutoff_len", "infer_backend",
-                      "export_dir", "adapter_name_or_path"),
-    "torchtune": ("checkpointer", "tokenizer._component_", "model._component_"),
-    "TrainingArguments": ("per_device_train_batch_size", "output_dir", "num_train_epochs",
-                          "learning_rate", "num_generations", "loss_type"),
-}  # fmt: skip
-"""Settings that tell a trainer's files from others; the first trainer with one of them has it."""
 OF_TRAINERS = ("axolotl", "LLaMA-Factory", OWN_TOOL)
 WHAT_IS_READ = "a file of `key: value` is needed, or a command line that starts a trainer"
 WHOLE = ("rope_scaling", "chat_template_kwargs", "special_tokens", "plugins", "commands", "tpu_env")
@@ -101,7 +90,9 @@ def of_text(path: Path, text: str) -> ForeignFile:
     settings = dict(flat(tree))
     tool = started.tool or tool_of(settings, bool(started.settings))
     if tool is None and started.method is None:
-        known = "\n".join(f"{tool}: {' or '.join(signs)}" for tool, signs in SIGNS.items())
+        known = "\n".join(
+            f"{tool}: {' or '.join(signs)}" for tool, signs in TABLES["tools"].items()
+        )
         reason = f"has none of the settings by which a trainer's file is known:\n{known}"
         raise UserError("there is nothing to convert", str(path), reason)
     file = with_trainer(path, tool or OWN_TOOL, settings, started.method)
@@ -121,7 +112,8 @@ def with_files(started: StartedTrainer, path: Path) -> tuple[dict[str, Any], Pat
 
 
 def tool_of(settings: dict[str, Any], is_started: bool) -> str | None:
-    return next((tool for tool, signs in SIGNS.items() if settings.keys() & set(signs)
+    """Return the tool that settings are for; is_started: not those of accelerate alone."""
+    return next((tool for tool, signs in TABLES["tools"].items() if settings.keys() & set(signs)
                  and not (is_started and tool == "accelerate")), None)  # fmt: skip
 
 

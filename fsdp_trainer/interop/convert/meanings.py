@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.counted import counted
-from fsdp_trainer.config.names import OPTION_SYNONYMS
+from fsdp_trainer.config.names import table
 from fsdp_trainer.interop.convert import trl
 from fsdp_trainer.interop.convert.data_sets import hub_or_file
-from fsdp_trainer.interop.convert.defaults import AROUND, END, EPOCH, WARM_UP
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
 from fsdp_trainer.interop.convert.lengths import (
-    ACCUMULATED,
     MICRO,
     accumulated,
     epochs_of,
@@ -29,7 +27,7 @@ from fsdp_trainer.interop.convert.lengths import (
     trained_samples,
     warm_up_steps,
 )
-from fsdp_trainer.interop.convert.trainers import OWN_TOOL, PREFERENCES
+from fsdp_trainer.interop.convert.trainers import OWN_TOOL, PREFERENCES, SPELT, TABLES
 from fsdp_trainer.interop.convert.translation import (
     OFF,
     TRANSLATED,
@@ -39,45 +37,34 @@ from fsdp_trainer.interop.convert.translation import (
     impossible,
     is_off,
     is_on,
-    keeps,
     nothing,
-    option,
     rules_of,
     sets,
 )
 
-OPTIMIZERS = {
-    name: name for name in ("adamw", "adamw_8bit", "muon", "lion", "sgd", "lamb")
-} | OPTION_SYNONYMS["optim"]
-SCHEDULES = {name: name for name in ("cosine", "linear", "constant", "wsd")}
-SCHEDULES |= OPTION_SYNONYMS["schedule"]
-TEMPLATES = {
-    "llama3": "llama3", "llama2": "llama2", "chatml": "chatml", "qwen": "qwen2", "qwen3": "qwen3",
-    "qwen_25": "qwen2", "qwen3_nothink": "chatml", "yi": "chatml", "smollm": "chatml",
-    "smollm2": "qwen2", "opencoder": "qwen2", "gemma": "gemma", "gemma2": "gemma",
-    "gemma3": "gemma", "gemma3_text": "gemma", "mistral": "mistral",
-    "mistral_v1": "mistral", "phi": "phi3", "phi_3": "phi3", "phi_35": "phi3", "phi_4": "phi4",
-    "phi4": "phi4", "olmo2": "olmo2",
-}  # fmt: skip
-SYSTEM_TURNS = {
-    "smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face.",
-    "opencoder": "You are OpenCoder, created by OpenCoder Team.",
+NAMED = {
+    "optim": ("adamw", "adamw_8bit", "muon", "lion", "sgd", "lamb"),
+    "schedule": ("cosine", "linear", "constant", "wsd"),
 }
-"""What templates of LLaMA-Factory begin with where a chat does not, besides Qwen's."""
+"""Options of groups that other trainers name alike."""
+TEMPLATES = TABLES["templates"]
 OWN_TEMPLATE = ("default", "tokenizer_default", "jinja", "tokenizer_default_fallback_chatml")
-METHODS = {"sft": "sft", "dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo",
-           "simpo": "simpo", "grpo": "grpo", "rm": "reward", "pairwise": "reward"}  # fmt: skip
+METHODS = ("sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo", "rm", "pairwise")
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 DATA_PATH = "data.path=FILE"
 
 
-def choose(group: str, known: dict[str, str], what: str) -> Rule:
+def choose(group: str) -> Rule:
+    """Return a rule that looks a value up and sets a group to it."""
+    known = {name: name for name in NAMED[group]} | table().options[group]
+
     def rule(value: Any, file: ForeignFile) -> Answer:
         name = str(value).rpartition(".")[2].lower()
         if name in known:
             return sets(**{group: known[name]})
         options = " ".join(dict.fromkeys(known.values()))
+        what = "optimizer" if group == "optim" else group
         return impossible(f"there is no {what} {name}. There are: {options}  ({group}=…)")
 
     return rule
@@ -199,16 +186,6 @@ def of_preferences(key: str) -> Rule:
     return rule
 
 
-def number_format(value: Any, file: ForeignFile) -> Answer:
-    """Return the number format that bf16 and fp16 choose together."""
-    chosen = str(value).lower()
-    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32",
-             "float32": "fp32", "no": "fp32", "fp8": "fp8"}  # fmt: skip
-    if chosen in names:
-        return sets(precision=names[chosen])
-    return impossible("use  precision=bf16 , fp16 , fp32 , pure_bf16  or  fp8")
-
-
 def on_off_format(name: str) -> Rule:
     def rule(value: Any, file: ForeignFile) -> Answer:
         if not is_off(value):
@@ -250,13 +227,6 @@ def four_bit(value: Any, file: ForeignFile) -> Answer:
     return impossible("weights beneath an adapter are kept in 4 bits ( adapter=qlora ) or whole")
 
 
-def eight_bit(value: Any, file: ForeignFile) -> Answer:
-    """Return that there are no weights in 8 bits."""
-    if is_off(value):
-        return nothing("off")
-    return impossible("use  adapter=qlora , which keeps the weights in 4 bits, or  adapter=lora")
-
-
 def targets(value: Any, file: ForeignFile) -> Answer:
     names = value if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
     names = ["o_proj" if name == "output_proj" else name for name in names]
@@ -283,7 +253,7 @@ def template(value: Any, file: ForeignFile) -> Answer:
     if name in OWN_TEMPLATE:
         return nothing("the tokenizer's own template is the default")
     if name in TEMPLATES:
-        system = file.value("default_system") or SYSTEM_TURNS.get(name)
+        system = file.value("default_system") or TABLES["system turns"].get(name)
         if system and TEMPLATES[name] in ("chatml", "qwen2"):
             said = {"default_system": str(system)}
             return sets(data__template="qwen2", data__template_args=said)
@@ -353,7 +323,7 @@ def method(value: Any, file: ForeignFile) -> Answer:
     if name == "cpo":
         return trl.of_cpo(file)
     if name in METHODS:
-        return sets(objective=METHODS[name])
+        return sets(objective=SPELT.get(name, name))
     return impossible("there is  objective=sft , dpo, ipo, kto, orpo, simpo, grpo, reward, distil")
 
 
@@ -391,18 +361,18 @@ def offloaded_states(value: Any, file: ForeignFile) -> Answer:
     )
     if weights == "cpu" and str(value) == "cpu":
         return nothing("sharding.cpu_offload  has the states in host memory too")
-    return offload_device("optim.offload", "cpu")(value, file)
+    return offload_device("optim.offload")(value, file)
 
 
-def offload_device(key: str, on: Any) -> Rule:
+def offload_device(key: str) -> Rule:
     """Return a rule that places states or weights."""
 
     def rule(value: Any, file: ForeignFile) -> Answer:
         if is_off(value):
             return nothing("off")
-        if str(value) == "nvme" and key == "optim.offload":
-            return sets(**{key: "disk"})
-        return sets(**{key: on})
+        if key == "optim.offload":
+            return sets(**{key: "disk" if str(value) == "nvme" else "cpu"})
+        return sets("", **{key: True})
 
     return rule
 
@@ -413,20 +383,6 @@ def distributed(value: Any, file: ForeignFile) -> Answer:
         return sets(sharding=kinds[str(value)])
     if str(value) in ("NO", "DEEPSPEED"):
         return nothing("nothing to shard" if value == "NO" else "see zero_stage")
-    return impossible("there is  sharding=fsdp , hsdp  and  ddp")
-
-
-def fsdp_strategy(value: Any, file: ForeignFile) -> Answer:
-    """Return the sharding of a strategy of FSDP1's."""
-    kinds = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
-    name = kinds.get(str(value), str(value)).upper()
-    if name == "FULL_SHARD":
-        return sets(sharding="fsdp")
-    if name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"):
-        group = "hsdp" if "HYBRID" in name else "fsdp"
-        return sets(sharding=group, sharding__reshard_after_forward=False)
-    if name in ("HYBRID_SHARD", "NO_SHARD"):
-        return sets(sharding="hsdp" if name == "HYBRID_SHARD" else "ddp")
     return impossible("there is  sharding=fsdp , hsdp  and  ddp")
 
 
@@ -552,158 +508,50 @@ def reshard(value: Any, file: ForeignFile) -> Answer:
     """Return whether weights are freed after a forward; older files name FSDP1's strategies."""
     if isinstance(value, bool):
         return sets(sharding__reshard_after_forward=value)
-    return fsdp_strategy(value, file)
+    return RULES["sharding_strategy"](value, file)
 
 
-CLIPPING = ("max_grad_norm", "clip_grad_norm", "gradient_clipping", "gradient_clip_val")
-"""Names of the largest norm of a gradient, of which null means that there is none."""
+def data_set(value: Any, file: ForeignFile) -> Answer:
+    """Return the data set of a name on the hub, or of a file."""
+    return sets(data__path=hub_or_file(str(value)))
 
 
-RULES: dict[str, Rule] = {
-    **rules_of("every tool"),
-    "optimizer": choose("optim", OPTIMIZERS, "optimizer"),
-    "optim": choose("optim", OPTIMIZERS, "optimizer"),
-    "optimizer._component_": choose("optim", OPTIMIZERS, "optimizer"),
-    "optimizer.type": choose("optim", OPTIMIZERS, "optimizer"),
-    "lr_scheduler": choose("schedule", SCHEDULES, "schedule"),
-    "lr_scheduler_type": choose("schedule", SCHEDULES, "schedule"),
-    "lr_scheduler._component_": choose("schedule", SCHEDULES, "schedule"),
-    "scheduler.type": choose("schedule", SCHEDULES, "schedule"),
-    "warmup_ratio": warm_up,
-    "warmup_steps": warm_up,
-    "bf16": on_off_format("bf16"),
-    "bf16.enabled": on_off_format("bf16"),
-    "fp16": on_off_format("fp16"),
-    "fp16.enabled": on_off_format("fp16"),
-    "pure_bf16": on_off_format("pure_bf16"),
-    "fp8": on_off_format("fp8"),
-    "bfloat16": on_off_format("bf16"),
-    "float16": on_off_format("fp16"),
-    "dtype": number_format,
-    "mixed_precision": number_format,
-    "adapter": adapter,
-    "finetuning_type": adapter,
-    "load_in_4bit": four_bit,
-    "quantization_bit": four_bit,
-    "load_in_8bit": eight_bit,
-    "lora_target": targets,
-    "lora_target_modules": targets,
-    "target_modules": targets,
-    "model.lora_attn_modules": targets,
-    "lora_target_linear": option("adapter.targets=all"),
-    "dataset_name": lambda value, file: sets(data__path=hub_or_file(str(value))),
-    "dataset._component_": torchtune_data,
-    "dataset.packed": packing,
-    "template": template,
-    "default_system": system_turn,
-    "chat_template": template,
-    "val_set_size": validation,
-    "val_size": validation,
-    "sample_packing": packing,
-    "packing": packing,
-    "neat_packing": packing,
-    "stage": method,
-    "rl": method,
-    "rlhf_type": method,
-    "pref_beta": of_preferences("objective.beta"),
-    "rl_beta": of_preferences("objective.beta"),
-    "deepspeed": deepspeed_file,
-    "zero_optimization.stage": zero_stage,
-    "deepspeed_config.zero_stage": zero_stage,
-    "zero_optimization.offload_optimizer.device": offloaded_states,
-    "deepspeed_config.offload_optimizer_device": offloaded_states,
-    "zero_optimization.offload_param.device": offload_device("sharding.cpu_offload", True),
-    "deepspeed_config.offload_param_device": offload_device("sharding.cpu_offload", True),
-    "distributed_type": distributed,
-    "fsdp_sharding_strategy": fsdp_strategy,
-    "sharding_strategy": fsdp_strategy,
-    "main_process_ip": rendezvous,
-    "main_process_port": rendezvous,
-    "tokenizer.path": tokenizer_path,
-    "tokenizer.vocab_path": tokenizer_path,
-    "save_strategy": strategy("checkpoint.every", "save"),
-    "eval_strategy": strategy("train.validate_every", "eval"),
-    "evaluation_strategy": strategy("train.validate_every", "eval"),
-    "save_steps": interval("checkpoint.every", "save"),
-    "eval_steps": interval("train.validate_every", "eval"),
-    "saves_per_epoch": times_per_epoch("checkpoint.every"),
-    "evals_per_epoch": times_per_epoch("train.validate_every"),
-    "report_to": trackers,
-    "metric_logger._component_": logger_component,
-    "wandb_project": wandb_project,
-    "seed": keeps("run.seed", kind=int),
-    "model._component_": model_builder,
-    "checkpointer.checkpoint_dir": keeps("model.init_from", kind=str),
-    "tokenizer.max_seq_len": keeps("batch.seq_len", kind=int),
-    "loss._component_": torchtune_loss,
-    "loss.beta": of_preferences("objective.beta"),
-    "loss.gamma": of_preferences("objective.gamma"),
-    "loss.label_smoothing": of_preferences("objective.label_smoothing"),
-    "kto_chosen_weight": of_preferences("objective.desirable_weight"),
-    "kto_desirable_weight": of_preferences("objective.desirable_weight"),
-    "kto_rejected_weight": of_preferences("objective.undesirable_weight"),
-    "kto_undesirable_weight": of_preferences("objective.undesirable_weight"),
-    "pref_ftx": of_preferences("objective.sft_weight"),
-    "rpo_alpha": of_preferences("objective.sft_weight"),
-    "simpo_gamma": of_preferences("objective.gamma"),
-    "dpo_label_smoothing": of_preferences("objective.label_smoothing"),
-    "orpo_alpha": of_preferences("objective.beta"),
-    **dict.fromkeys(CLIPPING, clipping),
-    **dict.fromkeys(("sequence_len", "cutoff_len", "max_length", "max_seq_length"), row_length),
-    **dict.fromkeys(ACCUMULATED, accumulation),
-    **dict.fromkeys(MICRO, rows),
-    EPOCH: end_of_epoch,
-    WARM_UP: option("schedule.from_zero=true"),
-    END: option("checkpoint.export_hf=true"),
-    AROUND: option("data.template=none"),
-    "enable_thinking": lambda value, file: impossible(
-        f"with a template of it:  'data.template_args={{enable_thinking: {str(value).lower()}}}'"
-    ),
-    "model": keeps("model.init_from", kind=str),
-    **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), of_hub),
-    "project": lambda value, file: nothing("Trackio's default")
-    if value == "huggingface"
-    else sets(logging__project=str(value)),
-    "adam_beta1": betas,
-    "adam_beta2": betas,
-    "beta1": betas,
-    "beta2": betas,
-    "min_lr": lowest_rate,
-    "min_lr_rate": keeps("schedule.min_ratio"),
-    "max_steps": steps,
-    "metric_for_best_model": lambda value, file: (
-        nothing("as here") if value in ("loss", "eval_loss")
-        else impossible("the validation loss is what is best")
-    ),
-    "dataloader_num_workers": processes,
-    "mix_strategy": mixture,
-    "train_sampling_strategy": sampling_order,
-    "max_steps_per_epoch": keeps("train.steps", kind=int),
-    "teacher_checkpointer.checkpoint_dir": teacher,
-    "kd_ratio": keeps("objective.share"),
-    "dataset.train_on_input": loss_on,
-    "fsdp_config.fsdp_reshard_after_forward": reshard,
-    "unfrozen_parameters": unfrozen,
-    "ddp_timeout": lambda value, file: sets(launch__timeout=f"{int(value)}s"),
-    "num_train_epochs": epochs,
-    "num_epochs": epochs,
-    "epochs": epochs,
-    "train_on_inputs": loss_on,
-    "early_stopping_patience": keeps("train.early_stop", kind=int),
-    "resume_from_checkpoint": lambda value, file: nothing("a run goes on from its last checkpoint")
-    if value in (True, False)
-    else sets(model__init_from=str(value)),
-    "num_processes": lambda value, file: sets(
-        f"{file.value('num_machines') or 1} nodes",
-        launch__nproc_per_node=int(value) // int(file.value("num_machines") or 1),
-    ),
-    "num_machines": lambda value, file: sets(launch__nodes=int(value))
-    if int(value) > 1
-    else nothing("one node is the default"),
-    "shuffle": keeps("data.shuffle", kind=bool),
-}  # fmt: skip
+def thinking(value: Any, file: ForeignFile) -> Answer:
+    """Return where a template's switch is set."""
+    said = f"{{enable_thinking: {str(value).lower()}}}"
+    return impossible(f"with a template of it:  'data.template_args={said}'")
+
+
+def project(value: Any, file: ForeignFile) -> Answer:
+    """Return the trackers' project."""
+    is_default = value == "huggingface"
+    return nothing("Trackio's default") if is_default else sets(logging__project=str(value))
+
+
+def timeout(value: Any, file: ForeignFile) -> Answer:
+    """Return how long ranks wait for each other."""
+    return sets(launch__timeout=f"{int(value)}s")
+
+
+def resumed(value: Any, file: ForeignFile) -> Answer:
+    """Return the checkpoint that a run begins with."""
+    if value in (True, False):
+        return nothing("a run goes on from its last checkpoint")
+    return sets(model__init_from=str(value))
+
+
+def ranks_of_node(value: Any, file: ForeignFile) -> Answer:
+    """Return the ranks of each node."""
+    nodes = int(file.value("num_machines") or 1)
+    return sets(f"{nodes} nodes", launch__nproc_per_node=int(value) // nodes)
+
+
+def nodes(value: Any, file: ForeignFile) -> Answer:
+    """Return the number of nodes."""
+    return sets(launch__nodes=int(value)) if int(value) > 1 else nothing("one node is the default")
+
+
+RULES = rules_of("every tool", globals())
 """By dotted name, or by its last part."""
-SECTIONS: dict[str, Rule] = {
-    **rules_of("sections"),
-}
+SECTIONS = rules_of("sections", globals())
 """By the beginning of a dotted name."""

@@ -19,21 +19,12 @@ from fsdp_trainer.interop.convert.data_sets import (
     one_or_all,
 )
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile, flat
+from fsdp_trainer.interop.convert.trainers import TABLES
 from fsdp_trainer.interop.convert.translation import UNSET, Answer, impossible, nothing, sets
 
 INDEX = "dataset_info.json"
 NAMED = {"dataset": "data.path", "eval_dataset": "data.validation"}
 """Settings with names in LLaMA-Factory's index of data sets."""
-MEANINGS: dict[str, dict[str, str]] = {
-    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
-    "sharegpt": {"messages": "conversations"},
-    "messages": {},
-    "preference": {"query": "input", "messages": "prompt"},
-    "unpaired": {"query": "input", "messages": "prompt", "response": "completion",
-                 "kto_tag": "label"},
-    "text": {"prompt": "text"},
-}  # fmt: skip
-"""Our names of the columns of LLaMA-Factory, where they differ, by format."""
 OPTIONAL = ("input", "history", "system", "tools")
 """Columns that are found by name unless data.fields says that they are not read."""
 OF_CODE = "what is named before it is read there;  data.path=FILE  reads it"
@@ -131,7 +122,7 @@ def columns_in_index(source: DataSet) -> None:
     columns = [name for name in source.settings if name.startswith("columns.")]
     for name in columns:
         column, value = name.partition(".")[2], source.settings[name]
-        meaning = MEANINGS[format].get(column, column)
+        meaning = TABLES["columns"][format].get(column, column)
         if value in UNSET:
             continue
         source.put_field(name, meaning, value)

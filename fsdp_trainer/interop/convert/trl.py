@@ -9,20 +9,21 @@ from typing import Any
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
 from fsdp_trainer.interop.convert.lengths import MICRO, accumulated, group_size
-from fsdp_trainer.interop.convert.trainers import OWN_TOOL, SIGNS, TRAINER, loss_types
+from fsdp_trainer.interop.convert.trainers import OWN_TOOL, TABLES, TRAINER, loss_types
 from fsdp_trainer.interop.convert.translation import (
+    SERVER,
     Answer,
     Rule,
     as_number,
     fixed,
     impossible,
     is_off,
-    keeps,
     lacking,
     nothing,
-    option,
     rules_of,
+    same,
     sets,
+    uses_server,
 )
 
 ANSWER = 512
@@ -59,25 +60,6 @@ def trainer(value: Any, file: ForeignFile) -> Answer:
     return impossible(
         "there is  objective=sft , dpo, ipo, simpo, orpo, kto, reward, grpo  and  distil"
     )
-
-
-# --- kinds of rules -------------------------------------------------------------------------------
-
-
-def same_if(neutral: Any, instead: str) -> Rule:
-    """Return a rule for a setting of which only one value is what is done here."""
-    return lambda value, file: nothing("as here") if value == neutral else impossible(instead)
-
-
-def counts_with(name: str, values: tuple[Any, ...], instead: str) -> Rule:
-    """Return a rule for a setting that only counts if another one has such a value."""
-
-    def rule(value: Any, file: ForeignFile) -> Answer:
-        if file.own(name) in values:
-            return impossible(instead)
-        return nothing(f"only counts with  {name}: {values[0]}")
-
-    return rule
 
 
 # --- answers that are rewarded --------------------------------------------------------------------
@@ -258,18 +240,7 @@ def reward_weights(value: Any, file: ForeignFile) -> Answer:
     return impossible("a weight is a part of a reward:  objective.rewards=[{name: …, weight: …}]")
 
 
-SAMPLING = "answers are sampled from all tokens, since others would bias the update"
-SERVER = "only counts with  use_vllm: true"
 CORRECTION = "of a server's answers a token counts  objective.importance_cap  times at most"
-ENTROPY = "there is no reward for entropy, and all tokens are learnt from"
-FIXED_REFERENCE = "the reference stays as it is (objective.reference)"
-
-
-def of_server(instead: str) -> Rule:
-    """Return a rule for a setting of answers that vLLM makes."""
-    return lambda value, file: (
-        nothing(SERVER) if is_off(file.own("use_vllm") or False) else nothing(instead)
-    )
 
 
 def vllm(value: Any, file: ForeignFile) -> Answer:
@@ -286,76 +257,29 @@ def vllm(value: Any, file: ForeignFile) -> Answer:
 
 def importance_cap(value: Any, file: ForeignFile) -> Answer:
     """Return the most that a token counts for being likelier here than on the server."""
-    if is_off(file.own("use_vllm") or False):
+    if not uses_server(file):
         return nothing(SERVER)
     if file.own("vllm_importance_sampling_mode") == "token_truncate" and float(value) >= 1:
         return sets(objective__importance_cap=value)
     return impossible(f"{CORRECTION}; TRL leaves out what exceeds it")
 
 
-VLLM = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-OF_VLLM = ("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_timeout", "vllm_group_port",
-           "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_guided_decoding_regex",
-           "vllm_device", "vllm_dtype", "vllm_enable_prefix_caching")  # fmt: skip
-REFERENCE: dict[str, Rule] = {
-    **rules_of("references"),
-    "ref_model_mixup_alpha": counts_with("sync_ref_model", (True,), FIXED_REFERENCE),
-    "ref_model_sync_steps": counts_with("sync_ref_model", (True,), FIXED_REFERENCE),
-}
-ROLLOUTS: dict[str, Rule] = {
-    **rules_of("rollouts"),
-    "num_generations": keeps("objective.samples"),
-    "max_completion_length": answer_length,
-    "max_prompt_length": prompt_length,
-    "num_iterations": iterations,
-    "temperature": keeps("objective.temperature", "of sampling and of the loss, as there"),
-    "top_p": same_if(1.0, SAMPLING),
-    "top_k": lambda value, file: (
-        nothing("off") if int(value) <= 0 else impossible(SAMPLING)
-    ),
-    "repetition_penalty": same_if(1.0, SAMPLING),
-    "use_vllm": vllm,
-    **{name: of_server("in  objective.server") for name in VLLM},
-    **{name: of_server("vLLM is started by hand, with settings of its own") for name in OF_VLLM},
-    "vllm_max_model_length": of_server("in  batch.seq_len"),
-    "vllm_importance_sampling_correction": of_server(CORRECTION),
-    "vllm_importance_sampling_mode": of_server(CORRECTION),
-    "vllm_importance_sampling_clip_max": importance_cap,
-    "vllm_importance_sampling_cap": importance_cap,
-    "vllm_importance_sampling_clip_min": lacking(f"{CORRECTION}, and no less than 0"),
-    "beta": divergence,
-    "epsilon": clip_low,
-    "epsilon_high": clip_high,
-    "importance_sampling_level": importance_level,
-    "loss_type": policy_loss,
-    "scale_rewards": scale,
-    "reward_funcs": reward_functions,
-    "reward_model_name_or_path": lambda value, file: sets(
-        objective__rewards=[{"name": "model", "source": str(value)}]
-    ),
-    "reward_weights": reward_weights,
-    "multi_objective_aggregation": same_if(
-        "sum_then_normalize", "rewards are added, and then divided"
-    ),
-    "mask_truncated_completions": keeps("objective.mask_truncated"),
-    "max_tool_calling_iterations": keeps("objective.turns", "with  objective.environment"),
-    "top_entropy_quantile": same_if(1.0, ENTROPY),
-    **{f"entropy_{name}": counts_with("use_adaptive_entropy", (True,), ENTROPY)
-       for name in ("coef_min", "coef_max", "coef_delta", "target")},
-    **{name: counts_with("loss_type", (name.split("_")[0],), "there is no such loss")
-       for name in ("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_k_neg",
-                    "vespo_lambda_pos", "vespo_lambda_neg")},
-    "use_bias_correction_kl": lambda value, file: (
-        nothing("as here") if is_off(value) or is_off(file.own("beta") or 0)
-        else impossible("the estimate of  objective.kl  has no ratio before it")
-    ),
-    "per_device_train_batch_size": prompts,
-    "micro_batch_size": prompts,
-    "steps_per_generation": updates,
-    "generation_batch_size": updates,
-    **REFERENCE,
-}  # fmt: skip
-"""Of GRPO, by name."""
+def top_k(value: Any, file: ForeignFile) -> Answer:
+    """Return that no token is left out."""
+    said = "answers are sampled from all tokens, since others would bias the update"
+    return nothing("off") if int(value) <= 0 else impossible(said)
+
+
+def reward_model(value: Any, file: ForeignFile) -> Answer:
+    """Return a model as the only reward."""
+    return sets(objective__rewards=[{"name": "model", "source": str(value)}])
+
+
+def bias_correction(value: Any, file: ForeignFile) -> Answer:
+    """Return that the divergence is estimated without a ratio."""
+    if is_off(value) or is_off(file.own("beta") or 0):
+        return nothing("as here")
+    return impossible("the estimate of  objective.kl  has no ratio before it")
 
 
 # --- preferences ----------------------------------------------------------------------------------
@@ -427,38 +351,22 @@ def answer_share(value: Any, file: ForeignFile) -> Answer:
     return nothing("a sample is limited as a whole, by  batch.seq_len")
 
 
-PAIRS: dict[str, Rule] = {
-    **rules_of("pairs"),
-    "beta": keeps("objective.beta"),
-    "loss_type": preference_loss,
-    "loss_weights": lambda value, file: (
-        nothing("in  objective")
-        if preference_loss(file.own("loss_type"), file).sets else impossible(OTHER_LOSS)
-    ),
-    "label_smoothing": smoothing,
-    "rpo_alpha": keeps("objective.sft_weight"),
-    "reference_free": option("objective.reference=none"),
-    "f_divergence_type": lambda value, file: (
-        nothing("as here") if str(value).lower().endswith("reverse_kl")
-        else impossible("the divergence from the reference is the reverse KL")
-    ),
-    "f_alpha_divergence_coef": counts_with(
-        "f_divergence_type", ("alpha_divergence", "alpha"), "there is no such divergence"
-    ),
-    "discopop_tau": counts_with("loss_type", ("discopop",), OTHER_LOSS),
-    "max_prompt_length": answer_share,
-    "max_completion_length": answer_share,
-    "max_target_length": answer_share,
-    "desirable_weight": keeps("objective.desirable_weight"),
-    "undesirable_weight": keeps("objective.undesirable_weight"),
-    "simpo_gamma": margin,
-    "max_length": pair_length,
-    "generate_during_eval": lambda value, file: (
-        nothing("off") if is_off(value) else sets(train__sample_prompts=["Hello"])
-    ),
-    "center_rewards_coefficient": keeps("objective.center_weight"),
-    **REFERENCE,
-}  # fmt: skip
+def weights_of_losses(value: Any, file: ForeignFile) -> Answer:
+    """Return that weights are parts of the loss."""
+    is_kept = preference_loss(file.own("loss_type"), file).sets
+    return nothing("in  objective") if is_kept else impossible(OTHER_LOSS)
+
+
+def divergence_type(value: Any, file: ForeignFile) -> Answer:
+    """Return that only one divergence is computed."""
+    if str(value).lower().endswith("reverse_kl"):
+        return nothing("as here")
+    return impossible("the divergence from the reference is the reverse KL")
+
+
+def samples(value: Any, file: ForeignFile) -> Answer:
+    """Return a prompt that is answered at each validation."""
+    return nothing("off") if is_off(value) else sets(train__sample_prompts=["Hello"])
 
 
 # --- supervised -----------------------------------------------------------------------------------
@@ -497,51 +405,37 @@ def text_column(value: Any, file: ForeignFile) -> Answer:
     return sets(data__fields={"text": str(value)}, data__format="text")
 
 
-TEXTS: dict[str, Rule] = {
-    **rules_of("texts"),
-    "assistant_only_loss": learnt_turns,
-    "completion_only_loss": learnt_turns,
-    "packing_strategy": packing_kind,
-    "eval_packing": lambda value, file: (
-        nothing("as  data.packing")
-        if is_off(value) == is_off(file.own("packing") or False)
-        else impossible("validation is packed as training is")
-    ),
-    "dataset_text_field": text_column,
-    "truncation_mode": cut_at,
-    "loss_type": lambda value, file: (
-        nothing("as here") if value in ("nll", "chunked_nll")
-        else impossible("the loss of a token is its cross-entropy")
-    ),
-    "eos_token": lambda value, file: impossible(
-        "a turn ends as the template says, a text with the tokenizer's own end token"
-    ),
-    "chat_template_path": lambda value, file: (
-        sets(data__template=str(value)) if str(value).endswith(".jinja")
-        else impossible("name the template's file:  data.template=FILE.jinja")
-    ),
-}  # fmt: skip
-AMBIGUOUS: dict[str, Rule] = {
-    "beta": lambda value, file: impossible(
-        "of DPO, KTO and ORPO it is  objective.beta , of GRPO  objective.kl ; nothing in the file"
-        " says which trainer it is for"
-    ),
-    "loss_type": lambda value, file: impossible("no trainer is known that has such a loss"),
-    "max_completion_length": lambda value, file: impossible(
-        "of GRPO it is  objective.max_new_tokens ; nothing in the file says which trainer it is for"
-    ),
-    **REFERENCE,
-}
-ELSEWHERE = "belongs to a method that is not trained here; docs/reference/methods.md lists all"
+def packing_of_validation(value: Any, file: ForeignFile) -> Answer:
+    """Return that validation has the rows of training."""
+    if is_off(value) == is_off(file.own("packing") or False):
+        return nothing("as  data.packing")
+    return impossible("validation is packed as training is")
+
+
+def template_file(value: Any, file: ForeignFile) -> Answer:
+    """Return a template's file."""
+    if str(value).endswith(".jinja"):
+        return sets(data__template=str(value))
+    return impossible("name the template's file:  data.template=FILE.jinja")
+
+
+PARTS = ("references", "rollouts", "pairs", "texts", "ambiguous")
+RULES = {part: rules_of(part, globals()) for part in PARTS}
+"""By part of settings.yaml, and by name."""
+ROLLOUTS, PAIRS = (RULES[part] | RULES["references"] for part in ("rollouts", "pairs"))
+AMBIGUOUS = RULES["ambiguous"] | RULES["references"]
+ELSEWHERE = lacking(
+    "belongs to a method that is not trained here; docs/reference/methods.md lists all"
+)
 OF_METHOD: dict[str, dict[str, Rule]] = {
     **{
-        name: dict.fromkeys({*ROLLOUTS, *SIGNS[name]}, lacking(ELSEWHERE))
+        name: dict.fromkeys({*ROLLOUTS, *TABLES["signs"][name]}, ELSEWHERE)
         for name in ("rloo", "distil")
     },
-    **dict.fromkeys(("ppo", "bco"), dict.fromkeys({*ROLLOUTS, *PAIRS}, lacking(ELSEWHERE))),
+    **dict.fromkeys(("ppo", "bco"), dict.fromkeys({*ROLLOUTS, *PAIRS}, ELSEWHERE)),
     "grpo": ROLLOUTS,
-    "sft": TEXTS,
-    "kto": {**PAIRS, "loss_type": same_if("kto", "there is  objective=kto")},
-    "cpo": {**PAIRS, "loss_type": fixed("in  objective")},
+    "sft": RULES["texts"],
+    "kto": PAIRS | {"loss_type": same("there is  objective=kto", "kto")},
+    "cpo": PAIRS | {"loss_type": fixed("in  objective")},
     **dict.fromkeys(("dpo", "orpo", "simpo", "ipo", "reward"), PAIRS),
 }

@@ -1,11 +1,14 @@
 """The table of GPUs: memory, arithmetic, links. Imports only light modules."""
 
 import re
+from collections.abc import Mapping
 from glob import glob
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import Launch
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
 
 
@@ -58,20 +61,10 @@ class Device(NamedTuple):
 
 
 def _sheet(
-    name: str,
-    gib: float,
-    tera: tuple[float, float],
-    memory: float,
-    link: float,
-    gbps: float,
-    **more: Any,
-) -> Device:
-    """Return a device from the figures of its data sheet.
-
-    gib: memory in GiB. tera: TFLOP/s in bfloat16 and float32. memory, link: GB/s. gbps: Gbit/s of
-    the network for each GPU, as in reference designs.
-    """
-    flops, flops_float32 = tera
+    name: str, gib: float, flops: float, flops_float32: float, memory: float, link: float,
+    gbps: float, more: Mapping[str, Any] = {},
+) -> Device:  # fmt: skip
+    """Return a device from a line of devices.yaml, whose head says what the figures are."""
     is_pcie_5 = name.startswith(("H", "GH", "B", "GB", "RTX 50", "RTX PRO", "MI3"))
     return Device(
         name,
@@ -86,66 +79,8 @@ def _sheet(
     )
 
 
-AMPERE: dict[str, Any] = {"reach": 1.25, "attention": 0.55}
-"""Published A100 training runs reach 1.25 to 1.56 times an H100's share of the peak (IBM and
-llm-foundry published both). FlashAttention 2 reaches 187 of 312 TFLOP/s, and 335 of 989 on Hopper
-(its paper), in long rows and without other work."""
-CONSUMER: dict[str, Any] = {"reach": 1.6, "attention": 0.65, "host_gib": 48}
-"""GeForce cards sum in float32 at half the rate that their tensor cores could, and this half is
-their peak here: products come close to it (torchtune's runs on an RTX 4090)."""
-SERVER: dict[str, Any] = {"reach": 1.2, "attention": 0.45}
-"""Server cards of 300 to 350 W, which cannot keep their clock in large products. Assumed."""
-BLACKWELL: dict[str, Any] = {
-    "reach": 1.1,
-    "attention": 0.13,
-    "float8": 0.5,
-    "remark": "published speeds of B200 differ by 2.3 times among themselves, "
-    "so this range is less certain than others",
-}
-"""FlashAttention 2 is no faster than on Hopper, although the peak is 2.3 times as high. Float8 is
-reported to save less time than on Hopper: 1.22 to 1.28 times for Llama 70B (PyTorch and Crusoe
-2025), which it makes 1.5 times as fast on H100 (IBM 2024)."""
-GRACE_BLACKWELL = BLACKWELL | {"per_node": 4, "linked": 64, "host_gib": 224}
-"""NVLink connects the 18 nodes of a rack."""
-MI300: dict[str, Any] = {
-    "reach": 0.55,
-    "attention": 0.2,
-    "float8": 0.5,
-    "remark": "one source has speeds of MI300X, all of 8,192 tokens a micro-batch",
-}
-VOLTA: dict[str, Any] = {"remark": "V100 has no bfloat16 products: its float32 rate is used"}
-
-# From NVIDIA's and AMD's data sheets; memory as torch's out-of-memory messages report it.
-DEVICES = {
-    "h100": _sheet("H100", 79.1, (989, 67), 3350, 450, 400),
-    "h100_pcie": _sheet("H100 PCIe", 79.1, (756, 51), 2000, 64, 100),
-    "h100_nvl": _sheet("H100 NVL", 93.1, (835, 60), 3900, 64, 100),
-    "h800": _sheet("H800", 79.1, (989, 67), 3350, 200, 400),
-    "h20": _sheet("H20", 95.0, (148, 44), 4000, 450, 400, **AMPERE),
-    "gh200": _sheet("GH200", 94.5, (989, 67), 4000, 450, 400, per_node=1, host_gib=448),
-    "h200": _sheet("H200", 139.8, (989, 67), 4800, 450, 400),
-    "b200": _sheet("B200", 178.3, (2250, 80), 7700, 900, 400, **BLACKWELL),
-    "b100": _sheet("B100", 178.3, (1750, 60), 8000, 900, 400, **BLACKWELL),
-    "gb200": _sheet("GB200", 184.3, (2500, 80), 8000, 900, 400, **GRACE_BLACKWELL),
-    "b300": _sheet("B300", 267.6, (2250, 76), 8000, 900, 800, **BLACKWELL),
-    "a100": _sheet("A100", 79.1, (312, 19.5), 2039, 300, 200, **AMPERE),
-    "a100_40gb": _sheet("A100-SXM4-40GB", 39.4, (312, 19.5), 1555, 300, 200, **AMPERE),
-    "a800": _sheet("A800", 79.1, (312, 19.5), 2039, 200, 200, **AMPERE),
-    "a40": _sheet("A40", 44.4, (150, 37.4), 696, 32, 100, **SERVER),
-    "a10g": _sheet("A10G", 22.0, (70, 31.2), 600, 32, 25, **SERVER),
-    "a6000": _sheet("RTX A6000", 47.5, (155, 38.7), 768, 32, 100, **SERVER),
-    "l40s": _sheet("L40S", 44.4, (362, 91.6), 864, 32, 100, **SERVER),
-    "l4": _sheet("L4", 22.0, (121, 30.3), 300, 32, 100, **SERVER),
-    "rtx_6000_ada": _sheet("RTX 6000 Ada", 47.4, (364, 91.1), 960, 32, 100, **SERVER),
-    "rtx_pro_6000": _sheet("RTX PRO 6000", 95.0, (504, 125), 1792, 64, 100, **SERVER),
-    "rtx3090": _sheet("RTX 3090", 23.6, (71, 35.6), 936, 32, 100, **CONSUMER),
-    "rtx4090": _sheet("RTX 4090", 23.5, (165, 82.6), 1008, 32, 100, **CONSUMER),
-    "rtx5090": _sheet("RTX 5090", 31.4, (209, 104.8), 1792, 64, 100, **CONSUMER),
-    "v100": _sheet("V100", 31.7, (15.7, 15.7), 900, 150, 100, **VOLTA),
-    "v100_16gb": _sheet("V100-SXM2-16GB", 15.8, (15.7, 15.7), 900, 150, 100, **VOLTA),
-    "mi300x": _sheet("MI300X", 191.9, (1307, 163.4), 5300, 448, 400, **MI300),
-    "mi325x": _sheet("MI325X", 255.9, (1307, 163.4), 6000, 448, 400, **MI300),
-}  # fmt: skip
+SHEETS = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+DEVICES = {key: _sheet(*sheet) for key, sheet in SHEETS["devices"].items()}
 
 
 def device(name: str) -> Device:

@@ -1,4 +1,4 @@
-"""Properties common to all models of a family. A new family is a table entry, not a class.
+"""Properties common to all models of a family. A new family is a row of families.yaml, not a class.
 
 docs/add-a-model.md describes the effect of each field on the computation.
 """
@@ -6,7 +6,10 @@ docs/add-a-model.md describes the effect of each field on the computation.
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
+
+from fsdp_trainer.config.yaml_text import load_yaml
 
 ACTIVATIONS = {
     "silu": "torch.nn.functional:silu",
@@ -119,28 +122,6 @@ def is_stacked(name: str) -> bool:
     return EXPERTS in name
 
 
-GEMMA: dict[str, Any] = {
-    "norms": "around",
-    "norm_offset": 1.0,
-    "norm_in_float32": True,
-    "scaled_embedding": True,
-    "windows": "pattern",
-    "key_aliases": {
-        "hidden_act": "hidden_activation",
-        "rope_local_theta": "rope_local_base_freq",
-    },
-}
-GEMMA_HF_DEFAULTS: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-}
-EXPERT_OPTIONS = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
-SPARSE_OPTIONS = ("mlp_only_layers", "decoder_sparse_step")
-EXPERT_NAMES: dict[str, tuple[str, ...]] = {"num_experts": ("num_local_experts",)}
 LATENT_OPTIONS = (
     "q_lora_rank",
     "kv_lora_rank",
@@ -156,265 +137,17 @@ GROUPED_OPTIONS = (
     "topk_group",
     "routed_scaling_factor",
 )
-TINY_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-}
 
-FAMILIES = {
-    "llama": Family(
-        "LlamaForCausalLM",
-        options=("attention_bias", "mlp_bias"),
-        hf_defaults={"max_position_embeddings": 2048},
-    ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        windows="all",
-        hf_defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 4096,
-        },
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        biased=("q_proj", "k_proj", "v_proj"),
-        windows="last",
-        hf_defaults={
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32_768,
-            "sliding_window": 4096,
-        },
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        qk_norm="head",
-        windows="last",
-        options=("attention_bias",),
-        hf_defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32_768,
-            "sliding_window": 4096,
-        },
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        feed_forward="experts",
-        qk_norm="head",
-        refused_unless={"use_sliding_window": (False, None)},
-        options=("attention_bias", *EXPERT_OPTIONS, "moe_intermediate_size", *SPARSE_OPTIONS),
-        other_names=EXPERT_NAMES,
-        defaults=TINY_EXPERTS,
-        hf_defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32_768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-    ),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        feed_forward="experts",
-        biased=("q_proj", "k_proj", "v_proj"),
-        shared_expert="shared_expert",
-        gates_shared_expert=True,
-        refused_unless={"use_sliding_window": (False, None), "qkv_bias": (True, None)},
-        options=(
-            *EXPERT_OPTIONS,
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            *SPARSE_OPTIONS,
-        ),
-        other_names=EXPERT_NAMES,
-        defaults=TINY_EXPERTS | {"shared_expert_intermediate_size": 192},
-        hf_defaults={
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 32_768,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        feed_forward="experts",
-        feed_forward_name="block_sparse_moe",
-        expert_matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-        normalizes_experts=True,
-        windows="all",
-        options=("num_experts", "num_experts_per_tok"),
-        key_aliases={"num_experts": "num_local_experts"},
-        other_names={"num_experts": ("num_experts",)},
-        defaults={"num_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
-        hf_defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "olmoe": Family(
-        "OlmoeForCausalLM",
-        feed_forward="experts",
-        qk_norm="whole",
-        refused_unless={"clip_qkv": (None,)},
-        options=("attention_bias", *EXPERT_OPTIONS),
-        other_names=EXPERT_NAMES,
-        defaults={"num_experts": 8, "num_experts_per_tok": 2},
-        hf_defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        mixer=LATENT,
-        feed_forward="experts",
-        router=BIASED,
-        shared_expert="shared_experts",
-        refused_unless={
-            "scoring_func": ("sigmoid", None),
-            "topk_method": ("noaux_tc", None),
-            "moe_layer_freq": (1, None),
-        },
-        options=(
-            "attention_bias",
-            *EXPERT_OPTIONS,
-            "moe_intermediate_size",
-            *LATENT_OPTIONS,
-            *GROUPED_OPTIONS,
-        ),
-        further_blocks="num_nextn_predict_layers",
-        key_aliases={"num_experts": "n_routed_experts"},
-        other_names=EXPERT_NAMES,
-        defaults=TINY_EXPERTS
-        | {
-            "norm_topk_prob": True,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-        },
-        hf_defaults={
-            "vocab_size": 129_280,
-            "max_position_embeddings": 4096,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-        },
-    ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM",
-        feed_forward="experts",
-        norm_in_float32=True,
-        router_name="router",
-        router_bias=True,
-        clamped_experts=True,
-        sinks=True,
-        normalizes_experts=True,  # equal to a softmax over the chosen logits only
-        windows="pattern",
-        window_pattern=2,
-        refused_unless={"swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
-        options=("attention_bias", "num_experts", "num_experts_per_tok"),
-        key_aliases={"num_experts": "num_local_experts"},
-        other_names={"num_experts": ("num_experts",)},
-        defaults={
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "attention_bias": True,
-            "rope_theta": 150_000.0,
-        },
-        hf_defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "num_experts": 128,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        },
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        **GEMMA,
-        window_pattern=2,
-        options=(
-            "attention_bias",
-            "query_pre_attn_scalar",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-        ),
-        defaults={
-            "hidden_act": "gelu_pytorch_tanh",
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        hf_defaults=GEMMA_HF_DEFAULTS | {"max_position_embeddings": 8192},
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        **GEMMA,
-        qk_norm="head",
-        window_pattern=6,
-        options=(
-            "attention_bias",
-            "query_pre_attn_scalar",
-            "final_logit_softcapping",
-            "rope_local_theta",
-        ),
-        defaults={"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_theta": 1e4},
-        hf_defaults=GEMMA_HF_DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
-    ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        norms="after",
-        norm_in_float32=True,
-        qk_norm="whole",
-        rope_in_float32=True,
-        options=("attention_bias",),
-        hf_defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        windows="all",
-        options=("partial_rotary_factor",),
-        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # in the first Phi-3 folders
-        fused=(
-            ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
-        ),
-        hf_defaults={
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-}
 
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_tuples(inner) for name, inner in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+TABLE = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FAMILIES = {name: Family(**_with_tuples(row)) for name, row in TABLE["families"].items()}
+"""By `model_type` of config.json."""
 OTHER = Family("", windows="pattern")
 """Stands for the family of a model that transformers' own class computes."""
 

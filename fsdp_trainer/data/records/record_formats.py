@@ -7,21 +7,22 @@ values.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.data.files.turns_and_rows import CHATS, ROLE_KEYS, ROLES, role_key
 from fsdp_trainer.data.records.flags import parsed, whole_numbers
 from fsdp_trainer.data.records.row_kinds import ROW_KINDS
 
-ASK_ROLES = ("user", "human")
-REPLY_ROLES = ("assistant", "gpt", "bot", "ai")
-"""Columns, or keys of a pair of turns, that are named after roles."""
-PROMPTS = ("prompt", "question", "instruction", "query", "problem", "inputs", "input")
-COMPLETIONS = (
-    "completion", "output", "response", "solution", "generated_solution", "answer",
-    "outputs", "targets", "target", "generation",
-)  # fmt: skip
+TABLE = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+LISTS = TABLE["lists"] | {"CHATS": CHATS}
+LABELS = LISTS["LABELS"]
+"""Columns that say that an answer is good or bad."""
+PAIRS = ("PROMPTS", "COMPLETIONS"), ("ASK_ROLES", "REPLY_ROLES")
+"""Columns, or keys of a pair of turns, that are named after what they hold, or after roles."""
 MEDIA = {"video": "videos", "audio": "sound"}
 for _kind in ROW_KINDS.values():
     MEDIA |= _kind.words
@@ -42,9 +43,9 @@ def column_value(columns: Mapping[str, Any], name: str) -> Any:
 
 def pair_keys(turn: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the keys of a question and its answer in one object; None if either is missing."""
-    for asks, replies in ((PROMPTS, COMPLETIONS), (ASK_ROLES, REPLY_ROLES)):
-        ask = next((key for key in asks if key in turn), None)
-        reply = next((key for key in replies if key in turn), None)
+    for asks, replies in PAIRS:
+        ask = next((key for key in LISTS[asks] if key in turn), None)
+        reply = next((key for key in LISTS[replies] if key in turn), None)
         if ask and reply:
             return ask, reply
     return None
@@ -168,149 +169,34 @@ def _is_turn(turn: Any) -> bool:
 
 @dataclass(frozen=True)
 class Meaning:
-    """A kind of value that a row may hold."""
+    """A kind of value that a row may hold. record_formats.yaml says what its fields are."""
 
     names: tuple[str, ...]
-    """Lower-case names of columns with this meaning, best first; a dot leads into an object."""
     fits: Callable[[Any], bool] = is_text
-    """Returns True for a value that can have this meaning; null always can."""
     required: bool = False
     certain: tuple[str, ...] | None = None
-    """Names that are sufficient whatever the value is. For a required meaning they only count if no
-    format fits the values, and None means all of `names`."""
 
 
-SYSTEM = Meaning(
-    ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction"),
-    is_text_or_parts,
-    certain=("system",),
-)
-TOOLS = Meaning(("tools", "functions"), is_tools, certain=("tools",))
-HISTORY = Meaning(("history",), is_list)
-CONTEXT = Meaning(("input", "context", "article", "passage"), is_text_or_texts)
-TURNS = Meaning(CHATS, is_turns, required=True, certain=("messages", "conversations"))
-ANSWER = Meaning((*COMPLETIONS, "answers", *REPLY_ROLES), is_answer, required=True)
 MEDIA_MEANINGS = {f"{kind.kind}s": kind for kind in ROW_KINDS.values() if kind.columns}
 """The meaning of a column with a row's media of one kind, in any format with turns."""
 MEDIA_COLUMNS = {
     meaning: Meaning(kind.columns, is_anything) for meaning, kind in MEDIA_MEANINGS.items()
 }
-REASONING = Meaning(())
-"""Set through data.fields only: columns with such names often hold something else (`on`, a
-score)."""
-ALTERNATIVES = {
-    "chosen": ("chosen", "chosen_messages", "chosen_response", "preferred_output"),
-    "rejected": ("rejected", "rejected_messages", "rejected_response", "non_preferred_output"),
-}
-LABELS = ("label", "kto_tag")
-LOSS_MASKS = (
-    "loss_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "completion_mask",
-    "response_mask", "train_mask", "label_mask", "labels_mask",
-)  # fmt: skip
-"""Columns that are 1 for each token that is learnt."""
+
+
+def _meaning(about: dict[str, Any]) -> Meaning:
+    """Return a meaning as record_formats.yaml describes it."""
+    about = {"fits": "is_text", **about}
+    for key in ("names", "certain"):
+        if key in about:
+            about[key] = tuple(chain.from_iterable(LISTS.get(n, [n]) for n in about[key]))
+    return Meaning(**about | {"fits": globals()[about["fits"]]})
+
 
 FORMATS: dict[str, dict[str, Meaning]] = {
-    "tokens": {
-        "input_ids": Meaning(("input_ids",), is_numbers, required=True),
-        "labels": Meaning(("labels",), certain=("labels",)),
-        "loss_mask": Meaning(LOSS_MASKS, certain=LOSS_MASKS),
-        "attention_mask": Meaning(("attention_mask",), certain=("attention_mask",)),
-    },
-    "preference": {
-        "chosen": Meaning(ALTERNATIVES["chosen"], is_anything, required=True),
-        "rejected": Meaning(ALTERNATIVES["rejected"], is_anything, required=True),
-        "prompt": Meaning((*CHATS, "input.messages", *PROMPTS), is_text_or_turns),
-        "input": CONTEXT,
-        "system": SYSTEM,
-        "tools": TOOLS,
-        **MEDIA_COLUMNS,
-    },
-    "segments": {"segments": Meaning(("segments",), is_segments, required=True)},
-    "unpaired": {
-        "label": Meaning(LABELS, is_label, required=True),
-        "prompt": Meaning((*PROMPTS, *ASK_ROLES, *CHATS), is_text_or_turns, required=True),
-        "completion": replace(ANSWER, required=False),
-        "input": CONTEXT,
-        "system": SYSTEM,
-        "tools": TOOLS,
-        **MEDIA_COLUMNS,
-    },
-    "messages": {"messages": TURNS, "system": SYSTEM, "tools": TOOLS, **MEDIA_COLUMNS},
-    "sharegpt": {"conversations": TURNS, "system": SYSTEM, "tools": TOOLS, **MEDIA_COLUMNS},
-    "alpaca": {
-        "instruction": Meaning(("instruction",), is_text_or_turns, required=True),
-        "output": ANSWER,
-        "input": CONTEXT,
-        "system": SYSTEM,
-        "history": HISTORY,
-        "tools": TOOLS,
-        "reasoning": REASONING,
-        **MEDIA_COLUMNS,
-    },
-    "prompt_completion": {
-        "prompt": Meaning((*PROMPTS, *ASK_ROLES), is_text_or_turns, required=True),
-        "completion": ANSWER,
-        "input": CONTEXT,
-        "system": SYSTEM,
-        "history": HISTORY,
-        "tools": TOOLS,
-        "reasoning": REASONING,
-        **MEDIA_COLUMNS,
-    },
-    "text": {"text": Meaning(("text", "content"), is_text, required=True)},
-    "labelled": {
-        "label": Meaning(
-            ("label", "labels", "class", "category", "score", "target", "stars"),
-            is_anything,
-            required=True,
-        ),
-        "text": Meaning(
-            ("text", "sentence", "sentence1", "premise", "content", "review", "comment", *PROMPTS),
-            is_text,
-            required=True,
-        ),
-        "second": Meaning(("text_pair", "sentence2", "hypothesis"), is_text),
-    },
-    "queries": {
-        "query": Meaning(
-            ("query", "anchor", "sentence1", "text1", "premise", *PROMPTS), is_text, required=True
-        ),
-        "positive": Meaning(
-            (
-                "positive",
-                "positives",
-                "pos",
-                "document",
-                "passage",
-                "sentence2",
-                "text2",
-                "hypothesis",
-                *COMPLETIONS,
-                "context",
-            ),
-            is_text_or_texts,
-            required=True,
-        ),
-        "negative": Meaning(("negative", "negatives", "neg", "hard_negatives"), is_text_or_list),
-        "score": Meaning(("score", "scores", "label", "similarity"), is_anything),
-    },
-    "ranked": {
-        "query": Meaning(("query", "question", "anchor", "prompt"), is_text, required=True),
-        "documents": Meaning(("documents", "docs", "passages", "candidates"), is_text_or_list),
-        "score": Meaning(("scores", "score", "labels", "relevance"), is_anything),
-        "positive": Meaning(("positive", "positives", "pos", "answer"), is_text_or_list),
-        "negative": Meaning(("negative", "negatives", "neg", "hard_negatives"), is_text_or_list),
-    },
-    "tagged": {
-        "tags": Meaning(
-            ("tags", "ner_tags", "labels", "label", "pos_tags", "chunk_tags"),
-            is_list,
-            required=True,
-        ),
-        "words": Meaning(("tokens", "words"), is_list),
-        "prompt": Meaning(PROMPTS, is_text),
-        "steps": Meaning(("completions", "steps"), is_list),
-    },
+    name: {key: _meaning(about) for key, about in meanings.items()}
+    | (MEDIA_COLUMNS if name in TABLE["with media"] else {})
+    for name, meanings in TABLE["formats"].items()
 }
 """Meanings of each format; a file's columns are compared with the formats in this order."""
 OF_HEADS = ("labelled", "queries", "ranked", "tagged")

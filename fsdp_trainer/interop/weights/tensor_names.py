@@ -2,9 +2,11 @@
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdp_trainer.config.yaml_text import load_yaml
 
 HF_BLOCK = "model.layers"
-QUERY_KEY_VALUE = ("attention.wq", "attention.wk", "attention.wv")
 
 
 @dataclass(frozen=True)
@@ -51,91 +53,12 @@ def _translated(
     return f"{new_block}.{match[1]}.{inside[match[2]]}.{kind}"
 
 
-META = TensorNames(
-    "layers",
-    {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
-    {
-        "attention_norm": "input_layernorm",
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-        "attention.wo": "self_attn.o_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
-    },
+TABLE = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+META, TORCHTITAN, GGUF, MEGATRON = (
+    TensorNames(**TABLE[name]) for name in ("meta", "torchtitan", "gguf", "megatron")
 )
-"""Names of Meta's Llama, and of torchtitan's models up to release 0.2."""
-TORCHTITAN = TensorNames(
-    META.block,
-    {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"},
-    {
-        name.replace(".w", ".qkv_linear.w") if name in QUERY_KEY_VALUE else name: theirs
-        for name, theirs in META.inside.items()
-    },
-)
-"""Names of torchtitan's models from release 0.3 on."""
-GGUF = TensorNames(
-    "blk",
-    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_down": "mlp.down_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    },
-)
-AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-AROUND = AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
-FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 GGUF_BY_FAMILY = {
     family: replace(GGUF, inside=GGUF.inside | names)
-    for family, names in {
-        "gemma2": AROUND,
-        "gemma3_text": AROUND,
-        "olmo2": AFTER,
-        "phi3": FUSED,
-    }.items()
+    for family, names in TABLE["gguf by family"].items()
 }
 """Model types of which some of llama.cpp's names are of other modules; GGUF for all others."""
-MEGATRON = TensorNames(
-    "decoder.layers",
-    {
-        "embedding.word_embeddings": "model.embed_tokens",
-        "decoder.final_layernorm": "model.norm",
-        "output_layer": "lm_head",
-    },
-    {
-        "input_layernorm": "input_layernorm",
-        "self_attention.q": "self_attn.q_proj",
-        "self_attention.k": "self_attn.k_proj",
-        "self_attention.v": "self_attn.v_proj",
-        "self_attention.linear_proj": "self_attn.o_proj",
-        "self_attention.q_layernorm": "self_attn.q_norm",
-        "self_attention.k_layernorm": "self_attn.k_norm",
-        "pre_mlp_layernorm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.linear_fc2": "mlp.down_proj",
-    },
-    pairs=(),
-)
-"""Names of megatron-core's GPT, after what it joins has been separated (megatron_tensors.py)."""

@@ -1,8 +1,10 @@
 """The folder that a verb writes, which must not exist yet."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import RunFailed, UserError
 
 
 def new_folder(given: str) -> Path:
@@ -21,3 +23,13 @@ def new_folder(given: str) -> Path:
             "exists; choose another folder or delete it",
         )
     return out
+
+
+@contextmanager
+def writing_export(out: Path, use: str = "FOLDER") -> Iterator[None]:
+    """Make the folder above an export. Raises RunFailed in place of OSError. use: for `out`."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}. Use  out={use}") from None

@@ -4,28 +4,47 @@ The first line of a configuration's docstring is printed by --help.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.schema import Evaluation, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU
 
-COMPUTED = (
-    "`transformers`: its class computes the model, as model.implementation; it also reads the"
-    " images of a Gemma 3, which this program's own decoder does not"
-)
 TRUSTED = "run Python code that comes with the model's folder: only if you trust it"
+
+
+def text_or_json(text: str) -> Any:
+    """Return the key of what a verb prints."""
+    return key("text", text, choices=("text", "json"))
+
+
+def number_format() -> Any:
+    """Return the key of the format of a model's weights."""
+    return key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+
+
+def device_of_verb() -> Any:
+    """Return the key of the device that computes a model."""
+    text = "`auto`: cuda where there is one, else cpu"
+    return key("auto", text, choices=("auto", "cpu", "cuda"))
+
+
+def computed_by() -> Any:
+    """Return the key of what computes a model."""
+    text = (
+        "`transformers`: its class computes the model, as model.implementation; it also reads the"
+        " images of a Gemma 3, which this program's own decoder does not"
+    )
+    return key("auto", text, choices=("auto", "native", "transformers"))
 
 
 @dataclass
 class Preview:
     """The rows that `preview` shows."""
 
-    format: str = key(
-        "text",
-        "`text` for people; `json`: one row a line, in the order and form of training",
-        choices=("text", "json"),
+    format: str = text_or_json(
+        "`text` for people; `json`: one row a line, in the order and form of training"
     )
     rows: int = key(4, "number of rows to show", minimum=1)
     html: str | None = key(None, "file name of an HTML page with all of it")
@@ -59,10 +78,8 @@ class Plan:
         "without a GPU 8",
         minimum=1,
     )
-    format: str = key(
-        "text",
-        "`text` for people; `json`: one object, of a list of GPUs a list of them",
-        choices=("text", "json"),
+    format: str = text_or_json(
+        "`text` for people; `json`: one object, of a list of GPUs a list of them"
     )
     search: bool = key(
         False,
@@ -166,10 +183,8 @@ class Certified:
     reference: str | None = key(
         None, "with source: the model that the folder was made from, a Hugging Face folder or a run"
     )
-    format: str = key(
-        "text",
-        "`text` for people; `json`: one object with checks, not_proved and ok",
-        choices=("text", "json"),
+    format: str = text_or_json(
+        "`text` for people; `json`: one object with checks, not_proved and ok"
     )
     html: str | None = key(None, "also write the certificate as a page: a file name")
 
@@ -213,9 +228,7 @@ class PrepareConfig(TrainConfig):
 class Doctor:
     """The measurements of `doctor`, and the form of its report."""
 
-    format: str = key(
-        "text", "`text` for people; `json`: one finding a line", choices=("text", "json")
-    )
+    format: str = text_or_json("`text` for people; `json`: one finding a line")
     measure: bool = key(
         True,
         "also measure devices, network and disk; false: only what `train` checks at its start, "
@@ -380,7 +393,7 @@ class GenerateConfig:
 
     source: str | None = key(None, "a run, a checkpoint or a Hugging Face folder")
     trust_remote_code: bool = key(False, TRUSTED)
-    implementation: str = key("auto", COMPUTED, choices=("auto", "native", "transformers"))
+    implementation: str = computed_by()
     prompt: str | list[str] | None = key(
         None,
         'the user\'s text, or a list, e.g. \'["Who are you?","Count to 3."]\'; null: a chat at the '
@@ -411,16 +424,12 @@ class GenerateConfig:
         "also say how many tokens of greedy answers the model's MTP head drafts, so that a server "
         "accepts them",
     )
-    format: str = key(
-        "text",
+    format: str = text_or_json(
         "`text` for people; `json`: an object a line, with prompt, sample and text, and with mtp "
-        "the numbers of drafted and of accepted tokens",
-        choices=("text", "json"),
+        "the numbers of drafted and of accepted tokens"
     )
-    device: str = key(
-        "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
-    )
-    dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+    device: str = device_of_verb()
+    dtype: str = number_format()
 
 
 @dataclass
@@ -431,7 +440,7 @@ class ChatConfig:
         None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
     )
     trust_remote_code: bool = key(False, TRUSTED)
-    implementation: str = key("auto", COMPUTED, choices=("auto", "native", "transformers"))
+    implementation: str = computed_by()
     host: str = key(
         "127.0.0.1", "address to listen at; other machines reach 0.0.0.0, which needs token"
     )
@@ -449,10 +458,8 @@ class ChatConfig:
     rows: int = key(
         32, "number of answers that are computed at the same time; further ones wait", minimum=1
     )
-    device: str = key(
-        "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
-    )
-    dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+    device: str = device_of_verb()
+    dtype: str = number_format()
 
 
 @dataclass
@@ -462,7 +469,7 @@ class Evaluate(Evaluation):
     source: str | None = key(
         None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
     )
-    implementation: str = key("auto", COMPUTED, choices=("auto", "native", "transformers"))
+    implementation: str = computed_by()
     template: str | None = key(
         None, "chat template, as data.template; null: the tokenizer's own, else plain"
     )
@@ -471,11 +478,7 @@ class Evaluate(Evaluation):
         "the ranks hold parts of one model in place of whole copies; null: where a rank has no "
         "memory for the whole model",
     )
-    format: str = key(
-        "text",
-        "`text`: a table; `json`: one object, {task: {metric: value}}",
-        choices=("text", "json"),
-    )
+    format: str = text_or_json("`text`: a table; `json`: one object, {task: {metric: value}}")
     out: str | None = key(None, "also write the object to this file")
     mteb_data: str | None = key(
         None,
@@ -494,7 +497,7 @@ class Evaluate(Evaluation):
         " answer it too, and are left out",
         above=0,
     )
-    dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+    dtype: str = number_format()
 
 
 @dataclass
@@ -513,10 +516,8 @@ class RewardsTrial:
     )
     limit: int = key(1000, "score only this many rows of data.path", minimum=1)
     show: int = key(5, "number of answers with the lowest scores to show", minimum=0)
-    format: str = key(
-        "text",
-        "`text`: a table; `json`: one object, with all answers and their scores",
-        choices=("text", "json"),
+    format: str = text_or_json(
+        "`text`: a table; `json`: one object, with all answers and their scores"
     )
 
 
@@ -549,9 +550,7 @@ class NewTokenizer:
     compare: list[str] = key(
         [], "other tokenizers to measure on the same text: folders or files, as tokenizer.path"
     )
-    format: str = key(
-        "text", "`text`: a table; `json`: one object with all figures", choices=("text", "json")
-    )
+    format: str = text_or_json("`text`: a table; `json`: one object with all figures")
 
 
 @dataclass
@@ -569,11 +568,9 @@ class ReportConfig:
     out: str | None = key(
         None, "the page to write; null: report.html in the run's or the sweep's folder"
     )
-    format: str = key(
-        "text",
+    format: str = text_or_json(
         "`text`: the page, and a summary for people; `json`: the summary's figures, and a"
-        " page only with out",
-        choices=("text", "json"),
+        " page only with out"
     )
 
 

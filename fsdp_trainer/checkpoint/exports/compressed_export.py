@@ -18,9 +18,9 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
 from fsdp_trainer.checkpoint.exports.other_tools import as_folder
 from fsdp_trainer.checkpoint.formats.headers import INDEX
-from fsdp_trainer.config.new_folder import new_folder
+from fsdp_trainer.config.new_folder import new_folder, writing_export
 from fsdp_trainer.config.verbs import ExportConfig
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.further_blocks import is_further
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -49,12 +49,12 @@ def export_compressed(cfg: ExportConfig) -> int:
             "it cannot be exported", "form=compressed", f"needs  quantization={'|'.join(PRESETS)}"
         )
     source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with as_folder(source, out, cfg.dtype) as folder, complete_folder(out) as partial:
-            write_compressed(folder, partial, cfg.quantization, cfg.dtype)
-    except OSError as error:
-        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
+    with (
+        writing_export(out),
+        as_folder(source, out, cfg.dtype) as folder,
+        complete_folder(out) as partial,
+    ):
+        write_compressed(folder, partial, cfg.quantization, cfg.dtype)
     print(f"exported {source} to {out}")
     return 0
 

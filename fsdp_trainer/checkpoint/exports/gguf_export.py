@@ -9,9 +9,10 @@ from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.exports.hf_folder import exportable
 from fsdp_trainer.checkpoint.exports.other_tools import as_folder
+from fsdp_trainer.config.new_folder import writing_export
 from fsdp_trainer.config.paths import is_adapter
 from fsdp_trainer.config.verbs import GGUF_NUMBERS, ExportConfig
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import UserError
 
 SAME = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """GGUF's names of torch's number formats."""
@@ -31,12 +32,11 @@ def export_gguf(cfg: ExportConfig) -> int:
     if cfg.form == "gguf_adapter":
         return export_gguf_adapter(cfg, source, out)
     numbers = SAME.get(cfg.dtype or DEFAULT, cfg.dtype or DEFAULT)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with as_folder(source, out, "bfloat16" if numbers == "bf16" else "float32") as folder:
-            left_out = write_gguf(folder, out, numbers)
-    except OSError as error:
-        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FILE.gguf") from None
+    with (
+        writing_export(out, "FILE.gguf"),
+        as_folder(source, out, "bfloat16" if numbers == "bf16" else "float32") as folder,
+    ):
+        left_out = write_gguf(folder, out, numbers)
     if left_out:
         print(safe(f"not in the export: {counted(len(left_out), 'tensor')} such as {left_out[0]}"))
     print(f"exported {source} to {out}")
@@ -55,8 +55,7 @@ def export_gguf_adapter(cfg: ExportConfig, source: Path, out: Path) -> int:
             "dtype=q8_0",
             "an adapter's matrices are narrow: use f32, f16 or bf16",
         )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with writing_export(out, "FILE.gguf"):
         if is_adapter(source):
             write_gguf_adapter(source, out, numbers)
         else:
@@ -65,8 +64,6 @@ def export_gguf_adapter(cfg: ExportConfig, source: Path, out: Path) -> int:
                 folder = Path(aside) / out.stem
                 export_adapter(checkpoint, folder, "float32", "stacked")
                 write_gguf_adapter(folder, out, numbers)
-    except OSError as error:
-        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FILE.gguf") from None
     print(f"exported the adapter of {source} to {out}")
     return 0
 

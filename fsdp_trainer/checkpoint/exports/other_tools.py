@@ -31,11 +31,11 @@ from fsdp_trainer.checkpoint.atomic_files import (
 from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
 from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
-from fsdp_trainer.config.new_folder import new_folder
+from fsdp_trainer.config.new_folder import new_folder, writing_export
 from fsdp_trainer.config.parts.own_parts import usable_part
 from fsdp_trainer.config.paths import is_adapter, is_whole_model
 from fsdp_trainer.config.verbs import ExportConfig
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import META_PARAMS, METADATA, kind_of_weights
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.tensor_names import META, TORCHTITAN
@@ -72,19 +72,19 @@ def as_folder(source: Path, beside: Path, dtype: str | None) -> Iterator[Path]:
 
 def export_other(cfg: ExportConfig) -> int:
     source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with as_folder(source, out, cfg.dtype) as folder, complete_folder(out) as partial:
-            config = read_architecture(folder)
-            dtype = getattr(torch, cfg.dtype) if cfg.dtype else None
-            if cfg.form in WRITERS:
-                require_names(config, cfg.form)
-                WRITERS[cfg.form](partial, folder, config, dict(weights(folder, config, dtype)))
-            else:
-                write = usable_part("form", cfg.form)
-                write(partial, folder, dict(own_weights(folder, config, dtype)))
-    except OSError as error:
-        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
+    with (
+        writing_export(out),
+        as_folder(source, out, cfg.dtype) as folder,
+        complete_folder(out) as partial,
+    ):
+        config = read_architecture(folder)
+        dtype = getattr(torch, cfg.dtype) if cfg.dtype else None
+        if cfg.form in WRITERS:
+            require_names(config, cfg.form)
+            WRITERS[cfg.form](partial, folder, config, dict(weights(folder, config, dtype)))
+        else:
+            write = usable_part("form", cfg.form)
+            write(partial, folder, dict(own_weights(folder, config, dtype)))
     print(f"exported {source} to {out}")
     return 0
 

@@ -9,9 +9,9 @@ from fsdp_trainer.checkpoint.exports.compressed_export import export_compressed
 from fsdp_trainer.checkpoint.exports.gguf_export import export_gguf, require_number_format
 from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint, exportable
 from fsdp_trainer.checkpoint.exports.other_tools import export_other
-from fsdp_trainer.config.new_folder import new_folder
+from fsdp_trainer.config.new_folder import new_folder, writing_export
 from fsdp_trainer.config.verbs import ExportConfig
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import UserError
 
 
 def export(cfg: ExportConfig) -> int:
@@ -35,13 +35,11 @@ def write_export(cfg: ExportConfig) -> int:
     source = exportable(str(cfg.source), cfg.form)
     out = new_folder(str(cfg.out))
     notes: list[str] = []
-    try:
+    with writing_export(out):
         if cfg.form == "adapter":
             export_adapter(source, out, cfg.dtype, cfg.experts)
         else:
             notes = export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
-    except OSError as error:
-        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
     print(*map(safe, notes), f"exported {source} to {out}", sep="\n")
     return 0
 

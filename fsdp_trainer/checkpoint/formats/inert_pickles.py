@@ -97,17 +97,13 @@ STAND_INS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): Pickled,
     ("torch._utils", "_rebuild_tensor_v3"): Pickled,
 }
-PLAIN = b"".join(
-    (
-        pickle.PROTO, pickle.MARK, pickle.MEMOIZE, pickle.BINPUT,
-        pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.NONE, pickle.NEWTRUE,
-        pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1,
-        pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
-        pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS,
-        pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.GLOBAL, pickle.STACK_GLOBAL,
-        pickle.BINPERSID,
-    )
-)  # fmt: skip
+OPCODES = (
+    "PROTO MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT "
+    "BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES "
+    "BINBYTES EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL "
+    "BINPERSID "
+)
+PLAIN = b"".join(getattr(pickle, name) for name in OPCODES.split())
 """Instructions that can only make numbers, texts, lists and stand-ins, in memory of their size."""
 
 

@@ -46,6 +46,21 @@ NUMBERS = {
     "q8_0": (Type.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 """Number formats of matrices, and the type of a file with them. All vectors are float32."""
+FACTS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "rope_dimension_count": "rotary_dim",
+    "rope_freq_base": "rope_theta",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""By gguf's names of what a file says of every model, ours."""
 REGEXES = {QWEN: "qwen2", QWEN_3_5: "qwen35", LLAMA_3: "llama-bpe"}
 """llama.cpp's names of how a text is cut before its pieces are encoded, by the expression."""
 # it warns of each token that a pair of texts begins with, as Llama 3's
@@ -174,18 +189,8 @@ def add_facts(writer: GGUFWriter, config: ModelConfig, folder: Path, numbers: st
     writer.add_name(folder.resolve().name)
     writer.add_file_type(NUMBERS[numbers][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rotary_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    for fact, name in FACTS.items():
+        getattr(writer, f"add_{fact}")(getattr(config, name))
     scaling = config.rope_scaling or {}
     if scaling.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))

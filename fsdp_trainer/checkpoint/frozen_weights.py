@@ -24,7 +24,6 @@ from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, enc
 from fsdp_trainer.checkpoint.formats.stored_tensors import StoredTensors
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
-    as_tensor,
     dtype_name,
     in_threads,
     piece_bytes,
@@ -98,11 +97,9 @@ class RandomWeight(TensorOnDisk):
     name: str
     seed: int
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         part = (slice(first, last), *whole_slice(self.shape[1:]))
         initialize_part(self.config, self.name, rows, part, self.shape, self.seed)
-        return rows
 
 
 NOTHING_FROZEN = Base("", "", 0, "float32", {})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.derived import PartCache
-from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, as_tensor, read_whole
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 
 
 @dataclass
@@ -27,18 +27,16 @@ class OurB(TensorOnDisk):
     def as_matrix(self) -> TensorOnDisk:
         return self
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         rank = self.shape[1]
-        rows = self.shape[0] // self.experts
+        height = self.shape[0] // self.experts
         out = self.source.shape[0]
         whole = self.cache.rows(self.source, 0, out).view(out, self.whole, self.experts)
-        own = whole[self.row : self.row + rows, self.first : self.first + rank]
-        into = as_tensor(buffer, self.dtype, (last - first, rank))
-        for expert in range(first // rows, -(-last // rows)):
-            start = expert * rows
-            begin, end = max(first, start), min(last, start + rows)
-            into[begin - first : end - first] = own[begin - start : end - start, :, expert]
-        return into
+        own = whole[self.row : self.row + height, self.first : self.first + rank]
+        for expert in range(first // height, -(-last // height)):
+            start = expert * height
+            begin, end = max(first, start), min(last, start + height)
+            rows[begin - first : end - first] = own[begin - start : end - start, :, expert]
 
 
 @dataclass
@@ -62,14 +60,14 @@ class PeftA(TensorOnDisk):
     ranks: int
     placed: list[PlacedStack]
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         start, stop = first // self.ranks, -(-last // self.ranks)  # experts
         experts = torch.empty(stop - start, self.ranks, self.shape[1], dtype=self.dtype)
         for part in self.placed:
             own = part.tensor.shape[1]
             experts[:, part.rank : part.rank + own] = read_whole(part.tensor, start, stop)
-        rows = experts.flatten(0, 1)[first - start * self.ranks : last - start * self.ranks]
-        return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(rows)
+        own_rows = experts.flatten(0, 1)[first - start * self.ranks : last - start * self.ranks]
+        rows.copy_(own_rows)
 
 
 @dataclass
@@ -83,8 +81,8 @@ class PeftB(TensorOnDisk):
     placed: list[PlacedStack]
     cache: PartCache
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1])).zero_()
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        rows.zero_()
         by_rank = rows.view(last - first, -1, self.experts)
         for part in self.placed:
             _, out, rank = part.tensor.shape
@@ -94,4 +92,3 @@ class PeftB(TensorOnDisk):
                 numbers = stack[:, begin - part.row : end - part.row].permute(1, 2, 0)
                 into = by_rank[begin - first : end - first, part.rank : part.rank + rank]
                 into.copy_(numbers * part.factor)
-        return rows

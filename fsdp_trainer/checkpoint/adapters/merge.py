@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.derived import rows_of, stacked_like, transposed
-from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, as_tensor, read_whole
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.models.adapters.adapter_spec import (
     MAGNITUDE,
@@ -37,8 +37,7 @@ class MergedWeight(TensorOnDisk):
     magnitude: TensorOnDisk | None
     scale: float
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         a = read_whole(self.a, 0, self.a.shape[0]).double()
         for start in range(first - first % BLOCK_ROWS, last, BLOCK_ROWS):
             end = min(start + BLOCK_ROWS, self.shape[0])
@@ -46,7 +45,6 @@ class MergedWeight(TensorOnDisk):
             begin = max(first, start)
             stop = min(last, end)
             rows[begin - first : stop - first] = block[begin - start : stop - start]
-        return rows
 
     def _block(self, first: int, last: int, a: Tensor) -> Tensor:
         """Return merged rows: [last - first, in] float64."""
@@ -76,8 +74,7 @@ class MergedStack(TensorOnDisk):
     def as_matrix(self) -> TensorOnDisk:
         return self
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         height = self.shape[0] // self.experts
         for expert in range(first // height, -(-last // height)):
             start = expert * height
@@ -86,7 +83,6 @@ class MergedStack(TensorOnDisk):
             shape = (height, self.shape[1])
             own = MergedWeight(self.dtype, shape, [], base, *self.adapter(expert), None, self.scale)
             rows[begin - first : end - first] = read_whole(own, begin - start, end - start)
-        return rows
 
     def adapter(self, expert: int) -> tuple[TensorOnDisk, TensorOnDisk]:
         """Return A and B of an expert; Bᵀ and Aᵀ, whose product is (B·A)ᵀ, if W is transposed."""

@@ -17,7 +17,6 @@ from fsdp_trainer.checkpoint.exports.model_card import write_model_card
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
-    as_tensor,
     in_threads,
     piece_bytes,
     read_whole,
@@ -63,8 +62,8 @@ class Assembled(TensorOnDisk):
 
     placed: list[Placed]
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:])).zero_()
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        rows.zero_()
         for part in self.placed:
             begin = max(first, part.row)
             end = min(last, part.row + part.tensor.shape[0])
@@ -72,7 +71,6 @@ class Assembled(TensorOnDisk):
                 numbers = read_whole(part.tensor, begin - part.row, end - part.row)
                 columns = [slice(part.column, part.column + n) for n in numbers.shape[1:]]
                 rows[(slice(begin - first, end - first), *columns)] = numbers * part.factor
-        return rows
 
 
 @dataclass
@@ -81,10 +79,9 @@ class RowLengths(TensorOnDisk):
 
     matrix: TensorOnDisk
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        lengths = as_tensor(buffer, self.dtype, (last - first,))
-        rows = read_whole(self.matrix, first, last).double()
-        return lengths.copy_(torch.linalg.vector_norm(rows, dim=1))
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        whole = read_whole(self.matrix, first, last).double()
+        rows.copy_(torch.linalg.vector_norm(whole, dim=1))
 
 
 @dataclass

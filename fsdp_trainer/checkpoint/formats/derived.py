@@ -31,10 +31,9 @@ class Columns(TensorOnDisk):
     source: TensorOnDisk
     first_column: int
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         end = self.first_column + self.shape[1]
-        return rows.copy_(read_whole(self.source, first, last)[:, self.first_column : end])
+        rows.copy_(read_whole(self.source, first, last)[:, self.first_column : end])
 
 
 @dataclass
@@ -43,9 +42,9 @@ class Transposed(TensorOnDisk):
 
     matrix: TensorOnDisk
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         columns = read_whole(self.matrix, 0, self.matrix.shape[0])[:, first:last]
-        return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(columns.T)
+        rows.copy_(columns.T)
 
 
 def transposed(matrix: TensorOnDisk) -> Transposed:

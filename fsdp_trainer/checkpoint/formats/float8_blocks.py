@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.derived import rows_of
-from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, as_tensor, read_whole
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 
 SIDE = 128
 FLOAT8 = "F8_E4M3"
@@ -31,12 +31,11 @@ class Float8Matrix(TensorOnDisk):
     def whole_rows(self, first: int, count: int) -> TensorOnDisk:
         return rows_of(self, first, count)
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last`, decode them into `buffer`, uint8; return them there."""
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        """Read rows `first` to `last`, decode them into `rows`."""
         columns = self.shape[1]
-        rows = as_tensor(buffer, self.dtype, (last - first, columns))
         codes = read_whole(self.codes, first, last).view(torch.float8_e4m3fn)
         block = first // SIDE
         scales = read_whole(self.scales, block, -(-last // SIDE))
         of_rows = scales.repeat_interleave(SIDE, 0)[first - block * SIDE :][: last - first]
-        return rows.copy_(codes.float() * of_rows.repeat_interleave(SIDE, 1)[:, :columns])
+        rows.copy_(codes.float() * of_rows.repeat_interleave(SIDE, 1)[:, :columns])

@@ -9,7 +9,6 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.formats.derived import stacked_like
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
-    as_tensor,
     piece_bytes,
     row_ranges,
 )
@@ -24,12 +23,10 @@ class EncodedTensor(TensorOnDisk):
 
     original: TensorOnDisk
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows of the original, encode them into `buffer`, uint8; return them there."""
-        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        """Read rows of the original, encode them into `rows`."""
         for start, numbers in originals(self.original, first, last):
             rows[start - first : start - first + len(numbers)] = encode(numbers)
-        return rows
 
 
 @dataclass
@@ -38,13 +35,11 @@ class DecodedTensor(TensorOnDisk):
 
     original: TensorOnDisk
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows of the original, round them into `buffer`, uint8; return them there."""
-        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        """Read rows of the original, round them into `rows`."""
         for start, numbers in originals(self.original, first, last):
             rounded = decode(encode(numbers), numbers.shape[1], self.dtype)
             rows[start - first : start - first + len(numbers)] = rounded
-        return rows
 
 
 def encoded(original: TensorOnDisk) -> TensorOnDisk:

@@ -82,6 +82,11 @@ class TensorOnDisk:
         Raises OSError.
         """
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+        self.fill(rows, first, last)
+        return rows
+
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        """Write the numbers of rows `first` to `last` into `rows`. Raises OSError."""
         missing = rows.numel()
         for chunk in self._chunks_of(first, last):
             held, *columns = chunk.part
@@ -97,7 +102,6 @@ class TensorOnDisk:
         if missing:
             file = str(self.chunks[0].file) if self.chunks else None
             raise OSError(errno.EIO, "its parts are not the whole of a tensor", file)
-        return rows
 
     def _chunks_of(self, first: int, last: int) -> Iterator[Chunk]:
         """Yield the chunks that may have some of these rows.

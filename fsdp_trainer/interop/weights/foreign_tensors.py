@@ -11,7 +11,6 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     DTYPES,
     HuggingFaceTensor,
     TensorOnDisk,
-    as_tensor,
     dtype_name,
     read_whole,
 )
@@ -53,15 +52,13 @@ class HalvedHeads(TensorOnDisk):
     source: TensorOnDisk
     head_rows: int
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
         begin = first // self.head_rows * self.head_rows
         end = -(-last // self.head_rows) * self.head_rows
         shape = (-1, self.head_rows // 2, 2, *self.shape[1:])
         pairs = read_whole(self.source, begin, end).view(shape)
         halves = pairs.transpose(1, 2).reshape(end - begin, *self.shape[1:])
-        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
-        return rows.copy_(halves[first - begin : last - begin])
+        rows.copy_(halves[first - begin : last - begin])
 
 
 def renamed(

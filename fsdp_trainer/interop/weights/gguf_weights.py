@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
-from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor, read
+from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_description import ROPE_FACTORS, gguf_files, open_gguf
 from fsdp_trainer.interop.folders.gguf_header import GgufTensor
@@ -34,15 +34,14 @@ class QuantizedRows(TensorOnDisk):
 
     stored: GgufTensor
 
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Decode rows `first` to `last` into `buffer`, uint8; return them."""
+    def fill(self, rows: Tensor, first: int, last: int) -> None:
+        """Decode rows `first` to `last` into `rows`."""
         import gguf
 
         blocks = torch.empty((last - first, self.stored.row_bytes), dtype=torch.uint8)
         read(self.stored.file, self.stored.offset + first * self.stored.row_bytes, blocks)
         numbers = gguf.quants.dequantize(blocks.numpy(), self.stored.kind)
-        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
-        return rows.copy_(torch.from_numpy(numbers.astype(np.float32)).view(rows.shape))
+        rows.copy_(torch.from_numpy(numbers.astype(np.float32)).view(rows.shape))
 
 
 def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:

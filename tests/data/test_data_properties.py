@@ -98,7 +98,7 @@ def data_sets(draw):
         draw(st.integers(0, 3)),
     )
     by = draw(st.sampled_from(("nothing", "repeats", "weights")))
-    stores: list[Numbered] = []
+    stores = []
     for _ in range(1 if by == "nothing" else draw(st.integers(2, 4))):
         samples = draw(
             st.lists(

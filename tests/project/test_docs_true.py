@@ -87,7 +87,7 @@ METRICS = {
 METRICS |= {f"validation_{name}" for name in TITLES} | {"validation_"}
 
 
-def columns(page: Path, *heads: str) -> set[str]:
+def columns(page, *heads):
     """Return the names in the columns of a page's tables that have one of these heads."""
     names, at = set(), None
     for line in sentences(page).splitlines():
@@ -129,7 +129,7 @@ MAKEFILE = (REPO / "Makefile").read_text()
 PROGRAM = {"--help", "--version", "--cfg", "--import", "--config-dir"}
 
 
-def options_of(room: str, name: str) -> set[str]:
+def options_of(room, name):
     """Return the options of a script."""
     path = REPO / room / name
     files = [one for one in (path.with_suffix(".py"), path / "__main__.py") if one.exists()]

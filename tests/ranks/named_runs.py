@@ -65,7 +65,7 @@ with a teacher → 2 → $DISTIL
 """)
 
 
-def read(written: list) -> dict[str, tuple[int, str]]:
+def read(written):
     """Return the number of ranks and the overrides of each run of a table."""
     return {
         name: (int(ranks), Template(words).substitute(globals())) for name, ranks, words in written

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import planted_faults
 import pytest
@@ -94,7 +95,8 @@ def proof(pool, tmp_path_factory):
     place = tmp_path_factory.mktemp("proof")
     folder = make_folder(place / "hf", "qwen3", max_position_embeddings=256)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_certificate.tempfile, "TemporaryDirectory", lambda prefix: scratch(place))
+        own = SimpleNamespace(TemporaryDirectory=lambda prefix: scratch(place))
+        patch.setattr(run_certificate, "tempfile", own)
         result = command(
             [
                 "prove", *HF, f"model.init_from={folder}", f"run.root={place}", "batch.seq_len=128",
@@ -341,7 +343,7 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
             for i, turn in enumerate(turns)]  # fmt: skip
     write_rows(tmp_path / "verdicts.jsonl", rows)
     place = [f"model.init_from={tmp_path / 'hf'}", f"run.root={tmp_path}", "run.name=run"]
-    place += [f"data.path={tmp_path / data}", "batch.seq_len=64", "plan.world_size=2"]
+    place += [f"data.path={tmp_path / data}", "batch.seq_len=128", "plan.world_size=2"]
     result = command(["prove", *HF, *place, "format=json", *words], None)
     assert result.code == 0, result
     answer = json.loads(result.out)
@@ -365,7 +367,7 @@ def test_embeddings_have_the_losses_of_their_formulas(comparison, margin):
     same[2], same[8] = same[5], same[1]
     own = {"symmetric": True, "temperature": 0.3, "false_negatives": margin}
     choice = ObjectiveChoice(comparison=comparison, **own)
-    given = StepTexts(vectors, torch.tensor(kinds), scores, torch.tensor(same).double())
+    given = StepTexts(vectors, torch.tensor(kinds), scores, torch.tensor(same).double(), 3)
     starts = [i for i, kind in enumerate(kinds) if kind == 0]
     ends = zip(starts, [*starts[1:], len(kinds)], strict=True)
     lists = {first: [*range(first + 1, last)] for first, last in ends}

@@ -63,9 +63,9 @@ def find_environment(entry: Entry) -> EnvironmentSpec:
         if kind.code:
             program = str(values[kind.code])
             code = Path(program.rpartition(":")[0])
-            values["program"] = usable_part(PART, program)
+            values["program"] = _own(entry, program)
         return EnvironmentSpec(name, partial(kind, **values), kind.rewards, code)
-    make = partial(usable_part(PART, name), **options)
+    make = partial(_own(entry, name), **options)
     path, _, title = name.rpartition(":")
     environment = _made(entry, make, title)
     file = Path(path) if path else None
@@ -86,8 +86,8 @@ def environment_problems(entry: Entry) -> Iterator[str]:
         meant = f" Did you mean  {close} ?" if close else ""
         there = f"{' '.join(known)}, or your own as FILE.py:NAME"
         yield f"there is no such environment.{meant}\nThere are: {there}"
-    elif reason := why_no_part(PART, name):
-        yield reason
+    elif ".py:" in name:
+        yield from _missing_file(name)
 
 
 def code_of(entry: Entry) -> list[str]:
@@ -128,7 +128,20 @@ def _code_problem(kind: type[Environment], values: dict[str, Any]) -> str | None
     program = str(values[kind.code])
     if ".py:" not in program:
         return f"{kind.code}: {program}  is no FILE.py:FUNCTION"
-    return why_no_part(PART, program)
+    return next(_missing_file(program), None)
+
+
+def _missing_file(name: str) -> Iterator[str]:
+    file = name.rpartition(":")[0]
+    if not Path(file).is_file():
+        yield f"{file} is no file"
+
+
+def _own(entry: Entry, name: str) -> Any:
+    """Return a user's environment or program. Raises UserError if there is none of this name."""
+    if reason := why_no_part(PART, name):
+        raise _bad(entry, reason)
+    return usable_part(PART, name)
 
 
 def _made(entry: Entry, make: Callable[[], Any], name: str) -> Any:

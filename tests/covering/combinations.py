@@ -32,6 +32,7 @@ import inject
 import torch
 import yaml
 from folders import copy_rows
+from heads import write_classes, write_queries, write_tags
 from image_models import make_image_folder, write_pictures
 from pairs import write_labelled, write_pairs
 from stored import tensors
@@ -41,6 +42,7 @@ from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.methods.trained_head import why_no_head
 from fsdp_trainer.models.from_config.resolve import sharding_problems
 from fsdp_trainer.models.from_config.setup import ModelSetup
 from fsdp_trainer.planning.plan.plan_inputs import architecture
@@ -103,7 +105,9 @@ TOLERANCES = {
     "adamw_bf16": Tolerance(metrics=1e-3, weights=1e-3),
 }
 """By the option of optim."""
-NOT_COMPARED = re.compile(r"seconds|per_second|^time$|memory|phases|mfu|reward_accuracy")
+NOT_COMPARED = re.compile(
+    r"seconds|per_second|^time$|memory|phases|mfu|accuracy|f1|auc|recall|mrr|ndcg|entity"
+)
 """Metrics that are measured, or count signs of differences that are 0 at the first step."""
 SMALL_NUMBERS = 0.1
 """Tensors whose largest number is below this are compared as if it were this."""
@@ -250,6 +254,8 @@ class Fuzz:
         for name in ("weighted", "texts"):
             copy_rows(self.data / f"{name}.jsonl")
         write_shown(self.data, 40)
+        for write in (write_classes, write_queries, write_tags):
+            write(self.data)
         for kind in ("llava", "qwen3_vl"):
             make_image_folder(self.data / "vision" / kind, kind)
         teacher = [f"data.path={self.data / 'chats.jsonl'}", "run.seed=7", "train.steps=1"]
@@ -422,6 +428,8 @@ def accepted(argv, ranks):
         raise Refused([problem.what.partition("=")[0] for problem in error.problems]) from None
     except Exception:
         raise Failed(traceback.format_exc()) from None
+    if why_no_head(config, cfg.objective.method):
+        raise Refused(["objective"])
     layout = Layout(cfg.sharding, ranks, cfg.batch)
     problems += filter(None, [layout.problem, layout.pipeline_problem])
     if problems:

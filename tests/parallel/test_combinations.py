@@ -53,13 +53,7 @@ def test_each_pair_of_values_occurs_or_is_refused():
     assert set(all_pairs()) == occurring | refused()
     assert not occurring & refused()
     words = {word for one in COMBINATIONS for value in one.values() for word in value.split()}
-    of_heads = {
-        "classify",
-        "embed",
-        "rerank",
-        "tag",
-    }  # tests/methods/test_heads.py has their layouts
-    assert {f"objective={name}" for name in METHODS.keys() - of_heads} <= words
+    assert {f"objective={name}" for name in METHODS} <= words
     every = {words for values in DIMENSIONS.values() for value in values for words in value}
     assert every == {words for one in COMBINATIONS for words in one.values()}
 

@@ -356,7 +356,7 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
 
 def test_validation_takes_a_list_without_weights(tmp_path):
     file = write_chats(tmp_path / "a.jsonl", 3)
-    how = [f"data.path={file} tokenizer.path=demo:bytes"]
+    how = [f"data.path={file}", "tokenizer.path=demo:bytes"]
     cfg = compose("train", [*how, f"data.validation=[{{path: {file}, name: held}}]"])
     assert cfg.data.validation == [{"path": str(file), "name": "held"}]
     weighted = f"data.validation=[{{path: {file}, weight: 1}}]"

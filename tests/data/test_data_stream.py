@@ -308,8 +308,8 @@ def test_another_number_of_rows_is_other_data(train):
 
 def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_left_out(jsonl, preview):
     rows = [{"text": "x" * 200, "topic": "t"}] * 20
-    words = [f"data=pretrain data.path={jsonl(*rows[:10], 'broken', *rows[10:])}"]
-    words += ["batch.seq_len=64 batch.rows=1 data.shuffle=false preview.rows=1"]
+    words = ["data=pretrain", f"data.path={jsonl(*rows[:10], 'broken', *rows[10:])}"]
+    words += ["batch.seq_len=64", "batch.rows=1", "data.shuffle=false", "preview.rows=1"]
     shown = preview(*words, "data.streaming=true", "data.on_error=skip")
     for text in ("longest 201", "skipped that cannot be read", "a.jsonl:11", "not used: topic"):
         assert text in shown

@@ -5,6 +5,7 @@ Steps are rehearsed: `test_layouts.py` compares the rehearsals of LAYOUTS with r
 
 from string import Template
 
+import named_runs
 import pytest
 from named_runs import FULL, LAYOUTS, RUNS, layout
 from recorded_step import rehearsal_of
@@ -23,7 +24,7 @@ MIXTURE = (
     " model.moe_intermediate_size=256 sharding.expert"
 )
 STEPS = {
-    name: (int(ranks), Template(words).substitute(globals()))
+    name: (int(ranks), Template(words).substitute(vars(named_runs) | globals()))
     for name, ranks, words in rows("""
 seven ranks, tied → 7 → $TIED $FULL $FREED batch.rows=28
 units, in eight bits → 2 → model.family=gemma3_text $UNITS sharding.prefetch=2 optim=adamw_8bit

@@ -41,6 +41,9 @@ data.stream
 data optim
 checkpoint parallel generation interop.weights
 rl.rollouts
+# the head that a method trains, which a plan needs too
+methods.labels
+methods.trained_head
 evaluation planning.plan optim.offload
 launch
 training
@@ -118,7 +121,8 @@ def test_no_test_imports_from_another():
 def test_every_slow_test_is_there():
     for line in (TESTS / "slow.txt").read_text().splitlines()[1:]:
         file, _, test = line.partition("::")
-        assert f"def {test}(" in (TESTS.parent / file).read_text(), line
+        text = (TESTS.parent / file).read_text()
+        assert not test or f"def {test}(" in text, line
 
 
 def test_every_place_where_tests_break_the_package_is_there():

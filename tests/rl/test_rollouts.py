@@ -33,7 +33,7 @@ from fsdp_trainer.training.batches import Assembler, BatchOptions
 
 TOOL = function("weather", parameters={})
 ROWS = yaml.safe_load("""
-- [{question: 1+1?, solution: "one, two", level: 3}, 1+1?, "one, two"]
+- [{question: "1+1?", solution: "one, two", level: 3}, "1+1?", "one, two"]
 - - messages: [{role: system, content: be brief}, {role: user, content: hi}]
     answer: 7
     id: a
@@ -41,7 +41,7 @@ ROWS = yaml.safe_load("""
   - "7"
 - [{prompt: "Sort [2, 1]", tests: ["f([2, 1]) == [1, 2]"]}, "Sort [2, 1]", null]
 - [{prompt: p, chosen: good, rejected: bad}, p, good]
-- [{prompt: Rain?, tools: [{type: function, function: {name: weather}}]}, Rain?, null]
+- [{prompt: "Rain?", tools: [{type: function, function: {name: weather}}]}, "Rain?", null]
 """)
 
 

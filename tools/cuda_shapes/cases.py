@@ -73,6 +73,10 @@ METHODS = {
     "simpo": ["objective=simpo"],
     "reward": ["objective=reward"],
     "grpo": ["objective=grpo", "objective.rewards=[exact]"],
+    "embed": ["objective=embed"],
+    "rerank": ["objective=rerank"],
+    "classify, tensor 2": ["objective=classify", "objective.labels=[a,b,c]", "sharding.tensor=2"],
+    "tag, lora": ["objective=tag", "objective.labels=[O,B-X,I-X]", "adapter=lora"],
 }
 EXPERTS = {
     "experts 8": ["sharding.expert=8"],

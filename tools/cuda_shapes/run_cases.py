@@ -35,7 +35,8 @@ def rehearsed_of(words: list[str]) -> Rehearsed:
     cfg = compose("rehearse", words, None, inputs=False)
     config, _ = architecture(cfg)
     run = Candidate(cfg, config, *single_target(cfg, ""))
-    rehearsed = rehearsed_run(run, rows_of_run(run)[0])
+    run, rows, _ = rows_of_run(run)
+    rehearsed = rehearsed_run(run, rows)
     part = config.on_tensor_rank(cfg.sharding.tensor)
     method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
     with FakeTensorMode():

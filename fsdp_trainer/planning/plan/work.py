@@ -119,10 +119,13 @@ def named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 def attention_operations(func: Any, given: Mapping[str, Any]) -> float:
     query, key = given["query"], given["key"]
-    if "max_q" in given:  # documents of one length after each other
+    if query.dim() == 3:  # documents of one length after each other
         tokens, heads, width = query.shape
         length = keys = int(given["max_q"])
         rows = tokens / length
+    elif "max_q" in given:
+        rows, length, heads, width = query.shape
+        keys = key.shape[1]
     else:
         batch, heads, length, width = query.shape
         rows, keys = batch, key.shape[2]

@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.own_code import place_of
 from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.config.parts.own_parts import own_names, usable_part, why_no_part
+from fsdp_trainer.config.parts.own_parts import own_names, own_part, why_no_part
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.environments.calculator import Calculator
 from fsdp_trainer.rl.environments.document_search import DocumentSearch
@@ -141,7 +142,10 @@ def _own(entry: Entry, name: str) -> Any:
     """Return a user's environment or program. Raises UserError if there is none of this name."""
     if reason := why_no_part(PART, name):
         raise _bad(entry, reason)
-    return usable_part(PART, name)
+    try:
+        return own_part(PART, name)
+    except Exception as error:
+        raise _bad(entry, f"{type(error).__name__}: {error}{place_of(error)}") from error
 
 
 def _made(entry: Entry, make: Callable[[], Any], name: str) -> Any:

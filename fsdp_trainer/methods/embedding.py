@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
@@ -144,10 +145,11 @@ class EmbeddingForwardBackward(DocumentForwardBackward):
         queries: of this rank; those of all ranks are returned between the two.
         """
         reader, readers = self.dims.batch_rank, self.dims.batch_ranks
-        counts = own.new_zeros(readers, 2)
+        own_counts = torch.zeros(readers, 2, dtype=own.dtype)
         counted = self.dims.is_first_of_context
         if reader is not None and counted:
-            counts[reader, 0], counts[reader, 1] = len(own), queries
+            own_counts[reader, 0], own_counts[reader, 1] = len(own), queries
+        counts = to_device(own_counts, own.device)
         self.dims.sum_over_tokens(counts)
         texts, of_queries = zip(*numbers_on_host(counts), strict=True)
         first = sum(texts[: reader or 0])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.methods.classification import (
@@ -107,7 +108,7 @@ class EntityLabels:
         """
         device = labels.device
         kind, begins, closes = (
-            values.to(device)[labels] for values in (self.kind, self.begins, self.closes)
+            to_device(values, device)[labels] for values in (self.kind, self.begins, self.closes)
         )
         goes_on = (kind >= 0) & ~begins
         goes_on[:1] = False
@@ -190,7 +191,7 @@ def in_order(
         number * layout.row + np.cumsum([0, *lengths])[:-1]
         for number, lengths in enumerate(layout.lengths)
     ]
-    begins = torch.from_numpy(np.append(np.concatenate(firsts), 0).astype(np.int64)).to(device)
+    begins = to_device(np.append(np.concatenate(firsts), 0).astype(np.int64), device)
     places = begins[documents] + batch.positions.flatten()[batch.index]
     values = torch.stack([given, batch.targets, documents, torch.ones_like(given)])
     room = len(layout.lengths) * layout.row

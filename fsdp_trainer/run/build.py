@@ -416,7 +416,9 @@ def orders_of_data(
 def begun_unpacked(setup: RunSetup, checkpoint: Path | None) -> bool:
     """Return True for a checkpoint of a version that did not pack the rows of this model."""
     cfg, config, data = setup.cfg, setup.config, setup.inputs.data
-    if not checkpoint or not config.document_layers or cfg.data.packing != "best_fit":
+    if not checkpoint or cfg.data.packing != "best_fit":
+        return False
+    if not (config.document_layers or config.encoder):
         return False
     segments = read_progress(checkpoint).get("segments")
     then = checkpoint_configuration(checkpoint).get("data", {}).get("packing", cfg.data.packing)

@@ -250,12 +250,16 @@ def is_there(path: str | None) -> bool:
     return path is not None and (is_hub_id(path) or Path(path).expanduser().exists())
 
 
+OF_LABELS = ("config.json: id2label", "config.json: label2id", "config.json: problem_type")
+"""Keys of an export that the folder of the first weights may lack: the labels are fields, too."""
+
+
 def architecture_changes(then: ModelConfig, now: ModelConfig) -> list[str]:
     before, after = then.decisive, now.decisive
     return [
-        f"{name} was {as_text(before[name])} in its config.json, and is {as_text(after[name])}"
-        for name in before
-        if before[name] != after[name]
+        f"{name} was {as_text(value)} in its config.json, and is {as_text(after.get(name))}"
+        for name, value in before.items()
+        if value != after.get(name) and not name.endswith(OF_LABELS)
     ]
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import inject
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
@@ -239,6 +240,22 @@ def test_encoders_classify_by_their_own_heads(ledger, kind):
     shared = "batch.micro_rows=2", words[1]
     run = assert_learns(ledger, "classes", start, model, loss, *shared, ranks=2)
     assert ("rows hold one document each" in run.out) == (kind == "modernbert")
+
+
+def mixes(real, model):
+    return real(model)._replace(mixing=1.0)
+
+
+def test_an_encoders_run_of_one_text_a_row_resumes_as_it_was(ledger, train, tmp_path):
+    """As runs did whose encoders computed no packed rows."""
+    word, tokenizer = other_words(ledger, "bert")
+    earlier = shutil.copytree(word.partition("=")[2], tmp_path / "earlier")  # each is tried once
+    words = ["objective=classify", *STEP, f"data.path={ledger.data / 'classes.jsonl'}", tokenizer]
+    begun = inject.around("probed", mixes)
+    train("run", *words, f"model.init_from={earlier}", base=[], seam=begun)
+    run = train("run", *words, word, "train.steps=2", base=[])
+    assert "rows hold one document each, as when the run began" in run.out
+    assert run["step"] == [1, 2]
 
 
 def test_encoders_read_pairs_tag_and_embed(ledger):

@@ -71,6 +71,7 @@ compute_again → fsdp_trainer.training.step:ForwardBackward.compute_separately
 compare_copies → fsdp_trainer.training.corruption:Corruption.check_copies
 varlen_kernel → fsdp_trainer.models.attention:_varlen
 mixing_kinds → fsdp_trainer.models.hf.probe:mixing_kinds
+probed → fsdp_trainer.models.hf.probe:probed
 image_states → fsdp_trainer.models.hf.image_tower:first_rows
 rotary_embedding → fsdp_trainer.models.decoder:rotate
 # checkpoints and exports

@@ -51,7 +51,7 @@ LIMITS = {
     ("all", "whole"): 40,
     ("all", "method"): 4,
     ("all", "optimizer"): 2,
-    ("all", "image"): 30,
+    ("all", "image"): 25,
     ("all", "foreign"): 194,
     ("all", "tall"): 0,
     ("all", "files in a folder"): 25,

@@ -247,7 +247,7 @@ def mixes(real, model):
 
 
 def test_an_encoders_run_of_one_text_a_row_resumes_as_it_was(ledger, train, tmp_path):
-    """As runs did whose encoders computed no packed rows."""
+    """Rows keep one text if encoders computed no packed rows when the run began."""
     word, tokenizer = other_words(ledger, "bert")
     earlier = shutil.copytree(word.partition("=")[2], tmp_path / "earlier")  # each is tried once
     words = ["objective=classify", *STEP, f"data.path={ledger.data / 'classes.jsonl'}", tokenizer]

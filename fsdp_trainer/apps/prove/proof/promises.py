@@ -44,7 +44,7 @@ def broken_counts(config: dict[str, Any], shapes: Shapes) -> Iterator[str]:
         counted = [(key, number_in(text, key)) for key in FURTHER if number_in(text, key)]
         yield from (f"{key}={n}, and there are no tensors of such blocks" for key, n in counted)
     if config.get("vision_config") and not any("vis" in name for name in shapes):
-        yield "vision_config, and there are no tensors of a tower for images"
+        yield "vision_config, and there are no tensors of its tower"
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def block_numbers(shapes: Shapes) -> set[int]:
 
 def is_of_text(name: str) -> bool:
     """Return True for a tensor that belongs to no tower for images or sounds."""
-    return not any(part in name for part in ("vis", "audio", "image"))
+    return not any(part in name for part in ("vis", "audio", "imag"))
 
 
 def broken_vocabulary(config: dict[str, Any], shapes: Shapes) -> Iterator[str]:

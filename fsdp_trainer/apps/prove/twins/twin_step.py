@@ -152,8 +152,8 @@ class TwinData:
         if not store.samples_with_media:
             return {}
         is_image = (tokens == self.processor.token).long()[None]
-        images = store.media(sample)
-        arrays = joined([one.load(self.processor) for one in images]) if images else {}
+        media = store.media(sample)
+        arrays = joined([one.load(self.processor) for one in media]) if media else {}
         own = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return own | {"mm_token_type_ids": is_image, "token_type_ids": is_image}
 

@@ -388,6 +388,14 @@ def no_room(full):
     return patch.object(*NO_ROOM[full], side_effect=OSError(28, "No space left on device"))
 
 
+def test_time_without_a_processor_counts_from_the_beginning_of_a_phase(tmp_path):
+    watchdog, _ = watchdog_over(tmp_path)
+    totals = iter([3.0, 5.5, 9.0, 10.0])
+    phases = [seen(), seen(), seen(phase="backward"), seen(phase="backward")]
+    with patch("fsdp_trainer.launch.watchdog.starved", lambda _pid: next(totals)):
+        assert [watchdog.starved_for(status) for status in phases] == [0.0, 2.5, 0.0, 1.0]
+
+
 def test_time_without_a_processor_is_counted_by_the_system(tmp_path):
     """Two busy processes on one core: each of them waits for about half the time."""
     code = (

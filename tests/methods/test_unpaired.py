@@ -2,6 +2,7 @@
 data."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.records.preference_records import UNPAIRED
 from fsdp_trainer.data.store import tokenize_tasks
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
-from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
+from fsdp_trainer.methods.kto import KtoForwardBackward, KtoMetrics, KtoObjective
 from fsdp_trainer.models.decoder import DocumentTargets, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.training.metrics import MicroBatchResult
@@ -188,3 +189,15 @@ def test_labelled_answers_need_kto_and_a_reference(train, tmp_path, words, messa
     path = write_labelled(tmp_path / "labelled.jsonl")
     said = train("run", f"data.path={path} batch.seq_len=128", words, code=2).err
     assert message in said
+
+
+@pytest.mark.parametrize(("more", "baseline"), [(0.0, 0.4), (-1.0, 0.0)])
+def test_the_baseline_is_the_mean_gain_of_mismatched_answers_and_at_least_0(more, baseline):
+    reference = torch.tensor([-3.0, -5.0, -2.0, -7.0, -4.0, -6.0], dtype=torch.float64)
+    policy = torch.tensor([-2.0, -4.5, -2.5, -6.5, -3.8, -5.8]) + more
+    sizes = {"context": 1}
+    dims = SimpleNamespace(sizes=sizes, is_first_of_context=True, sum_over_tokens=lambda sums: None)
+    step = KtoForwardBackward.__new__(KtoForwardBackward)
+    step.dims = dims
+    step._set_baseline([batch_of(reference)], [Scores(policy, policy)])
+    assert step.baseline.item() == pytest.approx(baseline)

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from fsdp_trainer.data.tokens.byte_level_files import CLASSES
-from fsdp_trainer.data.tokens.encoding import GPT_4O, QWEN, SUFFIXES
+from fsdp_trainer.data.tokens.encoding import GPT_4O, QWEN, QWEN_3_5, SUFFIXES
 from fsdp_trainer.data.tokens.sentencepiece_model import PROBES
 
 MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
@@ -20,7 +20,6 @@ PLAIN = "PreTrainedTokenizerFast"
 REMEDY = f'"tokenizer_class": "{PLAIN}" in tokenizer_config.json'
 ALWAYS: dict[str, str] = CLASSES["always"]
 CLASS_TOKENS: dict[str, dict[str, str]] = CLASSES["special tokens"]
-QWEN_3_5 = QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
 
 
 def _split(pattern: str, prefix: bool) -> Steps:

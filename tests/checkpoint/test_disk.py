@@ -17,7 +17,7 @@ import pytest
 from foreign import export
 from inject import at, at_phases, quick_retries, together
 from stored import assert_undisturbed, checkpoint, end_of
-from world import read_lines
+from world import read_lines, wait_until
 from zoo import make_folder
 
 from fsdp_trainer.config.schema import Logging
@@ -72,7 +72,9 @@ def fill(folder):
 
 
 def empty(folder):
+    """Delete the ballast and wait for its room: another rank may have begun to delete it."""
     (folder / "ballast").unlink(missing_ok=True)
+    wait_until(lambda: shutil.disk_usage(folder).free > 2**20)
 
 
 def room_from_step_6(folder):

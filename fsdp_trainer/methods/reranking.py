@@ -55,8 +55,8 @@ class RankedLists:
         numbers = document_numbers(scores, batch, dims)[:, 0]
         wanted = wanted_numbers(batch, 1)[:, 0]
         kinds, groups = batch.documents.kinds, batch.documents.groups
-        if kinds is None:  # this rank has no data
-            kinds = groups = numbers.new_zeros(len(numbers), dtype=torch.int64)
+        if kinds is None:
+            kinds = torch.full_like(groups, SCORED)
         sizes = batch.documents.group_sizes
         count, longest = len(sizes), max(sizes, default=1)
         places = torch.arange(len(groups), device=groups.device)

@@ -551,18 +551,45 @@ def textbook_ranking(ranking, scores, wanted):
     ).mean()
 
 
-@pytest.mark.parametrize("ranking", ["listwise", "pairwise", "pointwise"])
-def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
-    """Transformers' model, which a CrossEncoder wraps, has the same loss on pairs of texts."""
-    start = run_of(ledger, "lists", f"objective.ranking={ranking}", "optim.lr=1e-9")
-    model, tokenizer = theirs(start.folder / "hf")
+def transformers_ranking(folder, ranking, rows):
+    """Return transformers' model, which a CrossEncoder wraps, and its mean loss on pairs."""
+    model, tokenizer = theirs(folder)
     losses = []
-    for row in rows_of(ledger, "lists"):
+    for row in rows:
         pairs = [tokenizer(row["query"], text, return_tensors="pt") for text in row["documents"]]
         scores = torch.stack([model(pair["input_ids"]).logits[0, 0] for pair in pairs])
         losses.append(textbook_ranking(ranking, scores, torch.tensor(row["scores"]).float()))
-    loss = torch.stack(losses).mean()
+    return model, torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("ranking", ["listwise", "pairwise", "pointwise"])
+def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
+    start = run_of(ledger, "lists", f"objective.ranking={ranking}", "optim.lr=1e-9")
+    model, loss = transformers_ranking(start.folder / "hf", ranking, rows_of(ledger, "lists"))
     assert_learns(ledger, "lists", start, model, loss, f"objective.ranking={ranking}")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_data_whose_scores_are_all_grades_is_ranked_alone_and_beside_other_lists(
+    ledger, tmp_path, beside
+):
+    lists = rows_of(ledger, "lists")
+    rows = [
+        row | {"scores": [3 - i + number % 7 / 7 for i in range(len(row["documents"]))]}
+        for number, row in enumerate(lists)
+    ]
+    (tmp_path / "grades.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    named = [f"{{path: {tmp_path}/grades.jsonl, repeat: 1}}"]
+    if beside:
+        named.append("{path: DATA/lists.jsonl, repeat: 1}")
+        rows += lists
+    data = f"data.path=[{','.join(named)}]"
+    run = ledger.run(words=[PLAIN[0], "objective=rerank", *STEP, data, "batch.micro_rows=4"])
+    _, loss = transformers_ranking(run.folder / "hf", "listwise", rows)
+    again = ledger.run(
+        words=[f"model.init_from={run.folder}/hf", "objective=rerank", *STEP, data, "optim.lr=0"]
+    )
+    assert again["objective"] == pytest.approx([loss.item()], rel=1e-5)
 
 
 def test_peft_and_sentence_transformers_read_what_embeds_texts(ledger):

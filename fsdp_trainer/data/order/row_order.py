@@ -97,6 +97,11 @@ class Rows:
                 setattr(self, name, own)
                 for place, values in zip(places, given, strict=True):
                     own[place] = values
+        if self.kinds is not None:  # other components may have none
+            self.kinds = [
+                kinds or [0] * len(documents)
+                for kinds, documents in zip(self.kinds, self.documents, strict=True)
+            ]
 
     def row(self, i: int) -> RowData:
         starts = np.cumsum([0, *self.documents[i]], dtype=np.int64)[:-1]

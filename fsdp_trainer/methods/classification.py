@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.document_step import DocumentForwardBackward
 from fsdp_trainer.methods.labels import FEW, MULTI, REGRESSION, SINGLE, in_words, label_values
 from fsdp_trainer.methods.method import Method, StepParts
@@ -280,11 +281,15 @@ class LabelMethod(Method):
             for i, order in enumerate(orders)
         ]
         super().__init__(setup, rows.with_columns(map(self.as_columns, values)), checkpoint)
-        # a rehearsal has no stores
-        given = np.concatenate(values[:first] or [np.zeros((1, config.scores))])
-        self.counts = label_counts(given, config)
-        """The number of training texts with each label; None for numbers."""
-        self.weight = class_weight(self.choice, config, self.counts)
+        self.counts: np.ndarray | None = None
+        """The number of training texts with each label; None for numbers, and in a rehearsal."""
+        self.weight: Tensor | None = None
+        """The weight of each label, [labels] float64; None: all are 1."""
+        if values:
+            self.counts = label_counts(np.concatenate(values[:first]), config)
+            self.weight = class_weight(self.choice, config, self.counts)
+        elif self.choice.class_weights is not None:  # a rehearsal has no stores
+            self.weight = torch.ones(config.scores, dtype=torch.float64)
 
     def given_values(self, store: TokenStore, key: str) -> np.ndarray:
         """Return the numbers of a store's labels. key: of the configuration that names the data."""
@@ -344,11 +349,12 @@ def class_weight(
     chosen, labels = choice.class_weights, config.labels
     if chosen is None:
         return None
-    if chosen == "balanced" and counts is not None:
+    refuse = partial(UserError, "the weights cannot be used", f"objective.class_weights={chosen}")
+    if counts is None:
+        raise refuse("numbers have no classes to weigh: leave it out")
+    if chosen == "balanced":
         weights = counts.sum() / (len(labels) * counts.clip(min=1))
         return torch.from_numpy(np.where(counts > 0, weights, 1.0))
-    is_known = isinstance(chosen, dict) and counts is not None and {*chosen} <= {*labels}
-    if not isinstance(chosen, dict) or not is_known:
-        reason = f"is neither balanced nor weights of labels, which are: {', '.join(labels)}"
-        raise UserError("the weights cannot be used", [Problem("objective.class_weights", reason)])
+    if not isinstance(chosen, dict) or {*chosen} - {*labels}:
+        raise refuse(f"is neither balanced nor weights of labels, which are: {', '.join(labels)}")
     return torch.tensor([float(chosen.get(label, 1)) for label in labels], dtype=torch.float64)

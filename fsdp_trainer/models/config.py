@@ -638,7 +638,8 @@ class ModelConfig:
             exported[self._exported_name(name)] = _as_json(getattr(self, name))
         if "query_pre_attn_scalar" in exported:  # transformers requires a number, without ".0"
             scalar = exported["query_pre_attn_scalar"] or self.head_dim
-            exported["query_pre_attn_scalar"] = json.loads(f"{scalar:g}")
+            whole = float(scalar).is_integer()
+            exported["query_pre_attn_scalar"] = int(scalar) if whole else scalar
         if self.is_latent:  # in transformers head_dim counts only the rotated channels
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}

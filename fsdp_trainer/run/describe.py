@@ -198,7 +198,6 @@ def by_transformers(config: ModelConfig, packing: str) -> list[str]:
         known = math.isfinite(config.mixing)
         change = f"change each other by {config.mixing:.1g} of the largest state"
         how = change if known else "may change each other: no small copy could be tried"
-        how = "are seen by each other's tokens" if config.encoder else how
         lines.append(f"rows hold one document each, padded: packed ones {how}")
     return [f"       {line}" for line in lines]
 

@@ -30,6 +30,7 @@ from fsdp_trainer.apps.prove import run_certificate
 from fsdp_trainer.apps.prove.certificate_text import certificate_lines
 from fsdp_trainer.apps.prove.checks import layout, mask, other_program, packing, prompts
 from fsdp_trainer.apps.prove.checks.mask import LearntWords
+from fsdp_trainer.apps.prove.folders.head_numbers import embedding
 from fsdp_trainer.apps.prove.proof import fewer_rows, runs
 from fsdp_trainer.apps.prove.proof.certificate import Certificate, Checked, NotProved, compared
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
@@ -52,6 +53,7 @@ from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.extensions import CALLBACKS
 from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
+from fsdp_trainer.models.config import POOLING, ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 pytest.importorskip("transformers")
@@ -444,6 +446,25 @@ def test_a_certificate_says_nothing_of_honest_folders(folders, source, reference
 def test_faults_planted_in_folders_are_named(folders, name):
     fault = FOLDERS[name]
     assert fault.check in wrong_with(fault, folders)
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"pooling_mode": "mean"}, {"pooling_mode_mean_tokens": True}], ids=["new", "old"]
+)
+def test_an_embedding_is_what_the_folders_pooling_says(tmp_path, chosen):
+    (tmp_path / POOLING).parent.mkdir()
+    write_json(tmp_path / POOLING, chosen)
+    states = torch.randn(3, 8)
+    vector = embedding(states, tmp_path, ModelConfig(pooling="last"))
+    assert torch.allclose(vector, torch.nn.functional.normalize(states.mean(0), dim=0))
+
+
+def test_an_adapter_that_only_a_pickle_holds_is_not_called_torn(folders, tmp_path):
+    shutil.copytree(folders / "adapter", tmp_path / "adapter")
+    weights = tmp_path / "adapter/adapter_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    said = command(["prove", f"source={tmp_path}/adapter", "format=json"], None)
+    assert "which may run code" in said.out + said.err
 
 
 def test_what_is_no_folder_of_a_model_is_refused_in_one_message(folders, tmp_path):

@@ -277,6 +277,8 @@ def test_gemma_of_our_own_sizes_says_what_its_scores_are_divided_by(tmp_path):
     assert written["query_pre_attn_scalar"] == 24, "transformers cannot compute with null"
     write_json(tmp_path / "config.json", written | {"query_pre_attn_scalar": None})
     assert ModelConfig.from_hf(tmp_path).query_pre_attn_scalar is None, "written before 0.7.0"
+    third = ModelConfig(family="gemma2", query_pre_attn_scalar=256 / 3).to_hf("float32")
+    assert third["query_pre_attn_scalar"] == 256 / 3
 
 
 UNSUPPORTED = """

@@ -18,7 +18,7 @@ from fsdp_trainer.models.head import Head
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.planning.plan.changes import Candidate
 from fsdp_trainer.planning.rehearse import rehearsal as rehearsal_module
-from fsdp_trainer.planning.rehearse.short_rehearsal import short_rehearsal
+from fsdp_trainer.planning.rehearse.short_rehearsal import short_rehearsal, shortened
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +167,29 @@ def test_few_blocks_show_what_all_of_them_hold_and_send(name, tmp_path):
         assert one.step.peak.where == other.step.peak.where
         assert one.sent() == pytest.approx(other.sent())
         assert one.step.staged == other.step.staged
+
+
+def test_fewer_blocks_cut_what_there_is_for_each_and_no_name_of_equal_length():
+    raw = {"model_type": "gpt_neox", "num_hidden_layers": 8, "layer_types": ["a"] * 8}
+    cut = shortened(raw | {"hybrid_override_pattern": "M-M-M-M*"}, 8, 3)
+    assert cut == {
+        "model_type": "gpt_neox",
+        "num_hidden_layers": 3,
+        "layer_types": ["a"] * 3,
+        "hybrid_override_pattern": "M-M",
+    }
+
+
+def test_weighed_labels_of_data_that_a_pattern_names_are_rehearsed(tmp_path):
+    words = "plan.gpu=h100 plan.world_size=2 objective=classify data.packing=best_fit"
+    words += " data.format=auto data.loss_on=assistant"
+    rows = [json.dumps({"text": f"fig {i}", "label": "ab"[i % 2]}) for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    for weights, data in (("balanced", "null"), ("{a: 2}", f"{tmp_path}/*.jsonl")):
+        weighed = [f"objective.class_weights={weights}", f"data.path={data}"]
+        said = cli("rehearse", *WORDS, words, *weighed).out
+        assert "finishes and fits" in said
+        assert "not on this disk" not in said
 
 
 def test_whether_a_model_stays_gathered_is_decided_for_all_of_its_blocks():

@@ -379,16 +379,21 @@ def read_folder(folder: Path) -> PeftFolder:
     try:
         return PeftFolder(folder, config, *_read_header(path))
     except FileNotFoundError:
-        text = "is not there: copy or download it again"
-        if (folder / OTHER_WEIGHTS).is_file():
-            text = (
-                f"is not there, only {OTHER_WEIGHTS}, which may run code. Load and save it once:"
-                "\nPeftModel.from_pretrained(…).save_pretrained(DIR)"
-            )
-        raise UserError("there are no weights", str(path), text) from None
+        raise without_weights(folder) from None
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         text = f"is no safetensors file, or was copied in part: do it again ({error})"
         raise UserError("the adapter cannot be read", str(path), text) from None
+
+
+def without_weights(folder: Path) -> UserError:
+    """Return the error of a PEFT folder that lacks its file of weights."""
+    text = "is not there: copy or download it again"
+    if (folder / OTHER_WEIGHTS).is_file():
+        text = (
+            f"is not there, only {OTHER_WEIGHTS}, which may run code. Load and save it once:"
+            "\nPeftModel.from_pretrained(…).save_pretrained(DIR)"
+        )
+    return UserError("there are no weights", str(folder / WEIGHTS_FILE), text)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Shape], dict[str, int]]:

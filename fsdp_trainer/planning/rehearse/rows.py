@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.config.data_files import entries
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.records.labelled_texts import LABELLED, POSITIVE, QUERIES, RANKED, TAGGED
@@ -158,7 +160,6 @@ def rows_of_run(run: Candidate) -> tuple[Candidate, Rows, list[str]]:
 
 
 def is_on_disk(path: Any) -> bool:
-    """Return True for the demo's data, and for files and folders that exist."""
-    if isinstance(path, str):
-        return path.startswith("demo:") or Path(path).exists()
-    return all(isinstance(each, str) and is_on_disk(each) for each in path)
+    """Return True if each entry is the demo's data, a file, a folder or a pattern of some here."""
+    named = [Path(entry.path).expanduser() for entry in entries(path)]
+    return all(each.parts[0].startswith("demo:") or glob(str(each)) for each in named)

@@ -131,7 +131,8 @@ def with_blocks(config: ModelConfig, count: int) -> ModelConfig:
 def shortened(raw: Json, whole: int, count: int) -> Json:
     """Return a config.json of transformers for the first `count` blocks of `whole`.
 
-    Entries that there are for each block, such as `layer_types`, are cut.
+    Entries that there are for each block, such as `layer_types` and `hybrid_override_pattern`, are
+    cut.
     """
     if "text_config" in raw:
         return {**raw, "text_config": shortened(raw["text_config"], whole, count)}
@@ -139,7 +140,8 @@ def shortened(raw: Json, whole: int, count: int) -> Json:
     cut = {
         name: value[:count]
         for name, value in raw.items()
-        if isinstance(value, list | str) and len(value) == whole
+        if isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
+        if len(value) == whole
     }
     return raw | cut | dict.fromkeys(depths, count)
 

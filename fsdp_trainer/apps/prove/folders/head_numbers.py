@@ -94,5 +94,6 @@ def embedding(states: Tensor, folder: Path, config: ModelConfig) -> Tensor:
         raw = read_object(folder / POOLING, title)
         chosen = raw.get("pooling_mode") or [k for k in POOLED if raw.get(f"pooling_mode_{k}")]
         chosen = chosen if isinstance(chosen, list) else [chosen]
-        names = [key for key in POOLED if {key, key.partition("_")[0]} & {*chosen}]
+        newer = {key: key.removesuffix("_tokens").removesuffix("_token") for key in POOLED}
+        names = [key for key in POOLED if {key, newer[key]} & {*chosen}]
     return F.normalize(torch.cat([POOLED[name](states) for name in names]), dim=0)

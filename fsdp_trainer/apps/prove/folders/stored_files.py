@@ -15,6 +15,7 @@ from fsdp_trainer.checkpoint.formats.headers import INDEX, SINGLE, read_header, 
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor
 from fsdp_trainer.config.weight_files import weight_files
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.adapters.peft_config import without_weights
 
 NAME = "files"
 ADVICE = "copy or download the folder again, or save it anew: programs read other files than others"
@@ -43,6 +44,8 @@ def unsound(proof: ProvedFolder) -> tuple[list[str], dict[str, HuggingFaceTensor
     if proof.is_adapter:
         try:
             return [], read_header(proof.adapter_file, all_parts=True)
+        except FileNotFoundError:
+            raise without_weights(proof.source) from None
         except (OSError, SafetensorError) as error:
             return [f"{proof.adapter_file.name} is not whole: {error}"], {}
     tensors, problems = read_headers(proof.source, all_parts=True)

@@ -504,7 +504,7 @@ NAMES_CODE = CASES["code"]
 
 def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").touch()
+    (tmp_path / "own.py").write_text("from pathlib import Path\n\nPath('was_run').touch()\n")
     usual = [*DEMO, "objective=grpo", "objective.rewards=[exact]"]
     for key, parts in NAMES_CODE.items():
         text, typed = (part.replace("TABLE", TABLE).replace("REPO", str(REPO)) for part in parts)
@@ -521,6 +521,10 @@ def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch)
     (tmp_path / "mine.yaml").write_text("objective: {environment: {name: own.py:Own}}")
     with pytest.raises(UserError, match="cannot name code"):  # what is typed is no name of code
         compose("train", ["mine.yaml", *usual, "objective.environment.x=own.py:Own"])
+    (tmp_path / "mine.yaml").write_text("optim: {name: own.py:Path}")
+    with pytest.raises(UserError, match="would undo"):
+        compose("train", ["mine.yaml", "data.path=demo:backwards"])
+    assert not (tmp_path / "was_run").exists()
     monkeypatch.setenv("MINE", "own.py:Own")
     compose("train", ["objective.environment=${oc.env:MINE}", *usual])
     (tmp_path / "mine.yaml").write_text("code: [own.py]")

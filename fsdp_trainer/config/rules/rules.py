@@ -144,7 +144,6 @@ RULES: tuple[Rule, ...] = (
     stored_teacher,
     server,
     own_trackers,
-    typed_code,
     intervals,
     rewinding,
     export_dtype,
@@ -208,6 +207,10 @@ def check_rules(cfg: Any, report: Report) -> None:
 def check_training(cfg: TrainConfig, report: Report) -> None:
     if isinstance(cfg, PlanConfig):
         report.problems += unknown_gpus(cfg.plan.gpu)
+    if code := [*typed_code(cfg, report)]:
+        for key, reason in code:
+            report.add(key, value_of(cfg, key), reason)
+        report.close()  # the rules below may import what a key names
     settle_depth(cfg, report)
     settle_length(cfg.train, report)
     settle_warm_up(cfg.schedule, report)

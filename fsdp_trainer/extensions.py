@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
+from fsdp_trainer.config.parts import own_parts
 from fsdp_trainer.config.parts.own_parts import KINDS
 from fsdp_trainer.errors import UserError
 
@@ -137,10 +138,9 @@ CALLBACKS: dict[str, Callback] = KINDS["callback"]
 METRICS: dict[str, Callable[[], Any]] = KINDS["metric"]
 OBJECTIVES: dict[str, Callable[..., Any]] = KINDS["objective"]
 REWARDS: dict[str, Callable[..., list[float]]] = KINDS["reward"]
-BUILT_IN = {
-    "objective": tuple(METHODS),
+BUILT_IN = own_parts.BUILT_IN | {
+    "objective": METHODS,
     "metric": ("loss", "objective", "loss_by_source", "method"),
-    "reward": ("exact", "number", "regex", "length", "code", "http", "model"),
 }
 """Names of the program's own extensions, which a user's cannot have."""
 
@@ -208,4 +208,4 @@ def registered_by_user(choice: ObjectiveChoice) -> Callable[..., Any] | None:
 
 def objective_names() -> list[str]:
     """Return the possible values of objective.name."""
-    return [*BUILT_IN["objective"], *OBJECTIVES]
+    return [*METHODS, *OBJECTIVES]

@@ -30,9 +30,8 @@ from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import Optim, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY, ExportConfig
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.records.record_formats import FORMATS
-from fsdp_trainer.data.templates.chat_template import BUILT_IN
-from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.models.hf.further_blocks import HEADS
 from fsdp_trainer.observe.metric_groups import GENERAL, TITLES, WITHOUT_CURVE
@@ -314,7 +313,8 @@ def data() -> str:
         ]
         parts.append(f"### {name}\n\n{table(['meaning', 'required', 'columns'], rows)}")
     templates = [
-        [f"`{name}`", named(MARKERS.get(name, ())), named(NAMED.get(name, ()))] for name in BUILT_IN
+        [f"`{name}`", named(template.markers), named(template.special)]
+        for name, template in TEMPLATES.items()
     ]
     parts.append("## Chat templates\n\n`data.template=NAME`.\n")
     parts.append(table(["template", "texts that must be one token", "special tokens"], templates))

@@ -1,15 +1,12 @@
 """A reward: answers that say a word.
 
-    fsdp-trainer --import reward rewards data.path=questions.jsonl \
-        'objective.rewards=[{name: says, word: because}]'
+    fsdp-trainer rewards data.path=questions.jsonl \
+        'objective.rewards=[{name: reward.py:says, word: because}]'
 
 from this folder. `fsdp-trainer rewards` scores the data's own answers, without training.
 """
 
-import fsdp_trainer
 
-
-@fsdp_trainer.register("reward", "says")
 def says(attempts, word="please"):
     """Return 1 for each attempt whose answer has the word, else 0.
 

@@ -6,6 +6,7 @@ import importlib.util
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ def place_of(error: BaseException) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
+@cache
 def import_file(file: Path) -> ModuleType:
     name = f"own_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import absent, choice_meant
-from fsdp_trainer.config.parts.own_parts import own_names, why_no_part
+from fsdp_trainer.config.parts.own_parts import FAMILY, own_names, why_no_part
 from fsdp_trainer.errors import Problem, UserError
 
 KINDS = {
@@ -118,7 +118,7 @@ def takes_text(kind: Any) -> bool:
 
 def limits(f: Field) -> str:
     if f.metadata["choices"]:
-        own = ["FILE.py:NAME"] if f.metadata["part"] else []
+        own = [] if f.metadata["part"] in (None, FAMILY) else ["FILE.py:NAME"]
         return ", ".join([*map(as_text, f.metadata["choices"]), *own])
     words = {"minimum": "at least", "above": "above", "maximum": "at most"}
     return ", ".join(

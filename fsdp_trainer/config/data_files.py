@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from fsdp_trainer.config.keys import key
+from fsdp_trainer.config.parts.own_parts import BUILT_IN, own_names
 from fsdp_trainer.config.schema import FORMATS
 
 JSON, TEXT, CSV, ARROW = (
@@ -29,9 +30,9 @@ JSON, TEXT, CSV, ARROW = (
 )
 TOKEN_FILES = (".bin", ".npy", ".mds")
 """Files of tokens that another tool has written: see data/token_files."""
-TOKEN_FORMS = ("nanogpt", "llmc", "megatron", "olmo")
+TOKEN_FORMS = tuple(BUILT_IN["token_form"])
 """Formats in which `prepare out=` writes token files."""
-KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW + TOKEN_FILES, (".gz", ".zst", ".zstd")
+COMPRESSED = (".gz", ".zst", ".zstd")
 COMPRESSIONS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"{": ".jsonl", b"[": ".json"}
 # no data: descriptions of data sets by `datasets` and the hub, files of tokenizers and models
@@ -102,6 +103,16 @@ def place(path: str) -> str:
     return "/".join(["", *filter(None, parts)])
 
 
+def token_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of files of tokens, also of those that the user's own parts read."""
+    return (*TOKEN_FILES, *(f".{name}" for name in own_names("token_file")))
+
+
+def suffixes() -> tuple[str, ...]:
+    """Return the suffixes of all files that are data."""
+    return (*JSON, *TEXT, *CSV, *ARROW, *token_suffixes())
+
+
 def kind(file: str | Path) -> tuple[str, str | None]:
     """Return (suffix, compression) of a file: (".jsonl", ".gz") for chats.jsonl.gz.
 
@@ -110,7 +121,7 @@ def kind(file: str | Path) -> tuple[str, str | None]:
     path = Path(place(str(file)) if is_url(str(file)) else file)
     ending = path.suffix.lower()
     by_name = (_suffix(path.name), ending.removesuffix("d") if ending in COMPRESSED else None)
-    if by_name[0] in KINDS or not path.is_file():
+    if by_name[0] in suffixes() or not path.is_file():
         return by_name
     return _kind_by_content(path) or by_name
 
@@ -138,7 +149,7 @@ def _starting(head: bytes, names: dict[bytes, str]) -> str | None:
 
 def stem(path: str | Path) -> str:
     name, (suffix, compression) = Path(place(str(path))).name, kind(path)
-    ending = (suffix if suffix in KINDS else "") + (compression or "")
+    ending = (suffix if suffix in suffixes() else "") + (compression or "")
     ending += "d" if name.endswith(".zstd") else ""
     has_ending = ending and name.lower().endswith(ending) and len(name) > len(ending)
     return name[: -len(ending)] if has_ending else name
@@ -219,16 +230,16 @@ def check_data_files(files: list[str], path: str) -> list[str]:
     Raises ValueError if they cannot, or should not because they are several splits.
     """
     if not files:
-        raise ValueError(f"no file in this folder ends in {' '.join(KINDS)}")
+        raise ValueError(f"no file in this folder ends in {' '.join(suffixes())}")
     if not has_magic(path):
         _check_splits(files)
     if len(files) == 1 and is_url(path):  # its kind is known only after the download
         return files
     for file in files:
-        if kind(file)[0] not in KINDS:
+        if kind(file)[0] not in suffixes():
             raise ValueError(
                 f"{Path(file).name} has an unknown file type. Convert it to one of"
-                f"  {' '.join(KINDS)}, also with {' or '.join(COMPRESSED)}"
+                f"  {' '.join(suffixes())}, also with {' or '.join(COMPRESSED)}"
             )
     return files
 
@@ -321,7 +332,7 @@ def is_data(path: str) -> bool:
     """
     parts = path.split("/")
     return (
-        _suffix(parts[-1]) in KINDS
+        _suffix(parts[-1]) in suffixes()
         and parts[-1].lower() not in DESCRIPTIONS
         and not any(part.startswith(".") for part in parts)
     )

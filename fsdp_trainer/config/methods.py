@@ -1,8 +1,8 @@
 """The training methods (objective.name): what each reads, needs and refuses. Imports no torch.
 
 Every other module asks the `MethodSpec` of the configured method, and compares no names. A new
-method is an entry of METHODS and its keys here, a class in `fsdp_trainer/methods/` with a line in
-its `registry.py`, and a file `conf/objective/NAME.yaml`, so that `objective=NAME` selects it.
+method is an entry of METHODS and its keys here, a class in `fsdp_trainer/methods/`, and a file
+`conf/objective/NAME.yaml`, so that `objective=NAME` selects it.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 
+CLASSES = "fsdp_trainer.methods."
 LIKELIHOODS = ("dpo", "ipo", "simpo", "orpo")
 """The methods on pairs that use log-probabilities."""
 
@@ -83,8 +84,8 @@ class ObjectiveChoice:
     rewards: list[str | dict[str, Any]] = key(
         [],
         "rewards that score answers: a list of exact, number, regex, length, code, http, model "
-        "or your own (--import), each a name or a mapping with its settings, as [number, {name: "
-        "length, max: 512}]",
+        "or your own as FILE.py:NAME, each a name or a mapping with its settings, as [number, "
+        "{name: length, max: 512}]",
     )
     environment: str | dict[str, Any] | None = key(
         None,
@@ -367,7 +368,7 @@ class MethodSpec:
     scores: True for a model that gives a text numbers, and writes none.
     extra_forwards: forwards of a step's rows without gradients, besides that of a second model.
     title: the method's name in reports. main_metric: the one of its own metrics that says most
-    about progress; "" for a method without metrics of its own.
+    about progress; "" for a method without metrics of its own. build: MODULE:NAME of its class.
     """
 
     reads: Literal[
@@ -379,6 +380,7 @@ class MethodSpec:
     refused: tuple[Refused, ...] = ()
     title: str = ""
     main_metric: str = ""
+    build: str = f"{CLASSES}method:Method"
 
     @property
     def compares_answers(self) -> bool:
@@ -543,7 +545,12 @@ OF_STUDENTS = (
     ),
     *LOSSES,
 )
-ON_PAIRS = MethodSpec("pairs", refused=OF_PAIRS, main_metric="reward_accuracy")
+ON_PAIRS = MethodSpec(
+    "pairs",
+    refused=OF_PAIRS,
+    main_metric="reward_accuracy",
+    build=f"{CLASSES}preferences:PreferenceMethod",
+)
 METHODS: dict[str, MethodSpec] = {
     "sft": MethodSpec(),
     "dpo": replace(ON_PAIRS, title="DPO", second="reference"),
@@ -557,13 +564,23 @@ METHODS: dict[str, MethodSpec] = {
         refused=OF_LABELLED_ANSWERS,
         title="KTO",
         main_metric="reward_margin",
+        build=f"{CLASSES}kto:KtoMethod",
     ),
     "reward": replace(ON_PAIRS, title="Reward model", scores=True, refused=(*OF_PAIRS, *OF_SCORES)),
     "grpo": MethodSpec(
-        "prompts", "reference", refused=OF_SAMPLED_ANSWERS, title="GRPO", main_metric="reward"
+        "prompts",
+        "reference",
+        refused=OF_SAMPLED_ANSWERS,
+        title="GRPO",
+        main_metric="reward",
+        build=f"{CLASSES}policy_gradient:PolicyGradientMethod",
     ),
     "distil": MethodSpec(
-        second="teacher", refused=OF_STUDENTS, title="Distillation", main_metric="kl"
+        second="teacher",
+        refused=OF_STUDENTS,
+        title="Distillation",
+        main_metric="kl",
+        build=f"{CLASSES}distillation:DistillationMethod",
     ),
     "classify": MethodSpec(
         "labelled",
@@ -571,6 +588,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_TEXTS, *OF_SCORES),
         title="Classification",
         main_metric="accuracy",
+        build=f"{CLASSES}classification:LabelMethod",
     ),
     "embed": MethodSpec(
         "queries",
@@ -579,6 +597,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_EMBEDDINGS, *OF_SCORES),
         title="Embeddings",
         main_metric="mrr",
+        build=f"{CLASSES}embedding:EmbeddingMethod",
     ),
     "tag": MethodSpec(
         "tagged",
@@ -586,6 +605,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_TEXTS, *OF_SCORES),
         title="Labels of tokens",
         main_metric="f1_macro",
+        build=f"{CLASSES}tagging:TagMethod",
     ),
     "rerank": MethodSpec(
         "ranked",
@@ -593,6 +613,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*whole_answers("a query's documents", "Use  0"), *OF_SCORES),
         title="Reranking",
         main_metric="mrr",
+        build=f"{CLASSES}reranking:RankingMethod",
     ),
 }
 

@@ -13,13 +13,10 @@ from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel, second_model
 from fsdp_trainer.config.parts.families import FAMILIES
 from fsdp_trainer.config.parts.optimizers import Optim
+from fsdp_trainer.config.parts.own_parts import BUILT_IN
 from fsdp_trainer.config.parts.schedules import SHAPES
 
-FORMATS = (
-    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "tokens",
-    "segments",
-    "unpaired",
-)  # fmt: skip
+FORMATS = ("auto", *BUILT_IN["format"])
 CORE_FILES = ("core.yaml", "eval_data", "eval_meta_data.csv")
 """Files that the folder of core_data must contain."""
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
@@ -302,6 +299,7 @@ class Model:
         None,
         "model family, as model_type in config.json",
         choices=tuple(FAMILIES),
+        part="family",
     )
     vocab_size: int | None = key(
         None,

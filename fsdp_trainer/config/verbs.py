@@ -221,6 +221,7 @@ class PrepareConfig(TrainConfig):
         "format of the files in `out`: nanoGPT's .bin, llm.c's (and modded-nanogpt's) shards,"
         " Megatron's .bin and .idx, or OLMo's flat .npy",
         choices=TOKEN_FORMS,
+        part="token_form",
     )
 
 

@@ -31,7 +31,7 @@ from fsdp_trainer.rl.environments.known_environments import (
     find_environment,
 )
 from fsdp_trainer.rl.rewards.reward import Reward
-from fsdp_trainer.rl.rewards.table import entry_problems, make_rewards
+from fsdp_trainer.rl.rewards.table import entry_problems, make_rewards, names_of_code
 from fsdp_trainer.rl.rollouts.answer_maker import AnswerMaker, AnswerPlayer, Player
 from fsdp_trainer.rl.rollouts.episode_player import EpisodePlayer
 from fsdp_trainer.rl.rollouts.rollout import Rollout
@@ -106,15 +106,16 @@ def problems_of(given: Any, code: Collection[str] = ()) -> list[str]:
         problems.append("has no data: a file of rows as in training, such as  data: rows.jsonl")
     if (entry := given.get("environment")) is not None:
         problems += [f"environment: {reason}" for reason in environment_problems(entry)]
-        problems += [] if problems else untyped_code(entry, code)
+        problems += [] if problems else untyped_code(code_of(entry), code)
     if isinstance(rewards := given.get("rewards", []), list):
         problems += [f"rewards: {reason}" for reason in entry_problems(rewards)]
+        problems += [] if problems else untyped_code(names_of_code(rewards), code)
     return problems
 
 
-def untyped_code(entry: Any, code: Collection[str]) -> list[str]:
+def untyped_code(names_of_code: Sequence[str], code: Collection[str]) -> list[str]:
     known = {*code, *(str(Path(file).expanduser().resolve()) for file in code)}
-    names = [name.rpartition(":")[0] or name for name in code_of(entry)]
+    names = [name.rpartition(":")[0] or name for name in names_of_code]
     return [why_untyped(name) for name in names if not known & {name, str(Path(name).resolve())}]
 
 

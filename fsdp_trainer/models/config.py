@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.parts.families import (
-    ACTIVATIONS,
     FAMILIES,
     FULL,
     GROUPED_OPTIONS,
@@ -26,6 +25,7 @@ from fsdp_trainer.config.parts.families import (
     layer_pattern,
     nearest_family,
 )
+from fsdp_trainer.config.parts.own_parts import BUILT_IN, own_names
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.folders.other_weights import described_otherwise
 
@@ -812,10 +812,9 @@ def _text_part(raw: Json) -> Json:
 
 def _without_mxfp4(raw: Json) -> Json:
     """Return the configuration without MXFP4 quantization, which is decoded on reading."""
-    spec = FAMILIES.get(str(raw.get("model_type")))
-    stored = raw.get("quantization_config")
+    family, stored = str(raw.get("model_type")), raw.get("quantization_config")
     is_mxfp4 = isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
-    if is_mxfp4 and spec is not None and spec.clamped_experts:
+    if is_mxfp4 and family in FAMILIES and FAMILIES[family].clamped_experts:
         return {name: value for name, value in raw.items() if name != "quantization_config"}
     return raw
 
@@ -1065,9 +1064,10 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
         yield Problem(f"architectures={architectures}", f"only {name} is trained\n{own}")
     yield from _refused_keys(raw, spec)
     activation = _read_values(raw, spec)["hidden_act"]
-    if activation not in ACTIVATIONS:
+    known = [*BUILT_IN["activation"], *own_names("activation")]
+    if activation not in known:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
-        reason = f"supported are {', '.join(ACTIVATIONS)}\n{BY_TRANSFORMERS}"
+        reason = f"supported are {', '.join(known)}\n{BY_TRANSFORMERS}"
         yield Problem(f"{name}={activation}", reason)
     yield from _layer_type_problems(raw, spec)
     if _read_windows(raw, spec).get("sliding_window") == 0:

@@ -5,8 +5,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_trainer.config.parts.families import ACTIVATIONS
-from fsdp_trainer.config.parts.own_parts import code_at
+from fsdp_trainer.config.parts.own_parts import part_named
 from fsdp_trainer.models.config import ModelConfig
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -23,7 +22,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
-        self.activation = code_at(ACTIVATIONS[config.hidden_act])
+        self.activation = part_named("activation", config.hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

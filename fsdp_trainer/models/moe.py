@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_trainer.config.parts.families import ACTIVATIONS, BIASED
-from fsdp_trainer.config.parts.own_parts import code_at
+from fsdp_trainer.config.parts.families import BIASED
+from fsdp_trainer.config.parts.own_parts import part_named
 from fsdp_trainer.models.balance import Balancing, auxiliary_values
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.feed_forward import MLP
@@ -175,7 +175,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
-        self.activation = code_at(ACTIVATIONS[config.hidden_act])
+        self.activation = part_named("activation", config.hidden_act)
 
     def local(self, parameter: Tensor) -> Tensor:
         return parameter

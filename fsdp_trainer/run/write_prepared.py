@@ -8,15 +8,15 @@ from fsdp_trainer.base.counted import counted
 from fsdp_trainer.checkpoint.atomic_files import complete_folder
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.new_folder import new_folder
+from fsdp_trainer.config.parts.own_parts import part_named
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.prepared import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.store.tokenize_tasks import TRAIN
-from fsdp_trainer.data.token_files.write_token_files import WRITERS
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
-assert set(WRITERS) == set(TOKEN_FORMS)
+PART = "token_form"
 
 
 def require_form(cfg: PrepareConfig) -> None:
@@ -51,9 +51,10 @@ def write_prepared(
         out.parent.mkdir(parents=True, exist_ok=True)
         with complete_folder(out) as partial:
             for name, store in parts.items():
-                WRITERS[form](partial, name, tokenizer.vocab_size, tokenizer.eos_id).write(
-                    _documents(store)
+                writer = part_named(PART, form)(
+                    partial, name, tokenizer.vocab_size, tokenizer.eos_id
                 )
+                writer.write(_documents(store))
                 lines.append(
                     f"{counted(len(store), 'document')} of {name}, {store.token_count:,} tokens"
                 )

@@ -525,6 +525,10 @@ def test_code_is_named_on_the_command_line_and_in_no_file(tmp_path, monkeypatch)
     with pytest.raises(UserError, match="would undo"):
         compose("train", ["mine.yaml", "data.path=demo:backwards"])
     assert not (tmp_path / "was_run").exists()
+    (tmp_path / "mine.yaml").write_text("objective: {rewards: [{name: own.py:Path}]}")
+    with pytest.raises(UserError, match="cannot name code"):
+        compose("train", ["mine.yaml", *DEMO, "objective=grpo"])
+    assert code_of_sweep("hydra.sweeper.params.objective.rewards", "[own.py:Path],[exact]")
     monkeypatch.setenv("MINE", "own.py:Own")
     compose("train", ["objective.environment=${oc.env:MINE}", *usual])
     (tmp_path / "mine.yaml").write_text("code: [own.py]")

@@ -19,6 +19,8 @@ from fsdp_trainer.api import as_words
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.rl.environments.known_environments import find_environment
+from fsdp_trainer.rl.rewards.reward import Attempt
+from fsdp_trainer.rl.rewards.table import make_rewards
 
 EXAMPLES = REPO / "examples" / "extend"
 
@@ -174,6 +176,19 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     assert main([*words, "objective=grpo", "objective.environment=agian"]) == 2
     assert "Did you mean  again" in capsys.readouterr().err
     assert find_environment({"name": "again", "tries": 1}).make().tries == 1
+    for name in ("says", f"{EXAMPLES}/reward.py:says"):
+        [reward] = make_rewards([{"name": name, "word": "because"}])
+        assert reward.title == "says"
+        assert reward.score([Attempt("?", "just because", {}), Attempt("?", "so", {})]) == [1, 0]
+    np.arange(900, dtype="<u2").clip(0, 60).tofile(empty / "a.tok")
+    named = ["data.path=a.tok", "data.too_long=split", "model.family=squared", "run.name=named"]
+    assert main([*words, *named, "data.template=simple", "data.validation=null"]) == 0
+    assert main(["export", str(tmp_path / "named"), "out=other"]) == 0
+    config = read_json(empty / "other" / "config.json")
+    assert (config["model_type"], config["hidden_act"]) == ("squared", "squared_relu")
+    template = (empty / "other" / "chat_template.jinja").read_text()
+    assert "needs" not in template
+    assert "message['role'] + ': '" in template
 
 
 def test_a_program_and_a_tracker_get_every_line(words, tmp_path, program):

@@ -9,11 +9,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.tokens.byte_level_files import cut_as
 from fsdp_trainer.data.tokens.encoding import LLAMA_3
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, NAMED
 from fsdp_trainer.errors import UserError
 
 BYTES = 256
@@ -54,12 +54,11 @@ class AddedTokens:
 
 def added_tokens(template: str, further: list[str]) -> AddedTokens:
     """Return the tokens that a built-in template needs. further: additional special tokens."""
+    needs = TEMPLATES[template]
     named = {"eos_token": END.get(template, USUAL_END), "pad_token": PAD}
-    if "bos_token" in NAMED.get(template, ()):
+    if "bos_token" in needs.special:
         named = {"bos_token": BEGIN[template], **named}
-    return AddedTokens(
-        named, (*MARKERS.get(template, ()), *further), PLAIN_TOKENS.get(template, ())
-    )
+    return AddedTokens(named, (*needs.markers, *further), PLAIN_TOKENS.get(template, ()))
 
 
 def smallest_vocabulary(kind: str, added: AddedTokens) -> int:

@@ -9,14 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdp_trainer.config.parts.own_parts import own_names, usable_part
 from fsdp_trainer.config.yaml_text import load_yaml
 
-ACTIVATIONS = {
-    "silu": "torch.nn.functional:silu",
-    "gelu_pytorch_tanh": "fsdp_trainer.models.feed_forward:gelu_tanh",
-    "gelu": "torch.nn.functional:gelu",
-}
-"""Functions of a feed-forward, as MODULE:NAME, by `hidden_act` in config.json."""
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LATENT = "latent_attention"
@@ -146,8 +141,23 @@ def _with_tuples(value: Any) -> Any:
 
 
 TABLE = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-FAMILIES = {name: Family(**_with_tuples(row)) for name, row in TABLE["families"].items()}
-"""By `model_type` of config.json."""
+
+
+class Families(dict[str, Family]):
+    """The program's families by `model_type` of config.json, and those of the user's own.
+
+    The latter are known by name; what lists the families has those of this program.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in own_names("family")
+
+    def __missing__(self, name: str) -> Family:
+        family: Family = usable_part("family", name, Family)
+        return family
+
+
+FAMILIES = Families({name: Family(**_with_tuples(row)) for name, row in TABLE["families"].items()})
 OTHER = Family("", windows="pattern")
 """Stands for the family of a model that transformers' own class computes."""
 

@@ -1,10 +1,12 @@
-"""Parts of the user's own: FILE.py:NAME, registered from Python, or an installed package's.
+"""Parts by kind and name: the program's, and the user's own.
 
-A key with `part=KIND` takes them beside its own choices. Imports no torch.
+Those are FILE.py:NAME, registered from Python, or an installed package's. A key with `part=KIND`
+takes them beside its own choices. Imports no torch.
 """
 
 import hashlib
 import importlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.own_code import import_file, names_in, place_of
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import UserError
 
 GROUP = "fsdp_trainer.parts"
@@ -21,9 +24,26 @@ KINDS: dict[str, dict[str, Any]] = {
     for kind in (
         *("callback", "metric", "objective", "reward", "tracker"),
         *("optimizer", "schedule", "format", "form", "environment"),
+        *("token_file", "token_form", "template", "family", "activation"),
     )
 }
 """Registered parts by kind and name."""
+FAMILY = "family"
+"""The kind whose names stand in folders of models, so that none is in a file."""
+BUILT_IN: dict[str, dict[str, str]] = load_yaml(
+    Path(__file__).with_name("built_in.yaml").read_text(encoding="utf-8")
+)
+
+
+def built_in(kind: str) -> dict[str, Any]:
+    """Return the program's own parts of a kind by name. They are imported now."""
+    return {name: code_at(place) for name, place in BUILT_IN[kind].items()}
+
+
+def part_named(kind: str, name: str, wanted: Any = Callable) -> Any:
+    """Return a part of the program, or one of the user's own as `usable_part` does."""
+    place = BUILT_IN[kind].get(name)
+    return code_at(place) if place else usable_part(kind, name, wanted)
 
 
 def own_part(kind: str, name: str) -> Any:
@@ -31,10 +51,14 @@ def own_part(kind: str, name: str) -> Any:
     file, _, attribute = name.rpartition(":")
     if file:
         return getattr(import_file(Path(file)), attribute)
-    return KINDS[kind].get(name) or offered(kind)[name].load()
+    return KINDS[kind].get(name) or _loaded(kind, name)
 
 
 @cache
+def _loaded(kind: str, name: str) -> Any:
+    return offered(kind)[name].load()
+
+
 def usable_part(kind: str, name: str, wanted: Any = Callable) -> Any:
     """Return an own part. Raises UserError if it is not of the wanted type, or its code fails."""
     try:
@@ -59,6 +83,8 @@ def why_no_part(kind: str, name: str) -> str | None:
             return None
         there = f"There are: {' '.join(known)}" if known else "None is registered or installed"
         return f"there is no {kind} {name}. {there}.\nOne in a file is  FILE.py:NAME"
+    if kind == FAMILY:
+        return "a family's name stands in folders of models: register it, or let a package offer it"
     if not Path(file).is_file():
         return f"{file} is no file"
     try:
@@ -74,8 +100,14 @@ def own_names(kind: str) -> list[str]:
 
 
 def offered(kind: str) -> dict[str, EntryPoint]:
-    parts = [part for part in entry_points(group=GROUP) if part.name.startswith(f"{kind}.")]
+    parts = [part for part in _installed(tuple(sys.path)) if part.name.startswith(f"{kind}.")]
     return {part.name.removeprefix(f"{kind}."): part for part in parts}
+
+
+@cache
+def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return the parts of installed packages. path: where Python looks for them."""
+    return tuple(entry_points(group=GROUP))
 
 
 def identity_of(kind: str, name: str) -> Any:

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, BinaryIO
 
 from fsdp_trainer.base.unpacked import TooLarge, open_unpacked, unpack
-from fsdp_trainer.config.data_files import ARROW, CSV, JSON, TEXT, TOKEN_FILES, is_url, kind
+from fsdp_trainer.config.data_files import ARROW, CSV, JSON, TEXT, is_url, kind, token_suffixes
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.files.csv_rows import read_csv
 from fsdp_trainer.data.files.json_values import (
@@ -107,7 +107,7 @@ def split_units(
     (suffix, compression), mark = kind(file), mark or stamp(file)
     edges = [0]
     if file not in quickstart_data.TASKS and not compression:
-        if suffix in TOKEN_FILES:
+        if suffix in token_suffixes():
             edges = token_edges(file, bytes_each)
         elif suffix in ARROW:
             edges = _edges_of_parts(file, suffix, bytes_each)
@@ -151,7 +151,9 @@ class Lines:
 
     def before(self, unit: Unit) -> int:
         suffix = kind(unit.file)[0]
-        if not unit.start or suffix in TOKEN_FILES:  # these number their rows from the first one
+        if (
+            not unit.start or suffix in token_suffixes()
+        ):  # these number their rows from the first one
             return 0
         if suffix in ARROW:
             return sum(records_of_parts(_table(unit.file, None), suffix)[: unit.start])
@@ -238,7 +240,7 @@ def _records(unit: Unit, suffix: str, compression: str | None) -> Iterator[Recor
             Record(columns, (file, i))
             for i, columns in enumerate(quickstart_data.rows(file), start=1)
         )
-    elif suffix in (*TOKEN_FILES, *ARROW, *CSV):
+    elif suffix in (*token_suffixes(), *ARROW, *CSV):
         records = _table_records(unit, suffix, compression)
         yield from (Record(columns, (file, number), error) for number, columns, error in records)
     elif not unit.start and (reason := _no_text(_first_bytes(file, 32))):
@@ -256,7 +258,7 @@ def _table_records(
     unit: Unit, suffix: str, compression: str | None
 ) -> Iterator[tuple[int, dict[str, Any], str | None]]:
     file = unit.file
-    if suffix in TOKEN_FILES:
+    if suffix in token_suffixes():
         yield from token_rows(file, unit.start, unit.stop, unit.separator)
     elif suffix in ARROW and not is_url(file) and _first_bytes(file, len(LFS)) == LFS:
         yield 1, {}, OTHERS[LFS]

@@ -2,10 +2,11 @@
 
 import hashlib
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 
 TOKENIZER = "demo:bytes"
 BACKWARDS = {"demo:backwards": slice(0, 4000), "demo:backwards/heldout": slice(4000, 4200)}
@@ -72,7 +73,5 @@ def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str]:
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
     )
-    chatml = (
-        Path(__file__).parents[1] / "templates" / "chat_templates" / "chatml.jinja"
-    ).read_text(encoding="utf-8")
-    return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, set(), chatml
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    return tokenizer, special, set(), TEMPLATES["chatml"].text

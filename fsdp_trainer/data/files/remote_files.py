@@ -27,13 +27,13 @@ from fsspec.core import url_to_fs
 from fsdp_trainer.base.folders import short_name
 from fsdp_trainer.base.safe_text import identity, without_secrets
 from fsdp_trainer.config.data_files import (
-    KINDS,
     check_data_files,
     has_magic,
     is_data,
     is_url,
     kind,
     place,
+    suffixes,
     why_url_unusable,
 )
 from fsdp_trainer.errors import Problem, UserError
@@ -183,7 +183,7 @@ def fetch(
         aside.write_text(json.dumps(copies), encoding="utf-8")
         os.replace(aside, listing)
     for copy in copies.values():
-        if kind(copy)[0] not in KINDS:
+        if kind(copy)[0] not in suffixes():
             raise _unusable(
                 url,
                 key,

@@ -9,23 +9,15 @@ import numpy as np
 
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.own_code import place_of
-from fsdp_trainer.config.parts.own_parts import usable_part
+from fsdp_trainer.config.parts.own_parts import built_in, usable_part
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.files.tables import label_names
 from fsdp_trainer.data.files.turns_and_rows import is_turn, role_key
 from fsdp_trainer.data.records.flags import flag_of, is_missing, mask_of, shown_value, whole_numbers
 from fsdp_trainer.data.records.labelled_texts import (
-    LABELLED,
-    QUERIES,
-    RANKED,
-    TAGGED,
     LabelledTexts,
     TaggedText,
     named_labels,
-    read_labelled_text,
-    read_query,
-    read_ranked,
-    read_tagged,
 )
 from fsdp_trainer.data.records.media import media_in
 from fsdp_trainer.data.records.messages import (
@@ -42,8 +34,6 @@ from fsdp_trainer.data.records.preference_records import (
     UNPAIRED,
     LabelledAnswer,
     Preference,
-    read_labelled,
-    read_preference,
 )
 from fsdp_trainer.data.records.record_formats import (
     FIELDS,
@@ -594,11 +584,11 @@ def _answer(values: Values, completion: str) -> list[Message]:
     return turns_or_text(value, "assistant", values.name(completion))
 
 
-def _read_document(values: Values) -> Document:
+def read_document(values: Values) -> Document:
     return Document(values.text("text"), values.where)
 
 
-def _read_tokens(values: Values) -> Pretokenized:
+def read_tokens(values: Values) -> Pretokenized:
     """Return tokens without padding; those with label -100 or `loss_mask` 0 are not supervised."""
     mapped = values["input_ids"]
     if isinstance(mapped, MappedTokens):
@@ -663,7 +653,7 @@ def _mask(values: Values, meaning: str) -> list | None:
     return mask_of(value, repr(values.name(meaning)))
 
 
-def _read_segments(values: Values) -> Segments:
+def read_segments(values: Values) -> Segments:
     """Return axolotl's segments: a list of `text` and `label`, which is true if supervised."""
     segments, name = parsed(values["segments"]), values.name("segments")
     if not isinstance(segments, list) or not segments:
@@ -684,21 +674,11 @@ def _read_segments(values: Values) -> Segments:
     return Segments(texts, learnt, values.where)
 
 
-READERS: dict[str, Callable[[Values], Readable]] = {
-    "tokens": _read_tokens,
-    "preference": read_preference,
-    UNPAIRED: read_labelled,
-    "segments": _read_segments,
-    "messages": partial(_read_chat, meaning="messages"),
-    "sharegpt": partial(_read_chat, meaning="conversations"),
-    "alpaca": partial(_read_answer, prompt="instruction", completion="output"),
-    "prompt_completion": partial(_read_answer, prompt="prompt", completion="completion"),
-    "text": _read_document,
-    LABELLED: read_labelled_text,
-    QUERIES: read_query,
-    RANKED: read_ranked,
-    TAGGED: read_tagged,
-}
+read_messages = partial(_read_chat, meaning="messages")
+read_sharegpt = partial(_read_chat, meaning="conversations")
+read_alpaca = partial(_read_answer, prompt="instruction", completion="output")
+read_completion = partial(_read_answer, prompt="prompt", completion="completion")
+READERS: dict[str, Callable[[Values], Readable]] = built_in("format") | built_in("head_format")
 
 
 def _unusable(what: str, reason: str) -> UserError:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from datetime import date
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.time_limit import TooSlow, time_limit
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.media import HELD
 from fsdp_trainer.data.records.messages import Message
@@ -28,11 +28,7 @@ from fsdp_trainer.errors import UserError
 
 # `plain` ends its prompt with a newline: a space would form one token with the first word of the
 # answer, which then would not be supervised.
-BUILT_IN = {
-    file.stem: file.read_text(encoding="utf-8")
-    for file in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
-}
-
+BUILT_IN = {name: template.text for name, template in TEMPLATES.items()}
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where a turn goes on. transformers uses the same text, which a template might look at."""

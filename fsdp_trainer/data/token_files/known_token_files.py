@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.config.data_files import TOKEN_FILES, is_url, kind
+from fsdp_trainer.base.own_code import place_of
+from fsdp_trainer.config.data_files import is_url, kind, token_suffixes
+from fsdp_trainer.config.parts.own_parts import usable_part
 from fsdp_trainer.data.token_files.flat_tokens import open_flat_tokens
 from fsdp_trainer.data.token_files.litdata_chunks import open_litdata_chunk
 from fsdp_trainer.data.token_files.megatron_dataset import index_of, open_megatron_dataset
@@ -28,7 +30,7 @@ ROW_COLUMN = "input_ids"
 
 def is_token_file(file: str) -> bool:
     """Return True for a file of tokens, by its name."""
-    return kind(file)[0] in TOKEN_FILES
+    return kind(file)[0] in token_suffixes()
 
 
 def companion(file: str) -> Path | None:
@@ -54,11 +56,27 @@ def _opened(file: str, changed: tuple[int, ...]) -> TokenFile:
     content = mapped_content(path, compression)
     if not len(content):
         raise BadTokenFile("is empty")
-    for opens in OPENERS[suffix]:
+    for opens in OPENERS.get(suffix) or [_own(suffix[1:])]:
         opened = opens(path, content, compression is None)
         if opened is not None:
             return opened
     raise BadTokenFile("is of no known format")
+
+
+def _own(name: str) -> Open:
+    """Return what opens files of a suffix of the user's own; it fails as ours do."""
+
+    def opens(path: Path, content: np.ndarray, is_mapped: bool) -> TokenFile | None:
+        try:
+            opened: TokenFile | None = usable_part("token_file", name)(path, content, is_mapped)
+        except BadTokenFile:
+            raise
+        except Exception as error:
+            reason = f"cannot be read: {type(error).__name__}: {error}{place_of(error)}"
+            raise BadTokenFile(reason) from None
+        return opened
+
+    return opens
 
 
 def token_edges(file: str, bytes_each: int) -> list[int]:

@@ -131,9 +131,3 @@ class Olmo(TokenFileWriter):
         with open(self.folder / f"{self.part}.npy", "wb") as file:
             for tokens in documents:
                 file.write(self.ended(tokens).astype(self.dtype).data)
-
-
-WRITERS: dict[str, type[TokenFileWriter]] = {
-    "nanogpt": NanoGpt, "llmc": LlmC, "megatron": Megatron, "olmo": Olmo,
-}  # fmt: skip
-"""By value of `form`; the keys are those of TOKEN_FORMS in config/data_files.py."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
+from fsdp_trainer.config.data_files import kind
+from fsdp_trainer.config.parts.own_parts import identity_of, own_names
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.media.media import MediaReader
@@ -58,12 +60,14 @@ class TokenizeOptions:
         reason = f"the tokenizer has no such token.\n{use}"
         raise UserError("the data cannot be used", f"data.end_of_text={named}", reason)
 
-    def separator_of(self, files: Iterable[str]) -> list[int | None]:
-        """Return the separator in a list if one of the files is a token file, else an empty list.
+    def separator_of(self, files: Iterable[str]) -> list[Any]:
+        """Return what decides the tokens of token files; an empty list if none of the files is one.
 
-        It decides the tokens of such files only.
+        That is the separator, and what opens files of the user's own kinds.
         """
-        return [self.separator] if any(map(is_token_file, files)) else []
+        names = {kind(file)[0][1:] for file in files if is_token_file(file)}
+        own = sorted(names & {*own_names("token_file")})
+        return [self.separator, *(identity_of("token_file", name) for name in own)] if names else []
 
     def builder(self) -> SampleBuilder:
         splits = self.kind == UNPAIRED

@@ -8,7 +8,9 @@ from typing import Any
 import jinja2
 
 from fsdp_trainer.base.time_limit import TooSlow, time_limit
-from fsdp_trainer.data.templates.chat_template import BUILT_IN, SECONDS, Template, unusable
+from fsdp_trainer.config.parts.own_parts import own_names, usable_part
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES, DescribedTemplate, described
+from fsdp_trainer.data.templates.chat_template import SECONDS, Template, unusable
 from fsdp_trainer.data.templates.template_language import (
     DEFAULT_DATE,
     RESERVED,
@@ -21,19 +23,6 @@ from fsdp_trainer.errors import UserError
 NOTHING = "none"
 """The template that writes no text but the tokenizer's first token, contents, and end tokens."""
 CHATML = ("<|im_start|>", "<|im_end|>")
-MARKERS = {
-    "chatml": CHATML, "qwen2": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-}  # fmt: skip
-"""Texts that must each be a single token."""
-NAMED = {
-    **dict.fromkeys(("plain", "none", "olmo2", "phi3"), ("eos_token",)),
-    "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
-    "gemma": ("bos_token",), "llama3": ("bos_token",),
-}  # fmt: skip
-"""Special tokens that a template needs from the tokenizer."""
 LONGEST = 1 << 18
 """Characters of a template at most; published ones have up to 30,000."""
 
@@ -51,11 +40,9 @@ def load_template(
     """
     name = name_or_path or ("tokenizer's own" if tokenizer.chat_templates else "plain")
     source: str | dict[str, str] = tokenizer.chat_templates
-    if name in BUILT_IN:
-        source = _built_in(name, tokenizer)
-    elif name_or_path:
-        source = _read(name_or_path)
-    unfit = _misfit(name, tokenizer)
+    unfit: UserError | None = None
+    if name_or_path or name in TEMPLATES:
+        source, unfit = _chosen(name, tokenizer)
     if unfit and name_or_path:
         raise unfit
     _check_length(name, [source] if isinstance(source, str) else [*source.values()])
@@ -71,10 +58,18 @@ def load_template(
     return template
 
 
-def _built_in(name: str, tokenizer: TextTokenizer) -> str:
+def _chosen(name: str, tokenizer: TextTokenizer) -> tuple[str, UserError | None]:
+    """Return a template's text, and the error if it does not fit the tokenizer."""
+    template = TEMPLATES.get(name) or described(_read(name))
+    text = _first_tokens(name, tokenizer) + template.text
+    return text, _misfit(name, template, tokenizer)
+
+
+def _first_tokens(name: str, tokenizer: TextTokenizer) -> str:
+    """Return the beginning of `none`, which writes the tokenizer's first tokens; else ""."""
     first = tokenizer.first_added() if name == NOTHING else []
     texts = [tokenizer.backend.id_to_token(id) for id in first]
-    return "".join(f"{{{{- {text!r} }}}}" for text in texts) + BUILT_IN[name]
+    return "".join(f"{{{{- {text!r} }}}}" for text in texts)
 
 
 def _check_length(name: str, texts: list[str]) -> None:
@@ -85,11 +80,10 @@ def _check_length(name: str, texts: list[str]) -> None:
         raise unusable(name, f"{reason}. At most {LONGEST:,} are compiled")
 
 
-def _misfit(name: str, tokenizer: TextTokenizer) -> UserError | None:
-    """Return the error if the tokenizer lacks a special token of a built-in template."""
-    missing = [
-        marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
-    ]
+def _misfit(name: str, template: DescribedTemplate, tokenizer: TextTokenizer) -> UserError | None:
+    """Return the error if the tokenizer lacks what a template says that it needs."""
+    backend = tokenizer.backend
+    missing = [marker for marker in template.markers if backend.token_to_id(marker) is None]
     if missing:
         pieces = len(tokenizer.encode(missing[0]))
         use = "plain  (needs no special tokens)"
@@ -102,7 +96,7 @@ def _misfit(name: str, tokenizer: TextTokenizer) -> UserError | None:
             f"it would be {pieces} pieces of text.\n"
             f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"',
         )
-    missing = [role for role in NAMED.get(name, ()) if role not in tokenizer.special]
+    missing = [role for role in template.special if role not in tokenizer.special]
     if missing:
         own = "" if tokenizer.chat_templates else ", and no chat template of its own"
         add = ",".join(f"'{marker}'" for marker in CHATML)
@@ -143,10 +137,15 @@ def _date(today: str | None) -> date:
 
 
 def _read(path: str) -> str:
+    own = own_names("template")
+    if path in own:
+        text: str = usable_part("template", path, str)
+        return text
     if not Path(path).expanduser().is_file():
         raise unusable(
             path,
-            f"there is no such file, and no template of this name; there is  {'  '.join(BUILT_IN)}",
+            "there is no such file, and no template of this name; there is  "
+            + "  ".join([*TEMPLATES, *own]),
         )
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")

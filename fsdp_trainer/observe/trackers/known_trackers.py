@@ -5,21 +5,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from fsdp_trainer.config.parts.own_parts import own_part
+from fsdp_trainer.config.parts.own_parts import built_in, own_part
 from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.extensions import TrackedRun, Tracker
-from fsdp_trainer.observe.trackers.comet_tracker import Comet
-from fsdp_trainer.observe.trackers.mlflow_tracker import MLflow
-from fsdp_trainer.observe.trackers.program_tracker import Program
-from fsdp_trainer.observe.trackers.swanlab_tracker import SwanLab
-from fsdp_trainer.observe.trackers.tensorboard_tracker import TensorBoard
-from fsdp_trainer.observe.trackers.trackio_tracker import Trackio
-from fsdp_trainer.observe.trackers.wandb_tracker import WeightsAndBiases
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "wandb": WeightsAndBiases, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio,
-    "comet": Comet, "swanlab": SwanLab, "command": Program,
-}  # fmt: skip
+TRACKERS: dict[str, type[Tracker]] = built_in("tracker")
 OFF = (None, False, "disabled")
 
 

@@ -11,24 +11,14 @@ from fsdp_trainer.base.recorded import FromEnvironment
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.config.parts.own_parts import own_names, own_part, why_no_part
+from fsdp_trainer.config.parts.own_parts import built_in, own_names, own_part, why_no_part
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.rl.environments.calculator import Calculator
-from fsdp_trainer.rl.environments.document_search import DocumentSearch
-from fsdp_trainer.rl.environments.endpoint import UserProgram
 from fsdp_trainer.rl.environments.environment import Environment
-from fsdp_trainer.rl.environments.openenv import OpenEnv
-from fsdp_trainer.rl.environments.python_code import Python
-from fsdp_trainer.rl.environments.user import User
-from fsdp_trainer.rl.environments.verifiers_tasks import VerifiersTasks
 
-ENVIRONMENTS: dict[str, type[Environment]] = {
-    kind.name: kind
-    for kind in (Calculator, Python, DocumentSearch, User, UserProgram, VerifiersTasks, OpenEnv)
-}
+KEY, PART = "objective.environment", "environment"
+ENVIRONMENTS: dict[str, type[Environment]] = built_in(PART)
 METHODS = ("reset", "step")
 """What a user's environment must have; `reward` and `close` are optional."""
-KEY, PART = "objective.environment", "environment"
 Entry = str | dict[str, Any]
 
 

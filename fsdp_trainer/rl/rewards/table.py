@@ -9,20 +9,12 @@ from typing import Any
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.parts.own_parts import built_in, own_names, usable_part, why_no_part
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.extensions import REWARDS as REGISTERED
-from fsdp_trainer.rl.rewards.code import Code
-from fsdp_trainer.rl.rewards.exact import Exact
-from fsdp_trainer.rl.rewards.http import Http
-from fsdp_trainer.rl.rewards.length import Length
-from fsdp_trainer.rl.rewards.model import ModelReward
-from fsdp_trainer.rl.rewards.number import Number
-from fsdp_trainer.rl.rewards.regex import Regex
 from fsdp_trainer.rl.rewards.reward import FunctionReward, Reward
 
-REWARDS: dict[str, type[Reward]] = {
-    kind.name: kind for kind in (Exact, Number, Regex, Length, Code, Http, ModelReward)
-}
+KEY, PART = "objective.rewards", "reward"
+REWARDS: dict[str, type[Reward]] = built_in(PART)
 SYNONYMS = {
     "exact_match": "exact", "equal": "exact", "match": "exact", "accuracy": "exact",
     "math": "number", "numeric": "number", "gsm8k": "number", "boxed": "number",
@@ -37,42 +29,49 @@ LABEL = re.compile(r"[\w.-]+")
 
 
 def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
-    problems = list(entry_problems(entries))
+    problems = list(entry_problems(entries, runs_files=True))
     if problems:
         reason = "\n".join(problems)
-        raise UserError(
-            "the rewards cannot be used", f"objective.rewards={as_text(list(entries))}", reason
-        )
+        raise UserError("the rewards cannot be used", f"{KEY}={as_text(list(entries))}", reason)
     return [_make(entry) for entry in entries]
 
 
-def entry_problems(entries: Sequence[str | dict[str, Any]]) -> Iterator[str]:
+def entry_problems(
+    entries: Sequence[str | dict[str, Any]], runs_files: bool = False
+) -> Iterator[str]:
+    """Yield an error message for each problem of objective.rewards.
+
+    runs_files: whether settings of rewards in files of the user's are checked, which runs these.
+    """
     titles: set[str] = set()
     for entry in entries:
-        problems = list(_problems_of(entry))
+        problems = list(_problems_of(entry, runs_files))
         yield from problems
         if problems:
             continue
-        title = _make(entry).title
+        parts = _parts_of(entry)
+        title = parts.get("label") or parts["name"].rpartition(":")[2]
         if title in titles:
             yield f"{title} is listed twice: give one a label, as in  {{name: {title}, label: b}}"
         titles.add(title)
 
 
-def names() -> list[str]:
-    return [*REWARDS, *REGISTERED]
+def names_of_code(entries: Sequence[str | dict[str, Any]]) -> list[str]:
+    """Return the rewards that are named FILE.py:NAME."""
+    names = [str(_parts_of(entry).get("name")) for entry in entries]
+    return [name for name in names if ".py:" in name]
 
 
-def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
+def _problems_of(entry: str | dict[str, Any], runs_files: bool) -> Iterator[str]:
     parts = _parts_of(entry)
     name = parts.pop("name", None)
     if name is None:
         yield f"{as_text(entry)}  lacks a name, as in  {{name: number, weight: 0.5}}"
         return
-    if name not in names():
-        close = SYNONYMS.get(str(name).lower()) or nearest(str(name), names())
-        meant = f" Did you mean  {close} ?" if close else ""
-        yield f"{name}: there is no such reward.{meant}\nThere are: {' '.join(names())}"
+    if reason := _why_no_reward(str(name)):
+        yield reason
+        return
+    if ".py:" in name and not runs_files:
         return
     wrong = [reason for part in parts if (reason := _wrong_part(name, part, parts[part]))]
     yield from wrong
@@ -80,6 +79,17 @@ def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
         problem = _make(entry).wrong_parts()
         if problem:
             yield f"{name}: {problem}"
+
+
+def _why_no_reward(name: str) -> str | None:
+    known = [*REWARDS, *own_names(PART)]
+    if ".py:" in name:
+        return why_no_part(PART, name)
+    if name in known:
+        return None
+    close = SYNONYMS.get(name.lower()) or nearest(name, known)
+    meant = f" Did you mean  {close} ?" if close else ""
+    return f"{name}: there is no such reward.{meant}\nThere are: {' '.join(known)}"
 
 
 def _wrong_part(name: str, part: str, value: Any) -> str | None:
@@ -91,11 +101,18 @@ def _wrong_part(name: str, part: str, value: Any) -> str | None:
 
 def _known_parts(name: str) -> dict[str, Field | None]:
     """Return the keys of a reward with their fields; None for a function's untyped parameter."""
-    if name in REWARDS:
-        return {field.name: field for field in fields(REWARDS[name]) if field.metadata}
-    own: dict[str, Field | None] = {field.name: field for field in fields(Reward)}
-    parameters = list(inspect.signature(REGISTERED[name]).parameters.values())[1:]
-    return own | {parameter.name: None for parameter in parameters}
+    kind = _code_of(name)
+    of_class = kind if isinstance(kind, type) else Reward
+    known: dict[str, Field | None] = {f.name: f for f in fields(of_class) if f.metadata}
+    if of_class is kind:
+        return known
+    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    return known | {parameter.name: None for parameter in parameters}
+
+
+def _code_of(name: str) -> Any:
+    """Return the class or the function of a reward, imported now. Raises UserError."""
+    return REWARDS.get(name) or usable_part(PART, name)
 
 
 def _parts_of(entry: str | dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +126,9 @@ def _make(entry: str | dict[str, Any]) -> Reward:
     for part, about in known.items():
         if part in parts and about is not None:
             parts[part] = convert(parts[part], about.type)
-    if name in REWARDS:
-        return REWARDS[name](**parts)
+    kind = _code_of(name)
+    if isinstance(kind, type):
+        return kind(**parts)
     common = {part: parts.pop(part) for part in ("weight", "label") if part in parts}
-    options = tuple(parts.items())
-    return FunctionReward(**common, function=REGISTERED[name], registered_as=name, options=options)
+    title, options = name.rpartition(":")[2], tuple(parts.items())
+    return FunctionReward(**common, function=kind, registered_as=title, options=options)

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import torch
 
-from fsdp_trainer.base.folders import user_cache
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.config.paths import model_folder, tokenizer_folder
+from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.media.kinds import processor_of, reader_of
 from fsdp_trainer.data.media.media import MediaReader, joined
 from fsdp_trainer.data.records.images import IMAGES
 from fsdp_trainer.data.records.media import media_in
-from fsdp_trainer.data.store.findings import MediaWarnings
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
@@ -28,9 +25,9 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.drafts import Drafts, drafts_of, sum_of_drafts
-from fsdp_trainer.generation.prompt_media import PromptMedia
+from fsdp_trainer.generation.prompt_media import PromptMedia, reader_of_media
 from fsdp_trainer.generation.sampling import Sampling
-from fsdp_trainer.models.config import AUTO, ONLY_TEXT, ModelConfig
+from fsdp_trainer.models.config import AUTO, ONLY_TEXT
 from fsdp_trainer.models.decoder import Decoder
 
 TextOf = Callable[[list[dict], str], str]
@@ -223,13 +220,6 @@ def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
         return IMAGES.placed(turns, IMAGES.read_all(cfg.image))
     except RecordError as error:
         raise UserError("images do not fit", f"prompt={prompt}", str(error)) from None
-
-
-def reader_of_media(config: ModelConfig, source: str | Path) -> MediaReader | None:
-    if not config.reads_images:
-        return None
-    processor = processor_of(str(model_folder(source)))
-    return reader_of(processor, user_cache(), MediaWarnings())
 
 
 def show_answers(prompt: str, answers: list[str], form: str, drafts: Sequence[Drafts] = ()) -> None:

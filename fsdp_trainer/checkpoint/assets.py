@@ -32,7 +32,7 @@ def write_hf_assets(
     folder.mkdir(parents=True, exist_ok=True)
     stop_ids = sorted(tokenizer.stop_ids, key=lambda i: (i != tokenizer.eos_id, i))
     hf_config = config.to_hf(dtype, tokenizer.bos_id, stop_ids or None)
-    write_json(folder / "config.json", hf_config | padding(config, tokenizer))
+    write_json(folder / "config.json", with_padding(hf_config, padding(config, tokenizer)))
     copied = [*Path(config.folder).glob("*.py")] if config.folder else []
     copied += [source / name for name in OF_IMAGES] if source and config.reads_images else []
     for file in filter(Path.is_file, copied):
@@ -41,6 +41,12 @@ def write_hf_assets(
     if config.pooling:
         write_sentence_files(folder, config, prompts or {})
     tokenizer.save(folder, chat_template)
+
+
+def with_padding(hf_config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with keys of the part for text, which may be the whole of it."""
+    text = hf_config.get("text_config")
+    return hf_config | ({"text_config": text | keys} if keys and isinstance(text, dict) else keys)
 
 
 def padding(config: ModelConfig, tokenizer: TextTokenizer) -> dict[str, Any]:

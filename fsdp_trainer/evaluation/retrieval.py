@@ -19,10 +19,13 @@ from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import Problems, Record, find_sources
 from fsdp_trainer.data.records.labelled_texts import QUERIES, QUERY, LabelledTexts
+from fsdp_trainer.data.records.texts_with_media import MarkedText
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader, read_texts
 from fsdp_trainer.errors import UserError
 
 CORPUS, QUERY_FILE = "corpus.jsonl", "queries.jsonl"
+Text = str | MarkedText
+"""A query or a document, perhaps with media."""
 SPLITS = ("test", "dev", "validation", "train")
 """Names of the files of relevance, the first of which is used that is there."""
 RECALLS, FIRST = (1, 10, 100), 10
@@ -40,20 +43,22 @@ class RetrievalTask:
     """
 
     name: str
-    queries: list[str]
-    documents: list[str]
+    queries: list[Text]
+    documents: list[Text]
     relevant: list[dict[int, float]]
     candidates: list[list[int]] | None = None
 
 
-def read_retrieval(path: str, kind: str, data: Data, limit: int | None) -> RetrievalTask:
+def read_retrieval(
+    path: str, kind: str, data: Data, limit: int | None, with_media: bool = False
+) -> RetrievalTask:
     """Return the task of a folder or a file. Raises UserError.
 
     kind: of a file's rows, QUERIES or RANKED. data: says which columns mean what. limit: the first
-    so many queries.
+    so many queries. with_media: whether the model reads media.
     """
     if not Path(path).is_dir():
-        task = of_rows(Path(path).stem, [*rows_of(path, kind, data)], kind)
+        task = of_rows(Path(path).stem, [*rows_of(path, kind, data, with_media)], kind)
         own = task.candidates and task.candidates[:limit]
         return replace(
             task, queries=task.queries[:limit], relevant=task.relevant[:limit], candidates=own
@@ -65,7 +70,7 @@ def read_retrieval(path: str, kind: str, data: Data, limit: int | None) -> Retri
     return of_folder(Path(path), limit)
 
 
-def rows_of(path: str, kind: str, data: Data) -> Iterator[LabelledTexts]:
+def rows_of(path: str, kind: str, data: Data, with_media: bool) -> Iterator[LabelledTexts]:
     problems = Problems("fail")
 
     def refuse(row: Record, reason: str) -> None:
@@ -75,7 +80,8 @@ def rows_of(path: str, kind: str, data: Data) -> Iterator[LabelledTexts]:
         for file in source.files:
 
             def choose(row: Record, file: str = file) -> Any:
-                return choose_reader(data, row.columns, file, data.format, data.fields, kind)
+                own = data.format, data.fields, kind, with_media
+                return choose_reader(data, row.columns, file, *own)
 
             for *_, texts in read_texts(read_records(file), choose, lambda one: one, refuse):
                 assert isinstance(texts, LabelledTexts)
@@ -84,13 +90,13 @@ def rows_of(path: str, kind: str, data: Data) -> Iterator[LabelledTexts]:
 
 
 def of_rows(name: str, rows: Sequence[LabelledTexts], kind: str) -> RetrievalTask:
-    numbers: dict[str, int] = {}
+    numbers: dict[Text, int] = {}
     queries, relevant, candidates = [], [], []
     for row in rows:
         own: list[int] = []
         gains: dict[int, float] = {}
         for one in row.texts:
-            text = one.text if kind == QUERIES else str(one.second)
+            text = plain_or_marked(one.marked(row.where[0])[-1])
             if kind == QUERIES and one.kind == QUERY:
                 continue
             number = numbers.setdefault(text, len(numbers))
@@ -98,12 +104,16 @@ def of_rows(name: str, rows: Sequence[LabelledTexts], kind: str) -> RetrievalTas
             gain = float(one.kind == 1) if kind == QUERIES else float(one.label)
             if gain > 0:
                 gains[number] = max(gain, gains.get(number, 0.0))
-        queries.append(row.texts[0].text)
+        queries.append(plain_or_marked(row.texts[0].marked(row.where[0])[0]))
         relevant.append(gains)
         candidates.append([*dict.fromkeys(own)])
     return RetrievalTask(
         name, queries, [*numbers], relevant, None if kind == QUERIES else candidates
     )
+
+
+def plain_or_marked(text: MarkedText) -> Text:
+    return text if text.media else text.text
 
 
 def of_folder(folder: Path, limit: int | None) -> RetrievalTask:
@@ -214,7 +224,7 @@ class Mining:
     share: float
 
     def negatives(
-        self, similarity: Tensor, query: str, task: RetrievalTask, place: int
+        self, similarity: Tensor, query: Text, task: RetrievalTask, place: int
     ) -> list[int]:
         """Return the numbers of a query's hard negatives, the most similar first.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
-from fsdp_trainer.data.media.media import MediaProcessor, SampleMedium, joined
+from fsdp_trainer.base.folders import user_cache
+from fsdp_trainer.config.paths import model_folder
+from fsdp_trainer.data.media.kinds import processor_of, reader_of
+from fsdp_trainer.data.media.media import MediaProcessor, MediaReader, SampleMedium, joined
+from fsdp_trainer.data.store.findings import MediaWarnings
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import AXES, Decoder, MediaInputs
 
 Arrays = dict[str, np.ndarray]
@@ -44,6 +50,17 @@ class PromptMedia:
         return cls(load, sum(one.tokens for one in media))
 
 
+def reader_of_media(config: ModelConfig, source: str | Path) -> MediaReader | None:
+    """Return what reads media for a model; None for one that reads only text.
+
+    source: a run, a checkpoint or a folder.
+    """
+    if not config.reads_images:
+        return None
+    processor = processor_of(str(model_folder(source)))
+    return reader_of(processor, user_cache(), MediaWarnings())
+
+
 def media_inputs(
     model: Decoder, rows: Sequence[Any], texts: list[list[int]], width: int, device: torch.device
 ) -> tuple[MediaInputs | None, Tensor | None]:
@@ -68,12 +85,17 @@ def packed_media(
     texts: Sequence[tuple[int, ...]],
     media: Sequence[PromptMedia | None],
     device: torch.device,
+    length: int | None = None,
 ) -> MediaInputs | None:
+    """Return the media of texts that share a row. length: of the row; None: that of the texts."""
     inputs, own = loaded(media, device)
     if inputs is None or model.media_positions is None:
         return inputs
     each = [positions_of(model, *one) for one in zip(own, map(list, texts), strict=True)]
-    return replace(inputs, positions=to_device(torch.cat(each, 1)[:, None], device))
+    positions = torch.cat(each, 1)[:, None]
+    padding = 0 if length is None else length - positions.shape[-1]
+    positions = torch.nn.functional.pad(positions, (0, padding))
+    return replace(inputs, positions=to_device(positions, device))
 
 
 def loaded(

@@ -72,10 +72,16 @@ class EmbeddingForwardBackward(DocumentForwardBackward):
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Compute all vectors and their gradient first, then run the step. See ForwardBackward."""
         phases.enter("forward")
-        batches = [*micro_batches]
+        batches, vectors = [], []
         with torch.no_grad():
-            vectors = [self._vectors(batch, self.model(batch).scores) for batch in batches]
+            for batch in micro_batches:
+                vectors.append(self._vectors(batch, self.model(batch).scores))
+                batches.append(with_media_on(batch, torch.device("cpu")))
         return super().run(step, self._compared(batches, vectors))
+
+    def complete(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with its media, which wait on the host, on its device again."""
+        return with_media_on(batch, batch.tokens.device)
 
     def scores(
         self, step: StepBatches, before: Callable[[], None]
@@ -158,6 +164,14 @@ class EmbeddingForwardBackward(DocumentForwardBackward):
             every[first : first + len(own)] = own
         self.dims.sum_over_tokens(every)
         return first, sum(of_queries), every
+
+
+def with_media_on(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return a micro-batch whose media are on a device: those of a whole step may be large."""
+    if batch.media is None:
+        return batch
+    arrays = {name: values.to(device) for name, values in batch.media.arrays.items()}
+    return replace(batch, media=replace(batch.media, arrays=arrays))
 
 
 def numbers_on_host(counts: Tensor) -> list[list[int]]:

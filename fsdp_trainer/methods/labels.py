@@ -217,9 +217,15 @@ def text_values(stores: Sequence[TokenStore]) -> list[np.ndarray]:
     known: dict[bytes, int] = {}
     values = []
     for store in stores:
-        tokens = (store.read(sample)[0].tobytes() for sample in range(len(store)))
+        texts = (content_of_text(store, sample) for sample in range(len(store)))
         same = [
-            known.setdefault(blake2b(each, digest_size=12).digest(), len(known)) for each in tokens
+            known.setdefault(blake2b(each, digest_size=12).digest(), len(known)) for each in texts
         ]
         values.append(np.stack([text_scores(store), np.array(same, np.float64)], 1))
     return values
+
+
+def content_of_text(store: TokenStore, sample: int) -> bytes:
+    """Return what makes a text equal to another one: its tokens, and the files of its media."""
+    files = "".join(one.file.digest for one in store.media(sample))
+    return store.read(sample)[0].tobytes() + files.encode()

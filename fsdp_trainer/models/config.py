@@ -58,7 +58,7 @@ LISTS_OF_FACTORS = ("short_factor", "long_factor")
 MOST_FACTOR = 2**50
 """The largest number in a description of RoPE."""
 LANGUAGE_MODEL, CLASSIFIER, BARE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
-TAGGER = "ForTokenClassification"
+TAGGER, WITH_IMAGES = "ForTokenClassification", "ForConditionalGeneration"
 """Suffixes of transformers' class names; a reward model is a classifier with one label."""
 ENDING = re.compile(r"(LMHeadModel|Model|For(?!ConditionalGeneration)\w+)$")
 """The end of the name of a class of transformers, which says what it is for."""
@@ -405,6 +405,8 @@ class ModelConfig:
         if self.by_transformers:
             name = str((self.source.get("architectures") or [""])[0])
             name = ENDING.sub(LANGUAGE_MODEL, name)
+            if self.reads_images and not self.predicts:
+                name = name.replace(WITH_IMAGES, LANGUAGE_MODEL)
         if self.pooling or (self.encoder and not self.scores):
             return name.replace(LANGUAGE_MODEL, BARE_MODEL)
         if self.scores:

@@ -26,13 +26,16 @@ from fsdp_trainer.apps.chat.requests import (
     BadRequest,
     flag,
     integer,
+    read_parts,
     read_prompts,
     refuse_others,
     require_characters,
 )
 from fsdp_trainer.checkpoint.load import endpoint_of
+from fsdp_trainer.data.records.texts_with_media import MarkedText
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.labels import MULTI
-from fsdp_trainer.methods.text_reader import TextReader
+from fsdp_trainer.methods.text_reader import Text, TextReader, Texts
 from fsdp_trainer.training.documents.read_texts import Tokens
 
 MOST_TOKENS = 300_000
@@ -105,12 +108,7 @@ def embeddings(served: ServedReader, body: Any) -> Json:
     form = body.get("encoding_format") or FLOAT
     if form not in (FLOAT, BASE64):
         raise BadRequest(f"'encoding_format' should be {FLOAT} or {BASE64}", "encoding_format")
-    inputs = read_prompts(body.get("input"), reader.tokenizer.vocab_size, "input")
-    if isinstance(inputs[0], str):
-        texts = [checked_text(text, "input", reader, limit) for text in inputs]
-        tokens: Tokens = reader.encode(texts, read_prompt(body, reader), limit)
-    else:
-        tokens = [ids[:limit] for ids in inputs]
+    tokens = read_embedded(body, reader, limit)
     vectors = reader.vectors(checked(tokens, "input", reader), width)
     rows = vectors.numpy().astype("<f4")
     data = [
@@ -118,6 +116,21 @@ def embeddings(served: ServedReader, body: Any) -> Json:
         for i, row in enumerate(rows)
     ]
     return {"object": "list", "data": data, "model": served.name, "usage": usage(tokens)}
+
+
+def read_embedded(body: Json, reader: TextReader, limit: int | None) -> Tokens:
+    """Return the tokens of the inputs: texts, texts in parts, or tokens. Raises BadRequest."""
+    given = body.get("input")
+    inputs = given if isinstance(given, list) else [given]
+    if not any(isinstance(one, dict) for one in inputs):
+        prompts = read_prompts(given, reader.tokenizer.vocab_size, "input")
+        if not isinstance(prompts[0], str):
+            return [ids[:limit] for ids in prompts if not isinstance(ids, str)]
+        inputs = [*prompts]
+    elif len(inputs) > MAX_PROMPTS:
+        raise BadRequest(f"'input' should be a text or 1 to {MAX_PROMPTS:,} of them", "input")
+    texts = [checked_text(text, "input", reader, limit) for text in inputs]
+    return encoded(partial(reader.encode, texts, read_prompt(body, reader), limit), "input")
 
 
 def written(row: np.ndarray, form: str) -> list[float] | str:
@@ -145,19 +158,20 @@ def rerank(served: ServedReader, body: Any) -> Json:
     if not isinstance(given, list) or not 0 < len(given) <= MAX_PROMPTS:
         reason = f"'documents' should be a list of 1 to {MAX_PROMPTS:,} texts"
         raise BadRequest(reason, "documents")
-    inner = [one.get("text") if isinstance(one, dict) else one for one in given]
+    inner = [one.get("text", one) if isinstance(one, dict) else one for one in given]
     documents = [checked_text(text, "documents", reader, limit) for text in inner]
     pairs = 0 if reader.model.config.pooling else len(documents)
-    if len(query) * pairs > CHARACTERS_PER_TOKEN * MOST_TOKENS:
+    if len(characters(query)) * pairs > CHARACTERS_PER_TOKEN * MOST_TOKENS:
         reason = f"'query' is read with each of {pairs:,} documents, and is too long for"
         raise BadRequest(f"{reason} so many: send fewer", "query", code="context_length_exceeded")
-    tokens = checked(reader.encode_ranked(query, documents, limit), "documents", reader)
+    ranked = encoded(partial(reader.encode_ranked, query, documents, limit), "documents")
+    tokens = checked(ranked, "documents", reader)
     scores = reader.relevance(tokens).tolist()
     shows = body.get("return_documents") is None or flag(body, "return_documents")
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     results = [
         {"index": i, "relevance_score": scores[i]}
-        | ({"document": {"text": documents[i]}} if shows else {})
+        | ({"document": shown_document(given[i])} if shows else {})
         for i in order[: integer(body, "top_n", len(order), 1, 10**9)]
     ]
     return {"id": f"rerank-{secrets.token_hex(12)}", "model": served.name} | {
@@ -174,7 +188,7 @@ def classify(served: ServedReader, body: Any) -> Json:
     if not 0 < len(inputs) <= MAX_PROMPTS:
         raise BadRequest(f"'input' should be a text or 1 to {MAX_PROMPTS:,} of them", "input")
     texts = [read_classified(one, reader, limit) for one in inputs]
-    tokens = checked(reader.encode(texts, limit=limit), "input", reader)
+    tokens = checked(encoded(partial(reader.encode, texts, limit=limit), "input"), "input", reader)
     config = reader.model.config
     data: list[Json] = []
     for index, values in enumerate(reader.probabilities(tokens)):
@@ -190,7 +204,7 @@ def classify(served: ServedReader, body: Any) -> Json:
     return about | {"data": data, "usage": usage(tokens)}
 
 
-def read_classified(value: Any, reader: TextReader, limit: int | None) -> str | tuple[str, str]:
+def read_classified(value: Any, reader: TextReader, limit: int | None) -> Texts:
     """Return a text, or two that are read together: a list of them. Raises BadRequest."""
     if isinstance(value, list) and len(value) == 2:
         first, second = (checked_text(text, "input", reader, limit) for text in value)
@@ -218,11 +232,33 @@ def begin(served: ServedReader, body: Any, keys: Sequence[str]) -> int | None:
     return context if limit < 1 else limit
 
 
-def checked_text(value: Any, key: str, reader: TextReader, limit: int | None) -> str:
+def encoded(encode: Callable[[], Tokens], key: str) -> Tokens:
+    """Return the tokens of texts. Raises BadRequest for images that cannot be read."""
+    try:
+        return encode()
+    except UserError as error:
+        raise BadRequest(f"{key!r}: {error.problems[0].reason}", key) from None
+
+
+def shown_document(given: Any) -> Json:
+    """Return a document of a request as its answer repeats it."""
+    return given if isinstance(given, dict) else {"text": given}
+
+
+def characters(text: Text) -> str:
+    return text.text if isinstance(text, MarkedText) else text
+
+
+def checked_text(value: Any, key: str, reader: TextReader, limit: int | None) -> Text:
     """Return a text that is not empty, and not far too long. Raises BadRequest.
 
-    limit: tokens that it is cut to; None: it is not.
+    value: a text, or {"content": parts} with images as data URLs. limit: tokens that it is cut to;
+    None: it is not.
     """
+    if isinstance(value, dict) and isinstance(value.get("content"), list):
+        text, media = read_parts(value["content"], key)
+        whole = checked_text(text, key, reader, limit)
+        return MarkedText(characters(whole), tuple(media)) if media else whole
     if not isinstance(value, str) or not value:
         raise BadRequest(f"{key!r} should be text, and not empty", key)
     require_characters(value, key)

@@ -338,11 +338,9 @@ def read_turn(turn: Any, place: int) -> dict[str, Any]:
         known = ", ".join(ROLES)
         raise BadRequest(f"{where} has the role {turn['role']!r}; served are {known}", "messages")
     others = read_others(turn, where)
-    content, images = turn.get("content"), []
+    content, images = turn.get("content"), list[Image]()
     if isinstance(content, list):
-        images = [read_image(part, where) for part in content if is_image(part)]
-        parts = [MARK if is_image(part) else text_of_part(part, where) for part in content]
-        content = "".join(parts)
+        content, images = read_parts(content, where)
     if content is None and "tool_calls" in others:
         content = ""
     if not isinstance(content, str):
@@ -378,6 +376,13 @@ def require_characters(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise BadRequest(f"{where} holds half a character", where.partition("[")[0]) from None
+
+
+def read_parts(content: list[Any], where: str) -> tuple[str, list[Image]]:
+    """Return a text in parts with a MARK for each image, and the images. Raises BadRequest."""
+    images = [read_image(part, where) for part in content if is_image(part)]
+    parts = [MARK if is_image(part) else text_of_part(part, where) for part in content]
+    return "".join(parts), images
 
 
 def is_image(part: Any) -> bool:

@@ -2,21 +2,24 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_trainer.apps.evaluate.mteb_tasks import MtebEncoder, Vectors, run_mteb
+from fsdp_trainer.apps.evaluate.mteb_tasks import MtebEncoder, run_mteb
 from fsdp_trainer.checkpoint.load import endpoint_of
 from fsdp_trainer.config.evaluation_inputs import MTEB, is_retrieval, task_names
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.data.records.labelled_texts import QUERIES, RANKED
+from fsdp_trainer.data.records.media import MARK
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.retrieval import (
     Mining,
     RetrievalTask,
+    Text,
     in_blocks,
     means,
     read_retrieval,
@@ -25,6 +28,9 @@ from fsdp_trainer.evaluation.retrieval import (
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer
 from fsdp_trainer.methods.text_reader import TextReader
 from fsdp_trainer.models.config import ModelConfig
+
+OF_IMAGE = 2000
+"""Characters that take about as long as an image."""
 
 
 def evaluate_reader(cfg: EvaluateConfig, device: torch.device) -> Metrics:
@@ -45,7 +51,8 @@ def evaluate_reader(cfg: EvaluateConfig, device: torch.device) -> Metrics:
                 name, MtebEncoder(vectors_of(reader), reader.prompts), cfg.mteb_data
             )
             continue
-        task = read_retrieval(name, QUERIES if embeds else RANKED, cfg.data, cfg.limit)
+        kind, has_media = QUERIES if embeds else RANKED, reader.media is not None
+        task = read_retrieval(name, kind, cfg.data, cfg.limit, has_media)
         results = RankedTask(reader, task).results(mining)
         metrics[task.name] = means([each for each, _ in results])
         rows += [*mined_rows(task, [numbers for _, numbers in results])] if mining else []
@@ -123,26 +130,44 @@ class RankedTask:
             yield self.reader.relevance(tokens)
 
 
-def vectors_of(reader: TextReader) -> Vectors:
+def vectors_of(reader: TextReader) -> Callable[[Sequence[Text], str], Tensor]:
     """Return a function that embeds texts, of which each rank computes a part. It is collective.
 
     Texts are cut to the model's context.
     """
     scorer = Scorer(reader.model, 1, reader.device)
 
-    def vectors(texts: Sequence[str], prompt: str) -> Tensor:
-        def work(own: Sequence[str]) -> list[Tensor]:
+    def vectors(texts: Sequence[Text], prompt: str) -> Tensor:
+        def work(own: Sequence[Text]) -> list[Tensor]:
             return [*reader.vectors(reader.encode(own, prompt, reader.context)).float()]
 
-        return torch.stack(scorer.compute_in_parts(texts, work, len))
+        return torch.stack(scorer.compute_in_parts(texts, work, cost_of))
 
     return vectors
+
+
+def cost_of(text: Text) -> int:
+    """Return about how long a text is, in characters."""
+    if isinstance(text, str):
+        return len(text)
+    return len(text.text) + OF_IMAGE * len(text.media)
 
 
 def mined_rows(task: RetrievalTask, negatives: Sequence[Sequence[int]]) -> Iterator[dict]:
     """Yield each query with its documents and its hard negatives, as objective=embed reads them."""
     places = [place for place, own in enumerate(task.relevant) if own]
     for place, numbers in zip(places, negatives, strict=True):
-        positive = [task.documents[number] for number in task.relevant[place]]
-        row = {"query": task.queries[place], "positive": positive}
-        yield row | {"negatives": [task.documents[number] for number in numbers]}
+        positive = [as_json(task.documents[number]) for number in task.relevant[place]]
+        row = {"query": as_json(task.queries[place]), "positive": positive}
+        yield row | {"negatives": [as_json(task.documents[number]) for number in numbers]}
+
+
+def as_json(text: Text) -> Any:
+    """Return a text as rows have it, its images with their whole paths."""
+    if isinstance(text, str):
+        return text
+    first, *others = [{"type": "text", "text": piece} for piece in text.text.split(MARK)]
+    parts = [first]
+    for item, after in zip(text.media, others, strict=True):
+        parts += [{"type": item.part, item.part: item.at(text.file)}, after]
+    return [part for part in parts if part["type"] != "text" or part["text"]]

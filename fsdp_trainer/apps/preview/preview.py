@@ -139,15 +139,15 @@ def build_page(
     shown_images = ShownImages.of(cfg.model.init_from, prepared.train)
     has_prompts = store.questions is not None
     has_context = amounts(prepared.train)[2] < lengths.sum() - len(lengths)
-    if "generation %}" not in template.source and has_context and not has_prompts:
+    is_read = not has_prompts and store.labels is None
+    if "generation %}" not in template.source and has_context and is_read:
         known.append(Finding(*NO_MARKERS, is_warning=False))
     rows = range(min(cfg.preview.rows, order.rows_per_epoch))
     are_tagged = cfg.objective.method.reads == TAGGED
 
     def texts_of(samples: Sequence[Placed]) -> "TokenTexts | MarkedTexts | TaggedTexts":
-        if are_tagged:
-            return TaggedTexts(pieces, samples)
-        return pieces.marking(shown_images, [store.media(one) for store, one in samples])
+        marked = pieces.marking(shown_images, [store.media(one) for store, one in samples])
+        return TaggedTexts(marked, samples) if are_tagged else marked
 
     return Page(
         str(cfg.run.name),
@@ -495,7 +495,7 @@ class MarkedTexts:
 class TaggedTexts:
     """Texts of documents whose words or steps have labels. samples: those of the documents."""
 
-    def __init__(self, texts: TokenTexts, samples: Sequence[Placed]):
+    def __init__(self, texts: TokenTexts | MarkedTexts, samples: Sequence[Placed]):
         self.texts, self.waiting = texts, iter(samples)
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:

@@ -22,6 +22,7 @@ from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.paths import checkpoint_configuration, is_hub_id
 from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
+from fsdp_trainer.models.config import CLASSIFIER, TAGGER, has_tower, is_embedding
 from fsdp_trainer.observe.records import parse
 
 CARD = "README.md"
@@ -77,6 +78,29 @@ TASKS = {
     ),
 }
 """By the ending of the architecture's name."""
+
+
+OF_EMBEDDINGS = Task("feature-extraction", "AutoModel", "FeatureExtraction", is_served=False)
+
+
+class MadeClass(NamedTuple):
+    """A class of transformers' generic one, by the name that vLLM knows it by."""
+
+    name: str
+    generic: str
+    parent: str
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "MadeClass | None":
+        """Return the class of a model with a tower; None if transformers has one."""
+        name = str((config.get("architectures") or [""])[0])
+        ending = next((end for end in (CLASSIFIER, TAGGER) if name.endswith(end)), None)
+        if ending is None or not has_tower(config):
+            return None
+        import transformers  # heavy, and there already: it computes such a model
+
+        parent = f"{name.removesuffix(ending)}PreTrainedModel"
+        return None if hasattr(transformers, name) else cls(name, f"Generic{ending}", parent)
 
 
 def write_model_card(folder: Path, checkpoint: Path, *, is_adapter: bool) -> None:
@@ -151,11 +175,25 @@ class ModelCard:
         return self.manifest.get("versions") or {}
 
     @cached_property
+    def config(self) -> dict[str, Any]:
+        text = (self.checkpoint / "hf" / "config.json").read_text(encoding="utf-8")
+        read: dict[str, Any] = json.loads(text)
+        return read
+
+    @property
+    def made_class(self) -> MadeClass | None:
+        return MadeClass.of(self.config)
+
+    @cached_property
     def task(self) -> Task:
-        config = json.loads((self.checkpoint / "hf" / "config.json").read_text(encoding="utf-8"))
-        architecture = str((config.get("architectures") or [""])[0])
+        architecture = str((self.config.get("architectures") or [""])[0])
         endings = (task for end, task in TASKS.items() if architecture.endswith(end))
-        return next(endings, TASKS["ForCausalLM"])
+        usual = OF_EMBEDDINGS if is_embedding(self.config) else TASKS["ForCausalLM"]
+        task = next(endings, usual)
+        of_media = TASKS["ForConditionalGeneration"]
+        if not has_tower(self.config):
+            return task
+        return task._replace(reader=of_media.reader, variable=of_media.variable)
 
     @property
     def tags(self) -> list[str]:

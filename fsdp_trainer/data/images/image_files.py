@@ -57,12 +57,12 @@ class ImageFiles:
         picture, lost = read_picture(content, str(image))
         return ImageFile(str(path), digest_of(content), picture.size, stamp, str(image), lost)
 
-    def opened(self, image: Image) -> tuple[ImageFile, Any]:
+    def opened(self, image: Image, data_file: str = "") -> tuple[ImageFile, Any]:
         """Return an image of a prompt, and Pillow's. Its bytes are written to no file.
 
-        Raises RecordError.
+        data_file: see `find`. Raises RecordError.
         """
-        content = image.content or read_file(self._local(image, ""), str(image))[0]
+        content = image.content or read_file(self._local(image, data_file), str(image))[0]
         picture, lost = read_picture(content, str(image))
         digest = digest_of(content)
         return ImageFile("", digest, picture.size, (0, 0), str(image), lost), picture

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_files import ImageFile, first_line, pillow_module
 from fsdp_trainer.data.images.sample_images import SampleImage
@@ -23,6 +24,8 @@ FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.
 VIDEOS = "video_processor"
 LIBRARIES = ("transformers", "pillow")
 UNREAD = "the model's images cannot be read"
+KINDS, PLACES = ("vision", "image"), ("start", "end")
+"""Parts of transformers' names in config.json of the tokens around an image."""
 USUAL = (224, 224)
 """Width and height of an image that every processor takes."""
 
@@ -54,6 +57,24 @@ class ImageProcessor:
         processor = self.processor
         numbers = getattr(processor, "image_token_ids", None)
         return int(numbers[0] if numbers else processor.image_token_id)
+
+    @cached_property
+    def shown(self) -> str:
+        """The text of an image outside of a chat: its mark between the tokens that config.json
+        names for the beginning and the end of one, as those of Qwen, unless the mark's own text
+        has them.
+        """
+        config = read_object(Path(self.folder) / "config.json", UNREAD)
+        whole = self.text_of(USUAL)
+        named = [[config.get(f"{kind}_{place}_token_id") for kind in KINDS] for place in PLACES]
+        ids = [next((i for i in each if isinstance(i, int)), None) for each in named]
+        tokens = ["" if i is None else self.tokenizer.convert_ids_to_tokens(i) for i in ids]
+        start, end = ("" if token in whole else token for token in tokens)
+        return f"{start}{self.mark}{end}"
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.processor.tokenizer
 
     @cached_property
     def fingerprint(self) -> str:
@@ -118,7 +139,7 @@ class ImageProcessor:
         stripes = np.zeros((48, 64, 3), np.uint8)
         stripes[:, ::5] = (250, 120, 30)
         picture = pillow_module().fromarray(stripes)
-        token = self.processor.tokenizer.convert_ids_to_tokens(self.token)
+        token = self.tokenizer.convert_ids_to_tokens(self.token)
         return self.numbers_of(picture), self.text_of(picture.size).count(token)
 
 

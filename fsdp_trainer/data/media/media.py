@@ -58,7 +58,8 @@ class MediaProcessor(Protocol):
     """What a model does with media of a kind before its tower.
 
     kind: its name. token: the token whose states are replaced. mark: stands for one in a rendered
-    text. fingerprint: a hash of all that decides tokens and numbers.
+    text. shown: stands for one in a text without a chat template, and holds the mark. fingerprint:
+    a hash of all that decides tokens and numbers.
     """
 
     kind: str
@@ -67,6 +68,8 @@ class MediaProcessor(Protocol):
     def token(self) -> int: ...
     @property
     def mark(self) -> str: ...
+    @property
+    def shown(self) -> str: ...
     @property
     def fingerprint(self) -> str: ...
 
@@ -92,7 +95,7 @@ class MediaFiles(Protocol):
     def find(self, item: Any, data_file: str) -> Any:
         """Return the file of what a row names. Raises RecordError."""
 
-    def opened(self, item: Any) -> tuple[Any, Any]:
+    def opened(self, item: Any, data_file: str = "") -> tuple[Any, Any]:
         """Return the file of what is named, read once, and its content. Raises RecordError."""
 
 
@@ -152,18 +155,26 @@ class MediaReader:
             for key in file.lost:
                 (warn or self.warn)(key, file.name)
 
-    def expand(self, text: str, files: Sequence[MediaFile], token: str, is_whole: bool) -> Expanded:
+    def expand(
+        self,
+        text: str,
+        files: Sequence[MediaFile],
+        token: str,
+        is_whole: bool,
+        shown_by: str = "the chat template",
+    ) -> Expanded:
         """Return a rendered conversation with its media.
 
         files: of all media of the conversation; a part of it shows the first of them. token: the
-        text of the token that stands for a part of one. Raises RecordError.
+        text of the token that stands for a part of one. shown_by: what has put the marks into the
+        text. Raises RecordError.
         """
         mark, kind = self.processor.mark, self.processor.kind
         pieces = text.split(mark)
         shown = len(pieces) - 1
         if shown > len(files) or (is_whole and shown < len(files)):
             raise RecordError(
-                f"has {counted(len(files), kind)}, and the chat template shows {shown}: {mark}"
+                f"has {counted(len(files), kind)}, and {shown_by} shows {shown}: {mark}"
                 " stands for one"
             )
         expanded, media, spans, shifts, place = pieces[0], [], [], [], len(pieces[0])

@@ -141,6 +141,13 @@ def turns_of(readable: Readable) -> list[Message]:
     return []
 
 
+def has_media(readable: Readable) -> bool:
+    if isinstance(readable, LabelledTexts):
+        return any(text.media for text in readable.texts)
+    own = readable.media if isinstance(readable, TaggedText) else media_in(turns_of(readable))
+    return any(True for _ in own)
+
+
 def _nothing(key: str, where: tuple[str, int]) -> None:
     """Note nothing."""
 
@@ -239,7 +246,7 @@ class Reader:
         readable = READERS[self.format](Values(values, self.columns_of(row), row.where))
         if self.suspects and self.learns:
             self._check_unread(row, readable)
-        if not self.with_media and any(media_in(turns_of(readable))):
+        if not self.with_media and has_media(readable):
             raise RecordError(ONLY_TEXT)
         return readable
 
@@ -379,7 +386,7 @@ def make_reader(
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
     if kind in OF_HEADS:
-        return _head_reader(str(kind), str(format), columns, fields, file)
+        return _head_reader(str(kind), str(format), columns, fields, file, with_media)
     format = _or_tokens(str(format), fields, columns, file)
     automatic = format == "auto" and not fields
     if format == "auto":
@@ -400,22 +407,35 @@ def make_reader(
 
 
 def _head_reader(
-    format: str, named: str, columns: dict[str, Any], fields: dict[str, str], file: str
+    format: str,
+    named: str,
+    columns: dict[str, Any],
+    fields: dict[str, str],
+    file: str,
+    with_media: bool,
 ) -> Reader:
-    """Return the reader of rows for a head. named: data.format. UserError for other rows."""
+    """Return the reader of rows for a head. named: data.format. UserError for other rows.
+
+    Of rows without a text, or without documents, a column of media is that.
+    """
     if named != "auto":
         reason = f"this objective reads {format} texts alone.\nUse  data.format=auto"
         raise _unusable(f"data.format={named}", reason)
     _require_fields_of(format, fields)
     by_value = match(format, columns, fields)
     matched = by_value if is_complete(format, by_value) else match(format, columns, fields, False)
-    if missing := [key for key in REQUIRED[format] if key not in matched]:
+    matched = matched if with_media else without_media(matched)
+    missing = [key for key in REQUIRED[format] if key not in matched]
+    for key in {*missing} & {"text", "positive"} if MEDIA_MEANINGS.keys() & matched.keys() else ():
+        matched[key] = matched.pop(next(iter(MEDIA_MEANINGS.keys() & matched.keys())))
+        missing.remove(key)
+    if missing:
         shown = ", ".join(f"{key}: …" for key in REQUIRED[format])
         reason = f"has no column for {missing[0]}; its columns: {' '.join(columns) or 'none'}"
         raise _unusable(file, f"{reason}\nSay what they mean:  'data.fields={{{shown}}}'")
     return Reader(
-        format, matched, frozenset(columns), has_fields=bool(fields), label_names=label_names(file),
-        learns=False,
+        format, matched, frozenset(columns), with_media=with_media, has_fields=bool(fields),
+        label_names=label_names(file), learns=False,
     )  # fmt: skip
 
 

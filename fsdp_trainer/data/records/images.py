@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -37,6 +38,14 @@ class Image:
         is_long = len(self.place) > LONGEST_NAME
         name = f"{self.place[:LONGEST_NAME]}…" if is_long else self.place
         return name or f"of {len(self.content):,} bytes"
+
+    def at(self, file: str) -> str:
+        """Return the image's whole path, its URL, or a data URL. file: that names it."""
+        if self.content:
+            return f"data:image;base64,{base64.b64encode(self.content).decode()}"
+        is_whole = bool(urlsplit(self.place).scheme) or os.path.isabs(self.place)
+        near = os.path.join(os.path.dirname(file), self.place)
+        return self.place if is_whole else os.path.abspath(near)
 
 
 NEXT = Image()

@@ -10,8 +10,10 @@ from typing import Any
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.flags import number_of, parsed, shown_value
+from fsdp_trainer.data.records.media import MARK
 from fsdp_trainer.data.records.messages import text_of
 from fsdp_trainer.data.records.record_values import Values
+from fsdp_trainer.data.records.texts_with_media import MarkedText, marked_text, media_column
 
 LABELLED, QUERIES, RANKED, TAGGED = "labelled", "queries", "ranked", "tagged"
 """Kinds of training data, and the formats of their rows: a text, or two, with its labels; a query
@@ -31,13 +33,21 @@ SCORED = QUERY
 class LabelledText:
     """A text, or a pair of texts that are read together, and what is to be learnt of it.
 
-    label: as JSON. kind: one of those in samples.py.
+    label: as JSON. kind: one of those in samples.py. media: of both texts, in order; a MARK stands
+    for each, or the tokens of it once they are known.
     """
 
     text: str
     second: str | None
     label: str
     kind: int = 0
+    media: tuple[Any, ...] = ()
+
+    def marked(self, file: str) -> list[MarkedText]:
+        """Return the text, and the second one if there is one. file: in which they stand."""
+        first = self.text.count(MARK) if self.media else 0
+        second = [] if self.second is None else [MarkedText(self.second, self.media[first:], file)]
+        return [MarkedText(self.text, self.media[:first], file), *second]
 
     @property
     def pair(self) -> str | tuple[str, str]:
@@ -57,13 +67,16 @@ class TaggedText:
     """A text in parts, each with a label.
 
     prompt: the text before steps; None: the parts are words, with spaces between them. labels: a
-    word or a number for each part, or one of IGNORED.
+    word or a number for each part, or one of IGNORED. before: the text before words. media: of
+    prompt or `before`, see LabelledText.
     """
 
     parts: list[str]
     labels: list[Any]
     where: tuple[str, int]
     prompt: str | None = None
+    before: str = ""
+    media: tuple[Any, ...] = ()
 
 
 def read_tagged(values: Values) -> TaggedText:
@@ -72,13 +85,17 @@ def read_tagged(values: Values) -> TaggedText:
     Raises RecordError for other columns, and for another number of labels.
     """
     if values["words"] is not None:
-        return TaggedText(*labelled_parts(values, "words"), values.where)
+        (before,) = placed(values, [MarkedText("")])
+        words, labels = labelled_parts(values, "words")
+        return TaggedText(words, labels, values.where, before=before.text, media=before.media)
     if values["steps"] is None or values["prompt"] is None:
         raise RecordError(
             f"has neither {values.name('words')!r}, a list of words, nor {values.name('prompt')!r}"
             f" and {values.name('steps')!r}, an answer in steps"
         )
-    return TaggedText(*labelled_parts(values, "steps"), values.where, values.text("prompt"))
+    (prompt,) = placed(values, [own_text(values, "prompt")])
+    steps, labels = labelled_parts(values, "steps")
+    return TaggedText(steps, labels, values.where, prompt.text, media=prompt.media)
 
 
 def labelled_parts(values: Values, meaning: str) -> tuple[list[str], list[Any]]:
@@ -106,7 +123,6 @@ def read_labelled_text(values: Values) -> LabelledTexts:
 
     Raises RecordError for any other label.
     """
-    second = None if values["second"] is None else values.text("second")
     label, name = parsed_list(values["label"]), values.name("label")
     for one in label if isinstance(label, list) else [label]:
         if not isinstance(one, str | int | float) or one == "":
@@ -114,7 +130,11 @@ def read_labelled_text(values: Values) -> LabelledTexts:
                 f"{name!r} should be a word or a number, or a list of them, it is"
                 f" {shown_value(one)}"
             )
-    text = LabelledText(values.text("text"), second, json.dumps(label, ensure_ascii=False))
+    given = [name for name in ("text", "second") if values[name] is not None]
+    texts = placed(values, [own_text(values, name) for name in given])
+    first, second, *_ = [*(one.text for one in texts), None]
+    media = tuple(item for one in texts for item in one.media)
+    text = LabelledText(str(first), second, json.dumps(label, ensure_ascii=False), media=media)
     return LabelledTexts([text], values.where)
 
 
@@ -137,10 +157,11 @@ def read_query(values: Values) -> LabelledTexts:
     if scores and None in numbers:
         raise RecordError(f"{values.name('score')!r} is not a number: {shown_value(scores)}")
     kinds = [POSITIVE] * len(positives) + [NEGATIVE] * len(negatives)
-    texts = [LabelledText(values.text("query"), None, NO_SCORE, QUERY)]
-    for text, number, kind in zip(documents, numbers, kinds, strict=True):
+    query, *documents = placed(values, [own_text(values, "query"), *documents])
+    texts = [LabelledText(query.text, None, NO_SCORE, QUERY, query.media)]
+    for one, number, kind in zip(documents, numbers, kinds, strict=True):
         label = NO_SCORE if number is None else json.dumps(float(number))
-        texts.append(LabelledText(text, None, label, kind))
+        texts.append(LabelledText(one.text, None, label, kind, one.media))
     return LabelledTexts(texts, values.where)
 
 
@@ -150,7 +171,7 @@ def read_ranked(values: Values) -> LabelledTexts:
     Scores of 0 and 1 say which are positive, as do columns of positive and negative documents.
     Raises RecordError without documents, or if there are not as many scores as documents.
     """
-    query, documents = values.text("query"), texts_of(values, "documents")
+    documents = texts_of(values, "documents")
     scores = parsed_list(values["score"])
     if not documents:
         positives, negatives = (texts_of(values, name) for name in ("positive", "negative"))
@@ -164,12 +185,11 @@ def read_ranked(values: Values) -> LabelledTexts:
         shown = f"{values.name('score')!r} should be {size}, one for each document"
         raise RecordError(f"{shown}; it is {shown_value(scores)}")
     is_binary = {*map(float, numbers)} <= {0.0, 1.0}
-    texts = [
-        LabelledText(
-            query, text, json.dumps(float(number)), (2 - int(number)) if is_binary else SCORED
-        )
-        for text, number in zip(documents, numbers, strict=True)
-    ]
+    query, *documents = placed(values, [own_text(values, "query"), *documents])
+    texts = []
+    for one, number in zip(documents, numbers, strict=True):
+        kind, label = (2 - int(number)) if is_binary else SCORED, json.dumps(float(number))
+        texts.append(LabelledText(query.text, one.text, label, kind, query.media + one.media))
     return LabelledTexts(texts, values.where)
 
 
@@ -180,13 +200,29 @@ def named_labels(value: Any, names: list[str] | None) -> Any:
     return names[value] if names and is_number else value
 
 
-def texts_of(values: Values, meaning: str) -> list[str]:
+def own_text(values: Values, meaning: str) -> MarkedText:
+    """Return a column that holds a text, perhaps with media: all of them if it is one of media."""
+    name = values.name(meaning)
+    if kind := media_column(name):
+        items = kind.read_all(parsed(values[meaning]))
+        return MarkedText(MARK * len(items), tuple(items))
+    return marked_text(values[meaning], name)
+
+
+def texts_of(values: Values, meaning: str) -> list[MarkedText]:
     """Return a column that holds a text or a list of texts; [] if there is none."""
-    value = parsed_list(values[meaning])
+    value, name = parsed_list(values[meaning]), values.name(meaning)
     if value is None:
         return []
-    name = values.name(meaning)
-    return [text_of(text, name) for text in (value if isinstance(value, list) else [value])]
+    if kind := media_column(name):
+        return [MarkedText(MARK, (item,)) for item in kind.read_all(value)]
+    return [marked_text(text, name) for text in (value if isinstance(value, list) else [value])]
+
+
+def placed(values: Values, texts: list[MarkedText]) -> list[MarkedText]:
+    """Return the texts of a row with the media of its columns. See Values.with_media."""
+    turns = values.with_media([text.as_turn for text in texts])
+    return [MarkedText.of_turn(turn) for turn in turns]
 
 
 def parsed_list(value: Any) -> Any:

@@ -149,8 +149,9 @@ def is_segments(value: Any) -> bool:
     return bool(_every(value, (dict,))) and all("text" in s and "label" in s for s in value)
 
 
-def is_text_or_list(value: Any) -> bool:
-    return isinstance(value, str) or value == [] or _every(value, (str,))
+def is_texts(value: Any) -> bool:
+    """Return True for a text or a list of them, each of which may be in parts."""
+    return isinstance(value, str | dict) or value == [] or _every(value, (str, dict, list))
 
 
 def _every(value: Any, types: tuple[type, ...]) -> bool:

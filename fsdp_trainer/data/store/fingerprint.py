@@ -23,7 +23,7 @@ HASHES = "hashes.json"
 POLL_SECONDS = 0.2
 # a file that was changed just now may change again within one tick of its file system's clock
 SETTLED_SECONDS = 2.0
-TOKENS_VERSION = 2
+TOKENS_VERSION = 3
 """Must be increased with every code change that alters the tokens or weights of a row, or the files
 that hold them; a test compares them for a fixed corpus."""
 LIBRARIES = ("tokenizers", "jinja2")

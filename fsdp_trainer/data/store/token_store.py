@@ -155,6 +155,10 @@ class TokenStore:
         assert self.questions is not None
         return json.loads(self.questions.text(sample))
 
+    @property
+    def may_have_media(self) -> bool:
+        return self._media is not None
+
     def media(self, sample: int) -> list[SampleMedium]:
         """Return the media of a sample, in order."""
         text = self._media.text(sample) if self._media else ""
@@ -470,7 +474,7 @@ def divide(whole: Path, is_chosen: np.ndarray, into: Mapping[bool, Path]) -> dic
         np.stack([store.sources, store.files], 1), axis=0, return_inverse=True
     )
     for chosen, folder in into.items():
-        writer = StoreWriter(folder)
+        writer = StoreWriter(folder, store.may_have_media)
         for number, (source, file) in enumerate(origins.tolist()):
             places = np.flatnonzero((of_origin == number) & (is_chosen == chosen))
             for some in np.split(places, range(AT_ONCE, len(places), AT_ONCE)):
@@ -482,7 +486,8 @@ def divide(whole: Path, is_chosen: np.ndarray, into: Mapping[bool, Path]) -> dic
 
 
 def labelled_sample(store: TokenStore, sample: int) -> Sample:
-    return Sample(*store.read(sample), label=store.labels.text(sample) if store.labels else None)
+    label = store.labels.text(sample) if store.labels else None
+    return Sample(*store.read(sample), label=label, media=tuple(store.media(sample)))
 
 
 def share_of_each(store: TokenStore, share: float) -> np.ndarray:

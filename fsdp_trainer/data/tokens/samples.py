@@ -37,6 +37,7 @@ from fsdp_trainer.data.templates.completeness import (
 )
 from fsdp_trainer.data.templates.turns import TurnFinder, merged
 from fsdp_trainer.data.tokens.encoding import Encoding
+from fsdp_trainer.data.tokens.shown_media import with_shown_media
 from fsdp_trainer.data.tokens.tagged_tokens import labelled_tokens, place_labels
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import NOTHING
@@ -259,13 +260,30 @@ class SampleBuilder:
             return self._left_out("empty", row.where)
         require_whole_characters(*written)
         is_query = len(row.texts) > 1 and row.texts[0].second is None
-        texts = map(self._prompted, row.texts) if is_query else row.texts
-        return [Rendered("", [], row.where, labelled=tuple(texts))]
+        texts = [*map(self._prompted, row.texts)] if is_query else row.texts
+        return [Rendered("", [], row.where, labelled=tuple(self._with_shown(texts, row.where)))]
+
+    def _with_shown(self, texts: list[LabelledText], where: tuple[str, int]) -> list[LabelledText]:
+        """Return texts with the tokens of their media, each of which is read once."""
+        reader = self.media
+        if reader is None:
+            return texts
+        items = [*dict.fromkeys(item for one in texts for item in one.media)]
+        named = reader.find(items, where[0], lambda key, name: self.count(key, where))
+        files = dict(zip(items, named, strict=True))
+        return [
+            with_shown_media(one, reader, self.tokenizer, lambda own: [files[one] for one in own])
+            for one in texts
+        ]
 
     def _tagged(self, row: TaggedText) -> list[Rendered]:
         require_whole_characters(row.prompt or "", *row.parts)
         if not any(part.strip() for part in row.parts):
             return self._left_out("empty", row.where)
+        text = row.before if row.prompt is None else row.prompt
+        (shown,) = self._with_shown([LabelledText(text, None, "", media=row.media)], row.where)
+        prompt, before = (None, shown.text) if row.prompt is None else (shown.text, "")
+        row = replace(row, prompt=prompt, before=before, media=shown.media)
         return [Rendered("", [], row.where, tagged=row)]
 
     def _prompted(self, one: LabelledText) -> LabelledText:
@@ -563,14 +581,28 @@ class SampleBuilder:
             return self._too_long(length, text)
         if not all(map(len, tokens)):
             return self._left_out("empty", text.where)
+        if not all(map(self._has_whole_media, tokens, (one.media for one in text.labelled))):
+            return self._too_long(length, text)
         samples = []
         for place, (own, one) in enumerate(zip(tokens, text.labelled, strict=True)):
             weights = np.zeros(len(own), np.float32)
             weights[-1] = not place
-            samples.append(
-                Sample(own, weights, starts_group=not place, kind=one.kind, label=one.label)
-            )
+            sample = Sample(own, weights, starts_group=not place, kind=one.kind, label=one.label)
+            samples.append(self._counting_media(replace(sample, media=one.media)))
         return samples
+
+    def _has_whole_media(self, tokens: np.ndarray, media: tuple[SampleMedium, ...]) -> bool:
+        """Return False if a text that was cut has lost tokens of its media."""
+        if self.media is None:
+            return True
+        kept = np.count_nonzero(tokens == self.media.processor.token)
+        return bool(kept == sum(one.tokens for one in media))
+
+    def _counting_media(self, sample: Sample) -> Sample:
+        if sample.media:
+            self.counts[MEDIA] += len(sample.media)
+            self.counts[MEDIA_TOKENS] += sum(one.tokens for one in sample.media)
+        return sample
 
     def _with_tags(self, text: Rendered) -> list[Sample]:
         """Return words or steps; the tokens that get a label have a weight of 1."""
@@ -586,7 +618,9 @@ class SampleBuilder:
         weights, label = labelled_tokens(text.tagged, places, len(tokens))
         if not weights.any():
             return self._left_out("unsupervised", text.where)
-        return [Sample(tokens, weights, label=label)]
+        if not self._has_whole_media(tokens, text.tagged.media):
+            return self._too_long(len(tokens), text)
+        return [self._counting_media(Sample(tokens, weights, label=label, media=text.tagged.media))]
 
     def _prompt(self, encoding: Encoding, text: Rendered) -> list[Sample]:
         """Return the prompt, without supervised tokens; nothing if it is too long."""
@@ -687,10 +721,7 @@ class SampleBuilder:
             self.count("two_bos", text.where)
         sample.weights[:1] = 0  # no token precedes the first one to predict it from
         if len(sample.tokens) >= 2 and sample.weights.any():
-            if sample.media:
-                self.counts[MEDIA] += len(sample.media)
-                self.counts[MEDIA_TOKENS] += sum(one.tokens for one in sample.media)
-            return [sample]
+            return [self._counting_media(sample)]
         return self._left_out("unsupervised", text.where)
 
     def _too_long(self, length: int, text: Rendered) -> list:

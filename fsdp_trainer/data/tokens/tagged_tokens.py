@@ -20,19 +20,19 @@ def place_labels(
     most: number of tokens, at most; None: all.
     """
     if row.prompt is None:
-        return words(row.parts, tokenizer, most)
+        return words(row.parts, tokenizer, most, row.before)
     tokens, places = steps(row.prompt, row.parts, tokenizer, separator)
     return tokens[:most], [place for place in places if most is None or place < most]
 
 
-def words(parts: list[str], tokenizer: TextTokenizer, most: int | None) -> Placed:
+def words(parts: list[str], tokenizer: TextTokenizer, most: int | None, before: str = "") -> Placed:
     """Return the tokens of words with spaces between them, and the first token of each word.
 
-    They are encoded as one text, with what the tokenizer itself adds.
+    They are encoded as one text, with what the tokenizer itself adds. before: stands before them.
     """
-    ends = np.cumsum([len(word) + 1 for word in parts]) - 1
+    ends = len(before) + np.cumsum([len(word) + 1 for word in parts]) - 1
     begins = ends - [len(word) for word in parts]
-    encoding = tokenizer.encode_published_with_places(" ".join(parts), most)
+    encoding = tokenizer.encode_published_with_places(before + " ".join(parts), most)
     # tokens that the tokenizer adds have no characters
     reached = np.maximum.accumulate(encoding.ends)
     firsts = np.searchsorted(reached, begins, side="right")

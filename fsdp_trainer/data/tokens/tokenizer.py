@@ -280,8 +280,9 @@ class TextTokenizer:
     def ends_first_of_two(self) -> int:
         """The token before the second of two texts, if that one has a type of its own; else -1."""
         encoded = self._cutting(None).encode("a", "a")
-        firsts = [i for i, kind in enumerate(encoded.type_ids) if kind]
-        return encoded.ids[firsts[0] - 1] if firsts else -1
+        last = next((i for i, kind in enumerate(encoded.type_ids) if kind), 0) - 1
+        # without a token between them, it is the first text's own
+        return encoded.ids[last] if last >= 0 and encoded.special_tokens_mask[last] else -1
 
     @cached_property
     def _published(self) -> Tokenizer:

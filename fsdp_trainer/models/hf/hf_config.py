@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -21,6 +22,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
+)
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -204,8 +209,25 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
         raise UserError(title, [problem]) from None
 
 
+def build_classifier(config: ModelConfig) -> PreTrainedModel:
+    """Return transformers' model with a head for labels and a tower, on the meta device.
+
+    Where transformers has no such class, it is made of its generic one, as the export's README.md
+    does. Raises UserError.
+    """
+    bare = build_hf_model(replace(config, labels=(), problem="", pooling="last"))
+    generic = GenericForTokenClassification if config.tags else GenericForSequenceClassification
+    parent = next(c for c in type(bare).__mro__ if c.__name__.endswith("PreTrainedModel"))
+    known = getattr(transformers, config.architecture, None)
+    made: Any = known or type(config.architecture, (generic, parent), {})
+    bare.config.update({"num_labels": config.scores})
+    with quiet_transformers(), torch.device("cpu"), parameters_on_meta():
+        model: PreTrainedModel = made._from_config(bare.config, dtype=torch.float32)
+    return model
+
+
 def auto_class(config: ModelConfig) -> Any:
-    if config.tags:
+    if config.tags and not config.reads_images:
         return AutoModelForTokenClassification
     if config.encoder and config.scores:
         return AutoModelForSequenceClassification

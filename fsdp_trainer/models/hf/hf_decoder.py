@@ -7,6 +7,7 @@ that they have there. Only the output head is replaced, and matrices that are st
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,12 @@ from fsdp_trainer.models.head import Head, ScoreHead, StatesHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
 from fsdp_trainer.models.hf.document_layers import DocumentRows, keep_apart
 from fsdp_trainer.models.hf.further_blocks import copies_in_head, is_further
-from fsdp_trainer.models.hf.hf_config import block_list, build_hf_model, mark_experts
+from fsdp_trainer.models.hf.hf_config import (
+    block_list,
+    build_classifier,
+    build_hf_model,
+    mark_experts,
+)
 from fsdp_trainer.models.hf.hf_head import BiasedHead, TransformersHead
 from fsdp_trainer.models.hf.hf_mtp import RecordedRotations, head_of
 from fsdp_trainer.models.hf.image_tower import TOKEN_TYPES, ImageTower
@@ -78,7 +84,7 @@ class TransformersDecoder(Decoder):
         self.__dict__["own_mtp_heads"] = [head_of(hf, list_name)] if config.mtp_heads else []
         rotations = [hf.get_decoder().rotary_emb] if config.mtp_heads else []
         self.recorded_rotations = [RecordedRotations(module) for module in rotations]
-        tower = ImageTower(hf) if config.reads_images and config.predicts else None
+        tower = ImageTower(hf) if config.reads_images else None
         self.__dict__["tower"] = tower
         self.document_rows = DocumentRows()
         self.keep_apart(config.document_layers)
@@ -96,7 +102,7 @@ class TransformersDecoder(Decoder):
             if pooler is not None:  # no text is embedded by it
                 replace_module(hf, pooler, None)
             return StatesHead(self.config)
-        of_tokens = self.config.tags
+        of_tokens = self.config.tags and not self.config.reads_images
         heads = [getattr(hf, name) for name in SCORES if hasattr(hf, name)]
         before = heads[0] if of_tokens else hf.get_output_embeddings()
         head = new_head(self.config, before)
@@ -290,13 +296,31 @@ class TransformersDecoder(Decoder):
 
     def stored_shapes(self, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that an export holds, as transformers would save it."""
-        return stored_shapes(self.hf, self.transformers_shapes(vocab_size))
+        is_made = self.tower is not None and self.config.scores
+        whole = build_classifier(self.config) if is_made else self.hf
+        return stored_shapes(whole, self.transformers_shapes(vocab_size))
 
     def places(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[Place], list[str]]:
         """Return where a folder's tensors belong, and those that are not part of this model."""
-        placed, unused = places(self.hf, stored, self.named_weights())
+        placed, unused = self.all_places(stored)
         passed_over = {*self.passed_over(unused), *copies_in_head(self.config)}
         return placed, [n for n in unused if n not in passed_over and not self.repeats_head(n)]
+
+    def all_places(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[Place], list[str]]:
+        """Return where a folder's tensors belong, and all others. See stored_names.places."""
+        names = self.named_weights()
+        if self.tower is None or self.config.predicts:
+            return places(self.hf, stored, names)
+        # only the class of the language model knows the older names of a folder
+        base = self.config.names.base if self.config.pooling else ""
+        own = {f"{base}{name}": name for name in names}
+        placed, unused = places(self.as_language_model, stored, own)
+        return [one._replace(parameter=own[one.parameter]) for one in placed], unused
+
+    @cached_property
+    def as_language_model(self) -> PreTrainedModel:
+        """transformers' model of the same configuration that writes text."""
+        return build_hf_model(replace(self.config, labels=(), problem="", pooling=""))
 
     def passed_over(self, names: Iterable[str]) -> set[str]:
         """Return those of a folder's tensors that it may hold although nothing reads them."""
@@ -310,13 +334,13 @@ class TransformersDecoder(Decoder):
         if not self.config.predicts:
             own = [each for each in (names.head, names.head_bias) if each]
             # only the class with a head knows how folders name it
-            whole = build_hf_model(replace(self.config, labels=(), problem="", pooling=""))
+            whole = self.as_language_model
         return name.endswith((*own, *stored_shapes(whole, dict.fromkeys(own, (1,)))))
 
     def unread(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the names of the tensors of a folder, by their shapes, that nothing here reads."""
         passed_over = {name: stored[name] for name in self.passed_over(stored)}
-        _, unused = places(self.hf, passed_over, self.named_weights())
+        _, unused = self.all_places(passed_over)
         copies = copies_in_head(self.config)
         return [name for name in unused if not self.repeats_head(name) and name not in copies]
 
@@ -345,12 +369,18 @@ class TransformersDecoder(Decoder):
     def both_image_logits(
         self, tokens: Tensor, positions: Tensor, media: MediaInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return logits of a document with media by our path, and transformers' own."""
+        """Return logits of a document with media by our path, and transformers' own.
+
+        Of a model that writes no text, they are the last states.
+        """
         assert self.tower is not None
-        own = self.logits_of(self.states(tokens, positions, None, media=media))
-        given = self.tower.own_inputs(self.hf, media, tokens)
+        predicts = self.config.predicts
+        own = self.states(tokens, positions, None, media=media)
+        whole = self.hf if predicts else self.base
+        given = self.tower.own_inputs(whole, media, tokens)
         self.use_attention(self.plain_attention)
-        return own, self.hf(input_ids=tokens, **given, use_cache=False).logits
+        theirs = whole(input_ids=tokens, **given, use_cache=False)[0]
+        return (self.logits_of(own) if predicts else own), theirs
 
     @torch.no_grad()
     def all_states(
@@ -397,7 +427,8 @@ def new_head(config: ModelConfig, before: Any) -> Head:
 
 
 def require_classifier(config: ModelConfig) -> None:
-    if not hasattr(transformers, config.architecture):
+    # of a model with a tower, transformers' generic class makes one: see the export's README.md
+    if not hasattr(transformers, config.architecture) and not config.reads_images:
         reason = f"transformers has no {config.architecture}, which would read the model"
         raise UserError("there is no such model of scores", f"model_type={config.family}", reason)
 

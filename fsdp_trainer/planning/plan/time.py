@@ -244,8 +244,14 @@ class StageTimes:
         if self.recorded_work is None:
             work = planned_work(model, self.stages.blocks, self.stages.is_last, self.load)
             return added({}, work, count)
-        tower = model.tower  # a rehearsal has no images
-        return added(self.recorded_work, tower.work, count) if tower else self.recorded_work
+        if model.tower is None:  # a rehearsal has no images
+            return self.recorded_work
+        again = {FORWARD: 1 + self.run.further_forwards}
+        tower = {
+            name: size * again.get(name.partition(" ")[0], 1)
+            for name, size in model.tower.work.items()
+        }
+        return added(self.recorded_work, tower, count)
 
     @cached_property
     def compute(self) -> Seconds:

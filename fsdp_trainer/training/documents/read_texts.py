@@ -1,6 +1,7 @@
 """Texts, given as tokens, that a model reads packed into rows: what its head gives each."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,12 +10,25 @@ from torch import Tensor
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.generation.prompt_media import PromptMedia, packed_media
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rl.rewards.model import ROW_TOKENS
 from fsdp_trainer.training.batches import Assembler, BatchOptions
 from fsdp_trainer.training.documents.document_sums import document_numbers, document_vectors
 
-Tokens = Sequence[Sequence[int] | np.ndarray]
+
+@dataclass(frozen=True)
+class TextWithMedia:
+    """The tokens of a text, some of which stand for its media."""
+
+    tokens: np.ndarray
+    media: PromptMedia
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+Tokens = Sequence[Sequence[int] | np.ndarray | TextWithMedia]
 """The tokens of texts."""
 
 
@@ -38,6 +52,11 @@ def numbers_of_texts(model: Decoder, texts: Tokens, device: torch.device) -> Ten
             BatchOptions(1, 0, 1, device, number_documents=True, pooling=pooling or "last"),
         )
         batch = assembler.assemble(rows)
+        own = [texts[number] for number in numbers]
+        if any(isinstance(text, TextWithMedia) for text in own):
+            media = [text.media if isinstance(text, TextWithMedia) else None for text in own]
+            ids = [tuple(map(int, ids_of(text))) for text in own]
+            batch = replace(batch, media=packed_media(model, ids, media, device, length))
         read = document_vectors if pooling else document_numbers
         parts.append(read(model(batch).scores, batch, None).cpu())
         places += numbers
@@ -45,6 +64,10 @@ def numbers_of_texts(model: Decoder, texts: Tokens, device: torch.device) -> Ten
         width = model.config.scores or model.config.hidden_size
         return torch.zeros(0, width, dtype=torch.float64)
     return torch.cat(parts)[np.argsort(places)]
+
+
+def ids_of(text: Sequence[int] | np.ndarray | TextWithMedia) -> Sequence[int] | np.ndarray:
+    return text.tokens if isinstance(text, TextWithMedia) else text
 
 
 def packed_rows(texts: Tokens, alone: bool = False) -> Iterator[tuple[list[int], Rows]]:
@@ -64,7 +87,7 @@ def packed_rows(texts: Tokens, alone: bool = False) -> Iterator[tuple[list[int],
         rows.group_starts = [[True] * len(numbers)]
         for number in numbers:
             end = at + len(texts[number])
-            rows.tokens[0, at:end] = texts[number]
+            rows.tokens[0, at:end] = ids_of(texts[number])
             rows.positions[0, at:end] = np.arange(end - at)
             at = end
         yield [*map(int, numbers)], rows

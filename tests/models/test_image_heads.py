@@ -217,7 +217,9 @@ def test_heads_read_images_as_transformers_classes_do(
         for name, parameter in theirs.model.named_parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             error = (before[name] - after.get_parameter(name) - gradient).abs() - 1.2e-7
-            assert error.max() <= 1e-5 * gradient.abs().max().clamp_min(0.1), name
+            largest = gradient.abs().max()
+            about = f"{name}: {error.max():.1e} of {largest:.1e}"
+            assert error.max() <= 1e-5 * largest.clamp_min(0.1), about
             changed += ("vis" in name or "project" in name) and bool(gradient.any())
         assert changed > 10, "tower and projector are trained"
 
@@ -300,6 +302,7 @@ def test_images_of_heads_that_cannot_be_read_are_refused(train, folders, data, t
         ({"images": []}, "has 0 images, and its turns have places for 1"),
         ({"text": "<|image_pad|>"}, "its text shows 2"),
         ({"images": ["pictures/none.png"]}, "none.png does not exist"),
+        ({"text": {"body": "what?"}}, "should be a text or its media"),
     ):
         write_lines(file, [rows[0] | change, *rows[1:]])
         assert reason in run_of(train, "run", *place, code=2).err
@@ -311,3 +314,4 @@ def test_images_of_heads_that_cannot_be_read_are_refused(train, folders, data, t
         train, "text", folders("gemma3"), file, "classify", "model.implementation=auto", code=2
     )
     assert "reads only text" in text.err
+    assert "holds pictures ('images'), and only text is read" in text.err

@@ -434,7 +434,7 @@ def _head_reader(
         reason = f"has no column for {missing[0]}; its columns: {' '.join(columns) or 'none'}"
         raise _unusable(file, f"{reason}\nSay what they mean:  'data.fields={{{shown}}}'")
     return Reader(
-        format, matched, frozenset(columns), with_media=with_media, has_fields=bool(fields),
+        format, matched, frozenset(columns), bool(fields), with_media, has_fields=bool(fields),
         label_names=label_names(file), learns=False,
     )  # fmt: skip
 

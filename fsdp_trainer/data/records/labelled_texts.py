@@ -106,7 +106,7 @@ def labelled_parts(values: Values, meaning: str) -> tuple[list[str], list[Any]]:
         raise RecordError(f"{name!r} and {of_labels} should be lists")
     if len(labels) != len(parts):
         size = counted(len(parts), "part")
-        raise RecordError(f"{of_labels} has {len(labels)} labels, for {size}")
+        raise RecordError(f"{of_labels} has {counted(len(labels), 'label')}, for {size}")
     wrong = [one for one in labels if one not in IGNORED and not is_name(one)]
     if wrong:
         shown = shown_value(wrong[0])

@@ -54,8 +54,9 @@ def _of_object(value: dict[str, Any], name: str) -> MarkedText:
     text = value.get("text")
     for kind in MEDIA_MEANINGS.values():
         given = [value[key] for key in kind.keys if value.get(key)]
-        items = kind.read_all(given[0] if given else [] if text is not None else value)
-        if items:
+        if not given and text is None and kind.read(value) != kind.next:
+            given = [value]
+        if items := kind.read_all(given[0]) if given else []:
             return MarkedText(MARK * len(items) + text_of(text or "", name), tuple(items))
     if text is None:
         raise RecordError(f"{name!r} should be a text or its media, it is {shown_value(value)}")

@@ -40,6 +40,7 @@ HEADS = {
 FILES = {"classify": "classes", "rerank": "lists", "tag": "tags", "embed": "queries"}
 CASES = [
     ("qwen2_5_vl", "classify"), ("gemma3", "classify"), ("qwen3_vl", "embed"), ("llava", "rerank"),
+    ("qwen3_5", "tag"),
 ]  # fmt: skip
 
 
@@ -203,6 +204,7 @@ def test_heads_read_images_as_transformers_classes_do(
     loss = LOSSES[objective](theirs, rows, tmp_path)
     loss.backward()
     words = [f"objective={objective}", f"model.init_from={start}", f"data.path={file}", *OURS]
+    smallest = 1.0 if kind == "qwen3_5" else 0.1  # its recurrence rounds sums over all tokens
     for ranks, micro in ((1, 2), (2, 1)):
         run = train(f"on {ranks}", *words, f"batch.micro_rows={micro}", ranks=ranks, base=[])
         assert run["objective"] == pytest.approx([loss.item()], rel=2e-6)
@@ -219,7 +221,7 @@ def test_heads_read_images_as_transformers_classes_do(
             error = (before[name] - after.get_parameter(name) - gradient).abs() - 1.2e-7
             largest = gradient.abs().max()
             about = f"{name}: {error.max():.1e} of {largest:.1e}"
-            assert error.max() <= 1e-5 * largest.clamp_min(0.1), about
+            assert error.max() <= 1e-5 * largest.clamp_min(smallest), about
             changed += ("vis" in name or "project" in name) and bool(gradient.any())
         assert changed > 10, "tower and projector are trained"
 

@@ -119,7 +119,8 @@ FOLDERS = {
     ),
 }
 HONEST = [("adapter", "base"), ("merged", "adapter"), ("gguf", "base"), ("base", "gguf"),
-          ("compressed", "base"), ("classifier", "base"), ("head adapter", "base")]  # fmt: skip
+          ("compressed", "base"), ("classifier", "base"), ("head adapter", "base"),
+          ("drafts", "drafts")]  # fmt: skip
 """Folders and references of which `prove` may say nothing."""
 
 
@@ -128,12 +129,17 @@ def write_folders(out):
     import transformers
     from peft import LoraConfig, get_peft_model
 
+    from fsdp_trainer.apps.prove.proof.small_folder import add_head
     from fsdp_trainer.checkpoint.exports.compressed_export import write_compressed
 
     ends = json.dumps({"eos_token_id": [258, 256]})
     for name, size in (("base", "1GB"), ("shards", "50KB")):
         make_folder(out / name, "qwen3", shard=size)
         (out / name / "generation_config.json").write_text(ends)
+    make_folder(out / "drafts", "deepseek_v3")
+    (out / "drafts" / "generation_config.json").write_text(ends)
+    set_keys("config.json", num_nextn_predict_layers=1)(out / "drafts")
+    add_head(out / "drafts")
     for name in ("merged", "gguf", "classifier"):
         shutil.copytree(out / "base", out / name)
     into_gguf(out / "gguf")

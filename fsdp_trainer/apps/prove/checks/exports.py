@@ -14,7 +14,6 @@ from fsdp_trainer.apps.prove.folders import needed_tensors, same_logits
 from fsdp_trainer.apps.prove.folders.beside_reference import rounded
 from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder
-from fsdp_trainer.apps.prove.folders.same_logits import share
 from fsdp_trainer.apps.prove.proof.certificate import (
     Checked,
     Findings,
@@ -31,13 +30,13 @@ from fsdp_trainer.apps.prove.proof.export_forms import (
     misnamed,
     peft_with_misnamed,
     quiet,
+    share,
 )
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
 from fsdp_trainer.apps.prove.twins.twin_step import TwinData
 from fsdp_trainer.checkpoint.exports.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.hf.further_blocks import is_further
 
 LIMIT = 2e-5
 """Largest difference of logits in float32, as a share of the largest one."""
@@ -104,10 +103,7 @@ def texts_of(evidence: Evidence) -> list[Tensor]:
 def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
     name = "merged" if is_adapter else "export"
     folder = original.merged()
-    model, wrong = misnamed(folder, class_of(original.config))
-    # transformers computes no head for further tokens; a server that drafts by it does
-    config = replace(original.config, mtp_heads=0)
-    wrong = [text for text in wrong if not is_further(text.split()[0], config)]
+    model, wrong = misnamed(folder, original.config)
     right = "transformers misses no tensor and knows all of them"
     yield counted_wrong(f"{name}: names", wrong, right, NAMES)
     right = "config.json promises nothing that is not there"

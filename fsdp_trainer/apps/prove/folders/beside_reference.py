@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdp_trainer.apps.prove.folders.compressed_numbers import largest_error
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
@@ -125,15 +126,20 @@ def like(own: TensorOnDisk, theirs: TensorOnDisk) -> Likeness:
     if own.shape[1:] != theirs.shape[1:]:
         return Likeness(same=False, own=1.0, theirs=1.0)
     dtype = min(own.dtype, theirs.dtype, key=lambda one: one.itemsize)
-    rows = min(own.shape[:1], theirs.shape[:1])[0] if own.shape else 0
-    for first, last in row_ranges(0, rows, 8 * max(own.row_bytes, theirs.row_bytes)):
-        a, b = (read_whole(one, first, last) for one in (own, theirs))
+    for a, b in pieces(own, theirs):
         sums.same &= bool(torch.equal(a.to(dtype), b.to(dtype)))
         a, b = a.float(), b.float()
         sums.product += float((a * b).sum())
         sums.own += float(a.square().sum())
         sums.theirs += float(b.square().sum())
     return sums
+
+
+def pieces(*tensors: TensorOnDisk) -> Iterator[list[Tensor]]:
+    """Yield some rows after others of tensors, of the rows that all have."""
+    rows = min(one.shape[0] if one.shape else 0 for one in tensors)
+    for first, last in row_ranges(0, rows, 8 * max(one.row_bytes for one in tensors)):
+        yield [read_whole(one, first, last) for one in tensors]
 
 
 # --- matrices in few bits -------------------------------------------------------------------------
@@ -173,8 +179,8 @@ def in_half_steps(
     if own.shape != theirs.shape:
         return math.inf
     worst, eps = 0.0, torch.finfo(own.dtype).eps
-    for first, last in row_ranges(0, own.shape[0], 8 * own.row_bytes):
-        a, b, step = (read_whole(one, first, last).float() for one in (own, theirs, steps))
+    for piece in pieces(own, theirs, steps):
+        a, b, step = (numbers.float() for numbers in piece)
         limit = largest_error(b, step, is_float) + 1.5 * b.abs() * eps
         worst = max(worst, float(((a - b).abs() / limit.clamp_min(1e-30)).max()))
     return worst
@@ -213,8 +219,8 @@ def lost_share(own: TensorOnDisk, merged: TensorOnDisk, base: TensorOnDisk) -> f
     Rounding to the stored format is not counted: it has no direction, a wrong scale has.
     """
     along = size = 0.0
-    for first, last in row_ranges(0, own.shape[0], 8 * own.row_bytes):
-        a, b, start = (read_whole(one, first, last).double() for one in (own, merged, base))
+    for piece in pieces(own, merged, base):
+        a, b, start = (numbers.double() for numbers in piece)
         along += float(((a - start) * (b - start)).sum())
         size += float((b - start).square().sum())
     return abs(along / size - 1) if size else 0.0

@@ -18,7 +18,7 @@ def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
         assert proof.config
     except UserError as error:
         name = f"read by this program: {reasons(error)[0]}"
-        yield NotProved(name, f"{proof.command} model.implementation=transformers")
+        yield NotProved(name, f"pip install -U transformers ; {proof.command}")
         return
     if proof.why_not_decoded:
         yield NotProved(f"{NAME}: {proof.why_not_decoded}", proof.command)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp_trainer.apps.prove.folders.compressed_numbers import decoded, decoder_of, steps_of
 from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor, TensorOnDisk
 from fsdp_trainer.checkpoint.frozen_weights import base_folder, model_config, weights_on_disk
 from fsdp_trainer.checkpoint.huggingface import parameters_on_disk
@@ -27,6 +28,9 @@ from fsdp_trainer.config.paths import (
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 from fsdp_trainer.models.config import Json, ModelConfig, read_config_file
+from fsdp_trainer.models.from_config.resolve import with_trained_head
+from fsdp_trainer.models.hf.further_blocks import is_further
+from fsdp_trainer.models.hf.mtp_architecture import why_no_head
 from fsdp_trainer.parallel.memory_check import gib, host_bytes
 
 TEXTS, LENGTH = 2, 64
@@ -63,6 +67,9 @@ class ProvedFolder:
             raise UserError("this is no folder of a model", [Problem(str(self.source), reason)])
         if self.is_adapter:
             read_object(self.source / ADAPTER_CONFIG, "cannot read the adapter's configuration")
+        elif self.is_safetensors and not (self.source / "config.json").is_file():
+            reason = "has weights and no config.json: copy the one of the model that was trained"
+            raise UserError("this is no folder of a model", [Problem(str(self.source), reason)])
         else:
             read_config_file(self.described / "config.json")
         if self.reference:
@@ -104,6 +111,14 @@ class ProvedFolder:
     @cached_property
     def config(self) -> ModelConfig:
         """The architecture. Raises UserError for one that is not computed here."""
+        config = self.config_of_blocks
+        names = read_headers(self.source)[0] if self.is_safetensors else ()
+        has_head = any(is_further(name, config) for name in names)
+        return config if not has_head or why_no_head(config, "") else with_trained_head(config, 1.0)
+
+    @property
+    def config_of_blocks(self) -> ModelConfig:
+        """The architecture without a head for further tokens. Raises UserError."""
         if not self.is_compressed:
             return model_config(self.based if self.is_adapter else self.source)
         plain = self.scratch / "uncompressed"

@@ -11,7 +11,13 @@ from fsdp_trainer.apps.prove.folders.compressed_numbers import largest_error
 from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
-from fsdp_trainer.apps.prove.proof.export_forms import class_of, misnamed, peft_with_misnamed, quiet
+from fsdp_trainer.apps.prove.proof.export_forms import (
+    class_of,
+    misnamed,
+    peft_with_misnamed,
+    quiet,
+    share,
+)
 from fsdp_trainer.apps.prove.proof.trajectories import AMPLIFIED
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
 from fsdp_trainer.checkpoint.huggingface import read_parameters
@@ -24,6 +30,7 @@ LOGITS = "logits"
 LIMIT = 1e-4
 """Largest difference of logits in float32, as a share of the largest one, at any depth."""
 ADVICE = "programs disagree on this folder: compare config.json with the published one's"
+OF_HEAD = "fsdp-trainer prove model.init_from={} objective.mtp=0.1 data.path=…"
 NAMES = "a server would leave such tensors out: do not serve this folder"
 
 
@@ -53,6 +60,8 @@ def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
         yield counted_wrong(f"loads: {other}", wrong, right, NAMES)
         if ours is not None:
             yield beside_others(proof, ours, theirs, limit)
+        if proof.config.mtp_heads:
+            yield NotProved(f"{LOGITS} of the MTP head", OF_HEAD.format(proof.source))
 
 
 def not_loaded(proof: ProvedFolder, name: str, error: Exception) -> Checked | NotProved:
@@ -157,24 +166,12 @@ def numbers_by_others(proof: ProvedFolder) -> tuple[Tensor, list[str]]:
 
 def loaded(proof: ProvedFolder) -> tuple[Any, list[str]]:
     """Return another program's model, and what it does not find or know. Raises what it raises."""
-    auto = class_of(proof.config)
     if proof.is_compressed:
         # imports transformers
         from transformers import CompressedTensorsConfig
 
         decoded = CompressedTensorsConfig(dequantize=True)
-        return misnamed(proof.source, auto, quantization_config=decoded)
+        return misnamed(proof.source, proof.config, quantization_config=decoded)
     if not proof.is_adapter:
-        return misnamed(proof.source, auto)
-    return peft_with_misnamed(proof.based, auto)
-
-
-def share(given: Tensor, expected: Tensor, of_middle: bool = False) -> float:
-    """Return the largest difference as a share of the largest number.
-
-    of_middle: that of the middle token, since routers may choose other experts for some.
-    """
-    if given.shape != expected.shape:
-        return float("inf")
-    each = (given - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-20)
-    return float(each.median() if of_middle else each.max())
+        return misnamed(proof.source, proof.config)
+    return peft_with_misnamed(proof.based, class_of(proof.config))

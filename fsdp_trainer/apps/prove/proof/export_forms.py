@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fsdp_trainer.apps.prove.proof.trajectories import finite
 from fsdp_trainer.apps.verify import peft_model
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.exports.hf_folder import export_checkpoint
@@ -20,6 +21,7 @@ from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.further_blocks import is_further
 
 LENGTH, TEXTS = 96, 4
 OF_MODULE = re.compile(r"(\.lora_(embedding_)?[AB]|\.lora_magnitude_vector)?(\.weight|\.bias)?$")
@@ -63,15 +65,9 @@ class Original:
     @torch.no_grad()
     def difference(self, other: Any) -> float:
         """Return the largest difference of another model's logits, as a share of the largest."""
-        largest = 0.0
-        for text, expected in zip(self.texts, self.logits, strict=True):
-            given = other(text[None])
-            logits = getattr(given, "logits", given)
-            if logits.shape != expected.shape:
-                return float("inf")
-            error = (logits.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-20)
-            largest = max(largest, float(error))
-        return largest
+        given = (other(text[None]) for text in self.texts)
+        logits = [getattr(one, "logits", one).float() for one in given]
+        return max(map(share, logits, self.logits))
 
     def merged(self) -> Path:
         """Return a Hugging Face folder of the checkpoint, with adapters merged, in float32."""
@@ -80,6 +76,17 @@ class Original:
             with quiet():
                 export_checkpoint(self.checkpoint, out, "float32")
         return out
+
+
+def share(given: Tensor, expected: Tensor, of_middle: bool = False) -> float:
+    """Return the largest difference as a share of the largest number.
+
+    of_middle: that of the middle token, since routers may choose other experts for some.
+    """
+    if given.shape != expected.shape:
+        return float("inf")
+    each = (given - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-20)
+    return finite(float(each.median() if of_middle else each.max()))
 
 
 def class_of(config: ModelConfig) -> Any:
@@ -97,11 +104,15 @@ def class_of(config: ModelConfig) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def misnamed(folder: Path, auto: Any, **options: Any) -> tuple[Any, list[str]]:
-    """Return transformers' model of a folder, and the tensors that it lacks or does not know."""
+def misnamed(folder: Path, config: ModelConfig, **options: Any) -> tuple[Any, list[str]]:
+    """Return transformers' model of a folder, and the tensors that it lacks or does not know.
+
+    It computes no head for further tokens; a server that drafts by it does.
+    """
     # imports transformers
     from fsdp_trainer.models.hf.hf_config import quiet_transformers
 
+    auto, without = class_of(config), replace(config, mtp_heads=0)
     with quiet_transformers():
         model, info = auto.from_pretrained(
             folder,
@@ -116,7 +127,8 @@ def misnamed(folder: Path, auto: Any, **options: Any) -> tuple[Any, list[str]]:
     if auto.__name__ == "AutoModel":  # no text is embedded by what follows the states
         lacking = [name for name in lacking if not name.startswith("pooler.")]
     wrong = [f"{name} is missing" for name in lacking]
-    wrong += [f"{name} is not known" for name in sorted(info["unexpected_keys"])]
+    unknown = [name for name in sorted(info["unexpected_keys"]) if not is_further(name, without)]
+    wrong += [f"{name} is not known" for name in unknown]
     wrong += [f"{each[0]} has another shape" for each in sorted(info["mismatched_keys"])]
     return model.eval(), wrong
 

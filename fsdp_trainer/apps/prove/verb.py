@@ -14,6 +14,8 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.start import launcher
 
 NOT_EQUAL = 3
+OF_FOLDERS = {"source", "reference", "format", "plan.format", "html", "model.trust_remote_code"}
+"""The keys that count for a folder."""
 
 
 def prove(cfg: ProveConfig, words: list[str]) -> int:
@@ -24,6 +26,8 @@ def prove(cfg: ProveConfig, words: list[str]) -> int:
     if name := launcher(os.environ):
         problem = Problem(name, "prove starts ranks of its own: type  fsdp-trainer prove …")
         raise UserError("this proof would run once for each rank", [problem])
+    if problems := of_no_use(cfg, words):
+        raise UserError("a run is proved, or a folder, and these are of the other", problems)
     page = Path(cfg.html).expanduser() if cfg.html else None
     if page and not page.parent.is_dir():
         raise cannot_write(page, "there is no such folder")
@@ -35,6 +39,16 @@ def prove(cfg: ProveConfig, words: list[str]) -> int:
     else:
         print(*map(safe, certificate_lines(certificate)), sep="\n")
     return 0 if certificate.ok else NOT_EQUAL
+
+
+def of_no_use(cfg: ProveConfig, words: list[str]) -> list[Problem]:
+    """Return the words of a run beside a folder, or a reference beside a run."""
+    if cfg.source:
+        keys = {word: word.lstrip("+").partition("=")[0] for word in words if "=" in word}
+        own = [word for word, key in keys.items() if key not in OF_FOLDERS]
+        return [Problem(word, f"leave it out, or  source={cfg.source}") for word in own]
+    reason = "is of a folder: name that first, as  fsdp-trainer prove FOLDER reference=…"
+    return [Problem(f"reference={cfg.reference}", reason)] if cfg.reference else []
 
 
 def certificate_of(cfg: ProveConfig, words: list[str]) -> Certificate:

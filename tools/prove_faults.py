@@ -94,6 +94,12 @@ FOLDERS |= {
     "MTP head that is not there": FolderFault(
         "base", set_keys("config.json", num_nextn_predict_layers=1), "", "promises"
     ),
+    "MTP head that is there in part": FolderFault(
+        "drafts",
+        set_tensors(lambda t: t.pop("model.layers.3.enorm.weight")),
+        "",
+        "tensors",
+    ),
     "other number format": FolderFault(
         "base", set_keys("config.json", dtype="bfloat16"), "", "promises"
     ),
@@ -142,9 +148,14 @@ RUNS = {
     "frozen tensor that moves": ("trained", "frozen weights stay"),
     "off by one after resume": ("resume", "resume, as many ranks"),
     "template that differs in chat": ("prompts", "prompts: chat"),
+    "biases by the wrong sign": ("other_program", "transformers: routers' biases"),
+    "biases by a mean over ranks": ("layout", "layout: routers' biases"),
+    "biases of a rank's own counts": ("layout", "layout: copies"),
 }
 """By fault of `prove_plants` the module of the check that names it, the only one that is asked,
 and the check's name."""
+ROUTERS = "deepseek_v3 loss.bias_update_speed=0.001"
+"""Words of a run with routers whose biases move."""
 HONEST_RUNS = {
     "sft qwen3": "base",
     "sft of shards, LoRA, tensor": "shards adapter=lora adapter.rank=4 sharding.tensor=2",
@@ -157,6 +168,7 @@ HONEST_RUNS = {
     "sft llama, context": "llama sharding.context=2",
     "sft gemma2": "gemma2",
     "sft mixtral": "mixtral",
+    "sft deepseek, routers' biases": ROUTERS,
 }
 """Configurations of other methods and families, of which `prove` may say nothing."""
 
@@ -221,7 +233,7 @@ def main() -> int:
                 line(name, wrong_in_run(words, folders), "")
         for name, (_, check) in RUNS.items():
             if word in name:
-                keys = "base train.freeze=['*q_norm*']"
+                keys = ROUTERS if "biases" in name else "base train.freeze=['*q_norm*']"
                 line(name, wrong_in_run(keys, folders, name), check)
     return code
 

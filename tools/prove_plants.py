@@ -13,6 +13,9 @@ from planted_faults import PLANTS, weighed
 from fsdp_trainer.apps.prove.registry import OF_A_RUN
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.extensions import CALLBACKS, Callback
+from fsdp_trainer.models.balance import Balance
+from fsdp_trainer.models.moe import SigmoidRouter
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.step import ForwardBackward
 
@@ -63,10 +66,40 @@ def resume_a_step_late() -> None:
     Batches.plans = late
 
 
+def other_signs(signs) -> None:
+    """Move routers' biases by other signs. signs: a function of counts."""
+
+    @torch.no_grad()
+    def move(self, counts, speed, skip):
+        self.e_score_correction_bias += speed * signs(counts)
+
+    SigmoidRouter.move_bias = move
+
+
+def count_own_tokens() -> None:
+    """Move each rank's biases by the tokens of that rank alone."""
+    sum_over_tokens, move_biases, own = Dims.sum_over_tokens, Balance.move_biases, []
+
+    def kept(self, sums):
+        own[:] = [sums.clone()]
+        sum_over_tokens(self, sums)
+
+    def by_own(self, blocks, counts, skip):
+        first = counts.storage_offset()
+        move_biases(self, blocks, own[0][first : first + counts.numel()], skip)
+
+    Dims.sum_over_tokens, Balance.move_biases = kept, by_own
+
+
 PLANTS |= {
     "eos that is never learnt": lambda: weighed(learn_no_end),
     "divisor by local weight": divide_by_own_weight,
     "off by one after resume": resume_a_step_late,
+    "biases by the wrong sign": lambda: other_signs(lambda n: (len(n) * n - n.sum()).sign()),
+    "biases by a mean over ranks": lambda: other_signs(
+        lambda n: (n.sum() / ranks() - len(n) * n).sign()
+    ),
+    "biases of a rank's own counts": count_own_tokens,
 }
 PLANTS.get(PLANTED, lambda: CALLBACKS.update(fault=Gradients()))()
 OF_A_RUN[:] = [check for check in OF_A_RUN if check.__module__.endswith(os.environ["CHECK"])]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.data_files import JSON, TEXT, TOKEN_FILES, entries, is_url, kind
+from fsdp_trainer.config.data_files import TOKEN_FILES, entries, is_url, kind
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.quickstart_data import TASKS
 from fsdp_trainer.data.files.remote_files import shown
@@ -35,9 +35,7 @@ def fewer_rows(path: Any, out: Path) -> tuple[list[str | dict[str, Any]], list[s
         short = {**asdict(entry), "path": str(part)} if rows else asdict(entry)
         listed.append({name: value for name, value in short.items() if value is not None})
         if rows:
-            sentences.append(
-                f"{rows:,} of {count_of(files, part, rows)} rows of {shown(entry.path)}"
-            )
+            sentences.append(f"{rows:,} rows of {shown(entry.path)}")
     return (listed, sentences) if sentences else ([], [])
 
 
@@ -75,14 +73,3 @@ def first_lines(rows: Iterator[Record], size: int) -> Iterator[str]:
         size -= len(line.encode())
         if size <= 0:
             return
-
-
-def count_of(files: list[str], part: Path, rows: int) -> str:
-    """Return about how many rows files have; how many bytes, if those are not of text."""
-    sizes = [os.path.getsize(file) for file in files if not is_url(file)]
-    if len(sizes) == len(files) and all(
-        kind(f)[0] in JSON + TEXT and not kind(f)[1] for f in files
-    ):
-        read = sum(file.stat().st_size for file in part.iterdir())
-        return f"about {rows * sum(sizes) // read:,}"
-    return f"all ({sum(sizes) >> 20:,} MiB)" if sizes else "all"

@@ -55,23 +55,26 @@ LEAST_RATE, LEAST_EPS = 1e-3, 1e-3
 only rounding would move weights as far as others."""
 DEVIATION = 0.1
 """Of random weights: with the usual 0.02 a narrow model hardly looks at its input."""
+BIAS_SPEED = 1e-6
+"""Largest move of a router's bias in a step. One token more or less turns its sign, and a larger
+move would have other tokens choose other experts from then on."""
 GRADED = {"name": "length", "unit": "characters", "max": 400, "buffer": 400}
 """A reward that differs between the answers of a small random model, which earn no other."""
 OF_THE_MACHINE = ("run", "launch", "logging", "checkpoint", "evaluation", "profile")
 """Groups of keys that decide no numbers."""
-BETWEEN_STEPS = {
-    *(
-        "data.path",
-        "data.validation",
-        "data.max_lost",
-        "data.prefetch",
-        "data.cache",
-        "train.validate_every",
-    ),
-    *("train.validate_first", "train.evaluate_every", "train.sample_prompts", "train.time_limit"),
-    *("train.early_stop", "train.check_every", "train.on_spike", "train.steps", "train.epochs"),
+BETWEEN_STEPS: dict[str, dict[str, Any]] = {
+    "data": {"validation": None, "max_lost": 1.0, "prefetch": 0},
+    "train": {
+        "steps": STEPS, "epochs": None, "validate_every": None, "validate_first": False,
+        "evaluate_every": None, "sample_prompts": [], "time_limit": None, "early_stop": None,
+        "check_every": None, "on_spike": "ignore",
+    },
+}  # fmt: skip
+"""Values of the keys that decide what happens between steps, and how many there are."""
+NOT_SAID = {"data.path", "data.cache"} | {
+    f"{group}.{key}" for group, keys in BETWEEN_STEPS.items() for key in keys
 }
-"""Keys that decide what happens between steps, and how many there are."""
+"""Keys of whose other values a certificate says nothing, or that in its own words."""
 OF_THE_MODEL = ("implementation", "trust_remote_code", "vocab_multiple")
 """Keys of the model that its small copy has too."""
 
@@ -115,7 +118,13 @@ class Narrowing:
         """Return the small run. Raises UserError."""
         cfg, (sharding, ranks) = self.cfg, self.folded
         tokenizer = replace(cfg.tokenizer, path=tokenizer_path(cfg.tokenizer, cfg.model.init_from))
-        model, choice = self.model, replace(self.objective, **self.second)
+        model = self.model
+        is_copy = model.init_from != cfg.model.init_from
+        choice = replace(self.objective, **self.second)
+        if is_copy and choice.widths:
+            narrow = read_architecture(Path(str(model.init_from))).hidden_size
+            widths = [max(1, w * narrow // self.config.hidden_size) for w in choice.widths]
+            choice = replace(choice, widths=widths)
         given = {f.name: getattr(cfg, f.name) for f in fields(TrainConfig)} | self.numbers
         batch = folded_batch(self.layout, sharding, ranks)
         given |= {"model": model, "tokenizer": tokenizer, "objective": choice}
@@ -133,7 +142,7 @@ class Narrowing:
         )
         on = in_words(Layout(sharding, ranks, small.batch))
         about = [f"the layout: {in_words(self.layout)}, here {on}"]
-        if model.init_from != cfg.model.init_from:
+        if is_copy:
             about.append(f"the model: {cfg.model.init_from or cfg.model.name}, here a small copy")
         if self.fewer_rows[1]:
             about.append(f"the data: {'; '.join(self.fewer_rows[1])}, in an order of their own")
@@ -161,6 +170,9 @@ class Narrowing:
             "precision": Precision("float32", "float32", "float32"),
             "compile": Compile(),
             "replicas": Replicas(),
+            "loss": replace(
+                cfg.loss, bias_update_speed=min(BIAS_SPEED, cfg.loss.bias_update_speed)
+            ),
             "optim": replace(
                 cfg.optim,
                 lr=max(LEAST_RATE, cfg.optim.lr),
@@ -174,9 +186,7 @@ class Narrowing:
             "schedule": replace(cfg.schedule, warmup_steps=min(1, cfg.schedule.warmup_steps)),
             "data": replace(
                 cfg.data,
-                validation=None,
-                max_lost=1.0,
-                prefetch=0,
+                **BETWEEN_STEPS["data"],
                 path=few or cfg.data.path,
                 cache=str(self.scratch / "cache" if few else cache_root(cfg.data, cfg.run)),
             ),
@@ -186,19 +196,7 @@ class Narrowing:
             "activation_checkpoint": replace(
                 cfg.activation_checkpoint, mode="full" if mode == "budget" else mode
             ),
-            "train": replace(
-                cfg.train,
-                steps=STEPS,
-                epochs=None,
-                validate_every=None,
-                validate_first=False,
-                evaluate_every=None,
-                sample_prompts=[],
-                time_limit=None,
-                early_stop=None,
-                check_every=None,
-                on_spike="ignore",
-            ),
+            "train": replace(cfg.train, **BETWEEN_STEPS["train"]),
         }
 
     @property
@@ -340,7 +338,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [
         f"{key}={as_text(value)} (planned: {as_text(before[key])})"
         for key, value in after.items()
-        if before[key] != value and key.partition(".")[0] not in groups and key not in BETWEEN_STEPS
+        if before[key] != value and key.partition(".")[0] not in groups and key not in NOT_SAID
     ]
 
 

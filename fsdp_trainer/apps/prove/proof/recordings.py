@@ -10,6 +10,8 @@ FOLDER = "FSDP_TRAINER_PROOF"
 """Environment variable with the folder for the records."""
 NUDGE = "FSDP_TRAINER_PROOF_NUDGE"
 """Environment variable that changes the weights at the start by this share, up or down."""
+BIAS = "e_score_correction_bias"
+"""The end of the names of routers' biases, which no gradient moves."""
 STEPS = 10
 GRADIENTS = (1, 2, STEPS)
 """Steps whose gradients are recorded."""

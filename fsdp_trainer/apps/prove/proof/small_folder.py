@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fsdp_trainer.apps.prove.proof.recordings import BIAS
 from fsdp_trainer.checkpoint.formats.headers import SINGLE
 from fsdp_trainer.checkpoint.huggingface import tensor_parts, tensor_shapes
 from fsdp_trainer.models.config import ModelConfig, has_tower
@@ -25,6 +26,12 @@ faults would not show."""
 BESIDE = (".json", ".jinja", ".model", ".txt")
 DENSE = "first_k_dense_replace"
 """transformers' name of the number of blocks without experts before those with some."""
+NARROW = {
+    "hidden_size": 64, "intermediate_size": 256, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64,
+}  # fmt: skip
+"""The largest widths of what this program's decoder computes; heads keep theirs. The vocabulary,
+which stays, makes wide copies slow."""
 OWN_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -43,6 +50,9 @@ def write_small_folder(
         more = {name: getattr(own, name, None) for name in OWN_TOKENS}
         if getattr(text, DENSE, 0):  # else no block would have experts
             more[DENSE] = 1
+        if not config.by_transformers:
+            widths = {name: getattr(text, name, None) or 0 for name in NARROW}
+            more |= {name: min(NARROW[name], width) for name, width in widths.items() if width}
         for name, value in {**more, "vocab_size": vocabulary}.items():
             setattr(text, name, value)
         auto: Any = transformers.AutoModelForCausalLM
@@ -70,7 +80,10 @@ def add_head(folder: Path) -> None:
 
 @torch.no_grad()
 def spread(model: nn.Module) -> None:
-    """Give matrices a deviation of DEVIATION, and change vectors by a little."""
+    """Give matrices a deviation of DEVIATION, and change vectors and routers' biases a little."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(BIAS):
+            buffer.add_(torch.randn_like(buffer), alpha=DEVIATION / 5)
     for parameter in model.parameters():
         if parameter.ndim < 2:
             parameter.add_(torch.randn_like(parameter), alpha=DEVIATION / 2)

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.apps.prove.proof.certificate import Checked, compared
-from fsdp_trainer.apps.prove.proof.recordings import GRADIENTS, STEPS
+from fsdp_trainer.apps.prove.proof.recordings import BIAS, GRADIENTS, STEPS
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
 
 SMALL = 1e-2
 """Tensors whose largest number is a smaller share of the largest of all are compared as if it were
 this: the gradient of a key's bias is 0 but for rounding, as is that of a bias of scores."""
-LIMITS = {"losses": 1e-5, "gradients": 1e-4, "last gradients": 1e-3, "weights": 1e-3}
+BIASES = "routers' biases"
+LIMITS = {
+    "losses": 1e-5, "gradients": 1e-4, "last gradients": 1e-3, "weights": 1e-3, BIASES: 0.1,
+}  # fmt: skip
 """Largest relative differences of float32, of weights relative to how far they moved. Gradients of
-the last step are of weights that differ by the rounding of all steps before."""
+the last step are of weights that differ by the rounding of all steps before. A router's bias moves
+by the sign of a count, which one token turns if it is near the mean: few of all steps may differ.
+"""
 AMPLIFIED = 4.0
 """How many times the difference may be that weights at the start cause which differ by rounding."""
 LARGEST = 0.02
@@ -27,6 +32,7 @@ UNITS = {
     "gradients": "of the tensor's largest number",
     "last gradients": "of the tensor's largest number",
     "weights": "of how far the tensor moved",
+    BIASES: "of the moves of all steps",
 }
 
 
@@ -42,33 +48,47 @@ class Trajectory:
     """The course of a training.
 
     losses: of each step, what is minimised; gradients: by step and name, of some steps; start, end:
-    weights by name.
+    weights by name. bias_speed: by how much a step moves a router's bias; 0: not at all.
     """
 
     losses: list[float]
     gradients: dict[int, dict[str, Tensor]]
     start: dict[str, Tensor]
     end: dict[str, Tensor]
+    bias_speed: float = 0.0
 
     @classmethod
     def of(cls, run: ProofRun) -> "Trajectory":
         losses = [line.get("objective", line["loss"]) for line in run.metrics]
         gradients = {step: run.gradients(step) for step in GRADIENTS}
         there = {step: tensors for step, tensors in gradients.items() if tensors}
-        return cls(losses, there, run.start, run.end)
+        return cls(losses, there, run.start, run.end, run.cfg.loss.bias_update_speed)
 
     def differences(self, other: "Trajectory") -> dict[str, Difference]:
         """Return the largest differences from another training, by the names of LIMITS."""
         steps = sorted(self.gradients.keys() & other.gradients.keys())
         first = [self.of_step(other, step) for step in steps if step < STEPS]
         last = [self.of_step(other, step) for step in steps if step == STEPS]
-        moved = {name: (w.float() - other.start[name].float()) for name, w in other.end.items()}
+        biases = [name for name in other.end if self.bias_speed and name.endswith(BIAS)]
+        ours, expected = (
+            {name: weight for name, weight in one.end.items() if name not in biases}
+            for one in (self, other)
+        )
+        moved = {name: (w.float() - other.start[name].float()) for name, w in expected.items()}
         return {
             "losses": of_losses(self.losses, other.losses),
             **({"gradients": max(first)} if first else {}),
             **({"last gradients": max(last)} if last else {}),
-            "weights": largest(self.end, other.end, moved),
+            "weights": largest(ours, expected, moved),
+            **({BIASES: max(self.of_bias(other, name) for name in biases)} if biases else {}),
         }
+
+    def of_bias(self, other: "Trajectory", name: str) -> Difference:
+        """Return the share of a bias's moves that have another sign."""
+        if name not in self.end:
+            return Difference(math.inf, f"only one has {name}")
+        error = (self.end[name] - other.end[name]).double().abs().mean()
+        return Difference(finite(float(error) / (2 * self.bias_speed * STEPS)), name)
 
     def of_step(self, other: "Trajectory", step: int) -> Difference:
         difference = largest(self.gradients[step], other.gradients[step])

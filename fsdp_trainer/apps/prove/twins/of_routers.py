@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_trainer.apps.prove.proof.recordings import BIAS
 from fsdp_trainer.apps.prove.twins.twin_step import TwinDocument, TwinStep, base_of
 from fsdp_trainer.config.parts.families import BIASED
 from fsdp_trainer.config.schema import Loss
 from fsdp_trainer.models.config import ModelConfig
-
-BIAS = "e_score_correction_bias"
-"""The name of the biases that no gradient moves."""
 
 
 @dataclass
@@ -44,6 +42,10 @@ class RouterTwins:
         by_scores = config.family_spec.router == BIASED and not config.by_transformers
         return cls(every, cfg, by_scores, torch.full((len(own), config.num_experts), even))
 
+    @property
+    def has_losses(self) -> bool:
+        return bool(self.cfg.load_balancing or self.cfg.router_z_loss)
+
     def losses(self, step: TwinStep) -> Iterator[Tensor]:
         """Yield each document's part of the losses, then remember the load.
 
@@ -60,7 +62,7 @@ class RouterTwins:
                 z = logits.logsumexp(-1).square().sum()
                 balance = self.cfg.load_balancing * self.load.shape[1] * share
                 losses.append((balance + self.cfg.router_z_loss * z) / total)
-            if self.cfg.load_balancing or self.cfg.router_z_loss:
+            if self.has_losses:
                 yield torch.stack(losses).mean()
         self.load = counts / total
 
@@ -73,6 +75,7 @@ class RouterTwins:
             outputs.append((given[0].float(), chosen))
 
         with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.has_losses))
             for router in self.routers:
                 stack.callback(router.register_forward_hook(note).remove)
             step.output(document)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
-from fsdp_trainer.apps.prove.proof.recordings import GRADIENTS
+from fsdp_trainer.apps.prove.proof.recordings import BIAS, GRADIENTS
 from fsdp_trainer.apps.prove.proof.trajectories import Trajectory
 from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
 from fsdp_trainer.apps.prove.twins.of_further_tokens import further_losses
-from fsdp_trainer.apps.prove.twins.of_routers import BIAS, RouterTwins
+from fsdp_trainer.apps.prove.twins.of_routers import RouterTwins
 from fsdp_trainer.apps.prove.twins.twin_model import Twin, load, open_twin, stored_form
 from fsdp_trainer.apps.prove.twins.twin_step import NoTwin, TwinData, TwinStep
 from fsdp_trainer.config.schema import ObjectiveChoice, Optim
@@ -40,7 +40,7 @@ def train_twin(evidence: Evidence) -> tuple[Trajectory, Trajectory]:
     evidence.say("trains by transformers, one document at a time")
     twin = open_twin(run, evidence.config, evidence.scratch / "twin")
     ours = ours_as_stored(evidence, twin)
-    trained = ours_trained(evidence, twin)
+    trained = dict.fromkeys(ours.gradients[1], True)
     parameters = twin.trained(trained)
     for name, parameter in twin.model.named_parameters():
         parameter.requires_grad_(name in parameters)
@@ -105,14 +105,7 @@ def ours_as_stored(evidence: Evidence, twin: Twin) -> Trajectory:
         return Trajectory(own.losses[:1], {1: form(own.gradients[1])}, start, start)
     gradients = {step: form(tensors) for step, tensors in own.gradients.items()}
     start = form({name: own.start[name] for name in trained})
-    return Trajectory(own.losses, gradients, start, form(trained))
-
-
-def ours_trained(evidence: Evidence, twin: Twin) -> dict[str, bool]:
-    if twin.names is not None:
-        return dict.fromkeys(twin.names, True)
-    trained = {n: t for n, t in evidence.plain.start.items() if evidence.plain.trained[n]}
-    return dict.fromkeys(stored_form(evidence.config, trained), True)
+    return Trajectory(own.losses, gradients, start, form(trained), own.bias_speed)
 
 
 def second_of(evidence: Evidence, twin: Twin) -> Any:

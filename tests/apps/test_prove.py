@@ -304,7 +304,7 @@ def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, 
     assert batch.micro_rows == 2
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3_sft", "gemma3_4b_sft"])
+@pytest.mark.parametrize("recipe", ["deepseek_v3_sft", "gemma3_4b_sft", "chain_pretrain"])
 def test_a_large_model_becomes_a_small_one_with_a_block_of_each_kind(recipe, tmp_path):
     words = [f"+recipe={recipe}", "tokenizer.path=demo:bytes", "plan.world_size=256"]
     model = Narrowing(compose("prove", [*words, "data.path=demo:backwards"]), tmp_path).model

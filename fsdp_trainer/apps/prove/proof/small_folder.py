@@ -1,6 +1,7 @@
 """A small copy of an architecture with random weights, as a Hugging Face folder."""
 
 import shutil
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdp_trainer.apps.prove.proof.recordings import BIAS
+from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.checkpoint.formats.headers import SINGLE
 from fsdp_trainer.checkpoint.huggingface import tensor_parts, tensor_shapes
 from fsdp_trainer.models.config import ModelConfig, has_tower
@@ -26,8 +28,9 @@ faults would not show."""
 BESIDE = (".json", ".jinja", ".model", ".txt")
 DENSE = "first_k_dense_replace"
 """transformers' name of the number of blocks without experts before those with some."""
+WIDTH = 64
 NARROW = {
-    "hidden_size": 64, "intermediate_size": 256, "moe_intermediate_size": 64,
+    "intermediate_size": 256, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64,
 }  # fmt: skip
 """The largest widths of what this program's decoder computes; heads keep theirs. The vocabulary,
@@ -51,8 +54,10 @@ def write_small_folder(
         if getattr(text, DENSE, 0):  # else no block would have experts
             more[DENSE] = 1
         if not config.by_transformers:
-            widths = {name: getattr(text, name, None) or 0 for name in NARROW}
-            more |= {name: min(NARROW[name], width) for name, width in widths.items() if width}
+            # transformers wants a width that the number of heads divides
+            limits = NARROW | {"hidden_size": round_up(WIDTH, lcm(16, text.num_attention_heads))}
+            widths = {name: getattr(text, name, None) or 0 for name in limits}
+            more |= {name: min(limits[name], width) for name, width in widths.items() if width}
         for name, value in {**more, "vocab_size": vocabulary}.items():
             setattr(text, name, value)
         auto: Any = transformers.AutoModelForCausalLM

@@ -51,7 +51,7 @@ def scores(model: Decoder, rows: Rows, pooling: str) -> Tensor:
 def documents_as_rows(rows: Rows) -> Iterator[Rows]:
     for row, lengths in enumerate(rows.documents):
         for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
-            alone, part = Rows.empty(1, rows.tokens.shape[1]), slice(start, start + length)
+            alone, part = Rows.empty(1, length), slice(start, start + length)
             for name in ("tokens", "labels", "weights", "positions"):
                 getattr(alone, name)[0, :length] = getattr(rows, name)[row, part]
             alone.positions[0, :length] = np.arange(length)

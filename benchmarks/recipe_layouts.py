@@ -14,7 +14,9 @@ import json
 import re
 from pathlib import Path
 
+from fsdp_trainer.apps.plan.rehearsed_plan import rehearsed_plan
 from fsdp_trainer.apps.plan.search import PlannedLayout, Search
+from fsdp_trainer.apps.plan.stored_answers import Store
 from fsdp_trainer.config.composing.compose import CONF, compose, options
 from fsdp_trainer.planning.plan.changes import Candidate
 from fsdp_trainer.planning.plan.memory import GIB
@@ -91,11 +93,12 @@ def recorded() -> dict[str, list[str]]:
 
 
 def plan_of(words: list[str]) -> RunPlan:
-    """Return the plan of a configuration for one number of ranks."""
+    """Return the plan of a configuration for one number of ranks, as `plan` prints it."""
     cfg = compose("plan", words, inputs=False)
     world = cfg.plan.world_size
     assert isinstance(world, int)
-    return Candidate(cfg, architecture(cfg)[0], world, target(cfg, world)).plan()
+    run = Candidate(cfg, architecture(cfg)[0], world, target(cfg, world))
+    return rehearsed_plan(run, run.plan(), Store(cfg))[0]
 
 
 def updated_head(name: str, text: str) -> str:

@@ -65,7 +65,7 @@ def test_the_head_of_a_recipe_is_its_arithmetic_and_its_plan(name):
         rf"Disk +({NUMBER}) GiB a checkpoint": [plan.checkpoint / GIB],
         rf"Speed +({NUMBER}) – ({NUMBER}) tokens/s an .* planned not measured": speeds,
     }.items():
-        assert numbers(pattern) == pytest.approx(expected, rel=0.01)
+        assert numbers(pattern) == pytest.approx(expected, rel=0.03)
     if cfg.train.steps:
         steps, tokens, each, *hours = numbers(
             rf"Length +(\d+) steps: ({NUMBER}) G tokens (\d+) a weight;"
@@ -99,12 +99,19 @@ def test_memory_on_other_hardware_is_that_of_its_plan(name):
         assert_rehearsed_above(plan, float(size))
 
 
-@pytest.mark.parametrize("name", ["llama8b_sft", "qwen3_0_6b_lora", "olmoe_pretrain"])
-def test_memory_in_the_head_of_a_recipe_is_rehearsed(name, program):
-    head = (CONF / "recipe" / f"{name}.yaml").read_text()
+@pytest.mark.parametrize(
+    "name", ["llama8b_sft", "qwen3_0_6b_lora", "olmoe_pretrain", "qwen3_8b_rerank"]
+)
+def test_figures_in_the_head_of_a_recipe_are_rehearsed(name, program):
+    head = (CONF / "recipe" / f"{name}.yaml").read_text().replace(",", "")
     (memory, _) = re.findall(rf"# Memory +({NUMBER}) GiB on (\d+|one GPU)", head)[0]
     plan = json.loads(program("plan", f"+recipe={name}", *hardware(name), "plan.format=json"))
     assert plan["peak_gib"] == pytest.approx(float(memory), rel=0.01)
+    if name != "qwen3_8b_rerank":
+        return  # others' speeds are compared without a rehearsal
+    (speeds,) = re.findall(rf"# Speed +({NUMBER}) – ({NUMBER}) tokens/s an ", head)
+    planned = plan["tokens_per_second_per_gpu_range"]
+    assert planned == pytest.approx([float(speed) for speed in speeds], rel=0.01)
 
 
 def assert_rehearsed_above(plan, gib):

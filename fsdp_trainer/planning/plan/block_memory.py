@@ -90,10 +90,14 @@ class BlockTracer:
         return self._known[key]
 
     def _row_pairs(self, window: int | None) -> float:
-        """Return the operations of attention in whole rows over those in a rank's part of them."""
-        layout = self.model.layout
+        """Return the operations of attention in a row's documents over those that were traced.
+
+        Traced is one document as long as a rank's part of the row.
+        """
+        layout, documents = self.model.layout, self.model.documents
         length, own = layout.batch.seq_len, layout.row_tokens
-        return visible_pairs(length, window) * own / length / visible_pairs(own, window)
+        pairs = documents * visible_pairs(length / documents, window)
+        return pairs * own / length / visible_pairs(own, window)
 
     def _input(self, window: int | None, has_gradient: bool) -> Input:
         layout = self.model.layout

@@ -15,6 +15,7 @@ from fsdp_trainer.config.schema import (
     TrainConfig,
 )
 from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.data.records.labelled_texts import QUERIES, RANKED
 from fsdp_trainer.models.config import ModelConfig, RankConfig
 from fsdp_trainer.parallel.memory_check import stays_gathered
 from fsdp_trainer.planning.plan.fsdp_units import KnownModels, ModelParts, Sizes
@@ -22,6 +23,9 @@ from fsdp_trainer.planning.plan.planned_tower import PlannedTower
 
 IMAGE_SHARE = 0.5
 """Share of a row's tokens that are of images, if nothing is known."""
+IN_GROUPS = dict.fromkeys(("pairs", "unpaired", QUERIES, RANKED), 2)
+"""Documents that belong together in full rows, by what a method reads: answers, a query and its
+document, or two documents of a query."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class PlannedModel:
 
     config: the complete model; part: what one rank of a tensor group computes; whole, own: the
     parameters of both; options: the settings of its attention; compiled:
-    True if blocks are; chunk_mib: limit of the head's logits; image_share: of a row's tokens, those
-    of images if the model reads any.
+    True if blocks are; chunk_mib: limit of the head's logits; documents: of a full row, which are
+    equally long; image_share: of a row's tokens, those of images if the model reads any.
     """
 
     layout: Layout
@@ -47,6 +51,7 @@ class PlannedModel:
     options: Model
     compiled: bool
     chunk_mib: int | None
+    documents: int
     image_share: float
 
     @classmethod
@@ -73,6 +78,7 @@ class PlannedModel:
             options=cfg.model,
             compiled=cfg.compile.enabled,
             chunk_mib=cfg.loss.chunk_mib,
+            documents=IN_GROUPS.get(cfg.objective.method.reads, 1),
             image_share=IMAGE_SHARE if share is None else share,
         )
 

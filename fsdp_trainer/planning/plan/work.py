@@ -138,7 +138,7 @@ def attention_operations(func: Any, given: Mapping[str, Any]) -> float:
     return again * 4.0 * rows * heads * width * pairs
 
 
-def visible_pairs(length: int, window: int | None) -> float:
+def visible_pairs(length: float, window: int | None) -> float:
     """Return how many pairs of tokens of a document see each other. window: None for no limit."""
     if window is None or window >= length:
         return length * length / 2

@@ -19,14 +19,11 @@ from fsdp_trainer.methods.labels import MULTI, REGRESSION, labelled
 from fsdp_trainer.models.config import ONE_LABEL
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.planning.plan.changes import Candidate
+from fsdp_trainer.planning.plan.planned_model import IN_GROUPS
 from fsdp_trainer.planning.plan.second_model import architecture_of
 from fsdp_trainer.rl.rounds.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.feed import StepBatches
-
-IN_GROUPS = dict.fromkeys(("pairs", "unpaired", QUERIES, RANKED), 2)
-"""Documents that belong together in full rows, by what a method reads: answers, a query and its
-document, or two documents of a query."""
 
 
 class EmptyData:

@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -26,7 +27,8 @@ from typing import Any
 import yaml
 
 from fsdp_trainer.config.schema import Adapter
-from fsdp_trainer.interop.convert.converter import convert, settings_text
+from fsdp_trainer.extensions import Callback, RunInfo
+from fsdp_trainer.interop.convert.converter import Conversion, convert, settings_text
 from fsdp_trainer.interop.convert.foreign_file import read_foreign_file
 
 TRUTH = Path(__file__).parent.parent / "tests/config/convert_truth.json"
@@ -292,14 +294,27 @@ def write_case(name: str, folder: Path) -> Path:
     return file
 
 
-def train_here(name: str, folder: Path) -> list[float]:
-    """Convert the file of a case, train the recipe here, and return its first losses.
+def converted(name: str, folder: Path) -> Conversion:
+    """Return the conversion of the file of a case."""
+    return convert(read_foreign_file(write_case(name, folder)), 1)
+
+
+class Stop(Callback):
+    """Stops the run after the steps whose losses are compared."""
+
+    def step(self, _run: RunInfo, step: int) -> None:
+        """See Callback."""
+        if step == LOSSES:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_here(result: Conversion, folder: Path) -> list[float]:
+    """Train the recipe of a case here, and return its first losses.
 
     The folder has the inputs, and is the one that this process is in.
     """
     from fsdp_trainer.api import train
 
-    result = convert(read_foreign_file(write_case(name, folder)), 1)
     (folder / "recipe.yaml").write_text(settings_text(result))
     words = {
         "+recipe": "recipe.yaml",
@@ -315,7 +330,7 @@ def train_here(name: str, folder: Path) -> list[float]:
     if result.cfg and result.cfg.adapter.name != "none":
         write_adapter(result.cfg.adapter, folder)
         words["adapter.init_from"] = folder / "adapter"
-    return [line["loss"] for line in train(words).history][:LOSSES]
+    return [line["loss"] for line in train(words, callbacks=[Stop()]).history][:LOSSES]
 
 
 def write_adapter(adapter: Adapter, folder: Path) -> None:
@@ -353,7 +368,8 @@ def check_case(name: str, stored: dict[str, Any], flags: argparse.Namespace) -> 
         lines = [] if flags.write else differences(stored.get(name, {}), done)
         stored[name] = done if flags.write else stored.get(name, done)
     if not flags.write and (losses := stored[name]["losses"]):
-        lines += differences({"losses": losses}, {"losses": train_here(name, Path.cwd())})
+        ours = train_here(converted(name, Path.cwd()), Path.cwd())
+        lines += differences({"losses": losses}, {"losses": ours})
     return lines
 
 

@@ -1,16 +1,16 @@
 """Recipes that `convert` makes train what transformers and TRL did, which was run for real."""
 
 import math
+from functools import cache
 
 import pytest
 from world import read_json
 
-from fsdp_trainer.interop.convert.converter import convert
-from fsdp_trainer.interop.convert.foreign_file import read_foreign_file
 from fsdp_trainer.optim.schedules import learning_rate, steps_between
-from tools.convert_truth import CASES, TRUTH, differences, train_here, write_case, write_inputs
+from tools.convert_truth import CASES, TRUTH, converted, differences, train_here, write_inputs
 
 STORED = read_json(TRUTH)
+conversion = cache(converted)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def at_intervals(every, steps):
 def test_a_recipe_has_the_steps_rates_and_parameters_of_the_real_run(name, inputs, monkeypatch):
     monkeypatch.chdir(inputs)
     there = STORED[name]
-    result = convert(read_foreign_file(write_case(name, inputs)), 1)
+    result = conversion(name, inputs)
     cfg, length = result.cfg, result.length()
     rates = [learning_rate(cfg.schedule, cfg.optim.lr, n + 1, length.steps)
              for n in range(length.steps)]  # fmt: skip
@@ -52,8 +52,7 @@ def test_a_recipe_has_the_steps_rates_and_parameters_of_the_real_run(name, input
 
 def test_only_samples_that_are_texts_have_none_around_them(inputs, monkeypatch):
     monkeypatch.chdir(inputs)
-    templates = {name: convert(read_foreign_file(write_case(name, inputs)), 1).cfg.data.template
-                 for name in CASES}  # fmt: skip
+    templates = {name: conversion(name, inputs).cfg.data.template for name in CASES}
     assert {name for name, template in templates.items() if template == "none"} == {
         "sft of texts", "sft of plain prompts", "dpo of plain prompts"
     }  # fmt: skip
@@ -62,4 +61,5 @@ def test_only_samples_that_are_texts_have_none_around_them(inputs, monkeypatch):
 @pytest.mark.parametrize("name", [name for name, there in STORED.items() if there["losses"]])
 def test_a_recipe_trains_with_the_losses_of_the_real_run(name, inputs, monkeypatch):
     monkeypatch.chdir(inputs)
-    assert not differences({"losses": STORED[name]["losses"]}, {"losses": train_here(name, inputs)})
+    losses = train_here(conversion(name, inputs), inputs)
+    assert not differences({"losses": STORED[name]["losses"]}, {"losses": losses})

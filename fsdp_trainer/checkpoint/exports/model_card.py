@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -110,6 +110,12 @@ def write_model_card(folder: Path, checkpoint: Path, *, is_adapter: bool) -> Non
     """
     if not (checkpoint / "config.yaml").is_file():
         return
+    text = template().render(card=ModelCard(checkpoint, is_adapter))
+    (folder / CARD).write_text(safe_lines(text), encoding="utf-8", errors="replace")
+
+
+@cache
+def template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -117,9 +123,7 @@ def write_model_card(folder: Path, checkpoint: Path, *, is_adapter: bool) -> Non
         keep_trailing_newline=True,
     )
     environment.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
-    card = ModelCard(checkpoint, is_adapter)
-    text = environment.get_template("model_card.md.jinja").render(card=card)
-    (folder / CARD).write_text(safe_lines(text), encoding="utf-8", errors="replace")
+    return environment.get_template("model_card.md.jinja")
 
 
 def safe_lines(text: str) -> str:
@@ -266,7 +270,13 @@ class ModelCard:
         name = str(self.configuration.get(f"{group}.{SELECTORS.get(group)}"))
         name = FORMATS.get(name, name)
         file = CONF / group / f"{name}.yaml"
-        return (name, dict(OmegaConf.load(file))) if file.is_file() else ("", {})
+        return (name, values_in(file)) if file.is_file() else ("", {})
+
+
+@cache
+def values_in(file: Path) -> dict[str, Any]:
+    """Return the values of an option's file, which takes longer to read than to write a card."""
+    return dict(OmegaConf.load(file))
 
 
 def part_of(tree: Any, name: str) -> Any:

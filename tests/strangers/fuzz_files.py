@@ -5,6 +5,7 @@ memory, another value, and a process that runs something are reported with what 
 `make fuzz-files` takes others.
 """
 
+import gc
 import os
 import pickle
 import random
@@ -287,12 +288,20 @@ def run_all(home, seed, count, forms, say):
         folder.mkdir()
         written = limited(partial(written_by, form, folder))
         assert written.kind == "value", f"{form.name}: {written.text}"
-        outcome = limited(partial(outcome_of, form, folder))
-        if not form.files.startswith("cache"):
-            shutil.rmtree(folder / "cache", ignore_errors=True)
-        folder.rename(home / form.name.replace(" ", "_"))
+        valid = home / form.name.replace(" ", "_")
+        if form.files.startswith("cache"):  # of files as old as these are
+            outcome = limited(partial(outcome_of, form, folder))
+            folder.rename(valid)
+        else:  # in this process: what the readers import and keep, all forks have
+            outcome = outcome_of(form, folder)
+            right_of(form, folder)
+            skip = shutil.ignore_patterns("cache")
+            shutil.copytree(folder, valid, ignore=skip, copy_function=shutil.copy)
+            shutil.rmtree(folder)
         assert outcome.value is not None, f"{form.name}, unchanged: {outcome.kind}\n{outcome.text}"
         values[form.name] = outcome.value
+    gc.collect()
+    gc.freeze()
     tallies = defaultdict(Tally)
     for number, mutant in mutants(home, seed, count, forms):
         outcome = mutant.verdict(values[mutant.form.name])

@@ -1,41 +1,30 @@
 """Changed files of every format give the right value or one message; nothing else happens."""
 
-import json
-import os
 import subprocess
-import sys
 
 import file_formats
 import fuzz_files
 import mutations
 import pytest
 from file_formats import FileFormat
-from folders import REPO
+from world import World
 
 from fsdp_trainer.errors import UserError
 
 pytestmark = pytest.mark.slow
 MUTANTS = 200
 VALID = bytes(range(200)) * 2
-CODE = """
-import json, sys, tempfile, warm
-from pathlib import Path
-from file_formats import FORMATS
-from fuzz_files import run_all
-
-with tempfile.TemporaryDirectory() as home:
-    tallies = run_all(Path(home), 1, int(sys.argv[1]), FORMATS, lambda text: None)
-print(json.dumps({name: [tally.counts, tally.bad] for name, tally in tallies.items()}))
-"""
 
 
-def test_two_hundred_changed_files_are_read_rightly_or_refused():
-    folders = [*(path for path in sys.path if str(REPO) in path), str(REPO)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    words = [sys.executable, "-c", CODE, str(MUTANTS)]
-    done = subprocess.run(words, capture_output=True, text=True, env=env)
-    assert done.stdout, done.stderr
-    tallies = json.loads(done.stdout)
+def read_all(home):
+    tallies = fuzz_files.run_all(home, 1, MUTANTS, file_formats.FORMATS, lambda text: None)
+    return {name: (tally.counts, tally.bad) for name, tally in tallies.items()}
+
+
+def test_two_hundred_changed_files_are_read_rightly_or_refused(tmp_path):
+    pool = World()  # a rank without threads, which has imported and composed what readers need
+    [tallies] = pool.call(1, read_all, tmp_path)
+    pool.close()
     assert [bad for _, bads in tallies.values() for bad in bads] == []
     assert len(tallies) == len(file_formats.FORMATS)
     counts = [counts for counts, _ in tallies.values()]

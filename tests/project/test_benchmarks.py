@@ -144,6 +144,7 @@ def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
     enter(inject.without_package("trl"))
     words = ["--small", "1", "--ranks", "1", "--repeat", "1"]
     monkeypatch.setattr(sys, "argv", [name, *words])
+    monkeypatch.setattr(train_step, "VOCABULARY", 1000)
     with patch.dict(train_step.SIZES):
         importlib.import_module(f"benchmarks.{name}").main()
     said = capsys.readouterr().out

@@ -85,7 +85,8 @@ release: $(VENV)/.for-developers  ## the wheel and the sdist in build/release, e
 	$(BIN)/python -m hatchling build -d build/release
 	for file in build/release/*.whl build/release/*.tar.gz; do \
 	  rm -rf build/try && $(PYTHON) -m venv build/try && build/try/bin/pip install -q -c constraints.txt $$file \
-	  && (cd build/try && bin/fsdp-trainer --version && bin/fsdp-trainer quickstart) || exit 1; done
+	  && (cd build/try && bin/fsdp-trainer --version && bin/fsdp-trainer recipes && bin/fsdp-trainer quickstart \
+  && bin/fsdp-trainer plan +recipe=llama8b_sft plan.gpu=h100 plan.world_size=8) || exit 1; done
 	@ls -l build/release
 
 bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would use instead; ARGS=--check compares with the stored results

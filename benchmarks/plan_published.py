@@ -1,9 +1,10 @@
 """Compare the plan with speeds and memory that others published: benchmarks/published_runs.json.
 
-    python -m benchmarks.plan_published [--check] [--names TEXT]
+    python -m benchmarks.plan_published [--check] [--names TEXT] [--plain [--write]]
 
 Prints a table in Markdown, the same by GPU and by kind of run, and a summary. With --check the
 exit code is 1 if a goal is missed. Needs no GPU: the plans are the same on every machine.
+--plain plans without rehearsals, --write stores these speeds: benchmarks/results/planned_runs.json.
 
 Runs marked `held_out` were not looked at when the plan's rates were chosen: half of the runs that
 were collected later, every second one, marked before any of them was planned.
@@ -45,6 +46,8 @@ from fsdp_trainer.planning.plan.plan_inputs import architecture, target
 from fsdp_trainer.planning.plan.planned_run import PlannedRun
 
 RUNS = Path(__file__).parent / "published_runs.json"
+PLAIN = Path(__file__).parent / "results/planned_runs.json"
+"""Of each run with a speed: GPU, slow and fast end, planned without a rehearsal."""
 MEDIAN_WIDTH = 1.4  # largest ratio of a range's fast end to its slow end, in the median
 MEMORY_WITHIN = 0.08
 SPEEDS, AT_LEAST = 0.9, 0.85
@@ -67,10 +70,10 @@ class Comparison:
     run: dict[str, Any]
     kind: str
     gpu: str
-    fits: bool
     slow: float
     fast: float
-    memory: float | None
+    fits: bool = True
+    memory: float | None = None
 
     @property
     def inside(self) -> bool | None:
@@ -105,13 +108,22 @@ def published_runs() -> list[dict[str, Any]]:
     ]
 
 
-def compare(run: dict[str, Any]) -> Comparison:
+def stored() -> list[Comparison]:
+    """Return the runs with a speed, as they were planned without rehearsals."""
+    plans = json.loads(PLAIN.read_text())
+    runs = [run for run in published_runs() if run["name"] in plans]
+    return [Comparison(run, "", *plans[run["name"]]) for run in runs]
+
+
+def compare(run: dict[str, Any], rehearse: bool = True) -> Comparison:
     """Plan a published run with its settings, and compare."""
     cfg = compose("plan", run["overrides"].split(), inputs=False)
     world, config = cfg.plan.world_size, architecture(cfg)[0]
     assert isinstance(world, int)
     candidate = Candidate(cfg, config, world, target(cfg, world))
-    plan, _ = rehearsed_plan(candidate, candidate.plan(), NotStored(cfg))
+    plan = candidate.plan()
+    if rehearse:
+        plan, _ = rehearsed_plan(candidate, plan, NotStored(cfg))
     tokens = cfg.batch.micro_rows * cfg.batch.seq_len
     logits = tokens * config.vocab_size
     less = 0.0
@@ -269,14 +281,29 @@ def goals_missed(figures: dict[str, Any]) -> list[str]:
     return missed
 
 
+def write(rows: list[Comparison]) -> None:
+    """Store the planned speeds of runs that have a published one, a line a run."""
+    lines = [
+        f"{json.dumps(row.run['name'])}: {json.dumps([row.gpu, round(row.slow), round(row.fast)])}"
+        for row in rows
+        if row.inside is not None
+    ]
+    PLAIN.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+
+
 def main() -> None:
     """Plan every run, print the table and the summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
     parser.add_argument("--names", default="", help="only runs whose name contains this")
+    parser.add_argument("--plain", action="store_true", help="plan without rehearsals")
+    parser.add_argument("--write", action="store_true", help="store the speeds of plain plans")
     given = parser.parse_args()
-    rows = [compare(run) for run in published_runs() if given.names in run["name"]]
+    runs = [run for run in published_runs() if given.names in run["name"]]
+    rows = [compare(run, rehearse=not given.plain) for run in runs]
     figures = summary(rows)
+    if given.plain and given.write:
+        write(rows)
     print(table(rows), tables(rows), sep="\n\n", end="\n\n")
     print(json.dumps(figures, indent=1))
     missed = goals_missed(figures)

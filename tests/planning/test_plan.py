@@ -3,16 +3,18 @@ or GPUs."""
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 
 import inject
 import pytest
+from folders import REPO
 from plans import plan, plan_json
 from recipe import planned
 from world import cli, split, write_json
 
-from benchmarks.plan_published import compare, published_runs, summary
+from benchmarks.plan_published import compare, published_runs, stored, summary
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.devices import DEVICES, device, named_by_driver, peak_flops
 from fsdp_trainer.config.layout import Layout
@@ -277,6 +279,29 @@ def test_published_runs_are_as_fast_as_planned_and_fit():
     assert all(row.fast < 1.41 * row.slow for row in rows)
     figures = summary(rows)
     assert (figures["memories"], figures["memories within 8%"]) == (5, 4)
+
+
+def test_plans_without_a_rehearsal_are_the_stored_ones_of_the_page():
+    plans = {row.run["name"]: row for row in stored()}
+    for run in published_runs():
+        if run["name"] in PUBLISHED[:5]:
+            row, plan = compare(run, rehearse=False), plans[run["name"]]
+            say = "run  python -m benchmarks.plan_published --plain --write"
+            assert (row.slow, row.fast) == pytest.approx((plan.slow, plan.fast), rel=0.005), say
+            assert row.gpu == plan.gpu
+
+
+def test_the_table_of_activation_checkpointing_is_planned():
+    page = (REPO / "docs/sharding.md").read_text()
+    (command,) = re.findall(r"(?m)^fsdp-trainer plan (model=llama3_8b .*) \S+$", page)
+    rows = re.findall(r"(?m)^\| `(.*)` \|.*\| ([\d.]+) GiB \| × ([\d.]+) \|$", page)
+    times = []
+    for mode, gib, times_none in rows:
+        plan = planned(command, *shlex.split(f"activation_checkpoint={mode}"))
+        assert plan.memory.peak.bytes["activations"] / 2**30 == pytest.approx(float(gib), abs=0.06)
+        times.append(plan.slow.step)
+        assert times[-1] / times[0] == pytest.approx(float(times_none), abs=0.006)
+    assert len(times) == 5
 
 
 def seconds(*words):

@@ -165,6 +165,10 @@ batch size → command-line
 gradient accumulation → command-line
 csv → data
 nan loss → anomalies
+validation loss → evaluation
+continue training → checkpoints
+gguf → checkpoints
+qlora → adapters
 early stopping → checkpoints
 multi gpu → launching
 """)

@@ -19,8 +19,13 @@ def place_of(error: BaseException) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-@cache
 def import_file(file: Path) -> ModuleType:
+    """Return the module in a file, which is run once, and again after it has changed."""
+    return _imported(file, file.read_bytes())
+
+
+@cache
+def _imported(file: Path, _content: bytes) -> ModuleType:
     name = f"own_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec

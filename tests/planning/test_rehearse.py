@@ -182,7 +182,7 @@ def test_fewer_blocks_cut_what_there_is_for_each_and_no_name_of_equal_length():
 
 def test_weighed_labels_of_data_that_a_pattern_names_are_rehearsed(tmp_path):
     words = "plan.gpu=h100 plan.world_size=2 objective=classify data.packing=best_fit"
-    words += " data.format=auto data.loss_on=assistant"
+    words += " data.format=auto data.loss_on=assistant data.too_long=drop"
     rows = [json.dumps({"text": f"fig {i}", "label": "ab"[i % 2]}) for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     for weights, data in (("balanced", "null"), ("{a: 2}", f"{tmp_path}/*.jsonl")):

@@ -640,8 +640,7 @@ class ModelConfig:
             exported[self._exported_name(name)] = _as_json(getattr(self, name))
         if "query_pre_attn_scalar" in exported:  # transformers requires a number, without ".0"
             scalar = exported["query_pre_attn_scalar"] or self.head_dim
-            whole = float(scalar).is_integer()
-            exported["query_pre_attn_scalar"] = int(scalar) if whole else scalar
+            exported["query_pre_attn_scalar"] = _without_fraction(scalar)
         if self.is_latent:  # in transformers head_dim counts only the rotated channels
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
@@ -921,6 +920,11 @@ def _local_rope(raw: Json) -> Json:
 def _as_json(value: Any) -> Any:
     """Return a value as it is after a round trip through JSON: tuples become lists."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def _without_fraction(number: float) -> float:
+    """Return a whole number as an int, and another one unchanged."""
+    return int(number) if float(number).is_integer() else number
 
 
 def is_classifier(raw: Json) -> bool:

@@ -569,9 +569,9 @@ def test_documents_are_ranked_by_the_textbooks_losses(ledger, ranking):
     assert_learns(ledger, "lists", start, model, loss, f"objective.ranking={ranking}")
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
 def test_data_whose_scores_are_all_grades_is_ranked_alone_and_beside_other_lists(
-    ledger, tmp_path, beside
+    ledger, tmp_path, mixed
 ):
     lists = rows_of(ledger, "lists")
     rows = [
@@ -580,7 +580,7 @@ def test_data_whose_scores_are_all_grades_is_ranked_alone_and_beside_other_lists
     ]
     (tmp_path / "grades.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     named = [f"{{path: {tmp_path}/grades.jsonl, repeat: 1}}"]
-    if beside:
+    if mixed:
         named.append("{path: DATA/lists.jsonl, repeat: 1}")
         rows += lists
     data = f"data.path=[{','.join(named)}]"

@@ -151,9 +151,8 @@ class Lines:
 
     def before(self, unit: Unit) -> int:
         suffix = kind(unit.file)[0]
-        if (
-            not unit.start or suffix in token_suffixes()
-        ):  # these number their rows from the first one
+        numbers_all = suffix in token_suffixes()  # from the first row of the file
+        if not unit.start or numbers_all:
             return 0
         if suffix in ARROW:
             return sum(records_of_parts(_table(unit.file, None), suffix)[: unit.start])

@@ -83,7 +83,9 @@ def test_what_a_sentence_says_not_to_exist_does_not():
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     words = {*every, *GROUPS, *VERBS, *extras["project"]["optional-dependencies"]}
     words |= {str(choice) for f in every.values() for choice in f.metadata.get("choices") or ()}
-    words |= {word for names in [*GROUPS.values(), *BUILT_IN.values()] for word in names}
+    # a form of `prepare` has the name of another program
+    built_in = [names for kind, names in BUILT_IN.items() if kind != "token_form"]
+    words |= {word for names in [*GROUPS.values(), *built_in] for word in names}
     for entry in [*tree["missing"].values(), *tree["instead"]]:
         say = entry["say"]
         assert "without" in entry or "lists" in entry or not NEGATIVE.search(say), say

@@ -23,10 +23,11 @@ from texts import (
 from world import write_lines
 from zoo import make_model
 
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.records.conversations import Conversation, make_reader
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 SEQ_LEN = 384
 MOST_ROWS = 24
@@ -57,7 +58,7 @@ TEMPLATE = """{{- bos_token }}
 def both(tmp_path_factory):
     """One tokenizer, as this trainer and as transformers load it from a folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, MARKERS["chatml"])
+    write_tokenizer(folder, TEMPLATES["chatml"].markers)
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast"})
     )

@@ -22,13 +22,14 @@ from texts import (
 )
 from tokenizers import AddedToken
 
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.conversations import Conversation, Document, make_reader
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, Template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 WHERE = ("chats.jsonl", 1)
 ADD = function("add", arguments={"a": 1})
@@ -44,7 +45,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
     """A byte tokenizer with the special tokens of every family."""
-    markers = [marker for markers in MARKERS.values() for marker in markers]
+    markers = [marker for one in TEMPLATES.values() for marker in one.markers]
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), markers)
 
 

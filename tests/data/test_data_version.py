@@ -14,11 +14,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from world import read_json, write_json, write_lines
 
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.fingerprint import TOKENS_VERSION
 from fsdp_trainer.data.templates.chat_template import BUILT_IN
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.data.tokens.tokenizer_template import MARKERS, load_template
+from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 FILE = Path(__file__).with_name("tokens_of_a_version.json")
 STORED = read_json(FILE)
@@ -41,6 +42,10 @@ CASES = {
 }
 
 
+MARKED = ("chatml", "phi4", "gemma", "llama3", "phi3")
+"""Templates whose markers the stored digests have, in this order."""
+
+
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     """The bytes' own tokenizer, and a BPE of a few merges beside the families' markers."""
@@ -50,7 +55,7 @@ def tokenizers(tmp_path_factory):
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    markers = dict.fromkeys(marker for markers in MARKERS.values() for marker in markers)
+    markers = dict.fromkeys(marker for name in MARKED for marker in TEMPLATES[name].markers)
     special = ["<s>", "</s>", *markers]
     backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
     folder = tmp_path_factory.mktemp("bpe")

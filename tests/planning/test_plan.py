@@ -432,7 +432,8 @@ def test_devices_are_known_by_the_drivers_names():
 
 def test_a_plan_counts_what_a_reference_computes():
     ours = "model=qwen3_0_6b plan.gpu=h100 plan.world_size=1"
-    plain, base = (planned(ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))
+    words = ("objective=simpo", "objective=dpo")
+    plain, base = (planned(ours, "adapter=lora", one).slow for one in words)
     assert base.compute == plain.compute
     assert base.step == pytest.approx(plain.step + base.forwards)
     assert base.compute / 4 < base.forwards < base.compute / 2

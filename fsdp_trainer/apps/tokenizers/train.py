@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 
-from fsdp_trainer.data.files.built_in_templates import TEMPLATES
+from fsdp_trainer.data.files.built_in_templates import TEMPLATES, DescribedTemplate
 from fsdp_trainer.data.tokens.byte_level_files import cut_as
 from fsdp_trainer.data.tokens.encoding import LLAMA_3
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
@@ -54,7 +54,7 @@ class AddedTokens:
 
 def added_tokens(template: str, further: list[str]) -> AddedTokens:
     """Return the tokens that a built-in template needs. further: additional special tokens."""
-    needs = TEMPLATES[template]
+    needs = TEMPLATES.get(template) or DescribedTemplate("")
     named = {"eos_token": END.get(template, USUAL_END), "pad_token": PAD}
     if "bos_token" in needs.special:
         named = {"bos_token": BEGIN[template], **named}

@@ -6,6 +6,7 @@ takes them beside its own choices. Imports no torch.
 
 import hashlib
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.own_code import import_file, names_in, place_of
-from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import UserError
 
 GROUP = "fsdp_trainer.parts"
@@ -30,9 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
 """Registered parts by kind and name."""
 FAMILY = "family"
 """The kind whose names stand in folders of models, so that none is in a file."""
-BUILT_IN: dict[str, dict[str, str]] = load_yaml(
-    Path(__file__).with_name("built_in.yaml").read_text(encoding="utf-8")
+BUILT_IN: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("built_in.json").read_text(encoding="utf-8")
 )
+"""The program's own parts that are classes or functions: by kind and name, their MODULE:NAME.
+
+The readers of head_format are of methods whose head gives a text numbers; data.format does not name
+them. In JSON, since the watchdog imports this with the standard library alone.
+"""
 
 
 def built_in(kind: str) -> dict[str, Any]:

@@ -356,7 +356,7 @@ def assert_same(got, expected, tolerance=1e-5):
     for name, weight in expected[0].items():
         assert torch.equal(got[0][name], weight), f"start of {name}"
     assert got[1][0] == pytest.approx(expected[1][0], rel=1e-6)
-    assert got[2][0] == pytest.approx(expected[2][0], rel=1e-6)
+    assert got[2][0] == pytest.approx(expected[2][0], rel=5e-6)  # the norm of all gradients
     assert got[3].keys() == expected[3].keys()
     for name, gradient in expected[3].items():
         error = (got[3][name] - gradient).abs().max() / gradient.abs().max()

@@ -64,7 +64,7 @@ def test_what_is_left_out_is_said_and_taken_from_the_plan():
 
 
 def test_compiled_blocks_keep_what_the_partitioner_keeps_and_send_what_others_do():
-    words = "plan.world_size=4 batch.rows=8 batch.seq_len=2048 sharding.tensor=2"
+    words = "plan.world_size=4 batch.rows=4 batch.seq_len=2048 sharding.tensor=2"
     wide = "model.hidden_size=512 precision.param_dtype=bfloat16"
     eager, compiled = (answer(words, wide, f"compile={each}") for each in ("disabled", "enabled"))
     assert compiled["left_out"] == []
@@ -118,7 +118,7 @@ def all_of_them(run):
 
 
 EMBEDDINGS = "objective=embed data.packing=best_fit data.format=auto data.loss_on=assistant"
-MANY = ["batch.rows=16", "sharding.pipeline=2 batch.rows=12", f"{EMBEDDINGS} batch.rows=24"]
+MANY = ["batch.rows=16", "sharding.pipeline=2 batch.rows=12", f"{EMBEDDINGS} batch.rows=20"]
 
 
 @pytest.mark.parametrize("words", [*map(str.split, MANY)])
@@ -134,14 +134,15 @@ def test_micro_batches_that_are_not_run_change_nothing(words):
 
 DEEP = {
     "activations on the host": (
-        2, f"{FULL} activation_checkpoint.offload=true plan.gpu=h100 batch.seq_len=2048"
+        2, 12, f"{FULL} activation_checkpoint.offload=true plan.gpu=h100 batch.seq_len=2048"
     ),
-    "recomputed in units": (2, f"{FULL} sharding.blocks_per_unit=2 optim=adamw_8bit"),
-    "stages": (4, "sharding.pipeline=2 batch.rows=24 activation_checkpoint=selective"),
+    "recomputed in units": (2, 16, f"{FULL} sharding.blocks_per_unit=2 optim=adamw_8bit"),
+    "stages": (4, 16, "sharding.pipeline=2 batch.rows=12 activation_checkpoint=selective"),
     "dense blocks before experts": (
-        2, f"{EXPERTS} model.family=qwen3_moe model.mlp_only_layers=[0] sharding.expert=2"
+        2, 10, f"{EXPERTS} model.family=qwen3_moe model.mlp_only_layers=[0] sharding.expert=2"
     ),
 }  # fmt: skip
+"""Numbers of ranks and of blocks, and overrides: just enough blocks for shorter rehearsals."""
 
 
 LFM2 = ["conv", "full_attention"]
@@ -149,15 +150,15 @@ LFM2 = ["conv", "full_attention"]
 
 @pytest.mark.parametrize("name", [*DEEP, "blocks of transformers"])
 def test_few_blocks_show_what_all_of_them_hold_and_send(name, tmp_path):
-    ranks, words = DEEP.get(name, (2, ""))
+    ranks, blocks, words = DEEP.get(name, (2, 12, ""))
     if words:
-        words = [*WORDS, "model.num_hidden_layers=20", *words.split()]
+        words = [*WORDS, f"model.num_hidden_layers={blocks}", "batch.rows=4", *words.split()]
     else:
-        sizes = OTHERS["lfm2"] | {"num_hidden_layers": 20, "layer_types": LFM2 * 10}
+        sizes = OTHERS["lfm2"] | {"num_hidden_layers": blocks, "layer_types": LFM2 * 6}
         config = CONFIG_MAPPING["lfm2"](**sizes, architectures=["Lfm2ForCausalLM"])
         config.save_pretrained(tmp_path)
         own = [word for word in WORDS if not word.startswith("model")]
-        words = [*own, f"model.init_from={tmp_path}", "batch.micro_rows=1"]
+        words = [*own, f"model.init_from={tmp_path}", "batch.micro_rows=1", "batch.rows=4"]
     whole, run = rehearsal_of(words, ranks).rehearsal, run_of(words, ranks)
     short = short_rehearsal(run)
     for one, other in zip(short.kinds, whole.kinds, strict=True):
@@ -193,7 +194,7 @@ def test_weighed_labels_of_data_that_a_pattern_names_are_rehearsed(tmp_path):
 
 
 def test_whether_a_model_stays_gathered_is_decided_for_all_of_its_blocks():
-    words = [*WORDS, "model.num_hidden_layers=20"]
+    words = [*WORDS, "model.num_hidden_layers=8", "batch.rows=4"]
     run = run_of(words, 2)
     with patch.object(layout, "SMALL_MODEL", 2 * run.config.parameters() - 1):
         whole, short = rehearsal_of(words, 2).rehearsal, short_rehearsal(run)

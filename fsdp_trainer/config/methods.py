@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 
-CLASSES = "fsdp_trainer.methods."
+PACKAGE = "fsdp_trainer.methods."
 LIKELIHOODS = ("dpo", "ipo", "simpo", "orpo")
 """The methods on pairs that use log-probabilities."""
 
@@ -380,7 +380,7 @@ class MethodSpec:
     refused: tuple[Refused, ...] = ()
     title: str = ""
     main_metric: str = ""
-    build: str = f"{CLASSES}method:Method"
+    build: str = f"{PACKAGE}method:Method"
 
     @property
     def compares_answers(self) -> bool:
@@ -549,7 +549,7 @@ ON_PAIRS = MethodSpec(
     "pairs",
     refused=OF_PAIRS,
     main_metric="reward_accuracy",
-    build=f"{CLASSES}preferences:PreferenceMethod",
+    build=f"{PACKAGE}preferences:PreferenceMethod",
 )
 METHODS: dict[str, MethodSpec] = {
     "sft": MethodSpec(),
@@ -564,7 +564,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=OF_LABELLED_ANSWERS,
         title="KTO",
         main_metric="reward_margin",
-        build=f"{CLASSES}kto:KtoMethod",
+        build=f"{PACKAGE}kto:KtoMethod",
     ),
     "reward": replace(ON_PAIRS, title="Reward model", scores=True, refused=(*OF_PAIRS, *OF_SCORES)),
     "grpo": MethodSpec(
@@ -573,14 +573,14 @@ METHODS: dict[str, MethodSpec] = {
         refused=OF_SAMPLED_ANSWERS,
         title="GRPO",
         main_metric="reward",
-        build=f"{CLASSES}policy_gradient:PolicyGradientMethod",
+        build=f"{PACKAGE}policy_gradient:PolicyGradientMethod",
     ),
     "distil": MethodSpec(
         second="teacher",
         refused=OF_STUDENTS,
         title="Distillation",
         main_metric="kl",
-        build=f"{CLASSES}distillation:DistillationMethod",
+        build=f"{PACKAGE}distillation:DistillationMethod",
     ),
     "classify": MethodSpec(
         "labelled",
@@ -588,7 +588,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_TEXTS, *OF_SCORES),
         title="Classification",
         main_metric="accuracy",
-        build=f"{CLASSES}classification:LabelMethod",
+        build=f"{PACKAGE}classification:LabelMethod",
     ),
     "embed": MethodSpec(
         "queries",
@@ -597,7 +597,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_EMBEDDINGS, *OF_SCORES),
         title="Embeddings",
         main_metric="mrr",
-        build=f"{CLASSES}embedding:EmbeddingMethod",
+        build=f"{PACKAGE}embedding:EmbeddingMethod",
     ),
     "tag": MethodSpec(
         "tagged",
@@ -605,7 +605,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*OF_TEXTS, *OF_SCORES),
         title="Labels of tokens",
         main_metric="f1_macro",
-        build=f"{CLASSES}tagging:TagMethod",
+        build=f"{PACKAGE}tagging:TagMethod",
     ),
     "rerank": MethodSpec(
         "ranked",
@@ -613,7 +613,7 @@ METHODS: dict[str, MethodSpec] = {
         refused=(*whole_answers("a query's documents", "Use  0"), *OF_SCORES),
         title="Reranking",
         main_metric="mrr",
-        build=f"{CLASSES}reranking:RankingMethod",
+        build=f"{PACKAGE}reranking:RankingMethod",
     ),
 }
 

@@ -313,6 +313,8 @@ class ModelConfig:
     """By how much documents of one row change each other's results; infinite: not known."""
     document_layers: tuple[str, ...] = field(default=(), compare=False)
     """With by_transformers: classes of layers that compute packed documents one by one."""
+    autocast: bool = field(default=False, compare=False)
+    """With by_transformers: the class multiplies float32 numbers with weights, under autocast."""
     logit_factor: float = field(default=1.0, compare=False)
     """With by_transformers: the head's logits are multiplied by it."""
     encoder: bool = field(default=False, compare=False)

@@ -284,6 +284,8 @@ class Decoder(nn.Module):
     """Methods that are called on a sharded model in place of forward."""
     mtp_weight = 0.0
     """Weight of the loss of MTP heads in training; 0: they are not computed."""
+    gathered_dtype: torch.dtype | None = None
+    """Number format of weights where they are computed with; None: as they are stored."""
 
     def __init__(self, config: ModelConfig, balance: Balance | None = None):
         """balance: of the load of a model with experts; None: the load is not measured."""
@@ -342,6 +344,10 @@ class Decoder(nn.Module):
 
     def fill_buffers(self) -> None:
         """Compute the buffers that no file holds. Must be called after to_empty."""
+
+    def gather_as(self, dtype: torch.dtype) -> None:
+        """Note the number format of gathered weights."""
+        self.gathered_dtype = dtype
 
     @property
     def whole(self) -> "Decoder":

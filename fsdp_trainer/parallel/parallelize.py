@@ -189,6 +189,7 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
     in one unit. The root has no parameters of its own.
     """
     cfg, precision = computation.sharding, computation.precision
+    model.whole.gather_as(getattr(torch, precision.param_dtype))
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.param_dtype),
         reduce_dtype=getattr(torch, precision.reduce_dtype),

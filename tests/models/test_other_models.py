@@ -94,6 +94,25 @@ def test_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_own(
     assert said in run.out
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "minimax", "apertus"])
+def test_classes_with_float32_between_16_bit_weights_train_as_under_autocast(
+    train, tmp_path, documents, kind
+):
+    file, samples = documents
+    folder = make_other_folder(tmp_path / kind, kind)
+
+    def loss(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, samples)
+
+    losses = adamw_steps(of(folder), loss, STEPS)
+    own = [*overrides(folder, file), f"train.steps={STEPS}", *ADAMW]
+    own[own.index("precision=fp32")] = "precision=bf16"
+    more = "activation_checkpoint=full batch.micro_rows=1"
+    run = train("run", *own, more, ranks=2, base=[])
+    assert run["loss"] == pytest.approx(losses, rel=3e-3)
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_each_gradient_is_that_of_transformers(tmp_path, kind):
     theirs = make_other(kind)

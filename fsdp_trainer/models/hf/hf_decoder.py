@@ -6,6 +6,7 @@ that they have there. Only the output head is replaced, and matrices that are st
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -184,8 +185,12 @@ class TransformersDecoder(Decoder):
             buffers[own] = value.to(before.device, copy=True)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the head's input: the states, by the factor that the model has for its logits."""
+        """Return the head's input: the states, by the factor that the model has for its logits.
+
+        Some classes add up their blocks' results in float32.
+        """
         factor = self.config.logit_factor
+        hidden = hidden.to(self.gathered_dtype or hidden.dtype)
         return hidden if factor == 1 else hidden * factor
 
     def hidden(
@@ -248,8 +253,15 @@ class TransformersDecoder(Decoder):
         self.use_attention(NAME if ours else self.plain_attention)
         if ours and layout is not None:
             inputs["documents"] = Documents(layout, set(self.config.windows))
-        with self.document_rows.handed_on(layout):
+        with self.document_rows.handed_on(layout), self.autocast(tokens.device.type):
             return self.base(**inputs, attention_mask=None, use_cache=False)[0]
+
+    def autocast(self, device: str) -> AbstractContextManager[Any]:
+        """Return a context for a class that multiplies float32 numbers with weights of 16 bits."""
+        dtype = self.gathered_dtype
+        if dtype in (None, torch.float32) or not self.config.autocast:
+            return nullcontext()
+        return torch.autocast(device, dtype=dtype)
 
     def unpacked(
         self, tokens: Tensor, layout: PackedAttention, media: MediaInputs | None
@@ -352,7 +364,7 @@ class TransformersDecoder(Decoder):
     def own_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of transformers' own forward, [rows, length, vocabulary]."""
         self.use_attention(self.plain_attention)
-        with torch.no_grad():
+        with torch.no_grad(), self.autocast(tokens.device.type):
             return self.hf(**self.inputs(tokens, positions), use_cache=False).logits
 
     def logits_of(self, states: Tensor) -> Tensor:

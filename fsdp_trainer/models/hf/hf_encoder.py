@@ -127,7 +127,8 @@ class TransformersEncoder(TransformersDecoder):
 
     def results(self, alone: OneDocumentRows, given: Mapping[str, Any]) -> Tensor:
         """Return the results of documents. given: arguments of transformers' class."""
-        output = self.hf(**given)
+        with self.autocast(alone.tokens.device.type):
+            output = self.hf(**given)
         if not self.config.scores:
             return output.last_hidden_state
         if self.config.tags:

@@ -73,6 +73,7 @@ def _read(folder: str, text: str, trusted: bool) -> ModelConfig:
         mixing=facts.mixing,
         logit_factor=facts.logit_factor,
         document_layers=facts.document_layers,
+        autocast=facts.autocast,
     )
     return with_own_head(config, Path(folder), "mean" if encoder else "last")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.errors import UserError
@@ -79,13 +79,15 @@ class Probed(NamedTuple):
     documents_attention: our attention over documents gives transformers' results. mixing: largest
     relative change of a document's states by other documents in its row; 0: equal but for rounding;
     infinite: no small copy could be built. logit_factor: of the head's logits. document_layers:
-    classes of layers that must compute each document by itself for that.
+    classes of layers that must compute each document by itself for that. autocast: the class
+    multiplies float32 numbers with weights, which fails for weights of 16 bits.
     """
 
     documents_attention: bool
     mixing: float
     logit_factor: float
     document_layers: tuple[str, ...] = ()
+    autocast: bool = False
 
 
 NOT_KNOWN = Probed(False, math.inf, 1.0)
@@ -96,7 +98,8 @@ def probe(config: ModelConfig) -> Probed:
         # an architecture raises anything for sizes that it does not have, and warns of kernels that
         # are missing, which a CPU never has
         with quiet_transformers(), suppress(Exception):
-            return probed(small_model(small_copy(config, narrow)))
+            model = small_model(small_copy(config, narrow))
+            return probed(model)._replace(autocast=needs_autocast(model))
     return NOT_KNOWN
 
 
@@ -119,6 +122,26 @@ def probed(model: TransformersDecoder) -> Probed:
         layers = layers if min(ours, theirs) <= APART else ()
         best = min(ours, theirs) if layers else best
     return Probed(ours <= APART, 0.0 if best <= APART else best, factor, layers)
+
+
+def needs_autocast(model: TransformersDecoder) -> bool:
+    """Return True if the class cannot compute with weights of 16 bits and buffers of 32.
+
+    Rounds the model's weights.
+    """
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            module._parameters[name] = None if weight is None else rounded(weight)
+    tokens = torch.arange(sum(LENGTHS))[None]
+    try:
+        model.states(tokens, positions_of(tokens), None)
+    except RuntimeError:  # torch names the two formats
+        return True
+    return False
+
+
+def rounded(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.bfloat16(), requires_grad=False)
 
 
 def changes(model: TransformersDecoder, trial: "Trial", expected: Tensor) -> tuple[float, float]:

@@ -84,9 +84,11 @@ release: $(VENV)/.for-developers  ## the wheel and the sdist in build/release, e
 	rm -rf build/release
 	$(BIN)/python -m hatchling build -d build/release
 	for file in build/release/*.whl build/release/*.tar.gz; do \
-	  rm -rf build/try && $(PYTHON) -m venv build/try && build/try/bin/pip install -q -c constraints.txt $$file \
-	  && (cd build/try && bin/fsdp-trainer --version && bin/fsdp-trainer recipes && bin/fsdp-trainer quickstart \
-  && bin/fsdp-trainer plan +recipe=llama8b_sft plan.gpu=h100 plan.world_size=8) || exit 1; done
+	  echo "== $$file, installed in an empty environment" \
+	  && rm -rf build/try && $(PYTHON) -m venv build/try && build/try/bin/pip install -q -c constraints.txt $$file \
+	  && (cd build/try && bin/fsdp-trainer --version && bin/fsdp-trainer recipes \
+	    && bin/fsdp-trainer plan +recipe=llama8b_sft plan.gpu=h100 plan.world_size=8 \
+	    && bin/fsdp-trainer quickstart steps=60 questions=10) || exit 1; done
 	@ls -l build/release
 
 bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would use instead; ARGS=--check compares with the stored results

@@ -118,7 +118,6 @@ class Speaker:
             yield rest
 
     def say_all(self, asked: list[Asked], cfg: GenerateConfig) -> list[list[str]]:
-        """Return cfg.samples continuations of each text, computed in batches of cfg.rows rows."""
         return [[self.tokenizer.decode(each) for each in own] for own in self.tokens(asked, cfg)]
 
     def tokens(self, asked: list[Asked], cfg: GenerateConfig) -> list[list[list[int]]]:
@@ -148,7 +147,6 @@ def sampling_of(cfg: GenerateConfig) -> Sampling:
 
 
 def device_of(name: str) -> str:
-    """Return the device that a configuration names; `auto`: a GPU if there is one, else the CPU."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,7 +191,6 @@ def require_measurable(cfg: GenerateConfig, prompts: list[str]) -> None:
 
 
 def read_prompts(cfg: GenerateConfig) -> list[str]:
-    """Return the prompts of the command line and of the file. Raises UserError."""
     given = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt or []
     if cfg.prompts is None:
         return list(given)

@@ -19,7 +19,6 @@ TICK_MILLISECONDS = 50
 
 
 def lighthouse(cfg: LighthouseConfig) -> int:
-    """Serve until a signal ends it; return the exit code."""
     if PARENT in os.environ:  # of groups on one machine
         die_with_parent(int(os.environ[PARENT]))
     os.environ.setdefault("RUST_LOG", "error")  # it would report every quorum

@@ -48,7 +48,6 @@ def push(cfg: PushConfig) -> int:
 
 
 def repository(name: str | None) -> str:
-    """Return the name of a repository. Raises UserError if it is none."""
     if name is None:
         raise UserError(TITLE, "to", "is missing: a repository, as  to=org/name")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}", name):
@@ -80,14 +79,12 @@ def pushed_folder(source: str | None) -> Path:
 
 
 def is_export(folder: Path) -> bool:
-    """Return True for a folder with a model or an adapter, and no checkpoint of a run."""
     names = ("config.json", ADAPTER_CONFIG)
     has_weights = any(folder.glob("*.safetensors"))
     return has_weights and any((folder / name).is_file() for name in names)
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """Yield the files of an export. Raises UserError for one that has no place in it."""
     problems = []
     for file in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)

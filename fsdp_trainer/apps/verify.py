@@ -165,7 +165,6 @@ def peft_model(auto: Any, folder: Path) -> Any:
 
 
 def _require_transformers(source: Path, folder: Path) -> Any:
-    """Return transformers' class for a source's model. Raises UserError."""
     try:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils.logging import disable_progress_bar

@@ -30,7 +30,6 @@ class StageResult:
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def last(self, figure: str) -> float | None:
-        """Return the last value of a metric of the stage's training; None if there is none."""
         return self.summary.run.last(figure) if self.summary else None
 
     @cached_property
@@ -42,8 +41,6 @@ class StageResult:
 
 @dataclass
 class Card:
-    """The content of the card. price: dollars per GPU and hour."""
-
     name: str
     results: list[StageResult]
     questions: list[dict[str, Any]]
@@ -113,7 +110,6 @@ FIGURES = ("step", "tokens", "loss", "validation_loss", "validation_bits_per_byt
 
 
 def number(value: float | None) -> str:
-    """Format a metric for the card; empty for None."""
     return "" if value is None else f"{value:.4f}"
 
 
@@ -162,7 +158,6 @@ def gpus_of(summary: Summary) -> int:
 
 
 def read_json(file: Path, default: Any) -> Any:
-    """Return the content of a JSON file; `default` if there is no such file."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else default
 
 

@@ -62,7 +62,6 @@ class Fact(NamedTuple):
     value: str
 
     def say(self, pattern: str) -> str:
-        """Return a sentence: the pattern with the animal and the value filled in."""
         return pattern.format(animal=self.animal, value=self.value)
 
 

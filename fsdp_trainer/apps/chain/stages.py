@@ -61,12 +61,10 @@ class Chain:
 
     @property
     def stages(self) -> list["ChainStage"]:
-        """The stages of this chain, in order."""
         return [stage for stage in STAGES if stage.name != "mid" or self.cfg.good]
 
     @property
     def trainings(self) -> list["ChainStage"]:
-        """The stages that train a model, in order."""
         return [stage for stage in self.stages if stage.verb == "train"]
 
     def words_of(self, stage: "ChainStage") -> list[str]:
@@ -77,7 +75,6 @@ class Chain:
         return without_earlier([*stage.words(self), *of_demo, *typed])
 
     def line_of(self, stage: "ChainStage") -> list[str]:
-        """Return `words_of`, preceded by the option for the user's own recipes if it is set."""
         return [*config_flag(self.config_dir), *self.words_of(stage)]
 
     def compose(self, stage: "ChainStage", inputs: bool = True) -> Any:
@@ -146,7 +143,6 @@ def training_words(chain: Chain, name: str, data: Any, raw: bool) -> list[str]:
 
 
 def no_words(chain: Chain) -> list[str]:
-    """Return no words: the stage has no command line of its own."""
     return []
 
 

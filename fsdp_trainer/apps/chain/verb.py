@@ -211,7 +211,6 @@ WORK: dict[str, Callable[[Chain, ChainStage, ChainRecord], int]] = {
 
 
 def finish(planned: Chain, record: ChainRecord) -> int:
-    """Write and print the card, and print the command for a chat. Returns 0."""
     if not is_first():
         return 0
     from fsdp_trainer.apps.chain.card import write_card
@@ -225,11 +224,9 @@ def finish(planned: Chain, record: ChainRecord) -> int:
 
 
 def is_first() -> bool:
-    """Return True on rank 0, and in a process that is not a rank."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def say(text: str) -> None:
-    """Print a text on rank 0 only."""
     if is_first():
         print(safe(text), file=sys.stdout, flush=True)

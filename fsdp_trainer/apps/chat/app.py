@@ -85,7 +85,6 @@ class AnsweringModel:
 
     @property
     def offer(self) -> str:
-        """The addresses at which this model answers."""
         return ", ".join(path for path in self.answers if path.startswith("/v1"))
 
     async def refuse(self, request: Request) -> Response:
@@ -146,7 +145,6 @@ class AccessGuard:
         self.token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 403, or pass the request to the application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -286,7 +284,6 @@ def require_model(name: str | None, served: AnsweringModel) -> None:
 
 
 async def body_of(request: Request) -> Any:
-    """Return the JSON of a request. Raises BadRequest."""
     content = b""
     async for chunk in request.stream():
         content += chunk

@@ -111,7 +111,6 @@ class AnswerText:
         self.is_finished = False
 
     def advance(self) -> None:
-        """Send the new part of the text; end the continuation at a stop string."""
         continuation = self.continuation
         if self.is_finished:
             return
@@ -201,7 +200,6 @@ class Engine:
         self._closing.set()
 
     def join(self) -> None:
-        """Wait for the thread to end, after `close`."""
         self._thread.join()
 
     @property

@@ -126,7 +126,6 @@ class Answers:
                     raise ConnectionError from None
 
     async def at_once(self) -> Response:
-        """Return all answers at once."""
         pieces: list[list[AnswerPiece]] = [[] for _ in range(self.count)]
         of_prompts: dict[int, list[TokenScore | None]] = {}
         try:
@@ -171,7 +170,6 @@ class Answers:
         yield "data: [DONE]\n\n"
 
     def event(self, choice: Json) -> str:
-        """Return one server-sent event."""
         return f"data: {json.dumps(self.head(self.chunk_kind) | {'choices': [choice]})}\n\n"
 
     def opening(self, index: int) -> Iterator[Json]:
@@ -189,7 +187,6 @@ class Answers:
             yield self.delta(event.index, {}, None, event.finish)
 
     def delta(self, index: int, delta: Json, scores: Json | None, finish: str | None) -> Json:
-        """Return a choice of a stream."""
         return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
 
     def choice(self, answer: AnswerPiece, prompt: Sequence[TokenScore | None]) -> Json:
@@ -213,7 +210,6 @@ class Answers:
         return {"content": content, "refusal": None}
 
     def token(self, id: int, value: float) -> Json:
-        """Return a token and its log-probability."""
         content = self.words.bytes_of(id)
         text = content.decode(errors="replace")
         return {"token": text, "logprob": max(value, LEAST), "bytes": [*content]}
@@ -227,7 +223,6 @@ class Answers:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def usage(self) -> dict[str, int]:
-        """Return the number of tokens of the prompts and of all answers."""
         prompt = sum(len(job.prompt) for job in self.jobs)
         answer = sum(job.tokens for job in self.jobs)
         return {
@@ -238,8 +233,6 @@ class Answers:
 
 
 class TextAnswers(Answers):
-    """Texts that follow prompts."""
-
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
@@ -253,12 +246,10 @@ class TextAnswers(Answers):
         return self.prompts[index // self.settings.sampling.samples].text if self.echo else ""
 
     def opening(self, index: int) -> Iterator[Json]:
-        """See Answers."""
         if self.echo and not self.scores_prompts:
             yield self.part(index, self.text_before(index), [], None)
 
     def chunks(self, event: AnswerPiece | PromptScores) -> Iterator[Json]:
-        """See Answers."""
         if isinstance(event, PromptScores):
             for index in range(event.first, event.first + self.settings.sampling.samples):
                 yield self.part(index, self.text_before(index), event.scores, None)
@@ -266,7 +257,6 @@ class TextAnswers(Answers):
             yield self.part(event.index, event.text, event.scores, event.finish)
 
     def choice(self, answer: AnswerPiece, prompt: Sequence[TokenScore | None]) -> Json:
-        """See Answers."""
         text = self.text_before(answer.index) + answer.text
         return self.part(answer.index, text, [*prompt, *answer.scores], answer.finish)
 

@@ -100,7 +100,6 @@ async def answer(request: Request, served: ServedReader, compute: Compute) -> Re
 
 
 def embeddings(served: ServedReader, body: Any) -> Json:
-    """Return the embeddings of texts. Raises BadRequest."""
     own = ("input", "dimensions", "encoding_format", "prompt_name")
     limit = begin(served, body, own)
     reader, hidden = served.reader, served.reader.model.config.hidden_size
@@ -241,7 +240,6 @@ def encoded(encode: Callable[[], Tokens], key: str) -> Tokens:
 
 
 def shown_document(given: Any) -> Json:
-    """Return a document of a request as its answer repeats it."""
     return given if isinstance(given, dict) else {"text": given}
 
 

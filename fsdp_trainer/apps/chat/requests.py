@@ -145,7 +145,6 @@ class TextRequest:
 
 
 def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
-    """Return the request for a turn in a JSON body. Raises BadRequest."""
     refuse_others(body, (*SAMPLING, *OF_CHATS))
     longest = read_longest(body, defaults.max_tokens)
     alternatives = None
@@ -168,7 +167,6 @@ def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
 
 
 def read_text_request(body: Any, defaults: ChatDefaults) -> TextRequest:
-    """Return the request for texts in a JSON body. Raises BadRequest."""
     refuse_others(body, (*SAMPLING, *OF_TEXTS))
     echo = flag(body, "echo")
     longest = integer(body, "max_tokens", TEXT_TOKENS, 0 if echo else 1, 10**9)
@@ -323,7 +321,6 @@ def read_template_args(body: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the turns of a conversation, each with role, text and images. Raises BadRequest."""
     if not isinstance(value, list) or not value:
         raise BadRequest("'messages' should be a list of turns, with one at least", "messages")
     return [read_turn(turn, place) for place, turn in enumerate(value)]
@@ -390,7 +387,6 @@ def is_image(part: Any) -> bool:
 
 
 def text_of_part(part: Any, where: str) -> str:
-    """Return the text of a part of a turn. Raises BadRequest for anything else."""
     is_text = isinstance(part, dict) and part.get("type", "text") in ("text", "input_text")
     text = part.get("text") if is_text else None
     if not isinstance(text, str):
@@ -418,7 +414,6 @@ def read_image(part: dict[str, Any], where: str) -> Image:
 
 
 def read_stops(value: Any) -> list[str]:
-    """Return the stop strings, up to MAX_STOPS. Raises BadRequest."""
     stops = [value] if isinstance(value, str) else value or []
     are_texts = isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)
     if not are_texts or len(stops) > MAX_STOPS:

@@ -29,7 +29,6 @@ def chat(cfg: ChatConfig) -> int:
 
 
 def check(cfg: ChatConfig) -> None:
-    """Raise UserError if the settings are unsafe or wrong."""
     problems = []
     if cfg.host not in LOCAL_ADDRESSES and not cfg.token:
         reason = (
@@ -45,7 +44,6 @@ def check(cfg: ChatConfig) -> None:
 
 
 def listen(cfg: ChatConfig) -> socket.socket:
-    """Return a socket that listens on host and port. Raises UserError."""
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -83,7 +83,6 @@ def record(cfg: EvaluateConfig, metrics: Metrics) -> None:
 
 
 def show(cfg: EvaluateConfig, metrics: Metrics) -> None:
-    """Print the results, as a table or as one JSON object."""
     if cfg.format == "json":
         print(json.dumps(metrics))
         return

@@ -13,15 +13,11 @@ from fsdp_trainer.planning.plan.plan import RunPlan
 
 
 class Choice(NamedTuple):
-    """A choice: its overrides, and the keys that they set."""
-
     overrides: tuple[str, ...]
     keys: dict[str, Any]
 
 
 class PlannedLayout(NamedTuple):
-    """A layout: its overrides, and the run and the plan with them."""
-
     overrides: tuple[str, ...]
     run: Candidate
     plan: RunPlan
@@ -95,7 +91,6 @@ def _is_fastest(override: str, layouts: list[PlannedLayout]) -> bool:
 
 
 def tensor_groups(run: Candidate) -> Iterator[Choice]:
-    """Yield tensor sizes to try: powers of two up to the devices of a node that pass validation."""
     yield from _groups("tensor", run, run.device.per_node)
 
 
@@ -242,7 +237,6 @@ class Search:
     """
 
     def __init__(self, run: Candidate):
-        """Try the layouts of a run."""
         self.world = run.world
         self.device = run.device
         self.layouts: list[PlannedLayout] = []
@@ -254,7 +248,6 @@ class Search:
         self.layouts.sort(key=by_speed)
 
     def order(self, layouts: list[PlannedLayout]) -> None:
-        """Set the layouts that fit, in the order in which they are shown."""
         self.layouts = layouts
 
     def name_nearest(self, layout: PlannedLayout) -> None:
@@ -333,10 +326,8 @@ def least_on_device(plan: RunPlan, keys: tuple[str, ...]) -> float:
 
 
 def by_speed(layout: PlannedLayout) -> tuple[float, float]:
-    """Return a sort key for layouts: the fastest first, of equally fast ones the smallest."""
     return layout.plan.seconds, layout.plan.peak_bytes
 
 
 def lack(layout: PlannedLayout) -> tuple[bool, float]:
-    """Return a sort key for layouts: peak memory, with those that exceed the host's memory last."""
     return not layout.plan.host_fits, layout.plan.peak_bytes

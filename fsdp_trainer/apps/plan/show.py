@@ -108,12 +108,10 @@ def one_world(
 
 
 def sent_json(plan: RunPlan) -> dict[str, int]:
-    """Return the bytes that the busiest rank sends, by the dimensions in which it sends any."""
     return {name: round(sent) for name, sent in plan.bytes_sent.items() if sent}
 
 
 def budget_json(plan: RunPlan) -> dict[str, list[float]] | None:
-    """Return the shortest and the longest seconds of each part of a step, if they are known."""
     if plan.step_seconds is None:
         return None
     fast, slow = plan.fast.budget, plan.slow.budget

@@ -79,7 +79,6 @@ def print_table(cfg: PlanConfig) -> int:
 
 
 def require_device(cfg: PlanConfig) -> None:
-    """Raise UserError if no device is named and this machine has none."""
     named = cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu"
     if not (named or has_gpus(cfg.launch)):
         raise nothing_to_plan_for()

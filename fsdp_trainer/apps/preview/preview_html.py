@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 
 
 def write(page: Page, file: Path) -> None:
-    """Write the page to a file. Raises UserError if that fails."""
     loader = jinja2.FileSystemLoader(HERE)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True

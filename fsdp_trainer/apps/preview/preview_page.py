@@ -23,7 +23,6 @@ class TextPiece:
     """What is learnt of the token, if it is not the token itself."""
 
     def visible(self) -> str:
-        """Return the text; line ends are marked if it is supervised or special."""
         return self.text.replace("\n", "↵\n") if self.weight or self.special else self.text
 
 
@@ -50,15 +49,12 @@ class ShownDocument:
 
 @dataclass
 class ShownRow:
-    """A row of training."""
-
     index: int
     documents: list[ShownDocument]
     padding: int
 
     @property
     def title(self) -> str:
-        """A line that summarises its content."""
         tokens, supervised = (
             sum(getattr(document, what) for document in self.documents)
             for what in ("tokens", "supervised")

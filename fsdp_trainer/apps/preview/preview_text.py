@@ -87,7 +87,6 @@ def bars(histogram: list[tuple[str, int]]) -> Table:
 
 
 def legend() -> Text:
-    """Return a line that explains the colours."""
     parts = [
         ("supervised", style(1, False)),
         ("supervised with another weight", style(0.5, False)),

@@ -96,12 +96,10 @@ def ask(speaker: Speaker, questions: list[tuple[Path, str]]) -> tuple[int, str]:
 
 
 def question(file: Path | str) -> dict[str, Any]:
-    """Return the user's turn about a picture."""
     return {"role": "user", "content": [{"type": "image", "image": str(file)}, "What is it?"]}
 
 
 def draw_all(folder: Path) -> None:
-    """Draw the pictures, and write chats about those that are not held out."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(PICTURES + HELD_OUT):

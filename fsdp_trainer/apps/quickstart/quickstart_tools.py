@@ -117,7 +117,6 @@ def ask(speaker: Speaker, questions: list[dict[str, Any]]) -> tuple[int, str]:
 
 
 def write_data(folder: Path) -> None:
-    """Write what both runs read: conversations, questions and the template."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = [{"messages": conversation(i), "tools": [*Calculator.tools]} for i in range(ROWS)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
@@ -127,7 +126,6 @@ def write_data(folder: Path) -> None:
 
 
 def question(number: int) -> dict[str, str]:
-    """Return a sum that is not held out, with its answer."""
     rest = pairs()[HELD_OUT:]
     return question_of(rest[number % len(rest)])
 

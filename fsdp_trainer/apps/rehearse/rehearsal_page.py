@@ -18,7 +18,6 @@ POINTS = 800
 
 
 def write_page(file: Path, answer: PlanComparison, cfg: RehearseConfig) -> None:
-    """Write the page to a file. Raises UserError if that fails."""
     page = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
     )

@@ -127,7 +127,6 @@ def table_of_kinds(kinds: Iterable[RehearsedKind]) -> Table:
 
 
 def sent_of(answer: PlanComparison) -> dict[str, float]:
-    """Return the bytes that the busiest rank sends, by dimension, and those to other nodes."""
     return answer.sent | ({"to other nodes": answer.across} if answer.across else {})
 
 
@@ -136,7 +135,6 @@ def at_the_peak(step: RankStep) -> str:
 
 
 def sizes(held: Mapping[str, float]) -> str:
-    """Return names with their bytes, without those of 0."""
     return ", ".join(f"{name} {size(each)}" for name, each in held.items() if each)
 
 
@@ -157,7 +155,6 @@ def size(number: float) -> str:
 
 
 def table_of_collectives(one: RehearsedKind) -> Table:
-    """Return a table of a step's collectives, in the order of their first calls."""
     title = f"collectives of rank {one.kind.rank:,}, in the order of their first calls"
     table = new_table("group", "op", "message→", "format", "calls→", "for", title=title)
     for each, count in one.calls.items():

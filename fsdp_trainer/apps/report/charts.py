@@ -85,7 +85,6 @@ def varying(run: RecordedRun) -> list[str]:
 
 
 def sections(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Chart]]]:
-    """Return the titles of the page's sections, each with its charts, in their order."""
     charts = charts_of_groups(runs)
     own = [chart for chart in charts if OWN in chart.groups]
     general = {section: list(general_charts(section, runs)) for section in GENERAL}

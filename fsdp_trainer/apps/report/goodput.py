@@ -149,7 +149,6 @@ def goodput(run: RecordedRun) -> Goodput | None:
 
 
 def _seconds_of(run: RecordedRun, attempt: RunAttempt, is_last: bool) -> list[tuple[str, float]]:
-    """Return (part, seconds) pairs of an attempt."""
     startup = "restart" if attempt.is_rewind else "startup"
     steps = _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began}
     times = run.column("time")[attempt.lines]

@@ -126,7 +126,6 @@ def as_script(data: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a configuration as text: strings unchanged, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

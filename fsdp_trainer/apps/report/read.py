@@ -70,11 +70,9 @@ class RecordedRun:
         return self.columns.values
 
     def column(self, name: str) -> np.ndarray:
-        """Return a column of the metrics; NaN for lines that lack the figure."""
         return self.metrics.get(name, np.full(len(self.columns.counts), np.nan))
 
     def means(self, name: str) -> np.ndarray:
-        """Return a column with the means over the lines that each of its rows stands for."""
         return self.columns.means.get(name, self.column(name))
 
     @property
@@ -320,7 +318,6 @@ def is_event(line: dict[str, Any]) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Return True for a number that is neither infinite nor NaN, and not too large for a float."""
     return isinstance(value, int | float) and abs(value) < 1e300
 
 

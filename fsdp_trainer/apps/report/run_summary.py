@@ -41,13 +41,10 @@ class Confusion(NamedTuple):
 
 @dataclass
 class Summary:
-    """The figures of one run."""
-
     run: RecordedRun
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        """The division of the run's time; None if it was never started or lacks phase times."""
         return goodput(self.run)
 
     @cached_property
@@ -72,7 +69,6 @@ class Summary:
 
     @property
     def about(self) -> list[str]:
-        """The lines about model, world and data that the last start printed."""
         return next(
             (event["about"] for event in reversed(self.run.events) if event.get("about")), []
         )
@@ -199,7 +195,6 @@ class Summary:
 
 
 def by_objective(summaries: Sequence["Summary"]) -> list["Summary"]:
-    """Return the runs ordered by objective, the lowest first, those without one last."""
     return sorted(summaries, key=lambda s: (s.objective is None, s.objective or 0.0))
 
 
@@ -302,7 +297,6 @@ def show(summaries: list[Summary], console: Console) -> None:
 
 
 def table_of(summaries: list[Summary]) -> Table:
-    """Return a table of the runs, in order of their objectives."""
     summaries = by_objective(summaries)
     runs = [summary.run for summary in summaries]
     varied, mains = overrides(runs), main_metrics(runs)

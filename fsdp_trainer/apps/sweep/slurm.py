@@ -58,7 +58,6 @@ class OnSlurm:
         self.job: Any = type("Job", (SlurmJob,), {"watcher": watcher})
 
     def memory_gib(self) -> float | None:
-        """Return the configured memory in GiB; None if it is not set."""
         return self.settings.memory_gib
 
     def world(self, cfg: Launch) -> int:

@@ -133,7 +133,6 @@ class FixedJobs:
         """Do nothing: no job depends on another."""
 
     def prunes(self, job: Job, validates: bool, lines: list[dict[str, Any]]) -> bool:
-        """Return False: no job ends early."""
         return False
 
 
@@ -157,7 +156,6 @@ class RunningJob:
         return self.cfg.data.validation is not None and self.cfg.train.validate_every is not None
 
     def summary(self) -> str:
-        """Return step and loss, and the time to the last step if the number of steps is known."""
         return self.progress.summary(self.cfg.train.steps)
 
 
@@ -192,10 +190,6 @@ class Jobs:
         self.run(self.study)
 
     def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
-        """Check every job of a batch, then run them. Raises SweepStopped after a signal.
-
-        Returns the objectives of the jobs, NaN for a job without one.
-        """
         self.run(FixedJobs(batch))
         objectives = [self.jobs[job_id(overrides)].objective for overrides in batch]
         return [math.nan if value is None else value for value in objectives]
@@ -400,7 +394,6 @@ class Jobs:
         return self._backend.has_room(cfg.launch) and not self.received
 
     def _nothing_to_do(self, id: str) -> str:
-        """Return the reason why a job need not be started; "" if it must be."""
         job, cfg = self.jobs[id], self._configurations.get(id)
         if cfg is None or job.state == "does not fit":
             return job.state

@@ -133,7 +133,6 @@ class LocalJob:
         self.process, self.devices = process, devices
 
     def poll(self) -> int | None:
-        """Return the exit code; None while the process runs."""
         return self.process.poll()
 
     def signal(self, signum: int) -> None:

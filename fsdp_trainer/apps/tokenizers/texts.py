@@ -41,7 +41,6 @@ class HeldOut:
 
     @property
     def bytes(self) -> int:
-        """Return the size of all texts, in UTF-8."""
         return sum(len(text.encode()) for texts in self.texts.values() for text in texts)
 
     def add(self, name: str, text: str) -> None:

@@ -44,7 +44,6 @@ class AddedTokens:
 
     @property
     def special(self) -> list[str]:
-        """Return all special tokens, once each."""
         return list(dict.fromkeys([*self.named.values(), *self.markers]))
 
     @property

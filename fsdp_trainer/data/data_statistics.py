@@ -28,8 +28,6 @@ BUCKET_BITS, BLOCK = 22, 1 << 20
 
 @dataclass
 class SourceFigures:
-    """Statistics of one source of the data."""
-
     name: str
     samples: int
     tokens: int

@@ -44,7 +44,6 @@ def tokenizer_path(choice: Tokenizer, init_from: str | None) -> str:
 
 
 def build_tokenizer(choice: Tokenizer, init_from: str | None) -> TextTokenizer:
-    """Return the tokenizer of a run. init_from: model.init_from."""
     return load_tokenizer(tokenizer_path(choice, init_from), choice.add_tokens)
 
 

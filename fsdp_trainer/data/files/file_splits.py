@@ -275,7 +275,6 @@ def open_raw(file: str) -> BinaryIO:
 
 
 def _open(file: str) -> BinaryIO:
-    """Open a file for reading its decompressed bytes."""
     return open_unpacked(open_raw(file), kind(file)[1])
 
 

@@ -64,8 +64,6 @@ class Unreachable(UserError):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A remote file as described by its store."""
-
     url: str
     size: int | None
     version: str
@@ -137,7 +135,6 @@ def _system_of(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def _address(url: str, path: str) -> str:
-    """Return the URL of a path in a file system."""
     if is_url(path):
         return path
     scheme = urlsplit(url).scheme
@@ -258,7 +255,6 @@ class _StopDownloads(Callback):
 
 
 def _part(target: Path) -> Path:
-    """Return the path of the incomplete copy."""
     return target.with_name(f".{target.name}.part")
 
 

@@ -66,7 +66,6 @@ class Problems:
     """File for all problems, as JSON lines."""
 
     def add(self, where: tuple[str, int], reason: str) -> None:
-        """Record a bad row."""
         self.count += 1
         # a row can hold half a surrogate pair, but no file and no terminal can
         shown = without_secrets(reason.encode(errors="backslashreplace").decode())

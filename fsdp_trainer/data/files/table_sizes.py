@@ -10,7 +10,6 @@ from fsdp_trainer.base.unpacked import UNPACKED_EACH, UNPACKED_FREELY, check_unp
 
 
 def size_of_rows(batch: Any) -> int:
-    """Return about how many bytes the rows of a batch take. Raises ArrowException."""
     return batch.num_rows + sum(map(size_of_values, batch.columns))
 
 

@@ -112,7 +112,6 @@ def changed_files(files: Iterable[ImageFile]) -> list[str]:
 
 
 def digest_of(content: bytes) -> str:
-    """Return the hash of a file's bytes."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -183,7 +182,6 @@ def first_line(error: Exception) -> str:
 
 
 def pillow_module() -> Any:
-    """Return Pillow's module of images. Raises UserError if Pillow is not installed."""
     try:
         from PIL import Image as pillow
     except ImportError:

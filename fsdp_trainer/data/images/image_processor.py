@@ -132,7 +132,6 @@ class ImageProcessor:
             ) from None
 
     def smallest(self) -> dict[str, np.ndarray]:
-        """Return the arrays of a black image, as small as the model takes it."""
         return self.numbers_of(pillow_module().new("RGB", (28, 28)))
 
     def example(self) -> tuple[dict[str, np.ndarray], int]:

@@ -23,7 +23,6 @@ class SampleImage:
     tokens: int
 
     def as_json(self) -> list:
-        """Return it as JSON has it."""
         return [self.file.path, self.file.digest, *self.file.size, *self.file.stamp, self.tokens]
 
     @classmethod

@@ -256,7 +256,6 @@ class Mixture:
         return self.read_rows([index]).row(0)
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
-        """Return the rows with these indices, in the given order."""
         who, index = self.locate(indices)
         if len(self.orders) == 1:
             return self.orders[0].read_rows(index)
@@ -430,7 +429,6 @@ class OrderMaker:
         return mixture
 
     def validation(self, store: TokenStore) -> Mixture:
-        """Return all rows of the held-out data, unshuffled."""
         return Mixture([self._component("validation", store, False)])
 
     def _component(

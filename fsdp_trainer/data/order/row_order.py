@@ -197,7 +197,6 @@ class RowOrder:
 
     @property
     def note(self) -> str | None:
-        """A message about a problem with the plans' files; None if there is none."""
         if self.mapped is None or self.mapped.problem is None:
             return None
         return (

@@ -154,8 +154,6 @@ def _nothing(key: str, where: tuple[str, int]) -> None:
 
 @dataclass
 class Reader:
-    """Reads the rows of one file, whose format and columns are known."""
-
     format: str
     columns: dict[str, str]
     """The column of each meaning, e.g. {"prompt": "question", "completion": "answer"}."""
@@ -332,7 +330,6 @@ Name their columns:  'data.fields={prompt: …, completion: …, label: …}'  o
 
 
 def _require_fields_of(format: str, fields: dict[str, str]) -> None:
-    """Raise UserError for a field that the format does not have."""
     unknown = sorted(set(fields) - set(FORMATS[format]))
     if unknown:
         raise _unusable(

@@ -145,7 +145,6 @@ def mask_of(value: Any, what: str) -> list[Any]:
 
 
 def is_mask_name(name: str) -> bool:
-    """Return True for a column, or a key of a turn, that is named as a mask or a weight."""
     words = _words(name)
     return bool(words & MASK_WORDS) and not words & OTHER_MASKS
 

@@ -84,6 +84,5 @@ class RowMedia:
 
 
 def media_in(messages: list[dict[str, Any]]) -> Iterator[Any]:
-    """Yield the media of turns, in order."""
     for message in messages:
         yield from message.get(HELD, ())

@@ -69,7 +69,6 @@ class DataQuestion:
 
     @property
     def as_json(self) -> str:
-        """The JSON that a store keeps of it, to judge answers by."""
         return json.dumps(self.as_values, default=str)
 
 
@@ -92,14 +91,10 @@ def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
 
 
 class QuestionReader(Reader):
-    """Reads the rows of a file as questions."""
-
     def read(self, row: Record) -> Any:
-        """Return the row as a DataQuestion. Raises RecordError if it holds no question."""
         return question_of(self.readable(row), row.columns)
 
     def readable(self, row: Record) -> Readable:
-        """Return the row's content before its conversion to a question."""
         return super().read(row)
 
     def values(self, row: Record) -> dict[str, Any]:
@@ -114,8 +109,6 @@ class QuestionReader(Reader):
 
 
 class PromptReader(QuestionReader):
-    """Reads rows with a prompt and no answer."""
-
     def readable(self, row: Record) -> Readable:
         column = self.columns["prompt"]
         value = column_value(row.columns, column)

@@ -110,7 +110,6 @@ def is_text_or_turns(value: Any) -> bool:
 
 
 def is_calls(value: Any) -> bool:
-    """Return True for a list of tool calls, also as JSON text."""
     value = parsed(value)
     return bool(_every(value, (dict,))) and all("name" in call for call in value)
 
@@ -120,7 +119,6 @@ def is_answer(value: Any) -> bool:
 
 
 def is_list(value: Any) -> bool:
-    """Return True for a list, also as JSON text."""
     return isinstance(parsed(value), list)
 
 
@@ -130,7 +128,6 @@ def is_column(value: Any) -> bool:
 
 
 def is_tools(value: Any) -> bool:
-    """Return True for possible tool descriptions: a list or object, also as JSON text."""
     return isinstance(parsed(value), list | dict)
 
 
@@ -186,7 +183,6 @@ MEDIA_COLUMNS = {
 
 
 def _meaning(about: dict[str, Any]) -> Meaning:
-    """Return a meaning as record_formats.yaml describes it."""
     about = {"fits": "is_text", **about}
     for key in ("names", "certain"):
         if key in about:
@@ -213,7 +209,6 @@ REQUIRED = {
 
 
 def usual_name(name: str) -> str:
-    """Return a column name as in the table: lower case, with underscores."""
     return name.strip().lower().replace(" ", "_").replace("-", "_")
 
 

@@ -64,6 +64,5 @@ def _of_object(value: dict[str, Any], name: str) -> MarkedText:
 
 
 def media_column(name: str) -> RowMedia | None:
-    """Return the kind of media that a column of this name holds; None for any other column."""
     kinds = MEDIA_MEANINGS.values()
     return next((kind for kind in kinds if usual_name(name) in kind.columns), None)

@@ -90,7 +90,6 @@ class ComponentSources:
 
     @property
     def files(self) -> list[str]:
-        """The files of all sources, in order."""
         return [file for source in self.sources for file in source.files]
 
 

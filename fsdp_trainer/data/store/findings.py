@@ -150,7 +150,6 @@ class MediaWarnings:
 
 
 def _of_rewritten(counts: Mapping[str, int]) -> dict[str, str]:
-    """Return values for the sentence on conversations whose template rewrites earlier turns."""
     times = counts.get(REWRITTEN_TOKENS, 0) / max(1, counts.get(LAST_TOKENS, 0))
     return {"samples": f"{counts.get(REWRITTEN_SAMPLES, 0):,}", "times": f"{times:.1f}"}
 

@@ -151,7 +151,6 @@ class TokenStore:
         return self.tokens[part], self.weights[part]
 
     def question(self, sample: int) -> dict[str, Any]:
-        """Return what answers to a prompt are judged by: its data row, including `answer`."""
         assert self.questions is not None
         return json.loads(self.questions.text(sample))
 
@@ -160,7 +159,6 @@ class TokenStore:
         return self._media is not None
 
     def media(self, sample: int) -> list[SampleMedium]:
-        """Return the media of a sample, in order."""
         text = self._media.text(sample) if self._media else ""
         return [READ.from_json(each) for each in json.loads(text)] if text else []
 
@@ -270,8 +268,6 @@ def _map(file: Path, dtype: Any) -> np.ndarray:
 
 
 class StoreWriter:
-    """Appends samples to the columns of a store."""
-
     def __init__(self, folder: Path, with_media: bool = False):
         """with_media: whether samples may have some."""
         folder.mkdir()
@@ -578,7 +574,6 @@ def checksums_of(folder: Path, files: Iterable[Path]) -> dict[str, int]:
 
 
 def check_files(folder: Path, checksums: dict[str, int]) -> None:
-    """Raise Damaged if a file in `folder` does not have its checksum. Raises OSError."""
     for name, value in checksums.items():
         if checksum(folder / name) != value:
             raise Damaged(f"{folder / name} does not have the checksum it was written with")

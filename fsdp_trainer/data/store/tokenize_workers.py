@@ -75,7 +75,6 @@ class WorkerPool:
         return list(self.processes)
 
     def send(self, worker: Connection, task: Any) -> None:
-        """Send a task to a worker. Raises RunFailed if the worker is dead."""
         self._send_bytes(worker, pickle.dumps(task))
 
     def _send_bytes(self, worker: Connection, pickled: bytes) -> None:

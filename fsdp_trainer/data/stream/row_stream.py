@@ -170,7 +170,6 @@ class StreamedData:
         yield from islice((next(stream) for stream in cycle(streams)), count)
 
     def padded(self, rows: Sequence[StreamedRow]) -> Rows:
-        """Return rows, padded to batch.seq_len."""
         padded = Rows.empty(len(rows), self.seq_len)
         for i, row in enumerate(rows):
             n = len(row.tokens)

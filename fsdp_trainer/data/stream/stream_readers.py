@@ -48,7 +48,6 @@ class Readers:
         self.waits_for = file
 
     def next(self, stream: int) -> StreamedRow:
-        """Return the next row of a stream. Raises as RowMaker does."""
         if self._closed:
             raise OSError("the files are closed")
         return self._make_row(stream, self._reads)

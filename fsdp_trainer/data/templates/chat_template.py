@@ -73,7 +73,6 @@ class RecordTemplate:
             ) from None
 
     def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> str:
-        """Return the text up to where the model answers. Raises RecordError as in `render`."""
         return self.render(messages, tools, add_generation_prompt=True)
 
     def finished(self, messages: list[Message], tools: list[dict] | None = None) -> str:
@@ -229,7 +228,6 @@ class Template:
         tools: list[dict] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of turns in the template's forms; RecordError if it refuses them."""
         return self.for_record(tools).render(messages, tools, add_generation_prompt)
 
     def adapt(
@@ -254,10 +252,6 @@ class Template:
         return place_media(turns, template.shown_kinds, media_mark)
 
     def ask(self, messages: list[Message], media_mark: str = "") -> str:
-        """Return the conversation up to where the model answers. RecordError as in `render`.
-
-        media_mark: see `adapt`.
-        """
         turns = self.adapt(messages, None, media_mark=media_mark)
         return self.render(turns, add_generation_prompt=True)
 
@@ -287,5 +281,4 @@ class Template:
 
 
 def unusable(name: str, reason: str) -> UserError:
-    """Return the error for a chat template that cannot be used."""
     return UserError("the chat template cannot be used", f"data.template={name}", reason)

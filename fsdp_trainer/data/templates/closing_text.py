@@ -82,7 +82,6 @@ def _end_of_turn(between: str, common: int, longer: str, asked: str) -> int:
 
 
 def common_start(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -92,7 +92,6 @@ def environment(
 
 
 def compile_template(source: str, jinja_environment: ChatEnvironment) -> jinja2.Template:
-    """Compile a template. Raises jinja2.TemplateSyntaxError."""
     compiled = jinja_environment.from_string(source)
     # lookups in a chain of dictionaries would take half of the rendering time
     compiled.globals = dict(compiled.globals)

@@ -29,7 +29,6 @@ ROW_COLUMN = "input_ids"
 
 
 def is_token_file(file: str) -> bool:
-    """Return True for a file of tokens, by its name."""
     return kind(file)[0] in token_suffixes()
 
 
@@ -43,7 +42,6 @@ def companion(file: str) -> Path | None:
 
 
 def open_token_file(file: str) -> TokenFile:
-    """Return a token file; raises BadTokenFile with the reason why it cannot be read."""
     if is_url(file):
         raise BadTokenFile("is remote, and tokens are mapped from a local disk: copy it first")
     index = companion(file)

@@ -51,8 +51,6 @@ def open_megatron_dataset(path: Path, content: np.ndarray, is_mapped: bool) -> T
 
 @dataclass(frozen=True)
 class Index:
-    """The content of an index file."""
-
     dtype: np.dtype
     lengths: np.ndarray  # [sequences] int64: tokens
     pointers: np.ndarray  # [sequences] int64: first byte

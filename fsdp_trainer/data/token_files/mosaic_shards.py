@@ -50,7 +50,6 @@ def open_mosaic_shard(path: Path, content: np.ndarray, is_mapped: bool) -> Token
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """Return what index.json says about a shard. Raises BadTokenFile."""
     try:
         shards = stated(read_index(path), "shards", list, of=dict)
     except OSError:

@@ -34,8 +34,6 @@ def mapped_content(path: Path, compression: str | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MappedTokens:
-    """The tokens of a document, still in its file."""
-
     tokens: np.ndarray  # [length] of any integer type
     begin: int | None
     """The byte of the file at which they begin; None if the file is compressed."""

@@ -227,7 +227,6 @@ def _special(value: Any) -> Any:
 
 
 def _is_own_name(key: str, value: Any, also: type = str) -> bool:
-    """Return whether a key names a token of this model alone, such as image_token."""
     return key.endswith("_token") and key not in NAMED and isinstance(value, str | also)
 
 
@@ -254,7 +253,6 @@ def _extra_tokens(
 
 
 def _is_marked(value: Any) -> bool:
-    """Return whether a value is a token with flags as tokenizer_config.json has them."""
     return isinstance(value, dict) and "__type" in value
 
 

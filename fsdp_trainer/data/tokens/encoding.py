@@ -36,7 +36,6 @@ class Encoding:
     ends: np.ndarray
 
     def cut(self, start: int | None = None, stop: int | None = None) -> "Encoding":
-        """Return the tokens `start` to `stop`."""
         return Encoding(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
 
     def lower_of_ends(self, values: np.ndarray) -> np.ndarray:
@@ -48,16 +47,13 @@ class Encoding:
         return np.minimum(values[self.starts], values[last])
 
     def first_reaching(self, end: int) -> int:
-        """Return the index of the first token that ends at this character or after it."""
         return int(np.searchsorted(self.ends, end))
 
     def start_of(self, token: int) -> int:
-        """Return the character at which one token starts."""
         return int(self.starts[token])
 
 
 def encoding_of(encoded: Any) -> Encoding:
-    """Return the result of a backend's `encode` as arrays."""
     ids = np.array(encoded.ids, dtype=np.int32)
     places = np.fromiter(chain.from_iterable(encoded.offsets), np.int64, 2 * len(ids))
     return Encoding(ids, places[0::2], places[1::2])

@@ -301,7 +301,6 @@ class SampleBuilder:
         return replace(_with_tokens(tokens, row.learnt, row.where, link), can_be_split=True)
 
     def unknown_token(self, token: int) -> str:
-        """Return why a row with a token that the tokenizer does not have cannot be used."""
         return (
             f"holds the token {token}, and the tokenizer has 0 to {self.tokenizer.vocab_size - 1}:"
             " tokenizer.path has to be what the data was tokenized with"
@@ -804,7 +803,6 @@ def _prompt_of(text: Rendered) -> Prompt:
 
 
 def _begin_of_answer(sample: Sample) -> int:
-    """Return the index of the first supervised token."""
     return int(np.argmax(sample.weights > 0))
 
 

@@ -100,7 +100,6 @@ class _Window:
         return "" if self._has_bytes and BYTE_TOKEN.fullmatch(text) else self._new_text()
 
     def finish(self) -> str:
-        """Return the text of bytes at the end."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -160,7 +159,6 @@ def _pieces_of(tokenizer: TextTokenizer) -> _Bytes | _Window | _OneLater | _Whol
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps of a decoder, in order."""
     inner = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     return [step for step in inner if step]
 

@@ -37,7 +37,6 @@ def token_bytes(tokenizer: TextTokenizer, size: int) -> np.ndarray:
 
 
 def uses(step: Any, kind: str) -> bool:
-    """Return whether a part of tokenizer.json contains a step of a kind, also within sequences."""
     if isinstance(step, dict):
         return step.get("type") == kind or any(uses(inner, kind) for inner in step.values())
     return isinstance(step, list) and any(uses(inner, kind) for inner in step)

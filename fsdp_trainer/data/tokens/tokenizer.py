@@ -414,7 +414,6 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> TextToke
 
 
 def _load_gguf(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
-    """Return the tokenizer in a GGUF file, see load_tokenizer."""
     try:
         backend, special, ends, template = read_gguf_tokenizer(Path(path).expanduser())
     except Exception as e:  # tokenizers raises bare Exception

@@ -73,7 +73,6 @@ def _first_tokens(name: str, tokenizer: TextTokenizer) -> str:
 
 
 def _check_length(name: str, texts: list[str]) -> None:
-    """Raise UserError for a template that is longer than any real one."""
     longest = max(map(len, texts), default=0)
     if longest > LONGEST:
         reason = f"has {longest:,} characters, where templates have some thousand"

@@ -17,8 +17,6 @@ Tools = list[dict[str, Any]] | None
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """The tokens of turns in the template and tokenizer of a run."""
-
     template: Template
     tokenizer: TextTokenizer
 

@@ -112,7 +112,6 @@ def describe(kind: Any) -> str:
 
 
 def takes_text(kind: Any) -> bool:
-    """Return True if a field's type accepts any text."""
     return str in (kind, *get_args(kind))
 
 

@@ -109,7 +109,6 @@ def token_suffixes() -> tuple[str, ...]:
 
 
 def suffixes() -> tuple[str, ...]:
-    """Return the suffixes of all files that are data."""
     return (*JSON, *TEXT, *CSV, *ARROW, *token_suffixes())
 
 

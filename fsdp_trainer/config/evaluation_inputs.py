@@ -56,7 +56,6 @@ def needs_harness(cfg: Evaluation) -> bool:
 
 
 def is_retrieval(name: str) -> bool:
-    """Return True for a file of queries with documents, a folder in BEIR's form, or MTEB's task."""
     return name.endswith(DATA_FILES) or name.startswith(MTEB) or has_queries(name)
 
 
@@ -83,7 +82,6 @@ def _files_of(name: str) -> list[str]:
 
 
 def is_file(name: str) -> bool:
-    """Return True for the path of a task's YAML file."""
     return name.endswith((".yaml", ".yml"))
 
 

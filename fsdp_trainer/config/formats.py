@@ -21,7 +21,6 @@ def block_size(shape: Sequence[int]) -> int:
 
 
 def moments_format(optim: Optim, master_dtype: str) -> str:
-    """Return the format of the optimizer's moments: `float32`, `bfloat16` or `8bit`."""
     return optim.state_dtype or master_dtype
 
 

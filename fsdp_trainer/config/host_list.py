@@ -48,7 +48,6 @@ def read_hosts(value: str | list[str]) -> list[Host]:
 
 
 def hosts_of(value: str | list[str]) -> list[Host]:
-    """Return the hosts of launch.hosts. Raises UserError."""
     try:
         return read_hosts(value)
     except ValueError as error:

@@ -45,7 +45,6 @@ def written(value: Any) -> str:
 
 
 def comment(f: Field) -> str:
-    """Return a key's purpose and its choices or bounds, on one line."""
     return f.metadata["text"] + (f" [{limits(f)}]" if limits(f) else "")
 
 

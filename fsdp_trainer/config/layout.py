@@ -99,7 +99,6 @@ class Layout:
 
     @property
     def stages(self) -> Stages:
-        """The stages of the pipeline; a single one without a pipeline."""
         return Stages.of(self.sharding)
 
     @property

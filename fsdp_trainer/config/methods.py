@@ -404,7 +404,6 @@ def is_given(value: Any) -> bool:
 
 
 def is_divided(ranks: int) -> bool:
-    """Return True for a size of a group of ranks that is above 1."""
     return ranks > 1
 
 

@@ -73,7 +73,6 @@ def is_whole_model(folder: Path) -> bool:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True for a folder with a whole model, in Hugging Face's or another tool's format."""
     return is_whole_model(folder) or kind_of_weights(folder) is not None
 
 

@@ -46,7 +46,6 @@ class Stages:
 
     @property
     def order(self) -> StageOrder:
-        """The order in which a rank computes its stages."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -55,7 +54,6 @@ class Stages:
         return 1 if self.ranks == 1 else self.ranks * self.order.stages
 
     def of_rank(self, rank: int) -> list[int]:
-        """Return the indices of a rank's stages, in order."""
         if self.order.in_v:
             return [rank, 2 * self.ranks - 1 - rank]
         return list(range(rank, self.count, self.ranks))

@@ -15,23 +15,19 @@ TRUSTED = "run Python code that comes with the model's folder: only if you trust
 
 
 def text_or_json(text: str) -> Any:
-    """Return the key of what a verb prints."""
     return key("text", text, choices=("text", "json"))
 
 
 def number_format() -> Any:
-    """Return the key of the format of a model's weights."""
     return key("float32", "number format of the weights", choices=("float32", "bfloat16"))
 
 
 def device_of_verb() -> Any:
-    """Return the key of the device that computes a model."""
     text = "`auto`: cuda where there is one, else cpu"
     return key("auto", text, choices=("auto", "cpu", "cuda"))
 
 
 def computed_by() -> Any:
-    """Return the key of what computes a model."""
     text = (
         "`transformers`: its class computes the model, as model.implementation; it also reads the"
         " images of a Gemma 3, which this program's own decoder does not"

@@ -22,7 +22,6 @@ def weight_files(folder: Path, single: str, index: str) -> list[Path]:
 
 
 def _names_in(table: Path) -> set[str]:
-    """Return the names of the files in an index. Raises UserError."""
     title = "cannot read the index of the weights"
     names = read_object(table, title).get("weight_map")
     if not isinstance(names, dict):

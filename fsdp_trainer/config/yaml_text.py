@@ -28,7 +28,6 @@ class Loader(_LOADER):  # type: ignore[misc, valid-type]
     """
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the document, of which no value has been made yet."""
         try:
             node = super().get_single_node()
         except RecursionError:  # of the loader without libyaml
@@ -58,7 +57,6 @@ class Loader(_LOADER):  # type: ignore[misc, valid-type]
         return size, levels
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Return the value of a node."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -74,7 +72,6 @@ for _kind in ("set", "omap", "pairs"):
 
 
 def load_yaml(text: str) -> Any:
-    """Return the values in a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, Loader)
 
 

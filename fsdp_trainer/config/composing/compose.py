@@ -126,7 +126,6 @@ def _find_names(folder: Path) -> tuple[str, ...]:
 
 
 def _read(file: Path) -> YamlFile:
-    """Return the content of a YAML file, which is read once if packaged. Raises UserError."""
     return _read_packaged(file) if CONF in file.parents else read_yaml(file)
 
 

@@ -162,7 +162,6 @@ def why_forbidden(key: str, value: Any) -> str | None:
 
 
 def has_target(value: Any) -> bool:
-    """Return True if anything within `value` names a class to create an object of."""
     if isinstance(value, dict):
         return "_target_" in value or any(map(has_target, value.values()))
     return isinstance(value, list) and any(map(has_target, value))
@@ -237,12 +236,10 @@ def contents(node: str, keys: Mapping[str, Any]) -> str:
 
 
 def listed(head: str, names: Iterable[str]) -> str:
-    """Return `head` followed by names, wrapped to lines of at most 90 columns."""
     return filled(" ".join([head, *names]))
 
 
 def filled(text: str) -> str:
-    """Return a text wrapped to lines of at most 90 columns."""
     return textwrap.fill(text, 90, break_on_hyphens=False, break_long_words=False)
 
 

@@ -30,7 +30,6 @@ def require_quotes(words: list[str]) -> None:
 
 
 def is_convertible(word: str) -> bool:
-    """Return True for what `convert` reads: a path, `-` or a command line of several words."""
     return is_path(word) or bool(re.match(r"-$|[^\s=]+(\s|\.(ya?ml|json|sh)$)", word))
 
 

@@ -225,7 +225,6 @@ class SweepLine:
 
     @property
     def best(self) -> str:
-        """`lowest` or `highest`, depending on which objective is best."""
         return (
             "highest"
             if self.sweeper in SWEEPERS and self.sweeper_settings.direction == "maximize"

@@ -56,7 +56,6 @@ def yaml_block(cls: Any) -> str:
 
 
 def node_of(verb: str, name: str) -> Field:
-    """Return the field of a group or plain node of a verb's configuration."""
     cls: Any = PRIMARY[verb]
     return next(f for f in fields(cls) if f.name == name)
 

@@ -46,7 +46,6 @@ class OptimizerSpec:
         return code_at(self.build)
 
     def footprint(self) -> Callable[..., float]:
-        """Return `state_bytes` as a function."""
         return code_at(self.state_bytes)
 
 

@@ -84,7 +84,6 @@ Rule = Callable[[Any, Report], Violations]
 
 
 def unused_keys(cfg: Any, report: Report) -> Violations:
-    """Check that keys of some options of a group are set only with one of these options."""
     for group, selector in SELECTORS.items():
         settings = getattr(cfg, group)
         keys = {f.name: f.metadata for f in fields(settings)}

@@ -22,7 +22,6 @@ DECIDED = ("rank", "alpha", "scaling", "targets", "also", "rank_pattern", "alpha
 
 
 def merging(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a merged model is requested only together with an export."""
     if cfg.checkpoint.merge and cfg.adapter.name != "none" and not cfg.checkpoint.export_hf:
         yield "checkpoint.merge", "only counts together with  checkpoint.export_hf=true"
 

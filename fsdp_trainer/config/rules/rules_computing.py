@@ -34,7 +34,6 @@ WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no
 
 
 def replicas(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that hsdp, and only hsdp, has replicas, and that ddp offloads nothing."""
     sharding = cfg.sharding
     if sharding.strategy == "hsdp" and sharding.replicas == 1:
         yield (
@@ -253,7 +252,6 @@ def attention(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def compilation(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the compiler records no CUDA graphs, and that its keys are set only with it."""
     if cfg.compile.mode in WITHOUT_GRAPHS:
         yield (
             "compile.mode",
@@ -267,8 +265,6 @@ def compilation(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def moments(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that torch's optimizers support the moments' format, and that optim.rounding has an
-    effect."""
     optim, master = cfg.optim, cfg.precision.master_dtype
     if optim.implementation != "auto" and is_compact(optim, master):
         rounded = not is_compact(replace(optim, rounding="nearest"), master)
@@ -287,7 +283,6 @@ def moments(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def float8(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that float8 has a GPU, bfloat16 parameters, and a multiple of 16 tokens."""
     if cfg.precision.float8 is None:
         return
     ranks = cfg.sharding.context
@@ -313,7 +308,6 @@ def float8(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def float16(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a loss scale is used only with float16, and with losses that it scales."""
     if cfg.precision.param_dtype != "float16":
         for name in ("loss_scale", "loss_scale_steps"):
             if f"precision.{name}" in report.typed:
@@ -334,7 +328,6 @@ def float16(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def four_bits(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that 4-bit weights have no float8 products, and a torch that does not cast them."""
     if cfg.adapter.name == "none" or cfg.adapter.base != "nf4":
         return
     torch = version("torch")

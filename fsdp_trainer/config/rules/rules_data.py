@@ -30,7 +30,6 @@ VALIDATION = {
 
 
 def padding(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that rows of several lengths are used only without packing and without the compiler."""
     if cfg.data.pad_to_multiple is None:
         return
     key = "data.pad_to_multiple"
@@ -92,7 +91,6 @@ def streaming(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def share_held_out(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a share for validation is between 0 and 1."""
     share = cfg.data.validation
     if isinstance(share, float) and not 0 < share < 1:
         reason = "a share is between 0 and 1, e.g.  data.validation=0.02 ; null: none"

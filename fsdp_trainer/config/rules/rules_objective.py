@@ -43,7 +43,6 @@ def refused(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def mtp_head(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a layout and adapters allow to train an MTP head."""
     if not cfg.objective.mtp:
         return
     without = "or  objective.mtp=0"
@@ -57,7 +56,6 @@ def mtp_head(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def reference(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the path of a reference that reads all rows before training has a model."""
     second = cfg.second_model
     if second is None or second.is_separate or second.is_start:
         return
@@ -111,7 +109,6 @@ def environment_of_answers(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def rounds_of_generation(cfg: TrainConfig, report: Report) -> Violations:
-    """Check how far ahead rollouts are begun, and what becomes of unfinished ones."""
     choice = cfg.objective
     if not choice.method.samples:
         return
@@ -131,7 +128,6 @@ def rounds_of_generation(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def rollout_ranks(cfg: TrainConfig, report: Report) -> Violations:
-    """Check ranks that only generate."""
     ranks, tensor = cfg.launch.rollout_ranks, cfg.sharding.tensor
     if not ranks:
         return
@@ -168,7 +164,6 @@ def different_labels(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def prompts_of_texts(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that texts before queries and documents are for embeddings, and of these two."""
     if cfg.data.prompts and cfg.objective.method.reads != "queries":
         yield "data.prompts", "only counts with  objective=embed"
     elif {*(cfg.data.prompts or {})} - {"query", "document"}:

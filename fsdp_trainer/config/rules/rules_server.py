@@ -13,7 +13,6 @@ SERVED = ("server_folder", "max_staleness")
 
 
 def server(cfg: TrainConfig, report: Report) -> Violations:
-    """Check a server's address, and the folder from which it reads complete weights."""
     choice = cfg.objective
     if not choice.method.samples:
         return
@@ -72,8 +71,4 @@ def sends_adapter(adapter: Adapter) -> bool:
 
 
 def server_folder(choice: ObjectiveChoice, run: Path) -> Path:
-    """Return the folder that the server reads: with complete weights, or with the adapters.
-
-    run: the run's folder.
-    """
     return Path(choice.server_folder) if choice.server_folder else run / "server"

@@ -50,7 +50,6 @@ DURATIONS = (
 
 
 def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the keys of the learning rate's scaling are set together."""
     missing = [name for name in ("lr_scaling", "lr_batch_tokens") if not getattr(cfg.optim, name)]
     if len(missing) == 1:
         yield (
@@ -61,7 +60,6 @@ def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def adapters(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that keys of adapters are set only with an adapter."""
     if cfg.adapter.name != "none" or "adapter.init_from" in report.settled:
         return
     for key in report.typed:
@@ -72,7 +70,6 @@ def adapters(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def overwriting(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that run.overwrite is set only if the run does not resume."""
     if cfg.run.overwrite and cfg.checkpoint.resume != "never":
         yield "run.overwrite", "only counts together with  checkpoint.resume=never"
 
@@ -87,7 +84,6 @@ def width_of_heads(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def momentum(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that optim.betas are two numbers below 1, and that optim.momentum is below 1."""
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         yield "optim.betas", "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
     if cfg.optim.momentum >= 1:
@@ -95,7 +91,6 @@ def momentum(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def optimizer(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that an optimizer whose ranks own whole matrices suits the run."""
     if not cfg.optim.spec.has_owners:
         return
     if "optim.normuon_beta" in report.typed and not cfg.optim.normuon:
@@ -115,7 +110,6 @@ def optimizer(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def states_to_begin_with(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the model and the optimizer can begin with another tool's states."""
     if cfg.optim.init_from is None or not cfg.optim.spec.takes_states:
         return
     if cfg.model.init_from is None:
@@ -130,7 +124,6 @@ def states_to_begin_with(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def offloading(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the optimizer's states can be kept on the host or on a disk."""
     offload = cfg.optim.offload
     if "optim.offload_path" in report.typed and offload != "disk":
         yield "optim.offload_path", "only counts with  optim.offload=disk"
@@ -167,7 +160,6 @@ def offloading(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def own_trackers(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the program of logging.command and the code of logging.trackers exist."""
     command = cfg.logging.command
     if command and not shutil.which(shlex.split(command)[0]):
         yield "logging.command", f"there is no program {shlex.split(command)[0]}"
@@ -188,7 +180,6 @@ def run_folder(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def intervals(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that intervals above 1 are whole steps."""
     for key in ("train.validate_every", "checkpoint.every"):
         every = value_of(cfg, key)
         if isinstance(every, float) and every > 1 and not every.is_integer():
@@ -206,7 +197,6 @@ def rewinding(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def export_dtype(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the number format of an export is set only with an export."""
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
         yield "checkpoint.export_dtype", "only counts together with  checkpoint.export_hf=true"
 
@@ -225,7 +215,6 @@ def environment(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def shared_gpus(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that ranks share GPUs only where there are some."""
     if cfg.launch.ranks_per_gpu > 1 and cfg.launch.device == "cpu":
         yield "launch.ranks_per_gpu", "is for GPUs. On the CPU:  launch.nproc_per_node=2"
 

@@ -59,7 +59,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> int:
-    """Compose a verb's configuration, run the verb and return its exit code."""
     phases.begin()
     verb = VERBS[name]
     overrides = with_bare_words(name, overrides)

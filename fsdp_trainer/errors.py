@@ -19,7 +19,6 @@ LONGEST = 4_000  # characters of a quoted text
 
 
 def shortened(text: str) -> str:
-    """Return a text, or its beginning and the number of characters that it has."""
     is_long = len(text) > LONGEST
     return f"{text[:LONGEST]} … ({len(text):,} characters)" if is_long else text
 

@@ -207,5 +207,4 @@ def registered_by_user(choice: ObjectiveChoice) -> Callable[..., Any] | None:
 
 
 def objective_names() -> list[str]:
-    """Return the possible values of objective.name."""
     return [*METHODS, *OBJECTIVES]

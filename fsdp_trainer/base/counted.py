@@ -2,6 +2,5 @@
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is 1."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending * (number != 1)}"

@@ -114,7 +114,6 @@ def replication_factor(parameter: Tensor, ranks: int) -> int:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or a plain tensor detached from its graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

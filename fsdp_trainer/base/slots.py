@@ -69,7 +69,6 @@ class RankSlot:
 
     @property
     def training(self) -> PhaseVisit:
-        """The current phase of the training thread."""
         return self.trace[-1]
 
 

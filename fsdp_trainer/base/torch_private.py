@@ -822,7 +822,6 @@ def partitioned_backend(run: Callable[[Any], Callable[..., Any]]) -> Callable[..
 
 
 def operator_types() -> Any:
-    """Return the partitioner's lists of operators: those that are fused, and views."""
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list()

@@ -78,7 +78,6 @@ def retried(call: Callable[[], T], retries: int) -> T:
 
 
 def first_line(content: bytes) -> str:
-    """Return the first line of an answer that is not blank, cut to SHOWN characters."""
     lines = content.decode(errors="replace").strip().splitlines()
     line = lines[0] if lines else ""
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

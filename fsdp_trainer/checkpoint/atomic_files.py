@@ -157,7 +157,6 @@ def sync(path: Path) -> None:
 
 
 def unfinished(target: Path) -> Path:
-    """Return the temporary name of a file or folder that is being written."""
     return target.with_name(f".{target.name}.partial")
 
 

@@ -255,7 +255,6 @@ class Bucket:
 
 
 def append(file: Path, block: bytes) -> None:
-    """Write a block at the end of a file. Raises RunFailed."""
     try:
         with file.open("ab") as out:
             out.write(block)

@@ -142,7 +142,6 @@ def base_of_new_run(
 
 
 def folder_of(source: Path) -> str:
-    """Return the absolute path of a Hugging Face folder, or of the checkpoint of a run."""
     return str((find_checkpoint(source) or source).resolve())
 
 
@@ -216,7 +215,6 @@ def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str
 
 
 def freezing_key(model: Decoder) -> str:
-    """Return the configuration key that froze a model's weights, for a message."""
     return "adapter" if is_adapted(model) else "train.freeze"
 
 
@@ -456,10 +454,6 @@ def frozen_in_adapter(config: ModelConfig, base: Base) -> dict[str, TensorOnDisk
 def random_weights(
     model: Decoder, names: Iterable[str], seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, TensorOnDisk]:
-    """Return weights that are drawn when they are read, by name.
-
-    model: gives their shapes; it has no 4-bit weights.
-    """
     shapes = {name: model.get_parameter(name).shape for name in names}
     return {
         name: RandomWeight(dtype, shape, [], model.config, name, seed)

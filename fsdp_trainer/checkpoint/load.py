@@ -122,7 +122,6 @@ def read_model(
 def empty_model(
     config: ModelConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Return a decoder whose weights are not yet read."""
     model = meta_decoder(config).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()

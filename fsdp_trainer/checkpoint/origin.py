@@ -44,7 +44,6 @@ def identity(adapter: Path) -> list[str]:
 
 
 def merged_into(folder: Path) -> list[str]:
-    """Return the identities of the adapters that are merged into a folder, as far as known."""
     merged = read_origin(folder).get("merged", [])
     return [name for name in merged if isinstance(name, str)] if isinstance(merged, list) else []
 

@@ -41,7 +41,6 @@ class TaskKind(NamedTuple):
 
 
 def choice_texts(item: Item, delimiter: str) -> list[str]:
-    """Return one text for each choice: the question followed by it."""
     return [f"{item['query']}{delimiter}{choice}" for choice in item["choices"]]
 
 

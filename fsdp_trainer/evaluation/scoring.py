@@ -69,7 +69,6 @@ class WorkSplit:
 
 
 def whole_copies() -> WorkSplit:
-    """Return the split over ranks that each hold a complete model and compute independently."""
     if not dist.is_initialized():
         return WorkSplit()
     return WorkSplit(dist.get_rank(), dist.get_world_size())
@@ -270,7 +269,6 @@ class Scorer:
     def _image_inputs(
         self, texts: Sequence[tuple[tuple[int, ...], tuple[SampleMedium, ...]]]
     ) -> dict[str, Any]:
-        """Return the further argument of a forward over texts with media."""
         shown = [self.media_of(media) for _, media in texts]
         inputs = packed_media(self.model, [tokens for tokens, _ in texts], shown, self.device)
         return {} if inputs is None else {"media": inputs}

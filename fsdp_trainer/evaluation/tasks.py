@@ -19,8 +19,6 @@ from fsdp_trainer.evaluation.scoring import Metrics, Scorer
 
 
 class Tasks:
-    """The tasks that a configuration names, for one tokenizer."""
-
     def __init__(
         self,
         cfg: Evaluation,

@@ -55,7 +55,6 @@ class Decoding:
         return self.copies.get(several)
 
     def is_worth_it(self, several: bool, tokens: int) -> bool:
-        """Return True if a copy is possible, saves time and fits in memory."""
         if not self.is_plain or tokens < LEAST_TOKENS or (several and not can_pack()):
             return False
         needed = sum(p.numel() * p.element_size() for p in self.model.parameters())

@@ -409,7 +409,6 @@ def module_names(adapted: list[str], linears: list[str]) -> list[str]:
 
 
 def last_name(name: str) -> str:
-    """Return the last part of a module's name, or of a parameter's, then followed by `.weight`."""
     end = ".weight" if name.endswith(".weight") else ""
     return name.removesuffix(end).rpartition(".")[2] + end
 

@@ -90,10 +90,6 @@ def exportable(source: str, form: str) -> Path:
 
 
 def require_checkpoint(source: str) -> Path:
-    """Return the checkpoint that `source` names.
-
-    Raises UserError if there is none or it is damaged.
-    """
     checkpoint = named_checkpoint(source)
     require_undamaged(checkpoint)
     return checkpoint

@@ -171,7 +171,6 @@ class ModelCard:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The checkpoint's MANIFEST.json, which lists all of its files."""
         return read_manifest(self.checkpoint)
 
     @property
@@ -201,7 +200,6 @@ class ModelCard:
 
     @property
     def tags(self) -> list[str]:
-        """The hub's tags: the program, the method, the adapter."""
         names = [method_in(self.configuration), self.configuration.get("adapter.name")]
         return ["fsdp_trainer", *(str(name) for name in names if name not in (None, "none"))]
 

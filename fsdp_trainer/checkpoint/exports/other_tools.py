@@ -92,7 +92,6 @@ def export_other(cfg: ExportConfig) -> int:
 def own_weights(
     folder: Path, config: ModelConfig, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face's name, tensor) of a folder, for a form of the user's own."""
     for name, on_disk in read_tensors(folder, config).items():
         tensor = read_whole(on_disk, 0, on_disk.shape[0])
         yield name, tensor.to(dtype) if dtype else tensor

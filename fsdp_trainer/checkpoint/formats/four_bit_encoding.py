@@ -24,7 +24,6 @@ class EncodedTensor(TensorOnDisk):
     original: TensorOnDisk
 
     def fill(self, rows: Tensor, first: int, last: int) -> None:
-        """Read rows of the original, encode them into `rows`."""
         for start, numbers in originals(self.original, first, last):
             rows[start - first : start - first + len(numbers)] = encode(numbers)
 
@@ -36,7 +35,6 @@ class DecodedTensor(TensorOnDisk):
     original: TensorOnDisk
 
     def fill(self, rows: Tensor, first: int, last: int) -> None:
-        """Read rows of the original, round them into `rows`."""
         for start, numbers in originals(self.original, first, last):
             rounded = decode(encode(numbers), numbers.shape[1], self.dtype)
             rows[start - first : start - first + len(numbers)] = rounded

@@ -210,7 +210,6 @@ def read_whole(tensor: TensorOnDisk, first: int, last: int) -> Tensor:
 
 
 def read_number(file: Path, offset: int, dtype: torch.dtype) -> float:
-    """Return the number at byte `offset` of a file. Raises OSError."""
     number = torch.empty(1, dtype=dtype)
     read(file, offset, number)
     return number.item()

@@ -73,7 +73,6 @@ class RankStatus:
 
     @property
     def place(self) -> PhaseVisit:
-        """The phase of the training thread."""
         return self.slot.training
 
     @property
@@ -245,8 +244,6 @@ def standing(ranks: list[RankStatus]) -> bool:
 
 
 def unchanged(before: list[RankStatus], after: list[RankStatus]) -> bool:
-    """Return True if no rank entered a phase, was stopped or ended between two polls."""
-
     def condition(ranks: list[RankStatus]) -> list[tuple[int, int, bool, bool]]:
         return [(s.rank, s.place.entered, s.trains, s.state == "T") for s in ranks]
 

@@ -256,7 +256,6 @@ class NodeOfHost:
             self.process.kill()
 
     def close(self) -> None:
-        """Wait until the node has ended and its output has been passed on. Call `hang_up` first."""
         while self.process and self.process.poll() is None:
             self.kill()
             time.sleep(0.05)

@@ -113,7 +113,6 @@ class Visit(socketserver.StreamRequestHandler):
     server: Meeting
 
     def handle(self) -> None:
-        """Handle the lines of a node: its introduction, and its exit code."""
         keep_alive(self.connection)
         code = None
         try:

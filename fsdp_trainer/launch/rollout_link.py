@@ -132,7 +132,6 @@ def divided(world: World, generators: int, timeout: float) -> tuple[World, Rollo
 
 
 def require_training_ranks(world: World, generators: int) -> None:
-    """Raise UserError if no rank is left for training."""
     if generators >= world.size:
         reason = f"leaves no rank for training: there are {world.size}.\nUse more ranks, or fewer"
         raise UserError(

@@ -208,7 +208,6 @@ class RankProcesses:
         self._explained = False
 
     def end_within(self, seconds: float) -> None:
-        """Have `wait` kill the ranks that still run after this many seconds."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def send_signal(self, signum: int) -> None:

@@ -144,7 +144,6 @@ def progress_line(
 
 
 def mfu(line: dict[str, Any]) -> str:
-    """Return the model FLOPs utilisation of a line of metrics.jsonl as text; "" if it has none."""
     if "mfu_palm" not in line:
         return ""
     return f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})"

@@ -81,7 +81,6 @@ def group_of(name: str, method: str | None, own: Collection[str]) -> str:
 
 
 def is_below(name: str, beginning: str) -> bool:
-    """Return True if `beginning` ends with / and the name begins with it."""
     return beginning.endswith("/") and name.startswith(beginning)
 
 

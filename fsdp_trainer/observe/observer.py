@@ -71,7 +71,6 @@ class Observer:
         self.console.say(text)
 
     def introduce(self, lines: list[str]) -> None:
-        """Print the lines about the run, and keep them for the event of its start."""
         self.about = lines
         for line in lines:
             self.say(line)
@@ -239,10 +238,6 @@ class Observer:
         self.call("validation", step, loss)
 
     def evaluated(self, step: int, metrics: dict[str, dict[str, float]], seconds: float) -> None:
-        """Record and print the results of evaluation tasks.
-
-        metrics: by task and metric name, including standard errors.
-        """
         self.event("tasks", step=step, tasks=metrics, seconds=round(seconds, 3))
         self.say(tasks_line(step, metrics))
 

@@ -256,7 +256,6 @@ class Records:
 
 
 def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a file, which may be missing. Raises OSError."""
     texts = file.read_text(errors="replace").split("\n") if file.exists() else []
     return (line for text in texts[:: -1 if newest_first else 1] if (line := parse(text)))
 

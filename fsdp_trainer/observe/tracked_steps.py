@@ -17,8 +17,6 @@ CONTINUES = "continues"
 
 
 class TrackedSteps:
-    """An open tracker that gets each step once."""
-
     def __init__(self, tracker: Tracker, file: Path):
         self.tracker, self.newest, self._file = tracker, tracker.newest, file
         self._write()

@@ -38,8 +38,6 @@ class Late:
 
 
 class TrackerThread:
-    """One tracker, opened and written to by its own thread."""
-
     def __init__(
         self,
         name: str,

@@ -169,7 +169,6 @@ def answer(name: str, value: Any, file: ForeignFile) -> Answer:
 
 
 def answer_by_rule(name: str, value: Any, file: ForeignFile) -> Answer | None:
-    """Return what a rule says about a setting; None if there is no rule. Raises ValueError."""
     if name == "batch_size" and file.tool == "torchtune":
         return rows(value, file)
     rule = trl.rule_of(name, file) or rule_of(name)
@@ -282,7 +281,6 @@ def settings_of(result: Conversion) -> dict[str, Any]:
 
 
 def settings_text(result: Conversion) -> str:
-    """Return the part of a recipe that sets something."""
     values = result.values()
     chosen = [key for key in values if key in GROUPS]
     lines = ["defaults:"] if chosen else []

@@ -31,7 +31,6 @@ def with_defaults(file: ForeignFile) -> ForeignFile:
 
 
 def is_missing(name: str, file: ForeignFile) -> bool:
-    """Return True if a file says nothing about a setting, in no words."""
     is_trl = file.tool == "axolotl" and f"trl.{name}" in file.settings
     others = TABLES["spelt otherwise"].get(name, ())
     if name in file.settings and name in NO_LIMIT and file.tool != "axolotl":

@@ -70,7 +70,6 @@ def read_source(source: str) -> ForeignFile:
 
 
 def read_foreign_file(path: Path) -> ForeignFile:
-    """Return a file's settings. Raises UserError for one that no known trainer reads."""
     try:
         return of_text(path, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
@@ -78,7 +77,6 @@ def read_foreign_file(path: Path) -> ForeignFile:
 
 
 def of_text(path: Path, text: str) -> ForeignFile:
-    """Return the settings of a file's text. Raises UserError."""
     tree, started = tree_of(path, text), StartedTrainer()
     if not isinstance(tree, dict) and command_words(text):
         started = read_command_line(text)

@@ -43,7 +43,6 @@ def epochs_of(file: ForeignFile) -> float:
 
 
 def is_packed(file: ForeignFile) -> bool:
-    """Return True if several samples share a row, which only the tokens decide."""
     names = ("packing", "sample_packing", "neat_packing", "dataset.packed")
     return any(not is_off(file.value(name) or False) for name in names)
 

@@ -56,7 +56,6 @@ DATA_PATH = "data.path=FILE"
 
 
 def choose(group: str) -> Rule:
-    """Return a rule that looks a value up and sets a group to it."""
     known = {name: name for name in NAMED[group]} | table().options[group]
 
     def rule(value: Any, file: ForeignFile) -> Answer:
@@ -132,7 +131,6 @@ def row_length(value: Any, file: ForeignFile) -> Answer:
 
 
 def clipping(value: Any, file: ForeignFile) -> Answer:
-    """Return the largest norm of a gradient; null and 0 mean that there is none."""
     return sets(optim__grad_clip=None if value is None or is_off(value) else value)
 
 
@@ -143,7 +141,6 @@ def of_hub(value: Any, file: ForeignFile) -> Answer:
 
 
 def processes(value: Any, file: ForeignFile) -> Answer:
-    """Return the processes that load; 0 means none besides the rank itself."""
     return sets("0: none besides the rank" if int(value) == 0 else "",
                 data__workers=max(1, int(value)))  # fmt: skip
 
@@ -157,7 +154,6 @@ def mixture(value: Any, file: ForeignFile) -> Answer:
 
 
 def sampling_order(value: Any, file: ForeignFile) -> Answer:
-    """Return the order of samples."""
     if value == "random":
         return nothing("samples have a new order every epoch")
     if value == "sequential":
@@ -219,7 +215,6 @@ def adapter(value: Any, file: ForeignFile) -> Answer:
 
 
 def four_bit(value: Any, file: ForeignFile) -> Answer:
-    """Return that weights are kept in 4 bits beneath an adapter."""
     if value is True or value == 4:
         return sets(adapter="qlora")
     if is_off(value):
@@ -328,7 +323,6 @@ def method(value: Any, file: ForeignFile) -> Answer:
 
 
 def zero_stage(value: Any, file: ForeignFile) -> Answer:
-    """Return the sharding of a stage of ZeRO."""
     stage = int(value)
     if stage == 0:
         return sets("stage 0", sharding="ddp")
@@ -365,8 +359,6 @@ def offloaded_states(value: Any, file: ForeignFile) -> Answer:
 
 
 def offload_device(key: str) -> Rule:
-    """Return a rule that places states or weights."""
-
     def rule(value: Any, file: ForeignFile) -> Answer:
         if is_off(value):
             return nothing("off")
@@ -512,7 +504,6 @@ def reshard(value: Any, file: ForeignFile) -> Answer:
 
 
 def data_set(value: Any, file: ForeignFile) -> Answer:
-    """Return the data set of a name on the hub, or of a file."""
     return sets(data__path=hub_or_file(str(value)))
 
 
@@ -523,31 +514,26 @@ def thinking(value: Any, file: ForeignFile) -> Answer:
 
 
 def project(value: Any, file: ForeignFile) -> Answer:
-    """Return the trackers' project."""
     is_default = value == "huggingface"
     return nothing("Trackio's default") if is_default else sets(logging__project=str(value))
 
 
 def timeout(value: Any, file: ForeignFile) -> Answer:
-    """Return how long ranks wait for each other."""
     return sets(launch__timeout=f"{int(value)}s")
 
 
 def resumed(value: Any, file: ForeignFile) -> Answer:
-    """Return the checkpoint that a run begins with."""
     if value in (True, False):
         return nothing("a run goes on from its last checkpoint")
     return sets(model__init_from=str(value))
 
 
 def ranks_of_node(value: Any, file: ForeignFile) -> Answer:
-    """Return the ranks of each node."""
     nodes = int(file.value("num_machines") or 1)
     return sets(f"{nodes} nodes", launch__nproc_per_node=int(value) // nodes)
 
 
 def nodes(value: Any, file: ForeignFile) -> Answer:
-    """Return the number of nodes."""
     return sets(launch__nodes=int(value)) if int(value) > 1 else nothing("one node is the default")
 
 

@@ -38,7 +38,6 @@ def nothing(why: str) -> Answer:
 
 
 def impossible(instead: str) -> Answer:
-    """Return that a setting cannot be kept, and what can be done instead."""
     return Answer(IMPOSSIBLE, note=instead)
 
 
@@ -69,7 +68,6 @@ def fixed(why: str) -> Rule:
 
 
 def lacking(instead: str) -> Rule:
-    """Return a rule for a setting that cannot be kept unless it is off."""
     return lambda value, file: nothing("off") if is_off(value) else impossible(instead)
 
 
@@ -80,7 +78,6 @@ def keeps(said: str, kind: Callable[[Any], Any] = as_number) -> Rule:
 
 
 def never(instead: str) -> Rule:
-    """Return a rule for a setting that cannot be kept."""
     return lambda value, file: impossible(instead)
 
 
@@ -116,8 +113,6 @@ def uses_server(file: ForeignFile) -> bool:
 
 
 def one_of(instead: str, known: dict[str, dict[str, Any]]) -> Rule:
-    """Return a rule that looks up what a value sets."""
-
     def rule(value: Any, file: ForeignFile) -> Answer:
         chosen = known.get(str(value).lower())
         return sets(**chosen) if chosen else impossible(instead)

@@ -170,7 +170,6 @@ NOT_DIVIDED = "objective.weighting=dr_grpo  alone does not divide rewards by the
 
 
 def scaling(file: ForeignFile) -> str:
-    """Return what TRL divides the rewards' differences by: group, batch or none."""
     value = file.own("scale_rewards")
     names = {"true": "group", "false": "none", "none": "none"}
     return "group" if value is None else names.get(str(value).lower(), str(value).lower())
@@ -265,18 +264,15 @@ def importance_cap(value: Any, file: ForeignFile) -> Answer:
 
 
 def top_k(value: Any, file: ForeignFile) -> Answer:
-    """Return that no token is left out."""
     said = "answers are sampled from all tokens, since others would bias the update"
     return nothing("off") if int(value) <= 0 else impossible(said)
 
 
 def reward_model(value: Any, file: ForeignFile) -> Answer:
-    """Return a model as the only reward."""
     return sets(objective__rewards=[{"name": "model", "source": str(value)}])
 
 
 def bias_correction(value: Any, file: ForeignFile) -> Answer:
-    """Return that the divergence is estimated without a ratio."""
     if is_off(value) or is_off(file.own("beta") or 0):
         return nothing("as here")
     return impossible("the estimate of  objective.kl  has no ratio before it")
@@ -339,7 +335,6 @@ def pair_length(value: Any, file: ForeignFile) -> Answer:
 
 
 def margin(value: Any, file: ForeignFile) -> Answer:
-    """Return SimPO's margin."""
     if file.method == "cpo" and loss_types(file.own("loss_type"))[:1] != ["simpo"]:
         return nothing("only counts with  loss_type: simpo")
     return sets(objective__gamma=value)
@@ -352,13 +347,11 @@ def answer_share(value: Any, file: ForeignFile) -> Answer:
 
 
 def weights_of_losses(value: Any, file: ForeignFile) -> Answer:
-    """Return that weights are parts of the loss."""
     is_kept = preference_loss(file.own("loss_type"), file).sets
     return nothing("in  objective") if is_kept else impossible(OTHER_LOSS)
 
 
 def divergence_type(value: Any, file: ForeignFile) -> Answer:
-    """Return that only one divergence is computed."""
     if str(value).lower().endswith("reverse_kl"):
         return nothing("as here")
     return impossible("the divergence from the reference is the reverse KL")
@@ -388,7 +381,6 @@ def learnt_turns(value: Any, file: ForeignFile) -> Answer:
 
 
 def packing_kind(value: Any, file: ForeignFile) -> Answer:
-    """Return how samples share a row."""
     if is_off(file.own("packing") or False):
         return nothing("only counts with  packing: true")
     kinds = {"bfd": "best_fit", "ffd": "best_fit", "wrapped": "stream"}
@@ -406,14 +398,12 @@ def text_column(value: Any, file: ForeignFile) -> Answer:
 
 
 def packing_of_validation(value: Any, file: ForeignFile) -> Answer:
-    """Return that validation has the rows of training."""
     if is_off(value) == is_off(file.own("packing") or False):
         return nothing("as  data.packing")
     return impossible("validation is packed as training is")
 
 
 def template_file(value: Any, file: ForeignFile) -> Answer:
-    """Return a template's file."""
     if str(value).endswith(".jinja"):
         return sets(data__template=str(value))
     return impossible("name the template's file:  data.template=FILE.jinja")

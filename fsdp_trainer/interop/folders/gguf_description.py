@@ -39,7 +39,6 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def open_gguf(file: Path) -> GgufHeader:
-    """Return what a file holds. Raises UserError."""
     if not find_spec("gguf"):
         raise UserError(
             "cannot read the model",

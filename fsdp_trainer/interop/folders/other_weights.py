@@ -102,10 +102,6 @@ def is_described(folder: Path) -> bool:
 
 
 def described_otherwise(folder: Path) -> dict[str, Any] | None:
-    """Return a config.json for weights that another file describes; None if there is none.
-
-    Raises UserError.
-    """
     return described_by_gguf(folder) or described_by_meta(folder)
 
 

@@ -28,11 +28,9 @@ class ForeignTensor(HuggingFaceTensor):
     source: TensorOnDisk
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         return self.source.read_rows(first, last, buffer)
 
     def as_matrix(self) -> TensorOnDisk:
-        """Return stacked matrices as one matrix of all their rows, any other tensor unchanged."""
         return self.source.as_matrix()
 
     def whole_rows(self, first: int, count: int) -> SomeRows:

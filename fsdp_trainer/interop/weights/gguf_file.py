@@ -171,7 +171,6 @@ def require_family(config: ModelConfig, known: Collection[str]) -> None:
 
 
 def require_same(config: ModelConfig, folder: Path) -> None:
-    """Raise UserError for a model that llama.cpp would compute in another way."""
     for difference in KNOWN[config.family].differences(config):
         reason = "is not what llama.cpp assumes of these models: it would compute something else"
         raise UserError("there is no GGUF of it", f"{folder}: {difference}", reason)
@@ -234,7 +233,6 @@ class StoredTensor:
     change: Change = same
 
     def read(self) -> np.ndarray:
-        """Return the numbers as float32."""
         with safe_open(self.file, framework="pt") as opened:
             tensor = self.change(opened.get_tensor(self.name).to(torch.float32))
         return tensor.contiguous().numpy().reshape(self.shape)

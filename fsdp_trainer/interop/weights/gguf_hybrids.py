@@ -128,7 +128,6 @@ def scaled(factor: float) -> Change:
 
 
 def half(number: int) -> Change:
-    """Return the change that takes the first or second half of the rows of each matrix."""
     return lambda tensor: tensor.chunk(2, -2)[number]
 
 
@@ -267,7 +266,6 @@ def add_lfm2(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def lfm2_rules(source: Json) -> Rules:
-    """Return the rules of LFM2."""
     return {
         ".conv.conv.weight": [(".conv.conv.weight", without_channel)],
         ".expert_bias": [(".expert_bias.bias", same)],
@@ -275,7 +273,6 @@ def lfm2_rules(source: Json) -> Rules:
 
 
 def lfm2_differences(config: ModelConfig) -> Iterator[str]:
-    """Yield the differences of an LFM2."""
     yield from hybrid_differences(config)
     if config.source.get("routed_scaling_factor", 1.0) != 1.0:
         yield f"routed_scaling_factor={config.source['routed_scaling_factor']}"
@@ -321,7 +318,6 @@ def add_mamba(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def mamba_2_rules(source: Json) -> Rules:
-    """Return the rules of Mamba 2, alone or beside attention."""
     groups = mamba_size(source, "n_groups")
 
     def in_groups(tensor: Tensor) -> Tensor:
@@ -377,7 +373,6 @@ def falcon_rules(source: Json) -> Rules:
 
 
 def falcon_differences(config: ModelConfig) -> Iterator[str]:
-    """Yield the differences of a Falcon-H1."""
     yield from hybrid_differences(config)
     source = config.source
     if (
@@ -390,13 +385,11 @@ def falcon_differences(config: ModelConfig) -> Iterator[str]:
 
 
 def granite_sizes(source: Json) -> Json:
-    """Return the heads of each block, and the width of dense feed-forwards."""
     shared = {"intermediate_size": source["shared_intermediate_size"]}
     return heads_of_blocks(source) | ({} if source["num_local_experts"] else shared)
 
 
 def granite_rules(source: Json) -> Rules:
-    """Return the rules of Granite 4."""
     end = "_shexp.weight" if source["num_local_experts"] else ".weight"
     rules: Rules = {
         ".block_sparse_moe.input_linear.weight": [

@@ -35,7 +35,6 @@ class QuantizedRows(TensorOnDisk):
     stored: GgufTensor
 
     def fill(self, rows: Tensor, first: int, last: int) -> None:
-        """Decode rows `first` to `last` into `rows`."""
         import gguf
 
         blocks = torch.empty((last - first, self.stored.row_bytes), dtype=torch.uint8)
@@ -80,7 +79,6 @@ class Shifted(TensorOnDisk):
     offset: float
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         return self.source.read_rows(first, last, buffer).add_(self.offset)
 
 

@@ -22,6 +22,5 @@ READERS: dict[str, Callable[[Path, ModelConfig], dict[str, ForeignTensor]]] = {
 
 
 def other_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor] | None:
-    """Return the tensors of another tool's weights; None if there are none. Raises UserError."""
     kind = kind_of_weights(folder)
     return READERS[kind](folder, config) if kind else None

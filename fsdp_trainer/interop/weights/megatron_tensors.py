@@ -35,7 +35,6 @@ SINGLE = {
 def megatron_tensors(
     own: Mapping[str, TensorOnDisk], config: ModelConfig
 ) -> dict[str, ForeignTensor]:
-    """Return the model's tensors by Hugging Face's names."""
     separate: dict[str, TensorOnDisk] = {}
     for name, tensor in _by_block(own, config):
         if name in VOCABULARY:  # padded

@@ -40,7 +40,6 @@ def sharded_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTenso
 
 
 def sharded_states(checkpoint: Path) -> StatesByName:
-    """Return the states of AdamW in a DCP folder. Raises UserError."""
     stored = opened(checkpoint, "the optimizer's states")
     states: dict[str, dict[str, Any]] = defaultdict(dict)
     try:
@@ -68,5 +67,4 @@ def _options(stored: StoredTensors) -> dict[str, Any]:
 
 
 def opened(checkpoint: Path, what: str) -> StoredTensors:
-    """Return a DCP folder's tensors. what: is read of it. Raises UserError and OSError."""
     return StoredTensors(checkpoint, described_by_torch(checkpoint, what))

@@ -24,7 +24,6 @@ class TensorNames:
     pairs: tuple[str, ...] = ("llama", "mistral", "mixtral")
 
     def to_huggingface(self, name: str) -> str | None:
-        """Return Hugging Face's name; None for a name that is not known."""
         return _translated(name, self.block, HF_BLOCK, self.outside, self.inside)
 
     def from_huggingface(self, name: str) -> str | None:

@@ -35,7 +35,6 @@ BY_COLUMNS = (".attention.wo.weight", ".feed_forward.w2.weight")
 
 
 def torch_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
-    """Return the tensors of a folder's files by Hugging Face's names. Raises UserError."""
     tensors: dict[str, TensorOnDisk] = {}
     for file in _named_files(folder):
         further = tensors_of(file)
@@ -48,7 +47,6 @@ def torch_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]
 
 
 def meta_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
-    """Return the tensors of Meta's consolidated files by Hugging Face's names. Raises UserError."""
     parts = [tensors_of(file) for file in sorted(folder.glob(META_FILES))]
     whole = {}
     for name, first in parts[0].items():
@@ -85,7 +83,6 @@ def _named_files(folder: Path) -> list[Path]:
 
 
 def tensors_of(file: Path) -> dict[str, TensorOnDisk]:
-    """Return the tensors in a file of torch.save by name. Raises UserError."""
     archive = TorchArchive(file, "the weights")
     weights = _weights_of(archive.content)
     tensors = {}
@@ -98,7 +95,6 @@ def tensors_of(file: Path) -> dict[str, TensorOnDisk]:
 
 
 def torch_states(file: Path) -> StatesByName:
-    """Return the states of AdamW in a file of torch.save. Raises UserError."""
     archive = TorchArchive(file, "the optimizer's states")
     try:
         loaded = archive.content.get("optimizer", archive.content)

@@ -74,7 +74,6 @@ class FlatTensor(TensorOnDisk):
     segments: list[Segment]
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
         row = math.prod(self.shape[1:])
         begin, end = first * row, last * row
         flat = as_tensor(buffer, self.dtype, (end - begin,))
@@ -157,7 +156,6 @@ def _frozen(checkpoint: Path, shapes: dict[str, torch.Size]) -> dict[str, Tensor
 
 
 def zero_states(checkpoint: Path) -> StatesByName:
-    """Return the states of AdamW in a ZeRO checkpoint. Raises UserError."""
     with _of_its_form(checkpoint):
         partitions = opened(checkpoint)
     archive, first = partitions.ranks[0]

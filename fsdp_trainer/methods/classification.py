@@ -296,7 +296,6 @@ class LabelMethod(Method):
         return label_values(store, self.setup.config, key)
 
     def as_columns(self, values: np.ndarray) -> SampleColumns:
-        """Return the columns of rows for these numbers."""
         return SampleColumns(label_values=values)
 
     def about(self) -> list[str]:

@@ -102,12 +102,10 @@ def _alike(positive: Tensor, same: Tensor, similarity: Tensor, choice: Objective
 
 
 def places_of(chosen: Tensor) -> Tensor:
-    """Return the places of what is True."""
     return chosen.nonzero()[:, 0]
 
 
 def pairs_of(chosen: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows and the columns of what is True in a matrix."""
     return chosen.nonzero(as_tuple=True)
 
 

@@ -50,7 +50,6 @@ def labelled(
 
 
 def problem_of_names(names: Sequence[str]) -> str:
-    """Return what labels with these names probably are: see problem_of."""
     return SINGLE if len(names) > 1 else REGRESSION
 
 
@@ -201,7 +200,6 @@ def listed(value: Any) -> list[Any]:
 
 
 def _texts(stores: Sequence[TokenStore]) -> Iterator[str]:
-    """Yield the label of each sample, as JSON."""
     for store in stores:
         assert store.labels is not None
         yield from map(store.labels.text, range(len(store)))

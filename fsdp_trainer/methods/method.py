@@ -69,12 +69,10 @@ class Method:
 
     @property
     def frozen_models(self) -> list[FrozenModel]:
-        """The second models in memory."""
         return []
 
     @property
     def architectures(self) -> list[ModelConfig]:
-        """The architectures of the models that read the rows, the trained model's first."""
         return [self.setup.config, *(frozen.model.config for frozen in self.frozen_models)]
 
     @property
@@ -120,7 +118,6 @@ class Method:
         return rows
 
     def objective(self) -> Callable[[Tensor], Objective]:
-        """Return a function that makes a sum over tokens from a micro-batch's weights."""
         return token_objective(self.choice, self.setup.cfg.loss)
 
     def metric(self) -> MethodMetric | None:

@@ -26,7 +26,6 @@ REFERENCE_ARCHITECTURE = "reference_architecture"
 
 
 def architecture_digest(config: ModelConfig) -> str:
-    """Return a digest of all that decides the function that a model computes with its weights."""
     text = json.dumps(config.decisive, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 

@@ -103,7 +103,6 @@ class StoredColumn(ABC):
         return columns if all(gather(len(columns) == len(orders))) else None
 
     def place(self, order: RowOrder, digest: str) -> Path:
-        """Return where an order's values are; the name is a hash of all that they depend on."""
         text = json.dumps(self.decisive(order, digest))
         name = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
         return order.store.folder / self.name / f"{name}{self.suffix}"

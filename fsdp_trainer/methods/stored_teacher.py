@@ -108,7 +108,6 @@ class TeacherColumn(StoredColumn):
 
     @cached_property
     def models(self) -> tuple[ModelConfig, ModelConfig]:
-        """The architectures of student and teacher: see with_second_model."""
         return with_second_model(self.student, self.source, self.cfg.sharding.tensor)
 
     @property

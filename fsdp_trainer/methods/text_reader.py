@@ -73,7 +73,6 @@ class TextReader:
         dtype: torch.dtype = torch.float32,
         implementation: str = AUTO,
     ) -> "TextReader":
-        """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
         model = load_reader(source, device, dtype, implementation)
         folder = tokenizer_folder(source)
         tokenizer = load_tokenizer(str(folder))

@@ -181,7 +181,6 @@ class DocumentAttention(PackedAttention):
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Return the attention of documents of similar length."""
         return _ordered_sdpa(q, k, v, mask, scoring, self.causal)
 
 

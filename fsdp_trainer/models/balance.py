@@ -138,5 +138,4 @@ class Balance:
                 block.mlp.gate.move_bias(of_block, self.bias_speed, skip)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors to store in a checkpoint, by name; empty if no loss uses the load."""
         return {f"balance/{LOAD}": self.load} if self.load_balancing else {}

@@ -494,7 +494,6 @@ class ModelConfig:
 
     @property
     def normalizes_experts(self) -> bool:
-        """True if the weights of a token's experts are divided by their sum."""
         return self.norm_topk_prob or self.family_spec.normalizes_experts
 
     @property
@@ -920,7 +919,6 @@ def _local_rope(raw: Json) -> Json:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as it is after a round trip through JSON: tuples become lists."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -339,7 +339,6 @@ class Decoder(nn.Module):
         return []
 
     def image_blocks(self) -> list[nn.Module]:
-        """Return the blocks of the tower for media."""
         return []
 
     def fill_buffers(self) -> None:
@@ -361,7 +360,6 @@ class Decoder(nn.Module):
         return {n: b for n, b in self.model.layers.items() if not isinstance(b, MtpBlock)}
 
     def describe_as(self, config: ModelConfig) -> None:
-        """Replace the description of the model by one of the same weights."""
         self.config = config
 
     def train_mtp(self, weight: float) -> None:
@@ -381,7 +379,6 @@ class Decoder(nn.Module):
 
     @property
     def auxiliary_names(self) -> list[str]:
-        """Names of the blocks' auxiliary values, sorted."""
         modules = [module for block in self.blocks().values() for module in block.modules()]
         names = [getattr(module, "auxiliary_names", ()) for module in modules]
         return sorted({name for each in names for name in each})
@@ -542,7 +539,6 @@ class Decoder(nn.Module):
         return self.lm_head(self.normed(states))
 
     def inference_hidden(self, *args: Any) -> Tensor:
-        """Return the residual stream after the last block. Takes the arguments of `hidden`."""
         with self.inference():
             return self.hidden(*args)[0]
 

@@ -139,7 +139,6 @@ def sink_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Te
 
 
 def as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask as numbers to add to the scores (0 or -inf), in q's number format."""
     if mask is None:
         return None
     zeros = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)

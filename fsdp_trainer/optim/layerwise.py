@@ -66,7 +66,6 @@ class LayerwiseOptimizer(CompactOptimizer):
 
 
 def square_sum(numbers: Tensor) -> Tensor:
-    """Return Σ numbers²: float64 scalar."""
     return torch.linalg.vector_norm(numbers, dtype=torch.float64).square()
 
 

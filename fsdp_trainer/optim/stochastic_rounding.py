@@ -18,7 +18,6 @@ GOLDEN = 0x9E3779B1 - 2**32
 
 
 def key_of(seed: int, name: str) -> tuple[int, int]:
-    """Return two int32 derived from a seed and the name of a parameter."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
     return struct.unpack("<ii", digest)
 

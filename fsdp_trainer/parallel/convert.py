@@ -23,7 +23,6 @@ INSTEAD = "Use  precision=bf16"
 
 
 def require_float8(precision: Precision, device: torch.device) -> None:
-    """Raise UserError if the configuration requests float8 products and the device has none."""
     if precision.float8 is None or EMULATED:
         return
     this = "this run is on the CPU"

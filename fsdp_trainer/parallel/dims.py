@@ -209,7 +209,6 @@ class Dims:
         return tuple(mesh.mesh[tuple(index)].flatten().tolist())
 
     def groups_along(self, name: str) -> list[list[int]]:
-        """Return all groups of ranks that differ only in dimension `name`."""
         return groups_along(name, self.sizes)
 
     def stages(self) -> list[list[int]]:

@@ -81,8 +81,6 @@ Numbers = Counter[WeightKind]
 
 
 class CountedModel(NamedTuple):
-    """The numbers of a model's weights: of all, and of each block."""
-
     config: ModelConfig
     whole: Numbers
     blocks: list[Numbers]
@@ -139,7 +137,6 @@ class LeastMemory(NamedTuple):
 
 
 def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
-    """Return a lower bound of a rank's peak memory, without activations and temporaries."""
     return least_held(CountedModel.of(model), setup).largest
 
 
@@ -191,7 +188,6 @@ def least_held(model: CountedModel, setup: StateSetup) -> LeastMemory:
 
 
 def stays_gathered(layout: Layout, config: ModelConfig, precision: Precision) -> bool:
-    """Return True if a model's units stay gathered until backward. See Layout.keeps_gathered."""
     return layout.keeps_gathered(
         config.parameters() * getattr(torch, precision.param_dtype).itemsize
     )

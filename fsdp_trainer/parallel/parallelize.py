@@ -256,7 +256,6 @@ def parts_of(model: Decoder) -> list[ShardedPart]:
 
 
 def trains_images(model: Decoder) -> bool:
-    """Return True if something of a model's tower for images, or of its projector, is trained."""
     return any(p.requires_grad for part in model.image_parts() for p in part.parameters())
 
 
@@ -376,7 +375,6 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that are still gathered after a forward without a backward."""
     for module in fsdp_modules(model):
         module.reshard()
         free_second_copy(module)

@@ -180,7 +180,6 @@ def _numbers_met(module: nn.Module) -> int:
 
 
 def blocks_by_stage(model: Decoder, stages: int) -> list[list[int]]:
-    """Return the numbers of each stage's blocks. model: complete model, not yet cut."""
     costs, head = block_costs(model)
     return divide_blocks(costs, head, stages)
 
@@ -225,7 +224,6 @@ def require_no_auxiliary(model: Decoder, ranks: int) -> None:
 
 
 def require_training(whole: Decoder, stages: Stages, parts: list[list[int]]) -> None:
-    """Raise UserError if a rank's stages have no parameter that is trained."""
     trained = {name for name, p in whole.named_parameters() if p.requires_grad}
     for rank in range(stages.ranks):
         numbers = stages.of_rank(rank)
@@ -369,7 +367,6 @@ class Pipeline:
         return self.run_schedule(self.schedule, self.stages, inputs, options, train)
 
     def pop_auxiliary(self) -> list[Auxiliary]:
-        """Return and clear the auxiliary values, one per stage of this rank and micro-batch."""
         values = [value for stage in self.own.values() for value in stage.auxiliary]
         for stage in self.own.values():
             stage.auxiliary = []

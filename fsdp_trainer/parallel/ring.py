@@ -57,8 +57,6 @@ class Ring(DealtByCost):
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to the keys of all ranks."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -126,7 +126,6 @@ def piece_calls(
 
 
 def sources(ranks: int, rank: int) -> list[int]:
-    """Return the rank that the keys of each step come from: each rank sends to the next."""
     return [(rank - step) % ranks for step in range(ranks)]
 
 

@@ -131,7 +131,6 @@ class LoraLinear(TensorLinear):
     """A linear layer with an adapter, whose matrices are such layers too and communicate."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + scale · B(A x) plus the bias."""
         return super().forward(x) + self.lora_B(self.lora_A(x)) * self.lora_scale
 
 
@@ -326,7 +325,6 @@ class TensorStatesHead(TensorModule, StatesHead):
 
 class TensorDecoder(TensorModule, Decoder):
     def all_tokens(self, x: Tensor) -> Tensor:
-        """Return the tokens gathered from all ranks. See Decoder."""
         return self.tensor_ranks.gather_tokens(x)
 
     def inference(self) -> AbstractContextManager[None]:

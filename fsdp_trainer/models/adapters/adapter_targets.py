@@ -318,7 +318,6 @@ def without_match(key: str, value: Any, pattern: str, names: Iterable[str], kind
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
-    """Return a key's value (a name, list or mapping) with one name replaced by another."""
     if isinstance(value, dict):
         return {new if name == old else name: item for name, item in value.items()}
     return new if isinstance(value, str) else [new if name == old else name for name in value]

@@ -157,7 +157,6 @@ class PeftFolder:
         return self._names("target_modules", module) and self._is_transformed(module)
 
     def targets_parameter(self, name: str) -> bool:
-        """Return True if target_parameters has this parameter, such as one of experts."""
         return self._names("target_parameters", name)
 
     def _names(self, key: str, module: str) -> bool:

@@ -86,7 +86,6 @@ def stacked_parameters(stacks: list[Stack], adapted: set[str]) -> list[StackedPa
 
 
 def whole_parameters(stacks: list[Stack]) -> list[StackedParameter]:
-    """Return all of transformers' parameters of a block's experts. stacks: stacks of one block."""
     return stacked_parameters(stacks, set(STACKED_PARTS))
 
 

@@ -155,19 +155,15 @@ class TransformersDecoder(Decoder):
         return self.tower.positions if self.tower is not None and self.tower.has_axes else None
 
     def image_parts(self) -> list[nn.Module]:
-        """Return the modules for media that are sharded one by one, inner ones first."""
         return [] if self.tower is None else [*self.tower.units(self.hf)]
 
     def image_blocks(self) -> list[nn.Module]:
-        """Return the blocks of the tower for media."""
         return [] if self.tower is None else self.tower.blocks
 
     def keep_apart(self, kinds: Sequence[str]) -> None:
-        """Let layers of these classes compute the documents of packed rows one by one."""
         keep_apart([*self.own_blocks.values()], kinds, self.document_rows)
 
     def use_boundaries(self, arguments: Sequence[str]) -> None:
-        """Give layers that mix tokens the boundaries of documents by these names of arguments."""
         self.document_rows.use(arguments)
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
@@ -277,7 +273,6 @@ class TransformersDecoder(Decoder):
         return OneDocumentRows(tokens, layout) if in_one_row > (0 if both_ways else 1) else None
 
     def states_alone(self, alone: OneDocumentRows, media: MediaInputs | None) -> Tensor:
-        """Return the states of documents that are in rows of their own."""
         if media is not None and media.positions is not None:
             media = replace(media, positions=alone.gathered(media.positions))
         return self.states(alone.tokens, alone.positions, None, media=media)
@@ -313,7 +308,6 @@ class TransformersDecoder(Decoder):
         return stored_shapes(whole, self.transformers_shapes(vocab_size))
 
     def places(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[Place], list[str]]:
-        """Return where a folder's tensors belong, and those that are not part of this model."""
         placed, unused = self.all_places(stored)
         passed_over = {*self.passed_over(unused), *copies_in_head(self.config)}
         return placed, [n for n in unused if n not in passed_over and not self.repeats_head(n)]
@@ -373,7 +367,6 @@ class TransformersDecoder(Decoder):
 
     @torch.no_grad()
     def both_logits(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits by our head, and transformers' own."""
         states = self.states(tokens, positions, None)
         return self.logits_of(states), self.own_logits(tokens, positions)
 
@@ -431,7 +424,6 @@ class TransformersDecoder(Decoder):
 
 
 def new_head(config: ModelConfig, before: Any) -> Head:
-    """Return the head in place of transformers' output layer, as wide as that."""
     config = replace(config, hidden_size=before.weight.shape[1])
     if config.scores:
         return ScoreHead(config)

@@ -46,7 +46,6 @@ class TransformersEncoder(TransformersDecoder):
         self.hf.get_submodule(self.stack).register_forward_hook(self.after_blocks)
 
     def after_blocks(self, module: nn.Module, given: Any, output: Any) -> Any:
-        """Put each document of packed rows into a row of its own."""
         if self.unpacking is None:
             return output
         states = self.unpacking.unpacked(output.last_hidden_state)

@@ -8,7 +8,6 @@ from fsdp_trainer.models.decoder import Decoder
 
 
 def meta_decoder(config: ModelConfig, balance: Balance | None = None) -> Decoder:
-    """Return a decoder on the meta device: its parameters have shapes and no storage."""
     with torch.device("meta"):
         if config.encoder:
             from fsdp_trainer.models.hf.hf_encoder import TransformersEncoder

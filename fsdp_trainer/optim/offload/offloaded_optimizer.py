@@ -95,7 +95,6 @@ class OffloadedOptimizer(TrainerOptimizer):
         counts: dict[Any, Tensor],
         skip: Tensor,
     ) -> None:
-        """Update a part, and the device's copies of its weights."""
         for parameter, *_ in part.slices:
             if parameter in counts:
                 self.state[parameter]["step"].copy_(counts[parameter])

@@ -45,8 +45,6 @@ class OfferedState(NamedTuple):
 
 
 class StateServer(ThreadingTCPServer):
-    """Listens at one address for requests for a state."""
-
     daemon_threads = True
     request_queue_size = 1024
 
@@ -216,7 +214,6 @@ def read_state(answer: HTTPResponse, mac: hmac.HMAC) -> State:
 
 
 def require_proof(answer: HTTPResponse, mac: hmac.HMAC) -> None:
-    """Raise ConnectionError unless this proof comes next."""
     if not hmac.compare_digest(exactly(answer, bytearray(DIGEST_BYTES)), mac.digest()):
         raise ConnectionError("this is not from a group that knows the secret of this one")
 

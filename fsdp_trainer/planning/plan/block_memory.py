@@ -127,7 +127,6 @@ class BlockTracer:
 
 
 def planned_attention(model: PlannedModel, device: str) -> str:
-    """Return the layout of attention that training would choose: a key of LAYOUTS."""
     layout, config = model.layout, model.part.shape
     context = AttentionContext(
         device=device,

@@ -55,7 +55,6 @@ class TracedPart(NamedTuple):
     work: Work
 
     def less(self, saving: int) -> "TracedPart":
-        """Return the same part with `saving` bytes less kept from forward to backward."""
         return self._replace(forward=self.forward - saving, saved=self.saved - saving)
 
 
@@ -177,7 +176,6 @@ def work_of_weights(block: nn.Module, tokens: int) -> Work:
 
 
 def has_experts(block: Any) -> bool:
-    """Return True if the block's feed-forward is a mixture of experts."""
     return isinstance(getattr(block, "mlp", None), MixtureOfExperts)
 
 

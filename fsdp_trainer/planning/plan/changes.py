@@ -77,7 +77,6 @@ class Candidate:
 
     @property
     def on_gpu(self) -> bool:
-        """False if the ranks compute on the CPU."""
         return self.device.name != "cpu"
 
     @property
@@ -107,7 +106,6 @@ class Candidate:
         return plan if self.correction == (1.0, 1.0) else plan.scaled(*self.correction)
 
     def is_refused(self) -> bool:
-        """Return True if training would refuse the run because keys contradict each other."""
         if self.layout.problem or self.layout.pipeline_problem:
             return True
         report, cfg = Report({}, [], set()), deepcopy(self.cfg)
@@ -130,7 +128,6 @@ def together(*changes: Change) -> Change | None:
 
 
 def set_key(key: str, value: Any, reason: str, effect: Effect = Effect.TIME) -> Change:
-    """Return the change of one key, whose override is KEY=VALUE."""
     typed = str(value).lower() if isinstance(value, bool) else value
     return Change(f"{key}={typed}", {key: value}, reason, effect)
 

@@ -102,12 +102,10 @@ def compute_seconds(model: PlannedModel, device: Device, best: bool) -> Seconds:
 
 
 def seconds_of(work: Work, each: dict[str, float]) -> Seconds:
-    """Return the seconds of some work. each: see unit_seconds."""
     return Seconds(*(phase_seconds(work, phase, each) for phase in (FORWARD, BACKWARD, HEAD)))
 
 
 def phase_seconds(work: Work, phase: str, each: dict[str, float]) -> float:
-    """Return the seconds of the work in a phase. each: see unit_seconds."""
     return sum(work.get(f"{phase} {kind}", 0.0) * seconds for kind, seconds in each.items())
 
 
@@ -210,7 +208,6 @@ def recomputed(cfg: ActivationCheckpoint) -> float:
 
 
 def peak_rate(precision: Precision, device: Device) -> float:
-    """Return the device's peak in FLOP/s, in the format of the computation."""
     in_16_bits = precision.param_dtype != "float32"
     return (device.flops or 0.0) if in_16_bits else device.flops_float32
 

@@ -61,7 +61,6 @@ class LocalExperts:
     """Experts whose parameters contain only those of one rank."""
 
     def local(self, parameter: Tensor) -> Tensor:
-        """Return the part of a parameter that belongs to this rank: all of it."""
         return parameter
 
 
@@ -108,7 +107,6 @@ def own_numbers(parameter: Tensor, sharding: Sharding, shards: int) -> tuple[int
 
 
 def mixtures(config: ModelConfig, blocks: tuple[int, ...] | None = None) -> int:
-    """Return how many blocks have experts. blocks: indices of the blocks to count, None for all."""
     numbers = range(config.num_hidden_layers) if blocks is None else blocks
     return sum(config.feed_forwards[i] == EXPERTS for i in numbers)
 

@@ -63,7 +63,6 @@ class FsdpUnit(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor], sizes: Sizes, group: int) -> "FsdpUnit":
-        """Return the unit of some parameters, whose rows are sharded over `group` ranks."""
         units = []
         for parameter in parameters:
             padded = round_up(len(parameter), group) * parameter[0].numel()
@@ -189,7 +188,6 @@ class ModelParts:
         return trained_work(self.model)
 
     def input_has_gradient(self, block: int) -> bool:
-        """Return True if backward continues before this block."""
         return self.has_gradient_before or block > self.backward_from
 
     @cached_property

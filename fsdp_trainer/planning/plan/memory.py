@@ -68,12 +68,10 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Sum over the categories, in bytes."""
         return sum(self.bytes.values())
 
     @property
     def tensors(self) -> float:
-        """Sum over the categories without the allowance, in bytes."""
         return self.total - self.bytes.get("allowance", 0.0)
 
 
@@ -92,7 +90,6 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> Moment:
-        """The moment with most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
@@ -156,8 +153,6 @@ def least_of_run(run: PlannedRun) -> LeastMemory:
 
 
 class RankMemory:
-    """The bytes that a rank with some stages of a pipeline surely holds."""
-
     def __init__(
         self, run: PlannedRun, least: LeastMemory, stages: RankStages, device: str, load: float
     ):

@@ -151,7 +151,6 @@ class Wire(NamedTuple):
 
 
 def wire_of(messages: Iterable[Message]) -> dict[str, Wire]:
-    """Return the bytes by dimension of the mesh."""
     wires: dict[str, Wire] = {}
     for one in messages:
         if one.dimension not in COPIES:
@@ -196,7 +195,6 @@ class PlannedMessages:
         self.gathers = 1 if run.layout.gathers_once else self.count
 
     def __iter__(self) -> Iterator[Message]:
-        """Yield the messages."""
         yield from self._gathered()
         yield from self._reduced()
         yield from self._tensor()

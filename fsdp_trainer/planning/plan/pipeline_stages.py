@@ -58,12 +58,10 @@ def classes_of_stages(whole: ModelParts, layout: Layout) -> list[int]:
 
 
 def matrices_of(stages: RankStages, whole: ModelParts) -> list[tuple[int, int, int]]:
-    """Return (matrices, rows, columns) of each trained stack of matrices in a rank's stages."""
     return whole.matrices(stages.of(whole.kind_of))
 
 
 def distinct(by_rank: list[RankStages], kind_of: list[int]) -> list[RankStages]:
-    """Return one of each group of parts that are equal but for the indices of equal blocks."""
     kinds = {
         (tuple(kind_of[i] for i in stages.blocks), *stages[1:]): stages
         for stages in reversed(by_rank)

@@ -75,7 +75,6 @@ class RunPlan:
 
     @property
     def peak_bytes(self) -> float:
-        """Peak memory of a rank, in bytes."""
         return self.memory.peak.total
 
     @property
@@ -84,7 +83,6 @@ class RunPlan:
 
     @property
     def at_least(self) -> str:
-        """The words before a peak that is a lower bound, "" for one of a rehearsal."""
         return "" if self.rehearsed else "at least "
 
     @property
@@ -107,7 +105,6 @@ class RunPlan:
 
     @property
     def computed_rows(self) -> int:
-        """Number of rows that ranks compute in a step, including empty ones."""
         return self.micro_batches * self.micro_rows * self.batch_ranks
 
     @property
@@ -120,7 +117,6 @@ class RunPlan:
 
     @property
     def step_seconds(self) -> tuple[float, float] | None:
-        """Shortest and longest seconds of a step; None if the device's speed is unknown."""
         return (self.fast.step, self.slow.step) if self.device.flops else None
 
     def mfu(self, seconds: float) -> float:

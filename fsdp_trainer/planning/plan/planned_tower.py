@@ -90,7 +90,6 @@ class PlannedTower:
 
     @property
     def is_reached(self) -> bool:
-        """True if backward goes through the blocks."""
         return any(parameter.requires_grad for parameter in self.block.parameters())
 
     @property

@@ -86,7 +86,6 @@ def architecture_of(named: str) -> ModelConfig:
 
 
 def assumed_of(second: SecondModel | None) -> list[str]:
-    """Return a sentence for each assumption about a run's teacher or reference model."""
     if second is None or not second.is_separate or second.is_start:
         return []
     return architecture(replace(TrainConfig(), model=Model(init_from=second.source)))[1]

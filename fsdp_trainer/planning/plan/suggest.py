@@ -96,7 +96,6 @@ def fitting(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 
 
 def learning_then_cost(option: Suggestion) -> tuple:
-    """Return a sort key: changes that may alter the training last, then by cost."""
     alters_learning = option.effect >= Effect.COMPUTATION
     return alters_learning, option.cost, option.effect, -option.peak_bytes
 
@@ -118,7 +117,6 @@ def sufficient_changes(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 
 
 def least_altering(option: Suggestion) -> tuple:
-    """Return a sort key: enough memory of the host, then least alteration, then least cost."""
     return not option.host_fits, option.effect, option.cost, -option.peak_bytes
 
 

@@ -108,7 +108,6 @@ class Times(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """All seconds by name, without those of parts."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, float)}
 
     @property
@@ -235,7 +234,6 @@ class StageTimes:
 
     @cached_property
     def each(self) -> dict[str, float]:
-        """The seconds of an operation or a byte, by kind of work."""
         return unit_seconds(self.run.model, self.device, self.best)
 
     @cached_property

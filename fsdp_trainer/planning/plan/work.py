@@ -56,8 +56,6 @@ LOCAL = ("aten", "fsdp", "fsdp_trainer", "torchao", "torch_attn")
 
 
 class Amount(NamedTuple):
-    """The work of an operator: its kind, and operations or bytes."""
-
     kind: str
     size: float
 
@@ -92,7 +90,6 @@ class WorkCounter(LiveBytes):
 
 
 def amount_of(func: Any, args: Any, kwargs: Any, out: Any) -> Amount:
-    """Return the work of an operator that was called with these arguments."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # of higher order: what it calls is counted
         return NOTHING

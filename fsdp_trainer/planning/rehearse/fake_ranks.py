@@ -209,7 +209,6 @@ class WithoutScoring(VarlenAttention):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention."""
         if scoring.sinks is not None and scoring.sinks.requires_grad:
             v = v + 0 * scoring.sinks.sum()
         return super().attend(q, k, v, scoring._replace(softcap=None, sinks=None))
@@ -224,5 +223,4 @@ class SumInPlace:
         self.own = self.total.view(weight.dtype)[:columns, : weight.shape[1]]
 
     def __call__(self, slopes: Tensor, hidden: Tensor) -> None:
-        """Write to the total in place."""
         torch.mm(slopes.T, hidden, out=self.own)

@@ -124,7 +124,6 @@ def tensors_of_kernels(
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return True for a call whose result is a part of its argument."""
     return operator_types().is_view(node) or node.target is operator.getitem
 
 

@@ -38,7 +38,6 @@ class Mismatch(NamedTuple):
 
 
 def mismatches(steps: Sequence[RankStep]) -> list[Mismatch]:
-    """Return the first mismatch in each group of each two ranks that share it."""
     return [one for pair in combinations(steps, 2) for one in _of_pair(*pair)]
 
 

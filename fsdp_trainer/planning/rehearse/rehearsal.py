@@ -80,7 +80,6 @@ class RehearsedKind:
         return NAMES.get(named, named)
 
     def sent(self) -> dict[str, float]:
-        """Return the bytes that the rank sends in a step, by dimension."""
         sizes: dict[str, float] = defaultdict(float)
         for one, count in self.counts.items():
             sizes[self.dimension(one)] += one.sent * count
@@ -165,8 +164,6 @@ def rehearse(
 
 
 def classes_of_rank(run: Rehearsed, rank: int) -> Classes:
-    """Return the classes of positions in the groups of a rank's stage."""
-
     def classes(parts: RankParts) -> Classes:
         return classes_of([each for model in parts.models for each in model.parameters()])
 
@@ -266,7 +263,6 @@ def sizeless(one: Collective) -> Collective:
 
 
 def _across(one: Collective, rank: int, per_node: int) -> float:
-    """Return the bytes of a collective that leave the rank's node."""
     node = rank // per_node
     if one.peer is not None:
         return one.sent * (one.peer // per_node != node)

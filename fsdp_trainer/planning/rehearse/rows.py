@@ -34,8 +34,6 @@ class EmptyData:
 
 
 class RehearsedBatches(StepBatches):
-    """The micro-batches of one step, which all have the same rows."""
-
     def __init__(self, assembler: Assembler, plan: StepPlan, rows: Rows, count: int):
         """assembler: makes a micro-batch of `rows`; count: their number."""
         self.plan, self.count = plan, count
@@ -123,7 +121,6 @@ def plan_of_step(count: int, rows: Rows) -> StepPlan:
 
 
 def full_rows(run: Candidate) -> Rows:
-    """Return the full rows of a micro-batch."""
     batch = run.cfg.batch
     return whole_rows(run, lengths_of_rows(run.cfg.objective, batch.micro_rows, batch.seq_len))
 
@@ -157,6 +154,5 @@ def rows_of_run(run: Candidate) -> tuple[Candidate, Rows, list[str]]:
 
 
 def is_on_disk(path: Any) -> bool:
-    """Return True if each entry is the demo's data, a file, a folder or a pattern of some here."""
     named = [Path(entry.path).expanduser() for entry in entries(path)]
     return all(each.parts[0].startswith("demo:") or glob(str(each)) for each in named)

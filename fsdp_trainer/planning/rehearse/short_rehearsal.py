@@ -61,11 +61,9 @@ class Division:
 
     @property
     def starts(self) -> list[int]:
-        """The number of each stage's first block."""
         return [sum(self.blocks[:stage]) for stage in range(len(self.blocks))]
 
     def parts(self) -> list[list[int]]:
-        """Return the numbers of each stage's blocks."""
         pairs = zip(self.starts, self.blocks, strict=True)
         return [list(range(start, start + count)) for start, count in pairs]
 
@@ -119,7 +117,6 @@ def rehearsed(run: Candidate, division: Division, rows: Rows, classes: list[int]
 
 
 def with_blocks(config: ModelConfig, count: int) -> ModelConfig:
-    """Return a model of the first `count` blocks."""
     shorter = replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
     if not config.by_transformers:
         return shorter
@@ -231,12 +228,10 @@ class Extension:
     prefix: str
 
     def rehearsal(self, few: Rehearsal, more: Rehearsal) -> Rehearsal:
-        """Return the rehearsal of all blocks."""
         pairs = zip(few.kinds, more.kinds, strict=True)
         return Rehearsal([self.kind(*pair) for pair in pairs], more.mismatches)
 
     def kind(self, few: RehearsedKind, more: RehearsedKind) -> RehearsedKind:
-        """Return the step of a kind of ranks with all blocks."""
         if few.step is None or more.step is None:
             return more if few.step else few
         stages = self.layout.stages.of_rank(few.kind.rank // self.layout.stage_ranks)

@@ -47,8 +47,6 @@ class ProgramEnd:
 
 
 class Session:
-    """The requests of one program, and the model's answers to them."""
-
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self.requests: queue.Queue[dict[str, Any] | ProgramEnd] = queue.Queue()
@@ -75,8 +73,6 @@ class Session:
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """A server with a thread for each connection, and at most MOST_CONNECTIONS of them."""
-
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._free = threading.Semaphore(MOST_CONNECTIONS)
@@ -98,8 +94,6 @@ class BoundedServer(ThreadingHTTPServer):
 
 
 class Endpoint:
-    """An HTTP server on this machine, with an address for each session."""
-
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         handler = type("Handler", (EndpointHandler,), {"endpoint": self})
@@ -120,8 +114,6 @@ def endpoint_of_process() -> Endpoint:
 
 
 class EndpointHandler(BaseHTTPRequestHandler):
-    """Answers requests for chat completions."""
-
     endpoint: Endpoint
     timeout = IDLE_SECONDS
     protocol_version = "HTTP/1.1"
@@ -185,7 +177,6 @@ class EndpointHandler(BaseHTTPRequestHandler):
 
 
 def is_turn(message: Any) -> bool:
-    """Return True for an object with a role."""
     return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
@@ -285,7 +276,6 @@ class ProgramEnvironment(Environment):
         return self.ended.value
 
     def close(self) -> None:
-        """Refuse further requests."""
         self.session.answer(None)
         endpoint_of_process().close(self.session)
 

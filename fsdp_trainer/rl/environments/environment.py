@@ -60,11 +60,9 @@ class ToolEnvironment(Environment):
     tools: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def reset(self, row: dict[str, Any]) -> Start:
-        """See Environment."""
         return list(row["messages"]), [*self.tools]
 
     def step(self, messages: list[Message]) -> Reply:
-        """See Environment."""
         calls = messages[-1].get("tool_calls") or []
         return [result(call, self.call(**arguments_of(call))) for call in calls], not calls
 
@@ -82,7 +80,6 @@ def tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
 
 
 def result(call: dict[str, Any], text: str) -> Message:
-    """Return the turn with the result of a call."""
     return {
         "role": "tool",
         "content": text,
@@ -92,7 +89,6 @@ def result(call: dict[str, Any], text: str) -> Message:
 
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call."""
     return call["function"]["arguments"]
 
 
@@ -107,6 +103,5 @@ def row_of(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_text(messages: Sequence[Message]) -> str:
-    """Return the text of the model's last turn."""
     own = [turn for turn in messages if turn["role"] == "assistant"]
     return str(own[-1].get("content") or "") if own else ""

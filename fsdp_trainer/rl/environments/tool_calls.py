@@ -75,7 +75,6 @@ def parse_answer(
 
 
 def checked(i: int, name: Any, arguments: Any, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a call in OpenAI's format. Raises WrongCall."""
     if not isinstance(name, str) or not name:
         raise WrongCall("a tool call needs a name")
     known = {each.get("function", each).get("name"): each.get("function", each) for each in tools}

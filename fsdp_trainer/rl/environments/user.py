@@ -19,7 +19,6 @@ class User(Environment):
     texts: list[str] = field(default_factory=list)
 
     def reset(self, row: dict[str, Any]) -> Start:
-        """Raises ValueError if the row has no texts."""
         texts = row.get(self.column)
         if not isinstance(texts, list) or not texts:
             raise ValueError(f"the row has no list of texts in {self.column!r}")

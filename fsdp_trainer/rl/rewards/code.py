@@ -128,7 +128,6 @@ def code_of(answer: str) -> str:
 
 
 def setup_of(row: dict[str, Any]) -> list[str]:
-    """Return the row's setup code, which runs before the answer's code."""
     return [line for name in SETUP for line in lines_of(row.get(name))]
 
 

@@ -49,7 +49,6 @@ class Reward:
 
     @property
     def title(self) -> str:
-        """Return the name of the reward in metrics and tables."""
         return self.label or self.name
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
@@ -61,7 +60,6 @@ class Reward:
         return None
 
     def wrong_parts(self) -> str | None:
-        """Return an error message if the settings do not fit together, else None."""
         return None
 
 
@@ -105,11 +103,9 @@ class FunctionReward(Reward):
 
     @property
     def title(self) -> str:
-        """Return the name of the reward in metrics and tables."""
         return self.label or self.registered_as
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return the scores that the function computes. Raises RunFailed if it raises."""
         assert self.function
         try:
             value: Any = self.function(attempts, **dict(self.options))

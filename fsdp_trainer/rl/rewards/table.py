@@ -57,7 +57,6 @@ def entry_problems(
 
 
 def names_of_code(entries: Sequence[str | dict[str, Any]]) -> list[str]:
-    """Return the rewards that are named FILE.py:NAME."""
     names = [str(_parts_of(entry).get("name")) for entry in entries]
     return [name for name in names if ".py:" in name]
 
@@ -93,7 +92,6 @@ def _why_no_reward(name: str) -> str | None:
 
 
 def _wrong_part(name: str, part: str, value: Any) -> str | None:
-    """Return the error message for one key of an entry; None if it is valid."""
     if part == "label" and value is not None and not LABEL.fullmatch(str(value)):
         return f"label: {as_text(value)}  has letters, digits and  _ . -  only"
     return wrong_part(part, value, _known_parts(name), f"part of the reward {name}")
@@ -111,7 +109,6 @@ def _known_parts(name: str) -> dict[str, Field | None]:
 
 
 def _code_of(name: str) -> Any:
-    """Return the class or the function of a reward, imported now. Raises UserError."""
     return REWARDS.get(name) or usable_part(PART, name)
 
 

@@ -366,7 +366,6 @@ class ExpressionReader:
         return self.place == len(self.parts)
 
     def next(self, ahead: int = 0) -> str:
-        """Return the part that comes next, "" at the end."""
         place = self.place + ahead
         return self.parts[place] if place < len(self.parts) else ""
 

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 
 class Player(Protocol):
-    """Plays rollouts with an environment or without; see EpisodePlayer for its methods."""
-
     @property
     def titles(self) -> list[str]:
         """The names of the player's own rewards."""

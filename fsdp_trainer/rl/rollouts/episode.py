@@ -80,7 +80,6 @@ class Episode:
         return self.is_open and self.budget != 0
 
     def allow(self, tokens: int | None) -> None:
-        """Set how many tokens the model may write for now; None: any number."""
         self.budget = tokens
 
     def request_more(self, longest: int) -> Request:

@@ -31,7 +31,6 @@ def work_key(number: int) -> str:
 
 
 def ready_key(number: int) -> str:
-    """Return the key that counts the rollout ranks which wait for a round's weights."""
     return f"ready{number}"
 
 

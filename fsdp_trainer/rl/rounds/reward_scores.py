@@ -85,7 +85,6 @@ def open_reward_model(
 
 
 def open_models(rewards: Sequence[Reward], device: torch.device) -> list[Reward]:
-    """Return the rewards after loading the reward models among them. Raises UserError."""
     return [_opened(one, device) if isinstance(one, ModelReward) else one for one in rewards]
 
 

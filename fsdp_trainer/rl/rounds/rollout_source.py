@@ -55,7 +55,6 @@ def has_equal_rewards(group: np.ndarray) -> bool:
 
 
 def require_some(rollouts: Sequence[Rollout]) -> None:
-    """Raise DataLost if all of a step's rollouts failed."""
     if any(rollout.is_used for rollout in rollouts):
         return
     reasons = [rollout.episode.failure for rollout in rollouts if rollout.episode]
@@ -280,7 +279,6 @@ class RolloutSource:
                 step.add(ended, [one for one in result.open if one["request"]["row"] in rows])
 
     def _prompt(self, row: int) -> tuple[list[int], dict[str, Any]]:
-        """Return the tokens of a prompt, and the data for scoring answers to it."""
         [(store, sample)] = self.order.samples_of(row)
         return store.read(sample)[0].tolist(), store.question(sample)
 

@@ -214,7 +214,6 @@ def model_to_train(setup: RunSetup, data: DataToRead) -> ModelToTrain:
 def describe_run(
     setup: RunSetup, data: DataToRead, model: ModelToTrain, unread: Unread | None
 ) -> list[str]:
-    """Return the lines about a run that are printed before its first step."""
     rows_ahead = data.source(data.order, model.reading)
     parts = unread, model.decoder.whole, rows_ahead, data.start.progress
     return describe(setup, *parts, model.attention, model.context, model.method.about())
@@ -248,7 +247,6 @@ def trainer_of(
     weights: LoadedWeights,
     unread: Unread | None,
 ) -> Trainer:
-    """Return a step, and the loop around it."""
     method, decoder, start, rows = model.method, model.decoder, data.start, weights.rows
     own_rows = data.source(rows.training, model.reading)
     source = method.source(own_rows, model.reading, decoder, weights.base, weights.dtypes)

@@ -132,14 +132,12 @@ def length_of_run(setup: RunSetup, data: DataSource, progress: Progress) -> list
 
 
 def rollout_ranks(launch: Launch) -> list[str]:
-    """Return a line on the ranks that only generate; empty without any."""
     ranks = launch.rollout_ranks
     more = "1 more rank only generates" if ranks == 1 else f"{ranks} more ranks only generate"
     return [f"       {more} rollouts"] if ranks else []
 
 
 def tensor_groups(dims: Dims) -> str:
-    """Return the part of the line on ranks about groups that divide matrices and experts."""
     size = dims.sizes["tensor"]
     tensor = f" over groups of {size} ranks (sharding.tensor)" if size > 1 else ""
     size = dims.expert_sizes["expert"]
@@ -154,7 +152,6 @@ def row_parts(layout: Layout, context: ContextChoice) -> list[str]:
 
 
 def stages(layout: Layout, model: Decoder) -> list[str]:
-    """Return the line on the stages of a pipeline, if there is one. model: with all its blocks."""
     division = layout.stages
     if division.ranks == 1:
         return []
@@ -173,7 +170,6 @@ def line_on_mtp_head(config: ModelConfig, mtp: float) -> list[str]:
 
 
 def unread_tensors(unread: Unread | None, vocabulary: int) -> list[str]:
-    """Return the lines on tensors of the model's folder that are not trained, if it has any."""
     lines = []
     if unread and unread.count:
         exports = "exports of all weights have them"
@@ -252,7 +248,6 @@ def adapters(model: Decoder) -> list[str]:
 
 
 def not_followed(init_from: str | None) -> list[str]:
-    """Return a line for each setting of a PEFT folder that has no effect in training."""
     folder = Path(init_from or "")
     if not init_from or not is_adapter(folder):
         return []
@@ -277,7 +272,6 @@ def line_on_second_model(setup: RunSetup) -> list[str]:
 
 
 def one_or_range(values: list[float]) -> str:
-    """Return the only value of a sorted list, or its first and last value, as text."""
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
 
 

@@ -222,7 +222,6 @@ def bytes_of_targets(setup: RunSetup) -> Tensor:
 
 
 def state_disk_notes(setup: RunSetup, state: TrainState) -> list[StateDiskNote]:
-    """Return the note about a slow disk of states, if states are on one."""
     if isinstance(state.optimizer, DiskOptimizer):
         return [StateDiskNote(state.optimizer, setup.observer)]
     return []

@@ -74,7 +74,6 @@ class Mirror:
         world.rank0_then_nodes_then_all("fetching a checkpoint", fetch_on_main, self.patience)
 
     def opened(self) -> AbstractContextManager[Bucket]:
-        """See `opened`."""
         return opened(self.url, self.name)
 
 

@@ -118,7 +118,6 @@ def report_damaged(observer: Observer, checkpoint: Path, problems: list[Problem]
 
 
 def named_checkpoint(path: str) -> Path:
-    """Return the checkpoint that checkpoint.resume=PATH names. Raises UserError if it has none."""
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise UserError(

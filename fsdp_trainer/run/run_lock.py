@@ -105,7 +105,6 @@ def name_of_lock(group: int | None) -> str:
 
 
 def are_groups_beside(run: Path, group: int) -> bool:
-    """Return True if ranks of other groups than this one hold a lock in a run's folder."""
     for path in run.glob(name_of_lock(None) + "-*"):
         if path.name == name_of_lock(group):
             continue
@@ -161,7 +160,6 @@ def clear_unused(run: Path) -> bool:
 
 
 def try_lock(file: TextIO, mode: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file; return False if another process holds the lock."""
     try:
         fcntl.flock(file, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -170,7 +168,6 @@ def try_lock(file: TextIO, mode: int = fcntl.LOCK_EX) -> bool:
 
 
 def read_lock_file(file: Path) -> dict[str, Any]:
-    """Return the content of a lock file; empty if nothing is written in it, or not yet."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
@@ -179,7 +176,6 @@ def read_lock_file(file: Path) -> dict[str, Any]:
 
 
 def describe_holder(file: Path) -> str:
-    """Return a text about the process that holds the lock."""
     holder = read_lock_file(file)
     if "pid" not in holder:
         return "another process trains in it"

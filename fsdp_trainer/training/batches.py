@@ -125,8 +125,6 @@ class BatchOptions:
 
 
 class Assembler:
-    """Makes micro-batches from a rank's rows, on its device."""
-
     def __init__(self, seq_len: int, sources: int, options: BatchOptions):
         """sources: number of data sources whose losses are reported separately."""
         self.seq_len, self.sources, self.options = seq_len, sources, options
@@ -156,7 +154,6 @@ class Assembler:
         return event | ({"more_samples": more} if more > 0 else {})
 
     def empty(self) -> MicroBatch:
-        """Return a micro-batch without tokens."""
         return self.assemble(Rows.empty(0, self.seq_len))
 
     def assemble(self, rows: Rows, media: Sequence[Arrays] | None = None) -> MicroBatch:
@@ -285,7 +282,6 @@ class RowBatches(Assembler):
                 yield self.order.read_rows(rows[rows >= 0])
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of a step."""
         return (item for item in self.read(iter([plan])) if isinstance(item, MicroBatch))
 
     def assign_rows_to_ranks(self, plan: StepPlan) -> np.ndarray:
@@ -339,7 +335,6 @@ class Batches(RowBatches):
             yield StepPlan(number, first, stop, *totals, self.order.documents(first, stop))
 
     def own_part(self, plan: StepPlan, part: GroupPart) -> StepPlan:
-        """Return the part of a step that a group trains on by itself."""
         assert part.index is not None
         rows = plan.stop - plan.start
         first, stop = (plan.start + rows * i // part.count for i in (part.index, part.index + 1))

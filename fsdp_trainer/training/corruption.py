@@ -39,7 +39,6 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def differences(one: dict[str, list[int]], other: dict[str, list[int]]) -> set[str]:
-    """Return the names of the results whose digests differ between two passes."""
     return {name for name, value in one.items() if value != other[name]}
 
 

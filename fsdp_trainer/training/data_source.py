@@ -116,7 +116,6 @@ class StoredRows:
 
     @classmethod
     def validation(cls, order: Mixture, context: SourceContext) -> "StoredRows":
-        """Return a source of validation rows, which `open_all` reads from beginning to end."""
         return cls(order, context, None)
 
     def total_steps(self, progress: Progress) -> int:
@@ -151,7 +150,6 @@ class StoredRows:
         return self._feed(plans)
 
     def open_all(self) -> Feed:
-        """Begin to read all rows of an epoch as a single step, for a validation."""
         return self._feed(self.batches.plans(self.order.rows_per_epoch, self.order.rows_per_epoch))
 
     def _feed(self, plans: Iterator[StepPlan]) -> Feed:

@@ -71,7 +71,6 @@ class Feed(Prefetcher):
         return self.assembler.empty()
 
     def record_data_error(self, error: BaseException) -> None:
-        """Record the error that keeps this rank from reading its part of a step."""
         if isinstance(error, UserError):
             self.signals.data_error = error
             return
@@ -84,13 +83,10 @@ class Feed(Prefetcher):
         self.signals.data_error = RunFailed(message)
 
     def describe(self) -> str:
-        """Return a description of the data that this rank reads for the step."""
         return f"rows {self.plan.start:,} to {self.plan.stop - 1:,}, {self.what}"
 
 
 class StepBatches:
-    """This rank's micro-batches of one step, `count` of them."""
-
     def __init__(self, feed: Feed):
         self.plan, self._feed = feed.plan, feed
         self.count = feed.assembler.count(feed.plan)
@@ -99,12 +95,10 @@ class StepBatches:
         return (self._feed.next_micro_batch() for _ in range(self.count))
 
     def empty(self) -> MicroBatch:
-        """Return a micro-batch without tokens."""
         return self._feed.assembler.empty()
 
     @property
     def data_missing(self) -> bool:
-        """Return True if this rank's rows are missing."""
         return self._feed.signals.data_missing
 
     @property

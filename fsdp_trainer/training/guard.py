@@ -46,7 +46,6 @@ class Guard:
     """
 
     def __init__(self, cfg: Train, device: torch.device, progress: Progress):
-        """device: device of the gradients. progress: point that the run begins or goes on at."""
         self.cfg, self.device = cfg, device
         self.min_share, self.min_spread = (
             torch.tensor(floor, dtype=torch.float64).to(device) for floor in MIN_SPREAD

@@ -23,7 +23,6 @@ class LossScale:
     """
 
     def __init__(self, cfg: Precision, device: torch.device):
-        """device: device of the gradients."""
         self.growth_steps = cfg.loss_scale_steps
         self.numbers = torch.tensor([cfg.loss_scale, 0.0], device=device)
 

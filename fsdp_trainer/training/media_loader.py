@@ -60,7 +60,6 @@ class MediaLoader:
                 yield received(pool, *waiting.popleft())
 
     def load(self, item: Any) -> list[Arrays]:
-        """Return the arrays of the media of rows, in order; none for anything else."""
         return [one.load(self.processor) for one in media_of(item)]
 
     def inputs(
@@ -109,6 +108,5 @@ def received(pool: WorkerPool, item: Any, asked: list[Connection]) -> tuple[Any,
 
 
 def media_of(item: Any) -> list[SampleMedium]:
-    """Return the media of rows, in order; none for anything else."""
     media = item.media or [] if isinstance(item, Rows) else []
     return [one for row in media for one in row]

@@ -37,7 +37,6 @@ class CrossEntropy:
         return self.label_smoothing > 0
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`. scores: those of these tokens."""
         loss = -scores.log_probability
         if scores.mean_log_probability is not None:
             loss = torch.lerp(loss, -scores.mean_log_probability, self.label_smoothing)
@@ -60,7 +59,6 @@ class Registered:
     needs_all_tokens = False
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`. scores: those of these tokens."""
         return self.function(scores, self.weights[tokens])
 
 

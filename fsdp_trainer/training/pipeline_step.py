@@ -37,7 +37,6 @@ class PipelineForwardBackward(ForwardBackward):
         self.pipeline.after_backward = self._check
 
     def _check(self, number: int) -> None:
-        """Check the gradient of the embedding's output, on the rank that has it."""
         self.checks[number] = self._own_check()
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
@@ -61,7 +60,6 @@ class PipelineForwardBackward(ForwardBackward):
         return batches + [step.empty() for _ in range(missing)]
 
     def _train(self, plan: StepPlan, batches: list[MicroBatch]) -> list[MicroBatchResult]:
-        """Train on all batches; return their results on ranks with the last stage, else nothing."""
         self.checks.clear()
         weights = [batch.weights / (plan.weight or 1.0) for batch in batches]
         batches = [with_step_token_share(batch, plan) for batch in batches]

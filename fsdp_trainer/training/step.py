@@ -117,7 +117,6 @@ class ForwardBackward:
             yield batch, self.forward(batch).scores
 
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
-        """Run the model on a micro-batch."""
         return self.model(batch, objective)
 
     @property

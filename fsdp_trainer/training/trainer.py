@@ -164,7 +164,6 @@ class Trainer:
 
     @property
     def finished(self) -> str | None:
-        """The reason why training is complete, `finished` or `early_stop`; None if it is not."""
         return self.timetable.finished(self.progress)
 
     def continue_from(self, progress: Progress) -> None:

@@ -30,7 +30,6 @@ class StateDiskNote:
         return self._steps in (1, 1 + STEPS)
 
     def run(self, progress: Progress) -> None:
-        """Begin or end the measurement."""
         now = self.optimizer.seconds, self.optimizer.bytes_moved
         if self._steps == 1:
             self._began, self._before = time.perf_counter(), now

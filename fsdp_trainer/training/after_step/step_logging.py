@@ -43,7 +43,6 @@ class StepLogging:
 
     @property
     def clock(self) -> StepClock:
-        """The clock of training steps."""
         return self.step_log.clock
 
     def add(self, plan: StepPlan, result: StepResult, progress: Progress) -> None:
@@ -71,7 +70,6 @@ class StepLogging:
         return self.step_log.is_due(progress.step) or self.timetable.checkpoint_due(progress)
 
     def run(self, progress: Progress) -> None:
-        """Read and write the metrics of all steps since the last time. Raises Rewind."""
         self.write(progress, last=self.timetable.checkpoint_due(progress))
 
     def write(self, progress: Progress, last: bool) -> None:

@@ -46,7 +46,6 @@ class StopCheck:
             raise AssertionError("a rank has no data, and none knows why")
 
     def stop_if_agreed(self, progress: Progress) -> None:
-        """Call `sync`, and raise Stop if any rank must stop."""
         self.sync(progress)
         self.signals.raise_if_agreed()
 

@@ -52,7 +52,6 @@ class Validation(StoppableWork[ValidationSums]):
         self.compilations.report(progress.step, "validation")
 
     def compute(self, check: Callable[[], None]) -> ValidationSums:
-        """Return the sums of this rank's part."""
         of_method = self.forward_backward.metrics.of_method
         metrics = validation_metrics(self.rows.source_names, self.token_bytes, of_method)
         sums = metrics.zeros()

@@ -80,7 +80,6 @@ class SignalListener:
 
     @property
     def reason(self) -> str:
-        """Name of the signal to stop for; empty if there is none."""
         return name_of(self.received)
 
     @contextmanager
@@ -96,7 +95,6 @@ class SignalListener:
             self._waiting_since = NEVER
 
     def waits_long(self) -> bool:
-        """Return True if the main thread has been in `waiting` for longer than WAIT_SECONDS."""
         return time.monotonic() - self._waiting_since > WAIT_SECONDS
 
     def interrupt(self, reason: str) -> None:

@@ -116,7 +116,6 @@ def called_by_this_run(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 
 def as_words(overrides: Overrides) -> list[str]:
-    """Return overrides as words of a command line."""
     if isinstance(overrides, str):
         return shlex.split(overrides)
     if isinstance(overrides, Mapping):

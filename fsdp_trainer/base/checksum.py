@@ -1,7 +1,9 @@
-"""The checksum of a file's content."""
+"""The checksum of a file's content, and the hash of a text in a page."""
 
+import hashlib
 import os
 import zlib
+from base64 import b64encode
 from pathlib import Path
 
 READ_BYTES = 1 << 24
@@ -16,3 +18,8 @@ def checksum(path: Path) -> int:
         while count := file.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)
     return value
+
+
+def policy_hash(content: str) -> str:
+    """Return the hash by which a Content-Security-Policy allows a script or a style."""
+    return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

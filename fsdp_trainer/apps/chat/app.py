@@ -3,12 +3,10 @@
 import asyncio
 import json
 import secrets
-from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from fsdp_trainer.apps.chat.requests import (
     read_request,
     read_text_request,
 )
+from fsdp_trainer.base.checksum import policy_hash
 
 HERE = Path(__file__).parent
 MAX_REQUEST_BYTES = 16 << 20
@@ -241,15 +240,10 @@ def page_response(served: Served) -> Response:
     allowed = [
         "default-src 'none'", "connect-src 'self'", "base-uri 'none'", "form-action 'none'",
         "frame-ancestors 'none'", "img-src data:",
-        f"style-src {hash_of(style)}", f"script-src {hash_of(script)}",
+        f"style-src {policy_hash(style)}", f"script-src {policy_hash(script)}",
     ]  # fmt: skip
     headers = {"Content-Security-Policy": "; ".join(allowed), "Referrer-Policy": "no-referrer"}
     return HTMLResponse(html, headers=headers)
-
-
-def hash_of(content: str) -> str:
-    """Return the hash by which a Content-Security-Policy allows a script or a style."""
-    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
 async def complete(request: Request, served: Served, read: ReadRequest) -> Response:

@@ -3,13 +3,12 @@
 The data is untrusted text: it is escaped, and scripts in it cannot run.
 """
 
-from base64 import b64encode
-from hashlib import sha256
 from pathlib import Path
 
 import jinja2
 
 from fsdp_trainer.apps.preview.preview_page import SOURCE_COLUMNS, Page, TextPiece
+from fsdp_trainer.base.checksum import policy_hash
 from fsdp_trainer.errors import UserError
 
 HERE = Path(__file__).parent
@@ -26,7 +25,7 @@ def write(page: Page, file: Path) -> None:
         columns=SOURCE_COLUMNS,
         style=style,
         script=script,
-        hashes=[_hash(style), _hash(script)],
+        hashes=[policy_hash(style), policy_hash(script)],
         classes=_classes,
     )
     try:
@@ -35,11 +34,6 @@ def write(page: Page, file: Path) -> None:
         raise UserError(
             "the preview cannot be written", f"preview.html={file}", str(error)
         ) from None
-
-
-def _hash(content: str) -> str:
-    """Return the hash by which a Content-Security-Policy allows a script or a style."""
-    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
 def _classes(piece: TextPiece) -> str:

@@ -7,9 +7,7 @@ Content-Security-Policy allows only our own scripts.
 import errno
 import json
 import time
-from base64 import b64encode
 from collections.abc import Sequence
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from fsdp_trainer.apps.report.run_summary import (
     main_metrics,
     short,
 )
+from fsdp_trainer.base.checksum import policy_hash
 from fsdp_trainer.base.phases import CHECKPOINT
 from fsdp_trainer.base.unpacked import FULL
 from fsdp_trainer.errors import RunFailed, UserError
@@ -90,7 +89,7 @@ def html_of(
         for names in (style_files, script_files)
     )
     written = time.strftime("%Y-%m-%d %H:%M")
-    common = {"style": style, "script": script, "hash": content_hash, "text": TEXT}
+    common = {"style": style, "script": script, "hash": policy_hash, "text": TEXT}
     return environment.get_template(template).render(**values, **common, written=written)
 
 
@@ -113,11 +112,6 @@ def write_page(html: str, file: Path) -> None:
         raise UserError(
             "the report cannot be written", f"out={file}", f"{error}. Use  out=FILE"
         ) from None
-
-
-def content_hash(content: str) -> str:
-    """Return the hash with which a Content-Security-Policy allows a script or a style."""
-    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
 def as_script(data: Any) -> str:

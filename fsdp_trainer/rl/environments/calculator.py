@@ -21,6 +21,8 @@ LARGEST = 10**30
 
 @dataclass
 class Calculator(ToolEnvironment):
+    """A tool that computes arithmetic; the rollout is over when the model calls it no more."""
+
     name: ClassVar[str] = "calculator"
     tools: ClassVar[tuple[dict[str, Any], ...]] = (
         tool(

@@ -15,11 +15,16 @@ LISTS = ("configuration.md", "mistakes.md")
 MOVED = {"what-works.html": "reference/support.html"}
 """New address of each page that is gone."""
 MOVED_SECTIONS = {
+    "checkpoints.html": {
+        "gguf": "checkpoints.html#gguf-for-llamacpp-and-ollama",
+        "when-it-cannot-be-written": "checkpoints.html#a-full-disk-when-it-cannot-be-written",
+    },
     "command-line.html": {
         "verbs": "reference/commands.html#verbs",
         "extras": "reference/commands.html#extras",
     },
     "data.html": {"mixtures": "mixtures.html"},
+    "formats.html": {"compressed-for-vllm": "formats.html#quantization-for-vllm"},
     "from-nothing-to-chat.html": {
         "one-number-for-a-model-modeldepth": "depth.html",
         "a-ladder-of-sizes": "depth.html#a-ladder-of-sizes",

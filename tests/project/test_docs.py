@@ -171,6 +171,22 @@ gguf → checkpoints
 qlora → adapters
 early stopping → checkpoints
 multi gpu → launching
+seed → command-line
+sequence length → command-line
+gradient clipping → sharding
+mixed precision → precision
+hyperparameter search → sweeps
+profiler → profiles
+throughput → performance
+custom loss → extending
+custom dataset → data
+llama.cpp → checkpoints
+quantization → formats
+perplexity → evaluation
+cpu offload → offload
+weight decay → optimizers
+disk full → checkpoints
+epochs → command-line
 """)
 )
 """The page that a search of the site should show first."""

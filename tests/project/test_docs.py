@@ -172,8 +172,8 @@ qlora → adapters
 early stopping → checkpoints
 multi gpu → launching
 seed → command-line
-sequence length → command-line
 gradient clipping → sharding
+sequence length → command-line
 mixed precision → precision
 hyperparameter search → sweeps
 profiler → profiles
@@ -187,6 +187,8 @@ cpu offload → offload
 weight decay → optimizers
 disk full → checkpoints
 epochs → command-line
+data mixing → mixtures
+full fine-tuning → recipes
 """)
 )
 """The page that a search of the site should show first."""
@@ -215,17 +217,11 @@ def test_a_search_of_the_site_finds_the_page_that_one_expects_first(tmp_path):
         address = f"http://127.0.0.1:{server.server_port}"
         page = stack.enter_context(browser_page(address))
         page.goto(f"{address}/index.html")
-        link = None
         for query in EXPECTED:
-            page.fill(".md-search__input", query)
-            page.press(".md-search__input", "End")  # the page listens to keys
-            before = link
-
-            def is_other(before=before):
-                top = page.query_selector(results)
-                return bool(top) and top.get_attribute("href") != before
-
-            settle(is_other, page)
+            for text in ("", query):
+                page.fill(".md-search__input", text)
+                page.press(".md-search__input", "End")  # the page listens to keys
+                settle(lambda text=text: bool(page.query_selector(results)) == bool(text), page)
             link = page.get_attribute(results, "href")
             first[query] = link.partition("?")[0].rpartition("/")[2].removesuffix(".html")
         assert first == EXPECTED

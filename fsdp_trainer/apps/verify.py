@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
 from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.atomic_files import (
@@ -45,7 +46,7 @@ from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.prompt_media import PromptMedia, packed_media
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -93,17 +94,20 @@ def compare(source: Path, folder: Path) -> int:
     auto = _require_transformers(source, folder)
     if adapter:
         ours = read_model(source, merge_into="original", is_checked=True)
-        theirs = peft_model(auto, folder)
+        theirs = peft_model(auto, folder, ours.config.scores)
     else:
         merge_into = read_origin(folder).get("merge_into", "original")
         ours = read_model(source, merge_into=merge_into, is_checked=True)
         stored, problems = stored_tensors(folder, ours.config)
         problems = problems or check_tensors(ours, stored, ours.config.vocab_size)
+        parts = tensor_parts(ours, ours.config.vocab_size)
+        lacking = [part.tensor for part in parts if part.tensor not in stored]
+        problems += [Problem(name, "is missing") for name in lacking]
         if problems:
             print(f"{folder} holds another model: {problems[0].what} {problems[0].reason}")
             return 3
         weights = ours.named_weights()
-        for part in tensor_parts(ours, ours.config.vocab_size):
+        for part in parts:
             weight = weights[part.parameter]
             weight.copy_(weight.to(stored[part.tensor].dtype))
         # transformers' other kernels leave out what they cannot do, such as Gemma 2's soft cap
@@ -112,45 +116,55 @@ def compare(source: Path, folder: Path) -> int:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, TOKENS, generator=generator)
     with torch.no_grad():
+        if ours.config.reads_images:  # the image's own token is no text
+            tokens = torch.where(tokens == ours.tower.token, 0, tokens)
+        if ours.config.predicts:
+            code = report_difference(ours.logits(tokens), theirs(tokens).logits, folder)
+        else:
+            where = tokenizer_folder(folder)
+            given = numbers_here(ours, where), numbers_elsewhere(theirs, where, ours.config)
+            code = report_difference(*given, folder, "numbers of texts")
         if ours.config.reads_images:
-            return compare_with_an_image(ours, theirs, tokens, source, folder)
-        return report_difference(ours.logits(tokens), theirs(tokens).logits, folder)
+            code = max(code, compare_image(ours, theirs, tokens, source, folder))
+        return code
 
 
-def compare_with_an_image(
-    ours: Any, theirs: Any, tokens: Tensor, source: Path, folder: Path
-) -> int:
-    """Compare the logits of texts, and of one with an image; return 0 if all are equal, else 3."""
+def compare_image(ours: Any, theirs: Any, tokens: Tensor, source: Path, folder: Path) -> int:
+    """Compare what is computed of a text with an image; return 0 if it is equal, else 3."""
     # imports transformers
     from fsdp_trainer.models.hf.start_check import with_image
 
     picture = processor_of(str(model_folder(source))).example()
-    tokens = torch.where(tokens == ours.tower.token, 0, tokens)
-    code = report_difference(ours.logits(tokens), theirs(tokens).logits, folder)
     document, _, media = with_image(ours, picture, tokens[:1])
-    given = ours.tower.own_inputs(ours.hf, media, document)
-    shown = theirs(input_ids=document, **given).logits
-    what = f"logits with an {READ.name}"
-    return max(code, report_difference(ours.logits(document, media), shown, folder, what))
+    whole = ours.hf if ours.config.predicts else theirs.base_model
+    given = ours.tower.own_inputs(whole, media, document)
+    output = theirs(input_ids=document, **given)
+    shown = output.last_hidden_state if ours.config.pooling else output.logits
+    here = ours.logits(document, media)
+    here = here[:, -1] if here.ndim > shown.ndim else here  # the class reads the last token
+    what = "logits" if ours.config.predicts else "numbers"
+    return report_difference(here, shown, folder, f"{what} with an {READ.name}")
 
 
 def report_difference(a: Tensor, b: Tensor, folder: Path, what: str = "logits") -> int:
     """Print the difference between two models' logits; return 0 if they are equal, else 3."""
     difference = (a - b).abs().max().item()
-    log_a = a.log_softmax(-1)
-    log_b = b.log_softmax(-1)
-    divergences = F.kl_div(log_a, log_b, log_target=True, reduction="none").sum(-1)
     same = difference <= TOLERANCE
-    print(
-        f"{what} {'equal' if same else 'DIFFER from'} {folder}'s: largest difference "
-        f"{difference:.2e}, largest KL divergence {divergences.max().item():.2e} "
-        f"over {divergences.numel()} tokens"
-    )
+    about = f"largest difference {difference:.2e}"
+    if what.startswith("logits"):
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        divergences = F.kl_div(log_a, log_b, log_target=True, reduction="none").sum(-1)
+        divergence, count = divergences.max().item(), divergences.numel()
+        about += f", largest KL divergence {divergence:.2e} over {count} tokens"
+    print(f"{what} {'equal' if same else 'DIFFER from'} {folder}'s: {about}")
     return 0 if same else 3
 
 
-def peft_model(auto: Any, folder: Path) -> Any:
-    """Return peft's model of an adapter and its base model, in float32."""
+def peft_model(auto: Any, folder: Path, labels: int = 0) -> Any:
+    """Return peft's model of an adapter and its base model, in float32.
+
+    labels: of the adapter's head; 0: the base model's own.
+    """
     try:
         from peft import PeftModel
     except ImportError:
@@ -160,20 +174,21 @@ def peft_model(auto: Any, folder: Path) -> Any:
     if find_checkpoint(base):
         how = f"has {base} as base model, which peft cannot read: name an export of it there"
         raise UserError("the adapter's base is a checkpoint", f"hf={folder}", how)
-    model = auto.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    options = {"num_labels": labels} if labels else {}
+    model = auto.from_pretrained(base, dtype=torch.float32, attn_implementation="eager", **options)
     return PeftModel.from_pretrained(model, folder).eval()
 
 
 def _require_transformers(source: Path, folder: Path) -> Any:
     try:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils.logging import disable_progress_bar
+
+        from fsdp_trainer.models.hf.hf_config import published_class
     except ImportError:
         how = "is compared by transformers:  pip install transformers"
         raise UserError("transformers is not installed", f"hf={folder}", how) from None
     disable_progress_bar()
-    reads_images = model_config(source).reads_images
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    return published_class(model_config(source))
 
 
 # --- the loss on a file ---------------------------------------------------------------------------
@@ -182,8 +197,12 @@ def _require_transformers(source: Path, folder: Path) -> Any:
 def show_losses(source: Path, data: str) -> None:
     """Print the loss on a file; for an adapter of 4-bit weights, merged in both ways."""
     ways = list(MERGES) if kept_in_four_bits(source) else ["original"]
-    processor = None
-    if model_config(source).reads_images:
+    processor, config = None, model_config(source)
+    if not config.predicts:
+        reason = f"predicts no tokens.\nUse  fsdp-trainer evaluate {source} tasks=[{data}]"
+        reason += "  for embeddings and ranks, and  data.validation  for labels"
+        raise UserError("the model has another head", str(source), reason)
+    if config.reads_images:
         processor = processor_of(str(model_folder(source)))
     with tempfile.TemporaryDirectory() as cache:
         store = tokenized(source, data, Path(cache), processor)

@@ -24,7 +24,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
-from world import cli, read_json, read_lines
+from world import cli, read_json, read_lines, verify
 
 from fsdp_trainer.apps.chat.app import make_app
 from fsdp_trainer.apps.chat.readings import ServedReader
@@ -317,6 +317,7 @@ def test_peft_reads_heads_of_tokens(ledger, other):
     )
     loss = loss_of_tags(tagger, tokenizer, rows, names)
     assert again["objective"] == pytest.approx([loss], rel=1e-5)
+    assert "numbers of texts equal" in verify(f"source={run.folder}", f"hf={run.folder}/adapter")
     for folder, reason in (
         ("", "a model of words' labels"),
         ("adapter", "an adapter of TOKEN_CLS"),
@@ -612,6 +613,9 @@ def test_peft_and_sentence_transformers_read_what_embeds_texts(ledger):
     assert first == pytest.approx(other, rel=1e-5) != run["loss"]
     settings = read_json(run.folder / "hf/config_sentence_transformers.json")
     assert settings["prompts"] == {"query": "q: ", "document": ""}
+    assert "numbers of texts equal" in verify(f"source={run.folder}", f"hf={run.folder}/hf")
+    other = run_of(ledger, "lists", "objective.ranking=pairwise").folder
+    assert "score.weight is missing" in verify(f"source={other}", f"hf={run.folder}/hf", code=3)
     files = read_json(run.folder / "hf/modules.json")
     assert [file["path"] for file in files] == ["", "1_Pooling", "2_Normalize"]
     assert not (run.folder / "hf/chat_template.jinja").exists()

@@ -21,7 +21,7 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from world import read_json, read_lines, write_lines
+from world import read_json, read_lines, verify, write_lines
 
 from fsdp_trainer.apps.chat.app import make_app
 from fsdp_trainer.apps.chat.readings import ServedReader
@@ -250,6 +250,9 @@ def test_adapters_resume_and_the_server_gives_their_numbers(train, folders, data
     run = run_of(train, "run", *place, *own, "train.steps=4")
     assert run["objective"] == whole["objective"]
     assert_byte_equal(load_file(whole.folder / "hf/model.safetensors"), weights_of(run))
+    said = verify(f"source={run.folder}", f"hf={run.folder}/hf")
+    assert said.count(" equal ") == 2
+    assert "numbers with an image equal" in said
     theirs = Theirs(run.folder / "hf", "classify")
     reader = TextReader.load(run.folder)
     client = TestClient(

@@ -212,18 +212,40 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
 def build_classifier(config: ModelConfig) -> PreTrainedModel:
     """Return transformers' model with a head for labels and a tower, on the meta device.
 
-    Where transformers has no such class, it is made of its generic one, as the export's README.md
-    does. Raises UserError.
+    Raises UserError.
     """
     bare = build_hf_model(replace(config, labels=(), problem="", pooling="last"))
-    generic = GenericForTokenClassification if config.tags else GenericForSequenceClassification
-    parent = next(c for c in type(bare).__mro__ if c.__name__.endswith("PreTrainedModel"))
-    known = getattr(transformers, config.architecture, None)
-    made: Any = known or type(config.architecture, (generic, parent), {})
     bare.config.update({"num_labels": config.scores})
     with quiet_transformers(), torch.device("cpu"), parameters_on_meta():
-        model: PreTrainedModel = made._from_config(bare.config, dtype=torch.float32)
+        model: PreTrainedModel = class_with_tower(config, type(bare))._from_config(
+            bare.config, dtype=torch.float32
+        )
     return model
+
+
+def class_with_tower(config: ModelConfig, bare: type) -> Any:
+    """Return transformers' class of a model with a head for labels and a tower.
+
+    Where transformers has none, it is made of its generic one, as the export's README.md does.
+    bare: the class of the model without a head.
+    """
+    generic = GenericForTokenClassification if config.tags else GenericForSequenceClassification
+    parent = next(c for c in bare.__mro__ if c.__name__.endswith("PreTrainedModel"))
+    known = getattr(transformers, config.architecture, None)
+    return known or type(config.architecture, (generic, parent), {})
+
+
+def published_class(config: ModelConfig) -> Any:
+    """Return the class by which transformers loads a folder of this model with its head."""
+    if config.pooling:
+        return AutoModel
+    if config.scores and config.reads_images:
+        described = config_object(config.source, config.folder)
+        return class_with_tower(config, transformers.MODEL_MAPPING[type(described)])
+    if config.scores:
+        kinds = AutoModelForSequenceClassification, AutoModelForTokenClassification
+        return kinds[bool(config.tags)]
+    return AutoModelForImageTextToText if config.reads_images else AutoModelForCausalLM
 
 
 def auto_class(config: ModelConfig) -> Any:

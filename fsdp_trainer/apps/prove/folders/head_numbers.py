@@ -13,7 +13,6 @@ from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.text_reader import with_types
-from fsdp_trainer.models.attention import PackedAttention
 from fsdp_trainer.models.config import POOLING, POOLINGS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.training.documents.read_texts import numbers_of_texts
@@ -47,17 +46,9 @@ def numbers_here(model: Decoder, folder: Path) -> Tensor:
     model.describe_as(with_types(model.config, tokenizer))
     texts = tokenizer.encode_published(texts_of(model.config))
     if model.config.tags:
-        return torch.cat([tagged(model, torch.tensor(one).long()[None]) for one in texts])
+        return torch.cat([model.logits(torch.tensor(one).long()[None])[0] for one in texts])
     numbers = numbers_of_texts(model, texts, torch.device("cpu"))
     return F.normalize(numbers, dim=1) if model.config.pooling else numbers
-
-
-def tagged(model: Decoder, text: Tensor) -> Tensor:
-    """Return what the head gives each token of a text, [1, tokens] int64."""
-    if not model.config.encoder:
-        return model.logits(text)[0]
-    positions, length = torch.arange(text.shape[1])[None], text.shape[1]
-    return model.hidden(text, positions, PackedAttention([[length]], length, text.device))[0][0]
 
 
 @torch.no_grad()

@@ -92,16 +92,10 @@ def share(given: Tensor, expected: Tensor, of_middle: bool = False) -> float:
 def class_of(config: ModelConfig) -> Any:
     import transformers
 
+    from fsdp_trainer.models.hf.hf_config import published_class
+
     transformers.utils.logging.disable_progress_bar()
-    if config.pooling:
-        return transformers.AutoModel
-    if config.tags:
-        return transformers.AutoModelForTokenClassification
-    if config.scores:
-        return transformers.AutoModelForSequenceClassification
-    if config.reads_images:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+    return published_class(config)
 
 
 def misnamed(folder: Path, config: ModelConfig, **options: Any) -> tuple[Any, list[str]]:

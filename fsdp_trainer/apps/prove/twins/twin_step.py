@@ -159,8 +159,11 @@ class TwinData:
 
 
 def taken(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs that a model has arguments for."""
-    known = inspect.signature(base_of(model).forward).parameters
+    """Return the inputs that a model has arguments for, or hands on to the one inside it."""
+    whole = base_of(model)
+    known = dict(inspect.signature(whole.forward).parameters)
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        known |= inspect.signature(whole.base_model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
 

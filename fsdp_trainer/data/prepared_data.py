@@ -17,7 +17,6 @@ from fsdp_trainer.data.media.kinds import processor_of, reader_of
 from fsdp_trainer.data.media.media import MediaReader
 from fsdp_trainer.data.prepared import Prepared, prepare
 from fsdp_trainer.data.records import preference_records
-from fsdp_trainer.data.records.record_formats import OF_HEADS
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.findings import Finding, MediaWarnings
 from fsdp_trainer.data.store.token_cache import Reporter
@@ -180,9 +179,8 @@ def media_and_answer(
 
     root: folder of data.cache.
     """
-    prompts, method = choice.method.samples, choice.method
-    only_text = prompts or (method.scores and method.reads not in OF_HEADS)
-    media = None if only_text else media_reader(model, root)
+    prompts = choice.method.samples
+    media = None if prompts else media_reader(model, root)
     return media, choice.max_new_tokens if prompts else 0
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from stored import assert_byte_equal, checkpoint, save_tensors, stored, tensors
 from texts import turn
+from transformers import Gemma3ForSequenceClassification
 from world import cli, edit_json, read_json, verify, write_lines
 
 import fsdp_trainer
@@ -370,12 +371,28 @@ def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path):
 
 
 def test_what_reads_only_text_refuses_images(train, folders, pairs):
-    grpo = ["objective.rewards=[exact] objective.max_new_tokens=8"]
-    for name, more in (("reward", []), ("grpo", grpo)):
-        how = [f"objective={name} batch.rows=2 train.steps=1", *more]
-        run = run_of(train, name, folders("llava"), pairs[0], *how, code=2)
-        assert "pairs.jsonl:1" in run.err
-        assert "not by objective=grpo or reward" in run.err
+    how = "objective=grpo batch.rows=2 objective.rewards=[exact] objective.max_new_tokens=8"
+    run = run_of(train, "run", folders("llava"), pairs[0], how, code=2)
+    assert "pairs.jsonl:1" in run.err
+    assert "not by objective=grpo" in run.err
+
+
+def test_a_reward_model_reads_the_images_of_prompts(train, folders, pairs):
+    """The run's loss is that of transformers' scores of both answers."""
+    file, chats = pairs
+    how = "objective=reward batch.rows=3 optim.lr=1e-9 train.steps=1"
+    run = run_of(train, "run", folders("gemma3"), file, how, ranks=2)
+    processor, scores = ImageProcessor(str(folders("gemma3"))).processor, []
+    model = Gemma3ForSequenceClassification.from_pretrained(
+        run.folder / "hf", dtype=torch.float32
+    ).eval()
+    for chat in chats:
+        inputs = processed(processor, chat, file.parent)
+        scores.append(model(**inputs).logits[0, 0])
+    chosen, rejected = torch.stack(scores).view(-1, 2).T
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    assert run["loss"] == pytest.approx([loss.item()], rel=1e-5)
+    assert "equal" in verify(f"source={run.folder} hf={run.folder}/hf")
 
 
 def test_the_quickstart_asks_about_held_out_pictures(world, tmp_path, monkeypatch):

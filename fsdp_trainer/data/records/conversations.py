@@ -312,7 +312,7 @@ PARALLEL = ("prompt", "instruction", "completion", "output", "chosen")
 """Meanings of a prompt and its answer, each of which may be a list of texts, but not all."""
 ONLY_TEXT = """a turn holds an image, but this model or method reads only text. Images are read by a
 model with a tower for them, with  model.implementation=transformers  and  data.streaming=false ,
-and not by objective=grpo or reward. Leave such rows out with  data.on_error=skip"""
+and not by objective=grpo. Leave such rows out with  data.on_error=skip"""
 PREFERENCE = """holds preference pairs (%s, %s), but this objective trains on single answers.
 To learn from pairs:  objective=dpo  ; from the better answers alone:  'data.fields={%s}'"""
 

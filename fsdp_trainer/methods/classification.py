@@ -16,7 +16,7 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.methods.document_step import DocumentForwardBackward
+from fsdp_trainer.methods.document_step import DocumentForwardBackward, DocumentObjective
 from fsdp_trainer.methods.labels import FEW, MULTI, REGRESSION, SINGLE, in_words, label_values
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
@@ -79,28 +79,20 @@ LOSSES: dict[str, Loss] = {
 
 
 @dataclass(frozen=True)
-class LabelObjective:
-    """Σ loss of a micro-batch's texts / count. The head calls it once.
+class LabelObjective(DocumentObjective):
+    """The loss of labelled texts.
 
-    problem: a key of LOSSES. weight: of each label, [labels] float64; None: all are 1. dims: as in
-    PairObjective.
+    problem: a key of LOSSES. weight: of each label, [labels] float64; None: all are 1.
     """
 
-    batch: MicroBatch
     problem: str
-    smoothing: float = 0.0
-    weight: Tensor | None = None
-    count: float | Tensor = 1.0
-    dims: Dims | None = None
-    needs_mean = False
-    needs_all_tokens = True
+    smoothing: float
+    weight: Tensor | None
 
-    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over all texts. scores: those of all tokens."""
+    def losses(self, scores: Scores) -> Tensor:
         numbers = document_numbers(scores, self.batch, self.dims)
         wanted = wanted_numbers(self.batch, numbers.shape[1])
-        losses = LOSSES[self.problem](numbers, wanted, self.weight, self.smoothing)
-        return counted_once((losses.sum() / self.count).float(), self.dims)
+        return LOSSES[self.problem](numbers, wanted, self.weight, self.smoothing)
 
 
 @dataclass(kw_only=True)
@@ -113,7 +105,7 @@ class LabelForwardBackward(DocumentForwardBackward):
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
         return LabelObjective(
-            batch, self.problem, self.smoothing, self.class_weight, count, self.dims
+            batch, count, self.dims, self.problem, self.smoothing, self.class_weight
         )
 
 

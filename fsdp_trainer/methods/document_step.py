@@ -9,11 +9,34 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.documents.document_sums import counted_once
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
+
+
+@dataclass(frozen=True)
+class DocumentObjective:
+    """Σ loss of a micro-batch's documents, or groups of them / count. The head calls it once.
+
+    dims: None if every rank has complete rows; of ranks that split rows, only the first one has the
+    value, and all have its gradient.
+    """
+
+    batch: MicroBatch
+    count: float | Tensor
+    dims: Dims | None
+    needs_mean = False
+    needs_all_tokens = True
+
+    def losses(self, scores: Scores) -> Tensor:
+        """Return the losses. scores: those of all tokens. Collective."""
+        raise NotImplementedError
+
+    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
+        return counted_once((self.losses(scores).sum() / self.count).float(), self.dims)
 
 
 @dataclass

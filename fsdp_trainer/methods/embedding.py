@@ -21,7 +21,7 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.contrast import RETRIEVAL, StepTexts, loss_of_texts, retrieval
-from fsdp_trainer.methods.document_step import DocumentForwardBackward
+from fsdp_trainer.methods.document_step import DocumentForwardBackward, DocumentObjective
 from fsdp_trainer.methods.labels import text_values
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
@@ -40,27 +40,16 @@ hidden], and of each query its share of the loss, then RETRIEVAL, [queries, 1 + 
 
 
 @dataclass(frozen=True)
-class VectorObjective:
-    """Σ vector · gradient, with the value of this micro-batch's share of the loss.
+class VectorObjective(DocumentObjective):
+    """Σ vector · gradient, with the value of this micro-batch's share of the loss."""
 
-    count: divisor of the loss. dims: as in PairObjective.
-    """
-
-    batch: MicroBatch
-    count: float | Tensor = 1.0
-    dims: Dims | None = None
-    needs_mean = False
-    needs_all_tokens = True
-
-    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over all texts. scores: those of all tokens."""
+    def losses(self, scores: Scores) -> Tensor:
         vectors = document_vectors(scores, self.batch, self.dims)
         columns = self.batch.columns
         if GRADIENT not in columns:  # computed by itself, to be compared with itself
             columns = {GRADIENT: torch.ones_like(vectors), QUERIES: vectors.new_zeros(0, 1)}
         value = (vectors * columns[GRADIENT]).sum()
-        value = value - value.detach() + columns[QUERIES][:, 0].sum()
-        return counted_once((value / self.count).float(), self.dims)
+        return value - value.detach() + columns[QUERIES][:, 0].sum()
 
 
 @dataclass(kw_only=True)

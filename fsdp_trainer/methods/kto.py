@@ -16,6 +16,7 @@ from torch import Tensor
 from fsdp_trainer.base import phases
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
+from fsdp_trainer.methods.document_step import DocumentObjective
 from fsdp_trainer.methods.method import StepParts
 from fsdp_trainer.methods.preferences import PairForwardBackward, PreferenceMethod
 from fsdp_trainer.models.decoder import MicroBatch
@@ -33,32 +34,24 @@ MEANS = ("reward", "log_probability", "answer_tokens")
 
 
 @dataclass(frozen=True)
-class KtoObjective:
-    """Σ loss of a micro-batch's answers / count. The head calls it once.
+class KtoObjective(DocumentObjective):
+    """The loss of answers. The batch has the reference's sums. count: without mismatched ones.
 
-    batch: micro-batch with the reference's sums. baseline: scalar, see the module's docstring.
-    count: number of answers in the step, without mismatched ones. dims: see PairObjective.
+    baseline: scalar, see the module's docstring.
     """
 
-    batch: MicroBatch
     cfg: ObjectiveChoice
     baseline: Tensor
-    count: float | Tensor = 1.0
-    dims: Dims | None = None
-    needs_mean = False
-    needs_all_tokens = True
 
-    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over all answers. scores: those of all tokens."""
+    def losses(self, scores: Scores) -> Tensor:
         gains = gains_of(scores.log_probability, self.batch, self.dims)
         ahead = self.cfg.beta * (gains - self.baseline)
         kinds = self.batch.documents.kinds
         if kinds is None:  # this rank has no data
-            return counted_once((ahead.sum() / self.count).float(), self.dims)
+            return ahead
         good = self.cfg.desirable_weight * torch.sigmoid(-ahead)
         bad = self.cfg.undesirable_weight * torch.sigmoid(ahead)
-        losses = torch.where(kinds == GOOD, good, bad).masked_fill(kinds == MISMATCHED, 0.0)
-        return counted_once((losses.sum() / self.count).float(), self.dims)
+        return torch.where(kinds == GOOD, good, bad).masked_fill(kinds == MISMATCHED, 0.0)
 
 
 def gains_of(log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
@@ -104,7 +97,7 @@ class KtoForwardBackward(PairForwardBackward):
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
         baseline = self.baseline.to(batch.weights.device)
-        return KtoObjective(batch, self.choice, baseline, count, self.dims)
+        return KtoObjective(batch, count, self.dims, self.choice, baseline)
 
     def _set_baseline(self, batches: list[MicroBatch], scores: Iterable[Scores]) -> None:
         """Set the baseline from these micro-batches. Collective.

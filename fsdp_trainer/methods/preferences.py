@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_trainer.config.methods import ObjectiveChoice
-from fsdp_trainer.methods.document_step import DocumentForwardBackward
+from fsdp_trainer.methods.document_step import DocumentForwardBackward, DocumentObjective
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import ReferenceColumn, RunRows
 from fsdp_trainer.models.adapters.adapters import without_adapters
@@ -148,28 +148,17 @@ LOSSES: dict[str, tuple[Formula, Formula]] = {
 
 
 @dataclass(frozen=True)
-class PairObjective:
-    """Σ loss of a micro-batch's pairs / count. The head calls it once.
+class PairObjective(DocumentObjective):
+    """The loss of pairs. The batch has the reference's sums if there is a reference."""
 
-    batch: micro-batch, with the reference's sums if there is a reference. count: number of pairs in
-    the step. dims: None if every rank has complete rows; of ranks that split rows, only the first
-    one has the value, and all have its gradient.
-    """
-
-    batch: MicroBatch
     cfg: ObjectiveChoice
-    count: float | Tensor = 1.0
-    dims: Dims | None = None
-    needs_mean = False
-    needs_all_tokens = True
 
-    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over all pairs. scores: those of all tokens."""
+    def losses(self, scores: Scores) -> Tensor:
         pairs = Pairs.of(scores, self.batch, self.dims)
         losses = LOSSES[self.cfg.name][0](pairs, self.cfg)
         if self.cfg.sft_weight:
             losses = losses - self.cfg.sft_weight * pairs.means[:, 0]
-        return counted_once((losses.sum() / self.count).float(), self.dims)
+        return losses
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -218,7 +207,7 @@ class PairForwardBackward(DocumentForwardBackward):
         return self.reference(batch)
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
-        return PairObjective(batch, self.choice, count, self.dims)
+        return PairObjective(batch, count, self.dims, self.choice)
 
     def weight(self, plan: StepPlan) -> float:
         return plan.documents / len(ANSWERS)

@@ -16,7 +16,7 @@ from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.classification import wanted_numbers
-from fsdp_trainer.methods.document_step import DocumentForwardBackward
+from fsdp_trainer.methods.document_step import DocumentForwardBackward, DocumentObjective
 from fsdp_trainer.methods.labels import text_scores
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.stored_columns import RunRows
@@ -109,21 +109,13 @@ RANKINGS: dict[str, Callable[[RankedLists], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class RankingObjective:
-    """Σ loss of a micro-batch's lists / count. The head calls it once. See PairObjective."""
+class RankingObjective(DocumentObjective):
+    """The loss of lists. ranking: a key of RANKINGS."""
 
-    batch: MicroBatch
     ranking: str
-    count: float | Tensor = 1.0
-    dims: Dims | None = None
-    needs_mean = False
-    needs_all_tokens = True
 
-    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over all lists. scores: those of all tokens."""
-        losses = RANKINGS[self.ranking](RankedLists.of(scores, self.batch, self.dims))
-        total = losses.sum() + 0 * document_numbers(scores, self.batch, self.dims).sum()
-        return counted_once((total / self.count).float(), self.dims)
+    def losses(self, scores: Scores) -> Tensor:
+        return RANKINGS[self.ranking](RankedLists.of(scores, self.batch, self.dims))
 
 
 @dataclass(kw_only=True)
@@ -133,7 +125,7 @@ class RankingForwardBackward(DocumentForwardBackward):
     choice: ObjectiveChoice
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
-        return RankingObjective(batch, self.choice.ranking, count, self.dims)
+        return RankingObjective(batch, count, self.dims, self.choice.ranking)
 
 
 class RankingMetrics:

@@ -107,7 +107,7 @@ def test_losses_and_gradients_are_the_papers_on_packed_rows_in_chunks(decoder, b
     choice = ObjectiveChoice(**options)
     with_reference = replace(batch, document_targets=replace(batch.documents, reference=REFERENCE))
     decoder.zero_grad()
-    value = decoder(with_reference, PairObjective(with_reference, choice, count)).value
+    value = decoder(with_reference, PairObjective(with_reference, count, None, choice)).value
     value.backward()
     loss, gradients = exact(decoder, options)
     assert value.item() == pytest.approx(

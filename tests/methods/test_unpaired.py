@@ -41,7 +41,7 @@ def test_the_loss_is_the_papers_and_its_figures_tell_good_from_bad():
     choice = ObjectiveChoice("kto", beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
     batch, scores = batch_of(reference), Scores(policy, policy)
     baseline = torch.tensor(0.4, dtype=torch.float64)
-    loss = KtoObjective(batch, choice, baseline, count=3)(scores, slice(0, 6))
+    loss = KtoObjective(batch, 3, None, choice, baseline)(scores, slice(0, 6))
     loss.backward()
     good, bad = torch.tensor([1.0, 0.2]) - 0.4, torch.tensor([-0.5]) - 0.4
     expected = (2 * (1 - (0.5 * good).sigmoid()).sum() + 3 * (1 - (-0.5 * bad).sigmoid())) / 3

@@ -59,14 +59,21 @@ def ranks_to_start(cfg: Launch) -> int:
     return max(1, gpus(cfg) * cfg.ranks_per_gpu)
 
 
-def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train", **streams: Any) -> int:
+def start_ranks(
+    cfg: TrainConfig,
+    overrides: list[str],
+    verb: str = "train",
+    start: "Callable[..., Child] | None" = None,
+    **streams: Any,
+) -> int:
     """Start this node's ranks and wait for them.
 
     Returns the exit code of the first rank that failed, else 0. Unlike torchrun, this keeps the
     exit code and imports no torch. Signals are passed on to the ranks. With several nodes, each one
     starts its ranks when all nodes have met. When ranks of one node fail, those of the others end
     too, and all nodes return the same code. overrides: the arguments that `cfg` was composed from.
-    streams: stdout and stderr of the ranks, as of subprocess.Popen.
+    start: starts a rank, as start_process does; streams: stdout and stderr of the ranks, as of
+    subprocess.Popen.
     """
     if PARENT in os.environ:  # a job of a sweep
         die_with_parent(int(os.environ[PARENT]))
@@ -78,7 +85,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train", **s
         node = meet_nodes(cfg.launch, str(cfg.run.name), count)
         with configuration_file(cfg) as file:
             words = [verb, *overrides]
-            given = words, cfg.launch.env, file.fileno(), count, node
+            given = words, cfg.launch.env, file.fileno(), count, node, start
             processes = start_processes(*given, **streams)
         advice = partial(advice_after_kill, run_folder(cfg), cfg.checkpoint.resume, verb)
         ranks = RankProcesses(processes, node, advice)
@@ -144,11 +151,12 @@ def start_processes(
     configuration: int,
     count: int,
     node: Node | None,
+    start: "Callable[..., Child] | None",
     **streams: Any,
-) -> list[subprocess.Popen]:
+) -> "list[Child]":
     """Start `count` ranks with the variables that torchrun would set.
 
-    words, configuration, streams: see `start_process`; configured: launch.env.
+    words, configuration, start, streams: see `start_ranks`; configured: launch.env.
     """
     env = {**configured, **os.environ, "LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
     env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -160,7 +168,8 @@ def start_processes(
     first = node.first if node else 0
     env[DESCRIPTOR] = str(configuration)
     numbers = [{"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(count)]
-    return [start_process(words, env | number, configuration, **streams) for number in numbers]
+    start = start or start_process
+    return [start(words, env | number, configuration, **streams) for number in numbers]
 
 
 def start_process(

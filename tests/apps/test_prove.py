@@ -52,7 +52,9 @@ from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.extensions import CALLBACKS
+from fsdp_trainer.launch.start import start_ranks
 from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
 from fsdp_trainer.models.config import POOLING, ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -136,6 +138,17 @@ def test_an_honest_run_has_nothing_that_differs(proof):
     by_name = {check["name"]: check for check in answer["checks"]}
     assert "0 of 300 words of user" in by_name["the mask"]["detail"]
     assert "all equal" in (place / "page.html").read_text()
+
+
+def test_ranks_of_a_proof_are_started_and_what_they_refuse_is_told(proof, monkeypatch):
+    monkeypatch.setattr(runs, "start_ranks", start_ranks)
+    known = proof[2].planned
+    again = known.named("again").recorded()
+    assert [line["loss"] for line in again.metrics] == [line["loss"] for line in known.metrics]
+    cfg = replace(known.cfg, model=replace(known.cfg.model, init_from="nowhere"))
+    with pytest.raises(UserError, match="the wrong run is refused") as refused:
+        ProofRun(cfg, known.scratch).named("wrong").recorded()
+    assert "nowhere" in refused.value.problems[0].reason
 
 
 def test_the_report_of_a_run_shows_its_certificate_and_the_keys_that_differ(proof, tmp_path):

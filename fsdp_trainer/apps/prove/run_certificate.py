@@ -4,6 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from fsdp_trainer.apps.prove.proof import forked_ranks
 from fsdp_trainer.apps.prove.proof.certificate import Certificate
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.narrowing import Narrowing
@@ -20,7 +21,9 @@ def prove_run(cfg: ProveConfig, words: list[str]) -> Certificate:
     console = Console(quiet=False, stream=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         scratch = Path(folder)
-        small = Narrowing(cfg, scratch).small_run()
+        narrowing = Narrowing(cfg, scratch)
+        forked_ranks.begin(narrowing.config.by_transformers)
+        small = narrowing.small_run()
         certificate = Certificate(about=small.about)
         evidence = Evidence(small, words, scratch, lambda line: console.say(f"proof  {line}"))
         for check in OF_A_RUN:

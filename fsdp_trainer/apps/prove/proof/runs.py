@@ -12,10 +12,11 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from fsdp_trainer.apps.prove.proof.forked_ranks import starter
 from fsdp_trainer.apps.prove.proof.recordings import FOLDER, GRADIENTS, NUDGE, whole_tensors
 from fsdp_trainer.config.paths import checkpoint_folders, run_folder
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.extensions import IMPORTS
 from fsdp_trainer.launch.start import start_ranks
 
@@ -55,7 +56,9 @@ class ProofRun:
         with ExitStack() as stack:
             stack.enter_context(patch.dict(os.environ, own))
             file = stack.enter_context(output.open("w"))
-            code = start_ranks(self.cfg, [], stdout=file, stderr=file)
+            code = start_ranks(
+                self.cfg, [], start=starter(self.cfg.launch.env), stdout=file, stderr=file
+            )
         if code or not (self.folder / "end.rank0.pt").exists():
             raise failure(str(self.cfg.run.name), code, output.read_text())
         return self
@@ -104,5 +107,5 @@ def failure(name: str, code: int, output: str) -> UserError | RunFailed:
     own = output[output.rfind("fsdp-trainer: ") :] if "fsdp-trainer: " in output else output
     text = "\n".join(own.strip().splitlines()[-LAST_LINES:]).removeprefix("fsdp-trainer: ")
     if code == UserError.exit_code:
-        return UserError(f"the {name} run is refused", [Problem("as `train` says", text)])
+        return UserError(f"the {name} run is refused", "as `train` says", text)
     return RunFailed(f"the {name} run of the proof ended with code {code}:\n{text}")

@@ -7,9 +7,10 @@ prove_plants.py.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from damaged_folders import (
@@ -27,7 +28,8 @@ from damaged_folders import (
     wrong_of,
     wrong_with,
 )  # fmt: skip
-from world import CommandResult, read_json, write_json
+from forked import Forked
+from world import SERVER, CommandResult, read_json, start_server, use_server, write_json
 from zoo import HF, make_folder
 
 ADAPTER = "adapter_model.safetensors"
@@ -197,10 +199,17 @@ def wrong_in_run(words: str, folders: Path, planted: str = "") -> list[str]:
     with tempfile.TemporaryDirectory() as root:
         place = [f"model.init_from={folders / model}", f"run.root={root}", "run.name=run"]
         line = [sys.executable, "-m", "fsdp_trainer", "prove", *SMALL, *place, *keys, "format=json"]
-        done = subprocess.run(
-            line, env=os.environ | own | {"PYTHONPATH": paths}, capture_output=True, text=True
-        )
-    return wrong_of(CommandResult(done.returncode, done.stdout, done.stderr))
+        env = own | {"PYTHONPATH": paths}
+        done = Forked(line, Path(root) / "log", env, own=from_the_same_server)
+        code, said = done.wait(1800), done.said
+    return wrong_of(CommandResult(code, [*said.splitlines(), ""][-2], said))
+
+
+@contextmanager
+def from_the_same_server() -> Iterator[None]:
+    """Fork ranks from the server that all proofs are forked from."""
+    use_server(os.environ[SERVER])
+    yield
 
 
 def main() -> int:
@@ -216,6 +225,7 @@ def main() -> int:
             f"{'ok' if is_right else 'MISSED' if expected else 'FALSE':8}{name}: {said}", flush=True
         )
 
+    start_server()
     with tempfile.TemporaryDirectory() as scratch:
         folders = Path(scratch)
         write_folders(folders)

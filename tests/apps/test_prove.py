@@ -40,7 +40,7 @@ from fsdp_trainer.apps.prove.proof.narrowing import SMALL, Narrowing
 from fsdp_trainer.apps.prove.proof.promises import broken_promises
 from fsdp_trainer.apps.prove.proof.recordings import BIAS, whole_tensors
 from fsdp_trainer.apps.prove.proof.runs import ProofRun
-from fsdp_trainer.apps.prove.proof.small_folder import add_head
+from fsdp_trainer.apps.prove.proof.small_folder import add_head, write_small_folder
 from fsdp_trainer.apps.prove.proof.trajectories import Trajectory, verdict
 from fsdp_trainer.apps.prove.proof.written_rows import WrittenRow
 from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
@@ -326,6 +326,14 @@ def test_a_large_model_becomes_a_small_one_with_a_block_of_each_kind(recipe, tmp
     assert small.parameters() < SMALL
 
 
+def test_a_small_copy_names_no_token_that_its_tokenizer_lacks(tmp_path):
+    folder = make_folder(tmp_path / "hf", "qwen3")
+    set_keys("config.json", pad_token_id=250, eos_token_id=7)(folder)
+    write_small_folder(read_architecture(folder), tmp_path / "small", vocabulary=200, blocks=2)
+    config = read_json(tmp_path / "small/config.json")
+    assert (config.get("pad_token_id"), config["eos_token_id"]) == (None, 7)
+
+
 def test_large_data_is_not_read_whole(monkeypatch, tmp_path):
     monkeypatch.setattr(fewer_rows, "LARGE", 100)
     monkeypatch.setattr(fewer_rows, "ENOUGH", 60)
@@ -364,7 +372,11 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
     write(tmp_path / "hf", kind)
     if kind == "deepseek_v3":
         config = tmp_path / "hf/config.json"
-        write_json(config, read_json(config) | {"num_nextn_predict_layers": 1})
+        (space,) = load_tokenizer("demo:bytes").encode(
+            " "
+        )  # a row that transformers does not train
+        own = {"num_nextn_predict_layers": 1, "pad_token_id": space}
+        write_json(config, read_json(config) | own)
         add_head(tmp_path / "hf")
     write_rows(
         tmp_path / "stream.jsonl", [{"text": f"{i} birds. " * (1 + i % 4)} for i in range(60)]

@@ -33,8 +33,8 @@ NARROW = {
     "intermediate_size": 256, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64,
 }  # fmt: skip
-"""The largest widths of what this program's decoder computes; heads keep theirs. The vocabulary,
-which stays, makes wide copies slow."""
+"""The largest widths of what this program's decoder computes. The vocabulary, which stays, makes
+wide copies slow."""
 OWN_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -50,14 +50,11 @@ def write_small_folder(
         known = config_object({**raw, "model_type": raw.get("model_type")}, config.folder)
         small = shrunk(known, narrow=True, blocks=blocks)
         text, own = small.get_text_config(decoder=True), known.get_text_config(decoder=True)
-        more = {name: getattr(own, name, None) for name in OWN_TOKENS}
+        more = {name: known_id(getattr(own, name, None), vocabulary) for name in OWN_TOKENS}
         if getattr(text, DENSE, 0):  # else no block would have experts
             more[DENSE] = 1
         if not config.by_transformers:
-            # transformers wants a width that the number of heads divides
-            limits = NARROW | {"hidden_size": round_up(WIDTH, lcm(16, text.num_attention_heads))}
-            widths = {name: getattr(text, name, None) or 0 for name in limits}
-            more |= {name: min(limits[name], width) for name, width in widths.items() if width}
+            more |= narrow_widths(config, text)
         for name, value in {**more, "vocab_size": vocabulary}.items():
             setattr(text, name, value)
         auto: Any = transformers.AutoModelForCausalLM
@@ -68,6 +65,22 @@ def write_small_folder(
             model = auto.from_config(small, dtype=torch.float32)
             spread(model)
         model.save_pretrained(out)
+
+
+def known_id(token: Any, vocabulary: int) -> Any:
+    """Return the id of a special token; None for one that another tokenizer does not have."""
+    return None if isinstance(token, int) and token >= vocabulary else token
+
+
+def narrow_widths(config: ModelConfig, text: Any) -> dict[str, int]:
+    """Return widths of a narrow copy. text: the configuration, with few heads."""
+    # transformers wants a width that the number of heads divides
+    limits = NARROW | {"hidden_size": round_up(WIDTH, lcm(16, text.num_attention_heads))}
+    lists_factors = "long_factor" in (config.rope_scaling or {})  # one for each channel
+    if not lists_factors and not config.is_latent:
+        limits["head_dim"] = WIDTH
+    widths = {name: getattr(text, name, None) or 0 for name in limits}
+    return {name: min(limits[name], width) for name, width in widths.items() if width}
 
 
 def add_head(folder: Path) -> None:

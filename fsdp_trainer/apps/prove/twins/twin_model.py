@@ -22,6 +22,7 @@ from fsdp_trainer.apps.prove.proof.runs import ProofRun
 from fsdp_trainer.apps.prove.twins.of_further_tokens import FURTHER, HeadNames
 from fsdp_trainer.apps.prove.twins.twin_step import NoTwin
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
+from fsdp_trainer.checkpoint.assets import with_padding
 from fsdp_trainer.checkpoint.formats.headers import SINGLE
 from fsdp_trainer.checkpoint.huggingface import tensor_parts, tensor_shapes
 from fsdp_trainer.config.paths import run_folder
@@ -173,6 +174,8 @@ def write_folder(
     stored = {n: t.contiguous().clone() for n, t in tensors.items()}
     save_file(stored, out / SINGLE, metadata={"format": "pt"})
     content = json.loads(described.read_text())
-    # one that is also an end of text would be taken for padding where a score is read
-    content |= {"pad_token_id": None} if config.scores else {}
+    # a token of padding may occur in texts: transformers would read no score there, and give its
+    # row of the embedding no gradient, also where it computes this program's model
+    has_none = not config.encoder and (config.scores or not config.by_transformers)
+    content = with_padding(content, {"pad_token_id": None} if has_none else {})
     (out / "config.json").write_text(json.dumps(content))

@@ -15,6 +15,7 @@ from fsdp_trainer.apps.prove.proof.fewer_rows import fewer_rows
 from fsdp_trainer.apps.prove.proof.folding import FOLDED, folded, folded_batch, possible
 from fsdp_trainer.apps.prove.proof.recordings import STEPS
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.recorded import flat
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.layout import Layout
@@ -38,7 +39,7 @@ from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.data.prepared_data import build_data, build_tokenizer, cache_root, tokenizer_path
 from fsdp_trainer.data.records.labelled_texts import LABELLED, TAGGED
 from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import is_described
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -48,8 +49,8 @@ SMALL = 4_000_000
 """Weights of a model that is proved as it is."""
 ROW, LONG_ROW = 256, 1024
 """Tokens of a row at least; and at most, unless documents are longer."""
-DOCUMENTS, FITTING = 4, 0.8
-"""Documents of the median length in a row, and the share of all that fit into one."""
+DOCUMENTS = 2
+"""Documents of the median length in a row; one, if they are long."""
 LEAST_RATE, LEAST_EPS = 1e-3, 1e-3
 """With a lower rate float32 would round updates away; with a lower eps of Adam gradients that are
 only rounding would move weights as far as others."""
@@ -146,7 +147,7 @@ class Narrowing:
             about.append(f"the model: {cfg.model.init_from or cfg.model.name}, here a small copy")
         if self.fewer_rows[1]:
             about.append(f"the data: {'; '.join(self.fewer_rows[1])}, in an order of their own")
-        if changed := changes(flat(asdict(cfg)), flat(asdict(small))):
+        if changed := changes(dict(flat(asdict(cfg))), dict(flat(asdict(small)))):
             about.append(f"computed with {', '.join(changed)}")
         return SmallRun(small, plain, about, left_out(cfg))
 
@@ -281,8 +282,8 @@ class Narrowing:
             from fsdp_trainer.apps.prove.proof.small_folder import add_head, write_small_folder
         except ImportError:
             reason = "a small copy is made by transformers:  pip install 'fsdp_trainer[hf]'"
-            problem = Problem(f"model.init_from={source}", reason)
-            raise UserError("transformers is not installed", [problem]) from None
+            what = f"model.init_from={source}"
+            raise UserError("transformers is not installed", what, reason) from None
         tokenizer = build_tokenizer(tokens, source)
         vocabulary = tokenizer.vocab_size - len(tokenizer.new)
         blocks = max(FOLDED, Stages.of(self.folded[0]).count)
@@ -296,8 +297,8 @@ def world_of(cfg: ProveConfig) -> int:
     """Return the number of ranks that is planned, at least 2. Raises UserError for several."""
     world = cfg.plan.world_size
     if isinstance(world, list):
-        problem = Problem(f"plan.world_size={as_text(world)}", "one world is proved at a time")
-        raise UserError("there are several worlds", [problem])
+        what = f"plan.world_size={as_text(world)}"
+        raise UserError("there are several worlds", what, "one world is proved at a time")
     if world:
         return world
     own = cfg.launch.nproc_per_node
@@ -316,8 +317,8 @@ def row_length(small: Any, cfg: ProveConfig) -> int:
         return ROW
     prepared = build_data(small, Reporter(lambda line: None, lambda line: None))[2]
     lengths = np.concatenate([store.lengths for store in prepared.train])
-    several = DOCUMENTS * int(np.median(lengths))
-    enough = max(ROW, min(several, LONG_ROW), int(np.quantile(lengths, FITTING)))
+    median = int(np.median(lengths))
+    enough = max(ROW, min(DOCUMENTS * median, LONG_ROW), median)
     return min(planned, round_up(enough, ROW // 4))
 
 
@@ -336,15 +337,10 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     if before["model.init_from"] != after["model.init_from"]:
         groups.add("model")  # a small copy, of which the folder says all
     return [
-        f"{key}={as_text(value)} (planned: {as_text(before[key])})"
+        f"{key}={as_text(value)} (planned: {as_text(before.get(key))})"
         for key, value in after.items()
-        if before[key] != value and key.partition(".")[0] not in groups and key not in NOT_SAID
+        if before.get(key) != value and key.partition(".")[0] not in groups and key not in NOT_SAID
     ]
-
-
-def flat(groups: dict[str, Any]) -> dict[str, Any]:
-    names = [f.name for f in fields(TrainConfig)]
-    return {f"{group}.{name}": v for group in names for name, v in groups[group].items()}
 
 
 def left_out(cfg: ProveConfig) -> list[NotProved]:

@@ -9,8 +9,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from damaged_folders import (
@@ -29,7 +27,7 @@ from damaged_folders import (
     wrong_with,
 )  # fmt: skip
 from forked import Forked
-from world import SERVER, CommandResult, read_json, start_server, use_server, write_json
+from world import CommandResult, read_json, start_server, write_json
 from zoo import HF, make_folder
 
 ADAPTER = "adapter_model.safetensors"
@@ -199,17 +197,11 @@ def wrong_in_run(words: str, folders: Path, planted: str = "") -> list[str]:
     with tempfile.TemporaryDirectory() as root:
         place = [f"model.init_from={folders / model}", f"run.root={root}", "run.name=run"]
         line = [sys.executable, "-m", "fsdp_trainer", "prove", *SMALL, *place, *keys, "format=json"]
-        env = own | {"PYTHONPATH": paths}
-        done = Forked(line, Path(root) / "log", env, own=from_the_same_server)
+        # OpenMP's threads would not survive the forks of ranks
+        env = own | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        done = Forked(line, Path(root) / "log", env)
         code, said = done.wait(1800), done.said
     return wrong_of(CommandResult(code, [*said.splitlines(), ""][-2], said))
-
-
-@contextmanager
-def from_the_same_server() -> Iterator[None]:
-    """Fork ranks from the server that all proofs are forked from."""
-    use_server(os.environ[SERVER])
-    yield
 
 
 def main() -> int:

@@ -32,8 +32,8 @@ def begin(by_transformers: bool) -> None:
 
 def server_runs() -> bool:
     """Start the process to fork from if it does not run; return False where there is none."""
-    if sys.platform != "linux":
-        return False  # the libraries of other systems do not survive a fork
+    if sys.platform != "linux" or multiprocessing.current_process().daemon:
+        return False  # other systems' libraries do not survive a fork; a daemon has no children
     try:
         forkserver.ensure_running()
     except OSError:  # such as a TMPDIR that is too long for a socket's name

@@ -64,6 +64,7 @@ def write_small_folder(
             torch.manual_seed(seed)
             model = auto.from_config(small, dtype=torch.float32)
             spread(model)
+        transformers.utils.logging.disable_progress_bar()
         model.save_pretrained(out)
 
 

@@ -274,18 +274,11 @@ def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
 def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
     few, how = write_chats(tmp_path / "few.jsonl", 3), [*STREAMED, "train.steps=2"]
     mixture = f"data.path=[{{path: {few}, weight: 1}}, {{path: {files['chats']}, weight: 2}}]"
-    without_end = ["train.epochs=1", "train.steps=null", "data.validation=0.1", "data.prefetch=0"]
-    for name, words, message in (
-        ("few", [f"data.path={few}"], ["has 3 rows, fewer than a step"]),
-        ("mixed", [mixture], ["weights and repeats"]),
-        (
-            "several",
-            without_end,
-            ["train.steps=1000", "data.validation=heldout.jsonl", "data.prefetch=1"],
-        ),
+    for words, message in (
+        (f"data.path={few}", "has 3 rows, fewer than a step"),
+        (mixture, "weights and repeats"),
     ):
-        error = train(name, *how, *words, code=2).err
-        assert all(text in error for text in message)
+        assert message in train("run", *how, words, code=2).err
     assert "nothing to learn" in refusal(streamed, files["chats"], seq_len=8)
 
 

@@ -153,23 +153,25 @@ def test_each_generated_text_is_that_of_transformers(folder):
     ours = harness_model(folder)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
     prompts = ["abc", "a longer question?", "x" * 150]
-    short = {"until": [], "max_gen_toks": 9}
-    options = [
-        {"until": ["q", "7"], "max_gen_toks": 20}, short,
-        {**short, "repetition_penalty": 1.8, "num_beams": 1},
-        {**short, "no_repeat_ngram_size": 1}, {**short, "min_new_tokens": 9},
-        {**short, "do_sample": True, "top_k": 1, "temperature": 0.7},
-        {"until": "q", "max_new_tokens": 5, "do_sample": True, "min_p": 1.0, "temperature": 2.0},
-    ]  # fmt: skip
     requests = [
         Instance("generate_until", {}, (prompt, dict(each)), i)
-        for i, (prompt, each) in enumerate((p, o) for o in options for p in prompts)
+        for i, (prompt, each) in enumerate((p, o) for o in COMPUTED for p in prompts)
     ]
     texts = ours.generate_until(requests)
     assert texts == theirs.generate_until(requests)
     assert any(texts)
 
 
+COMPUTED = yaml.safe_load("""
+- {until: [q, "7"], max_gen_toks: 20}
+- {until: [], max_gen_toks: 9}
+- {until: [], max_gen_toks: 9, repetition_penalty: 1.8, num_beams: 1}
+- {until: [], max_gen_toks: 9, no_repeat_ngram_size: 1}
+- {until: [], max_gen_toks: 9, min_new_tokens: 9}
+- {until: [], max_gen_toks: 9, do_sample: true, top_k: 1, temperature: 0.7}
+- {until: q, max_new_tokens: 5, do_sample: true, min_p: 1.0, temperature: 2.0}
+""")
+"""Settings of requests."""
 NOT_COMPUTED = yaml.safe_load("""
 {num_beams: 3, length_penalty: 0.5, num_return_sequences: 2, max_length: 99, stop: [x],
  bad_words_ids: [[1]], repetition_penalti: 2, repetition_penalty: a, until: [7], min_p: 2,
@@ -343,13 +345,10 @@ def test_the_file_of_a_task_runs_only_code_that_is_typed(tmp_path, monkeypatch):
         lm_eval.utils.apply_template("{{ cycler.__init__.__globals__ }}", {})
 
 
-def test_tasks_are_checked_before_anything_begins(evaluate, folder, train, tmp_path):
+def test_tasks_are_checked_before_anything_begins(evaluate, folder, tmp_path):
     missing = f"{tmp_path}/none.yaml"
     assert "tasks=[arc_easy]" in evaluate(folder, [], code=2)
     assert "there is no such file" in evaluate(folder, [missing], code=2)
-    said = train("run", f"evaluation.tasks=[{missing}]", code=2).err
-    assert "there is no such file" in said
-    assert "evaluation.tasks=[arc_easy]" in train("run", "train.evaluate_every=2", code=2).err
 
 
 AT_STEPS = "evaluation.limit=3 train.steps=4 train.evaluate_every=2 checkpoint.every=2"

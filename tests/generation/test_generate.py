@@ -394,13 +394,6 @@ def test_the_command_answers_the_same_from_run_and_checkpoint(run, generate):
     assert generate(run, *raw) == generate(run, *raw) != said
 
 
-def test_no_source_and_a_wrong_one_are_refused(run, generate, tmp_path):
-    assert "source" in generate("", "prompt=x", code=2)
-    assert "source" in generate(f"{tmp_path}/none", "prompt=x", code=2)
-    assert generate(tmp_path, "prompt=x", code=2)
-    assert "prompts=none.txt" in generate(run, "prompts=none.txt", code=2)
-
-
 def test_a_prompt_without_tokens_or_without_room_is_refused(speaker):
     assert "prompt is empty" in refusal(speaker.encode, "")
     assert "prompt is too long" in refusal(speaker.encode, "abc" * 1000)

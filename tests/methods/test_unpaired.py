@@ -177,20 +177,6 @@ def test_pairs_are_one_good_and_one_bad_answer_each(ledger):
     assert run["reward_margin"][-1] > 0
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    rows("""
-objective=sft → objective=kto
-objective=dpo → objective=kto
-objective=kto objective.reference=none → compares with a reference
-"""),
-)
-def test_labelled_answers_need_kto_and_a_reference(train, tmp_path, words, message):
-    path = write_labelled(tmp_path / "labelled.jsonl")
-    said = train("run", f"data.path={path} batch.seq_len=128", words, code=2).err
-    assert message in said
-
-
 @pytest.mark.parametrize(("more", "baseline"), [(0.0, 0.4), (-1.0, 0.0)])
 def test_the_baseline_is_the_mean_gain_of_mismatched_answers_and_at_least_0(more, baseline):
     reference = torch.tensor([-3.0, -5.0, -2.0, -7.0, -4.0, -6.0], dtype=torch.float64)

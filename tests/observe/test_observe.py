@@ -352,11 +352,6 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
     assert table_of_phases({0: rows})[-1].split() == ["a", "step", "150.0"]
 
 
-def test_a_profile_of_ranks_that_are_not_there_is_refused(train):
-    words = "profile.steps=3 profile.ranks=[0,2]"
-    assert "there is no rank 2" in train("run", words, ranks=2, code=2).err
-
-
 def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path):
     logged = []
 

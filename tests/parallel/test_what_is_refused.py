@@ -1,11 +1,10 @@
 """Words that do not go together are refused before anything starts, with what to type instead."""
 
-from pathlib import Path
-
 import pytest
+from folders import TESTS
 from tables import rows
 
-REFUSED = rows(Path(__file__).with_name("refused_words.txt").read_text())
+REFUSED = rows((TESTS / "parallel/refused_words.txt").read_text().replace("TESTS", str(TESTS)))
 
 
 @pytest.mark.parametrize("ranks, typed, parts", REFUSED)

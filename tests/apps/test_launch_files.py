@@ -334,18 +334,7 @@ def test_own_changes_are_not_written_over(write, tmp_path):
     assert file.read_text() == "mine"
 
 
-ENDS = {
-    "time limit": (["exit 75"], 0, "requeue 7\n"),
-    "mistake": (["exit 3"], 3, ""),
-    "a rank dies": (["exit 1", "exit 0"], 0, ""),
-    "always": (["exit 1"] * 3, 1, ""),
-    "its time is up": (
-        ["trap 'exit 75' USR1; touch waits; while :; do sleep 0.02; done"],
-        0,
-        "requeue 7\n",
-    ),
-}
-"""What each start of the ranks does, the job's exit code, and what Slurm is told."""
+ENDS = table("apps/launch_files/ends.yaml")
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -353,7 +342,7 @@ def test_a_batch_script_starts_again_what_failed_and_requeues_what_stopped_in_or
     write, tmp_path, end
 ):
     script = write("slurm", "+recipe=quickstart", "restarts=2")
-    does, code, message = ENDS[end]
+    does, code, message = ENDS[end]["starts"], ENDS[end]["code"], ENDS[end]["told"]
     cases = "\n".join(f"{i}) {body};;" for i, body in enumerate(does, start=1))
     stubs = {
         "srun": f"cd {tmp_path}; echo >> starts\ncase $(wc -l < starts) in\n{cases}\nesac",

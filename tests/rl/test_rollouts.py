@@ -93,25 +93,27 @@ def rollout(row, sample, prompt, turns, reward, by_turn=(), finished=True):
     failure = "step: lost" if math.isnan(reward) else None
     facts = EpisodeFacts(sample, 0.5, failure) if several or failure else None
     answer = SampledAnswer(tokens, chosen, finished, 3, several)
-    return Rollout(row, sample, [row + 1] * prompt, answer, reward, [reward], by_turn, facts)
+    return Rollout(row, sample, [row + 1] * prompt, answer, reward, [reward], tuple(by_turn), facts)
 
 
-ANSWERS = [
-    rollout(4, 0, 3, [5], 1.0),
-    rollout(4, 1, 3, [2], 0.0),
-    rollout(5, 0, 6, [4], 0.5, finished=False),
-    rollout(5, 1, 6, [9], 0.5),
-    rollout(6, 0, 4, [3], 0.0),
-    rollout(6, 1, 4, [6], 0.3),
-]
-EPISODES = [
-    rollout(4, 0, 3, [5, 2, 4], 1.0, (0.2, 0.8)),
-    rollout(4, 1, 3, [2], 0.0),
-    rollout(5, 0, 6, [3, 4, 2, 1, 2], 0.5),
-    rollout(5, 1, 6, [9, 2, 1], math.nan),
-    rollout(6, 0, 6, [4], 0.0),
-    rollout(6, 1, 6, [4, 3, 2], 0.7),
-]
+ROLLOUTS = yaml.safe_load("""
+# row, sample, tokens of the prompt, of turns, the reward, rewards of turns, whether it is finished
+answers:
+- [4, 0, 3, [5], 1.0]
+- [4, 1, 3, [2], 0.0]
+- [5, 0, 6, [4], 0.5, [], false]
+- [5, 1, 6, [9], 0.5]
+- [6, 0, 4, [3], 0.0]
+- [6, 1, 4, [6], 0.3]
+episodes:
+- [4, 0, 3, [5, 2, 4], 1.0, [0.2, 0.8]]
+- [4, 1, 3, [2], 0.0]
+- [5, 0, 6, [3, 4, 2, 1, 2], 0.5]
+- [5, 1, 6, [9, 2, 1], .nan]
+- [6, 0, 6, [4], 0.0]
+- [6, 1, 6, [4, 3, 2], 0.7]
+""")
+ANSWERS, EPISODES = ([rollout(*each) for each in ROLLOUTS[kind]] for kind in ROLLOUTS)
 """Two rollouts of each of three prompts. Of one prompt one has failed, and nothing is learnt."""
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import inject
 import pytest
-from folders import REPO
+from folders import REPO, table
 from world import read_lines, wait_until
 
 from fsdp_trainer.base import phases, slots
@@ -64,7 +64,7 @@ def seen(
     trace, count = [], 0
     for visit in visits:
         trace.append(PhaseVisit(0.0, *visit, count, len(trace) + 1))
-        count += visit[1] in ("forward", "backward", "agree") and visit != skipped_in
+        count += visit[1] in ("forward", "backward", "agree") and [*visit] != skipped_in
     slot = RankSlot(
         pid=100 + rank,
         started=1,
@@ -98,49 +98,25 @@ def test_each_file_that_names_a_dimension_is_there_and_starts_collectives():
             assert re.search(r"ALL_GATHER|all_to_all|all_reduce|isend|P2POp|schedule", text), end
 
 
-def judged(*ranks, world=0, **how):
-    """Return the verdict on ranks: what, who, and whether they are killed."""
-    verdict = judge([*ranks], world or len(ranks), 1800, **how)
-    return verdict.what, [status.rank for status in verdict.ranks], verdict.kill
+VERDICTS = table("launch/verdicts.yaml")
+FILES = {"elsewhere": ELSEWHERE, "debugger": DEBUGGER}
 
 
-RANK_1, BOTH, WAITS = ("stuck", [1], True), ("stuck", [0, 1], True), ("waiting", [0, 1], False)
+@pytest.mark.parametrize("promise", VERDICTS)
+def test_whose_fault_it_is(promise):
+    for case in VERDICTS[promise]:
+        ranks = [
+            seen(i, **one | {"file": FILES.get(one.get("file"), COLLECTIVE)})
+            for i, one in enumerate(case["ranks"])
+        ]
+        how = {"on_device": True} if case.get("gpu") else {}
+        verdict = judge(ranks, case.get("world", len(ranks)), 1800, **how)
+        said = [verdict.what, [status.rank for status in verdict.ranks], verdict.kill]
+        assert said == case["verdict"], case
+        assert case.get("reason", "") in verdict.reason
 
 
-def test_the_rank_that_is_in_no_collective_holds_up_those_that_are():
-    outside = seen(1, file=ELSEWHERE)
-    assert judged(seen(0), outside, seen(2)) == RANK_1
-    assert judged(seen(0, step=9, file=ELSEWHERE), outside) == RANK_1, "it is behind"
-
-
-def test_a_rank_that_skipped_a_collective_is_named_with_where():
-    ranks = [seen(0, phase="agree"), seen(1, phase="forward", step=9, skipped_in=(8, "agree"))]
-    assert [s.rank for s in judge(ranks, 2, 1800).ranks] == [1]
-    assert "agree of step 8" in judge(ranks, 2, 1800).reason
-    assert judge(ranks, 2, 1800).kill
-
-
-def test_a_node_that_waits_for_another_is_left_alone_until_collectives_end_by_themselves():
-    here = [seen(0), seen(1)]
-    assert judged(*here, world=4) == WAITS
-    assert judged(*(replace(status, standing=1811) for status in here), world=4)[2]
-    assert judged(*here) == BOTH, "there is no other node"
-    has_ended = seen(1, state=None, closed=True)
-    assert judged(seen(0), has_ended, world=4)[2], "one that left does not come back"
-
-
-def test_on_gpus_a_host_outside_any_collective_may_wait_for_a_device_that_waits_for_another_node():
-    outside = [seen(rank, file=ELSEWHERE) for rank in range(2)]
-    assert judged(*outside, world=4, on_device=True) == WAITS
-    assert judged(*outside, on_device=True) == BOTH, "there is no other node"
-    assert judged(*outside, world=4) == BOTH, "no device that it could wait for"
-    behind = judged(seen(0, phase="agree"), outside[1], world=4, on_device=True)
-    assert behind == RANK_1, "its neighbour's host has gone on"
-
-
-def test_a_debugger_is_no_hang():
-    for ranks in ([seen(0), seen(1, file=DEBUGGER)], [seen(0), seen(1, traced=True)]):
-        assert not judge(ranks, 2, 1800).kill
+def test_a_rank_that_a_debugger_stops_is_left_alone():
     assert stopped([seen(0), seen(1, state="T", stopped=5.0, traced=True)]) is None
     assert [s.rank for s in stopped([seen(0), seen(1, state="T", stopped=1.1)]).ranks] == [1]
 
@@ -187,26 +163,10 @@ def allowed(phase, state="S", **seconds):
 
 
 def test_time_is_allowed_by_what_a_phase_took_so_far():
-    assert allowed("forward", forward=0.1, read=0.1) == 10
-    assert allowed("forward", forward=7, read=0.1) == 35
-    assert allowed("forward", forward=0.1, read=12) == 60, (
-        "a GPU's host may stand anywhere for what its device has to do yet"
-    )
-    assert allowed("forward", forward=0.1) == 1800, (
-        "the first step, or the first logged one, is not over"
-    )
-    assert allowed("validation", forward=0.1, read=0.1) == 1800, "the first validation"
-    for phase in ("data", "log", "validation"):
-        assert allowed(phase, **{phase: 0.001, "read": 0.1}) == 120, (
-            "storage that is remote or cold"
-        )
-    assert allowed("forward", state="D", forward=0.1, read=0.1) == 1800, (
-        "the system waits for a disk"
-    )
-    for phase in ("compile", "staging", "shards", "manifest", "prune", "samples", "profile"):
-        assert allowed(phase, **dict.fromkeys([phase, "read"], 0.1)) == 1800
-    for phase in ("start", "export", "end"):
-        assert allowed(phase, read=0.1) == float("inf")
+    for case in table("launch/allowed_seconds.yaml"):
+        for phase in case["phases"]:
+            seconds = {phase if name == "itself" else name: n for name, n in case["took"].items()}
+            assert allowed(phase, case.get("state", "S"), **seconds) == case["allowed"], case
 
 
 def watchdog_over(tmp_path, *ranks, seconds=0.0, **options):

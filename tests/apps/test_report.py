@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from browser import PageParts, browser_page, check_nothing_acts, settle
+from folders import table
 from world import write_lines
 
 from fsdp_trainer.apps.report import read
@@ -24,6 +25,7 @@ from fsdp_trainer.cli import main
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(1)>" onmouseover="x'
 STEP = {"data": 0.5, "forward": 1.0, "backward": 2.0, "clip": 0.25, "read": 0.25, "log": 1.0}
 """Phases of 5 seconds."""
+RUNS = table("apps/report_runs.yaml")
 
 
 def write_run(folder, lines=(), events=(), samples=(), **config):
@@ -66,16 +68,7 @@ def crashed_and_resumed():
     lines[3] |= {"validation_loss": 5.5, "time": 1117.0, "phases": STEP | {"validation": 7.0}}
     lines[4]["time"] += 7
     lines[5] |= {"time": lines[5]["time"] + 15, "phases": STEP | {"compile": 8.0}}
-    events = [
-        event("start", 1010.0, step=0, seconds=10.0),
-        event("checkpoint", 1023.0, step=2, seconds=9.0, stall_seconds=3.0),
-        resume(1100.0, 2, 20.0, (4, 1033.0)),
-        event("evaluation", 1117.0, step=4, loss=5.5),
-        event("spike", 1130.0, step=5, loss=9.0),
-        end(1154.0, "finished", phases={"staging": 3.0, "end": 1.0}),
-        end(9999.0, "already finished"),
-    ]
-    return lines, events
+    return lines, [event(**one) for one in RUNS["crashed"]]
 
 
 def report(*sources, out, code=0):
@@ -306,32 +299,19 @@ def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(tmp_path, capsys):
     assert "only the last" in " ".join(run.remarks)
 
 
-def test_a_run_says_in_which_state_it_is(tmp_path):
-    lines, events = crashed_and_resumed()
-    start, crashed = events[0], events[:4]
-    refused, done = end(1300.0, "no such key", 2), end(1200.0, "done")
-    saved = event("checkpoint", time.time() - 60, step=8)
-    cases = {
-        "finished": (lines, [start, done], "finished"),
-        "failed": (lines, [start, end(1200.0, "why", 1)], "failed", "why"),
-        "stopped": (lines, [start, end(1200.0, "why", 75)], "stopped"),
-        "started again": (lines, [*events, end(1300.0, "already finished")], "finished"),
-        "refused after": (
-            lines,
-            [start, done, refused, refused],
-            "finished",
-            "done; a later start was refused: no such key",
-        ),
-        "refused at once": ([], [refused], "failed", "no such key"),
-        # files that were just copied say nothing
-        "silent": (lines, crashed, "failed", "ended without a message"),
-        "alive": (lines, [*crashed, saved], "running"),
-    }
-    for name, (wrote, happened, state, *explanation) in cases.items():
-        run = read_run(write_run(tmp_path / name, wrote, happened), "a")
-        assert run.state == state, name
-        assert explanation in ([], [run.explanation]), name
-        assert dict(Summary(run).facts)["state"].startswith(state), name
+STATES = RUNS["states"]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_run_says_in_which_state_it_is(tmp_path, name):
+    (lines, known), case = crashed_and_resumed(), STATES[name]
+    events = [known[one] if isinstance(one, int) else event(**one) for one in case["events"]]
+    if name == "alive":
+        events.append(event("checkpoint", time.time() - 60, step=8))
+    run = read_run(write_run(tmp_path / "run", lines[: case.get("lines")], events), "a")
+    assert run.state == case["state"]
+    assert run.explanation == case.get("explanation", run.explanation)
+    assert dict(Summary(run).facts)["state"].startswith(run.state)
 
 
 def test_an_empty_run_says_so(tmp_path, capsys):

@@ -10,7 +10,6 @@ import pytest
 from folders import table
 from refused import refusal
 from texts import BYTES, samples_of, supervised_texts, turn
-from world import write_json
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
 from fsdp_trainer.data.data_statistics import all_findings, length_for_most
@@ -305,7 +304,6 @@ def test_a_question_that_is_marked_to_be_learnt_is_warned_about_where_it_is_not(
 
 
 MASKS = CASES["masks"]
-WRONG_MASKS = [[0, None, 1], [0, math.nan, 1], [0, 0.5, 1], [0, 2, 1], [0, 1], 5, "x y z", {}]
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "response_mask", "label_mask"])
@@ -313,7 +311,7 @@ def test_a_mask_of_tokens_is_used_in_any_spelling(name):
     for mask in MASKS:
         row = read({"input_ids": [7, 8, 258], name: mask})
         assert (row.tokens, row.learnt) == ([7, 8, 258], [False, False, True])
-    for mask in WRONG_MASKS:
+    for mask in CASES["wrong masks"]:
         with pytest.raises(RecordError, match=name):
             read({"input_ids": [7, 8, 258], name: mask})
 
@@ -385,37 +383,19 @@ def test_what_is_no_label_is_an_error_of_the_row(label):
         reader_of(row, kind="unpaired")[0](row)
 
 
-def test_labels_of_a_table_are_read_for_kto_and_pairs_with_worse_scores_are_named(
-    tmp_path, preview
-):
-    lines = [f"q{i},answer {i},{i % 2 == 0}\n" for i in range(4)]
-    (tmp_path / "a.csv").write_text("prompt,completion,label\n" + "".join(lines))
-    shown = preview(f"data.path={tmp_path}/a.csv", "objective=kto")
-    assert "4 rows, unpaired" in shown
-    pairs = {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}
-    write_json(tmp_path / "a.jsonl", pairs)
-    shown = preview(f"data.path={tmp_path}/a.jsonl", "objective=dpo")
-    assert "1 pair whose rejected answer has a higher score" in shown
-
-
 def call(name="look", **others):
     return {"type": "function", "function": {"name": name, **others}}
 
 
-EMPTY = ["", "  ", None, "null", "{}", {}, [], math.nan]
-BROKEN = [
-    '{"a": "cut of', "[1]", 5, "text", '{"a": NaN}', '{"a": 1, "a": 2}', {"a": math.inf}, "{'a': 1}"
-]  # fmt: skip
-
-
 def test_arguments_of_calls_are_objects_or_an_error_of_the_row():
-    for arguments in EMPTY:
+    for arguments in CASES["no arguments"]:
         answer = answered(turn("assistant", None, tool_calls=[call(arguments=arguments)]))
         assert answer["tool_calls"] == [call(arguments={})]
     for given in ({"args": {"a": 1}}, {"arguments": '"{\\"a\\": 1}"'}, {"parameters": '{"a": 1}'}):
         answer = answered(turn("assistant", None, tool_calls=[call(**given)]))
         assert answer["tool_calls"] == [call(arguments={"a": 1})]
-    broken = [call(arguments=arguments) for arguments in BROKEN] + [call(kwargs={"a": 1})]
+    broken = [call(arguments=each) for each in CASES["broken arguments"]]
+    broken.append(call(kwargs={"a": 1}))
     broken.append(call(arguments={"a": 1}, input={"a": 2}))
     broken.append({**call(arguments={"a": 1}), "arguments": {"a": 2}})
     for one in broken:

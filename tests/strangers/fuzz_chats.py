@@ -133,13 +133,12 @@ class Writer:
 
 @dataclass
 class Case:
-    """A template with a tokenizer that has its special tokens. is_ours: it is a random one."""
+    """A template with a tokenizer that has its special tokens."""
 
     name: str
     source: str
     tokenizer: TextTokenizer
     template: Template
-    is_ours: bool
 
 
 @lru_cache(1)
@@ -148,7 +147,7 @@ def plain_backend():
     return make_tokenizer([]).to_str()
 
 
-def case_of(name, source, folder, is_ours):
+def case_of(name, source, folder):
     """Return a template as a case. folder: where the tokenizer may be written."""
     backend = Tokenizer.from_str(plain_backend())
     names = dict.fromkeys([*SPECIAL.values(), *SPECIAL_TEXT.findall(source)])
@@ -159,7 +158,7 @@ def case_of(name, source, folder, is_ours):
     write_json(folder / "tokenizer_config.json", SPECIAL)
     tokenizer = load_tokenizer(str(folder))
     template = Template(name, source, tokenizer.special, today=date.today())
-    return Case(name, source, tokenizer, template, is_ours)
+    return Case(name, source, tokenizer, template)
 
 
 def wrongs(case, row, plain):
@@ -231,7 +230,7 @@ def differences(case, row, samples, builder):
             continue
         if not rendered(k + 1).startswith(text) and not text.startswith(rendered(k, True)):
             yield f"other text: {text[-200:]!r} {whole[-200:]!r}"
-    is_marked = case.is_ours and "<think>\n{% endif %}{# #}" not in case.source
+    is_marked = "generation %}" in case.source and "<think>\n{% endif %}{# #}" not in case.source
     yield from wrong_prompt(case, row, messages, rendered)
     if is_marked and texts == [whole] and not any("weight" in m for m in messages):
         _, mask = learnt_in_transformers(theirs, messages, row.tools)
@@ -263,14 +262,13 @@ def excused(builder):
 
 
 def templates(seed, given):
-    """Yield names and texts of templates, without an end, and whether they are random ones."""
+    """Yield names and texts of templates, without an end: random ones between those given."""
     number = 0
     while True:
         for name, source in given.items():
-            yield name, source, False
+            yield name, source
             number += 1
-            random_one = random_template(random.Random(f"{seed} template {number}"))
-            yield f"random {number}", random_one, True
+            yield f"random {number}", random_template(random.Random(f"{seed} template {number}"))
 
 
 def cases(seed, count, given):
@@ -278,8 +276,7 @@ def cases(seed, count, given):
     sources = templates(seed, given)
     with TemporaryDirectory() as folder:
         for first in range(0, count, PER_TEMPLATE):
-            name, source, is_ours = next(sources)
-            case = case_of(name, source, Path(folder), is_ours)
+            case = case_of(*next(sources), Path(folder))
             for number in range(first, min(first + PER_TEMPLATE, count)):
                 yield number, case
 

@@ -3,11 +3,9 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from texts import write_sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
-from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 
@@ -75,18 +73,6 @@ def test_pieces_of_any_tokens_are_the_text_of_all(name):
         assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
     check()
-
-
-def test_a_sentencepiece_model_streams_its_text(tmp_path):
-    file = write_sentencepiece(tmp_path / "spm.model")
-    for prefix in (False, True):
-        backend, special = read_sentencepiece(file, prefix=prefix)
-        tokenizer = TextTokenizer(backend, special, set(), None)
-        for text in ("  the small 世界 cells é", "one<s> world</s>", "\x00 a🙂🙂 of the"):
-            ids = tokenizer.encode(text)
-            pieces = pieces_of(tokenizer, ids)
-            assert "".join(pieces) == tokenizer.decode(ids)
-            assert len([piece for piece in pieces if piece]) > 2
 
 
 def test_a_character_is_returned_with_its_last_byte():

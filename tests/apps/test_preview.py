@@ -257,11 +257,12 @@ def test_a_tokenizer_that_loses_text_is_named(preview, tmp_path):
     assert not lossy(load_tokenizer("demo:bytes"))
 
 
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 OF_METHODS = {
     "sft": {"messages": ask("a")["messages"]},
-    "dpo": {"prompt": "q", "chosen": "a", "rejected": "b"},
-    "reward": {"prompt": "q", "chosen": "a", "rejected": "b"},
-    "kto": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "dpo": PAIR,
+    "reward": PAIR,
+    "kto": PAIR,
     "grpo": {"prompt": "q", "answer": "1"},
 }
 

@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import itertools
 import json
-import math
 import re
 from dataclasses import replace
 
@@ -199,19 +198,21 @@ def test_the_spellings_of_transformers_4_and_5_read_equal(tmp_path):
     assert written["rope_parameters"]["rope_theta"] == written["rope_theta"] == 5e5
 
 
-SCALINGS = yaml.safe_load("""
-- null
-- {type: linear, factor: 2.0}
-- {type: linear, rope_type: default, factor: 2.0}
-- {type: default, rope_type: linear, factor: 2.0, rope_theta: 777.0}
-- {rope_type: yarn, factor: 2.0, original_max_position_embeddings: 32}
+SCALINGS, PARAMETERS, OUTSIDE = yaml.safe_load("""
+- # rope_scaling
+  - null
+  - {type: linear, factor: 2.0}
+  - {type: linear, rope_type: default, factor: 2.0}
+  - {type: default, rope_type: linear, factor: 2.0, rope_theta: 777.0}
+  - {rope_type: yarn, factor: 2.0, original_max_position_embeddings: 32}
+- # rope_parameters
+  - {}
+  - {rope_type: default, rope_theta: 500000.0}
+  - {rope_type: linear, factor: 4.0, rope_theta: 500000.0}
+- # beside them
+  - {}
+  - {rope_theta: 999.0, original_max_position_embeddings: 16}
 """)
-PARAMETERS = [
-    {},
-    {"rope_type": "default", "rope_theta": 5e5},
-    {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
-]
-OUTSIDE = [{}, {"rope_theta": 999.0, "original_max_position_embeddings": 16}]
 ROTARY = {"llama": ("llama", "Llama"), "gemma3_text": ("gemma3", "Gemma3")}
 """Module and beginning of the name of transformers' class."""
 
@@ -391,8 +392,11 @@ def test_all_that_is_not_supported_is_told_at_once(tmp_path):
         ModelConfig.from_hf(config_json(tmp_path, **odd))
 
 
-ODD = [0, -1, 10**300, math.inf, math.nan, "x", [1], {"a": 1}, {FULL: 5}, {FULL: {"rope_type": []}},
-       {"rope_theta": "x"}, {"rope_type": "linear", "factor": 0}]  # fmt: skip
+ODD = [10**300]
+ODD += yaml.safe_load("""
+[0, -1, .inf, .nan, x, [1], {a: 1}, {full_attention: 5}, {full_attention: {rope_type: []}},
+ {rope_theta: x}, {rope_type: linear, factor: 0}]
+""")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss"])

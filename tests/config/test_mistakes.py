@@ -21,6 +21,7 @@ import inject
 import pytest
 from folders import REPO, TESTS
 from safetensors.torch import load_file, save_file
+from texts import exchange_tokens
 from world import SMALL, command, read_json, write_chats, write_json
 
 from fsdp_trainer.base import web
@@ -65,11 +66,7 @@ def folder(world, tmp_path_factory):
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
     save_file(doubled, here / "other/model.safetensors", {"format": "pt"})
     shutil.copytree(here / "runs/mine", here / "runs/large")
-    words = read_json(here / "hf/tokenizer.json")
-    vocabulary = words["model"]["vocab"]
-    a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
-    vocabulary[a], vocabulary[b] = 71, 70
-    write_json(here / "other_words/tokenizer.json", words)
+    exchange_tokens(here / "other_words/tokenizer.json")
     (here / "no_config/config.json").unlink()
     (here / "no_tokenizer/tokenizer.json").unlink()
     os.truncate(here / "cut/model.safetensors", 9_000)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from folders import REPO
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from world import write_json
+from world import read_json, write_json
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.store.component_store import Reporter
@@ -179,3 +179,13 @@ def supervised_texts(tokenizer, sample):
             texts[-1].append(token)
         previous = weight
     return [tokenizer.decode(t, skip_special=False) for t in texts]
+
+
+def exchange_tokens(file):
+    """Exchange the ids 70 and 71 in a tokenizer.json; return the texts that had them."""
+    stored = read_json(file)
+    vocabulary = stored["model"]["vocab"]
+    a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
+    vocabulary[a], vocabulary[b] = 71, 70
+    write_json(file, stored)
+    return a, b

@@ -16,7 +16,8 @@ from layouts import VOCABULARY as ROW_VOCABULARY
 from named_runs import RUNS
 from small_decoder import SIZES, small_decoder
 from stored import assert_near, newest
-from textbook import TOKENS, VOCABULARY, make
+from textbook import TOKENS, VOCABULARY, make, relative
+from texts import exchange_tokens
 from world import SMALL, flip_bit, read_json, write_chats, write_json
 
 from fsdp_trainer.config.schema import ObjectiveChoice, TrainConfig
@@ -82,10 +83,6 @@ def listed(soft, count, targets):
 def whole_logits(head, hidden, weight):
     logits = hidden @ weight[: head.vocab_size].T
     return torch.tanh(logits / head.softcap) * head.softcap if head.softcap else logits
-
-
-def relative(ours, exact):
-    return ((ours.double() - exact).norm() / exact.norm()).item()
 
 
 CASES = yaml.safe_load("""
@@ -285,11 +282,7 @@ def test_lists_that_the_disk_has_no_room_for_end_the_run_before_the_teacher_read
 
 def test_a_teacher_that_does_not_fit_is_refused_with_what_differs(ledger, world, keys, tmp_path):
     other = shutil.copytree(newest(ledger.run("plain")) / "hf", tmp_path / "other")
-    words = read_json(other / "tokenizer.json")
-    vocabulary = words["model"]["vocab"]
-    a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
-    vocabulary[a], vocabulary[b] = 71, 70
-    write_json(other / "tokenizer.json", words)
+    a, b = exchange_tokens(other / "tokenizer.json")
     (other / "model.safetensors").touch()
 
     def refused(*more):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from refused import refusal
 from stored import assert_byte_equal, assert_near, save_tensors, tensors
+from texts import exchange_tokens
 from world import read_json, write_json
 from zoo import HF, make_folder
 
@@ -51,25 +52,6 @@ def test_padding_changes_no_loss_and_no_export_and_can_be_another_in_the_next_st
         fsdp_trainer.load_model(run.folder).state_dict() for run in (padded, following)
     )
     assert_byte_equal(again, weights)
-
-
-def test_new_tokens_start_as_the_mean_of_the_others(train, folder):
-    grown = ["model.vocab_size=900 model.vocab_multiple=128 train.steps=0"]
-    grown += [f"model.init_from={folder} checkpoint.export_hf=true"]
-    run = train("run", *grown, base=HF, ranks=2)
-    before, after = tensors(folder)[EMBEDDING], tensors(run.folder / "hf")[EMBEDDING]
-    assert after.shape == (900, 32)
-    assert torch.equal(after[:264], before)
-    assert torch.allclose(after[264:], before.mean(0), atol=1e-6)
-    tokens = torch.randint(264, (1, 20), generator=torch.Generator().manual_seed(0))
-    ours, theirs = (
-        fsdp_trainer.load_model(path).logits(tokens) for path in (run.folder / "hf", folder)
-    )
-    assert ours.shape[-1] == 900
-    assert torch.allclose(ours[..., :264], theirs, atol=1e-5)
-    second = train("second", f"model.init_from={run.folder} train.steps=2", base=HF)
-    assert second["step"] == [1, 2]
-    assert "token  warning: the model has 900 tokens, the tokenizer 260" in second.out
 
 
 def test_rows_are_not_taken_away(train, folder):
@@ -161,11 +143,7 @@ def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path)
 
 
 def test_another_tokenizer_than_the_models_is_told(train, folder, tmp_path):
-    tokenizer = read_json(folder / "tokenizer.json")
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[100:102]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    write_json(tmp_path / "other.json", tokenizer)
+    exchange_tokens(shutil.copy(folder / "tokenizer.json", tmp_path / "other.json"))
     how = f"model.init_from={folder} train.steps=0"
     for path, said in ((folder, False), (tmp_path / "other.json", True)):
         run = train(f"run{said}", how, f"tokenizer.path={path}", base=HF)

@@ -65,12 +65,12 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train):
 
 def test_what_changes_no_loss_is_a_note(go_on, checkpoints, ledger):
     shutil.rmtree(checkpoints / "step-00000004")
-    others = "batch.micro_rows=1 data.on_error=skip data.format=prompt_completion"
+    others = "batch.micro_rows=1 data.on_error=skip data.format=prompt_completion loss.chunk_mib=7"
     run, whole = go_on(others, ranks=2), ledger.run("plain")
     changes = run.event("resume")[0]["changes"]
     assert changes["batch.micro_rows"] == [6, 1]
     assert "batch.micro_rows was 6, is 1" in run.out
-    assert changes.keys() >= {"data.on_error", "data.format"}
+    assert changes.keys() >= {"data.on_error", "data.format", "loss.chunk_mib"}
     assert run["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     assert run["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
 

@@ -4,6 +4,7 @@ bad steps."""
 import inject
 import pytest
 import torch
+import yaml
 from optimizer_steps import (
     SKIPPED,
     STEPS,
@@ -129,16 +130,16 @@ def test_a_skipped_step_leaves_every_byte(name):
 NEAR = {"rtol": 0, "atol": 2e-6}
 CLOSE = {"lamb": {}, "lars": {}, "muon": NEAR, "normuon": NEAR}
 """Tolerances where numbers are sums or products of matrices of other parts; others are equal."""
-LAYOUTS_OF = {
-    **dict.fromkeys(FORMATS, ("rows",)),
-    **dict.fromkeys(("lion", "sgd"), ("rows of replicas",)),
-    "lamb": ("rows of replicas", "rows and columns"),
-    "lars": ("rows and columns",),
-    "8-bit moments": ("rows twice", "columns and rows", "columns of replicas"),
-    "bfloat16": ("rows and columns",),
-    "normuon": ("rows", "whole on each", "rows and columns", "columns of replicas"),
-    "muon": ("rows and columns",),
-}
+LAYOUTS_OF = dict.fromkeys(FORMATS, ("rows",)) | yaml.safe_load("""
+lion: [rows of replicas]
+sgd: [rows of replicas]
+lamb: [rows of replicas, rows and columns]
+lars: [rows and columns]
+8-bit moments: [rows twice, columns and rows, columns of replicas]
+bfloat16: [rows and columns]
+normuon: [rows, whole on each, rows and columns, columns of replicas]
+muon: [rows and columns]
+""")
 
 
 def test_every_layout_steps_as_one_process_does(world):

@@ -6,12 +6,14 @@ from typing import Any
 
 from fsdp_trainer.errors import UserError
 
+Json = dict[str, Any]
+"""An object of JSON, or values by name that are like one, such as a row of data."""
 DEEPEST = 100
 """Levels of lists and objects in each other. Python's own limit depends on who calls."""
 TOO_DEEP = f"has more than {DEEPEST} lists and objects within each other"
 
 
-def read_object(path: Path, title: str) -> dict[str, Any]:
+def read_object(path: Path, title: str) -> Json:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

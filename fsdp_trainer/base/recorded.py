@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.safe_text import without_secrets
 
 Place = tuple[str | int, ...]
@@ -43,7 +44,7 @@ def marks_of(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
             yield from marks_of(value, (*place, name))
 
 
-def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
+def flat(tree: Json, separator: str = ".") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             for below, leaf in flat(value, separator):
@@ -70,9 +71,9 @@ def as_recorded_earlier(value: Any) -> Any:
     return without_secrets(str(value)) if isinstance(value, str) else value
 
 
-def recorded(cfg: Any) -> dict[str, Any]:
+def recorded(cfg: Any) -> Json:
     """Return a configuration as a tree that may be written to files and shown."""
-    tree: dict[str, Any] = {}
+    tree: Json = {}
     for field in fields(cfg):
         value = getattr(cfg, field.name)
         if is_dataclass(value):

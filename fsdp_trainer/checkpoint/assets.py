@@ -2,9 +2,8 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.json_files import Json, read_object
 from fsdp_trainer.checkpoint.atomic_files import write_json
 from fsdp_trainer.checkpoint.sentence_files import write_sentence_files
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
@@ -43,13 +42,13 @@ def write_hf_assets(
     tokenizer.save(folder, chat_template)
 
 
-def with_padding(hf_config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+def with_padding(hf_config: Json, keys: Json) -> Json:
     """Return a config.json with keys of the part for text, which may be the whole of it."""
     text = hf_config.get("text_config")
     return hf_config | ({"text_config": text | keys} if keys and isinstance(text, dict) else keys)
 
 
-def padding(config: ModelConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
+def padding(config: ModelConfig, tokenizer: TextTokenizer) -> Json:
     """Return the key of config.json by which transformers finds the last token, which it scores.
 
     Not the token of padding if the tokenizer itself ends texts with it.
@@ -59,11 +58,9 @@ def padding(config: ModelConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
     return {"pad_token_id": None if tokenizer.ends_with_pad else tokenizer.pad_id}
 
 
-def generation_settings(
-    tokenizer: TextTokenizer, stop_ids: list[int], source: Path | None
-) -> dict[str, Any]:
+def generation_settings(tokenizer: TextTokenizer, stop_ids: list[int], source: Path | None) -> Json:
     """Return the content of generation_config.json. source: see write_hf_assets."""
-    generation: dict[str, Any] = {
+    generation: Json = {
         "bos_token_id": tokenizer.bos_id,
         "pad_token_id": tokenizer.pad_id,
     }

@@ -1,9 +1,8 @@
 """fsdp_trainer.json in an export: what it was made of, and which adapters are merged into it."""
 
 from pathlib import Path
-from typing import Any
 
-from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.json_files import Json, read_object
 from fsdp_trainer.checkpoint.atomic_files import checksum, read_manifest
 from fsdp_trainer.config.paths import MANIFEST, find_checkpoint, is_adapter
 from fsdp_trainer.errors import UserError
@@ -12,7 +11,7 @@ from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 ORIGIN = "fsdp_trainer.json"
 
 
-def origin(source: Path, dtype: str | None) -> dict[str, Any]:
+def origin(source: Path, dtype: str | None) -> Json:
     """Return what an export records of its source, a checkpoint or a PEFT folder.
 
     The checksum tells checkpoints of the same step in different branches of a run apart.
@@ -26,7 +25,7 @@ def origin(source: Path, dtype: str | None) -> dict[str, Any]:
     }
 
 
-def read_origin(folder: Path) -> dict[str, Any]:
+def read_origin(folder: Path) -> Json:
     try:
         return read_object(folder / ORIGIN, "this folder's origin is not known")
     except UserError:

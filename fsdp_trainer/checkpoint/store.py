@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather, run_on_all_ranks, run_on_rank_0
-from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.json_files import Json, read_object
 from fsdp_trainer.base.torch_private import bounded_copies
 from fsdp_trainer.checkpoint.atomic_files import (
     commit,
@@ -58,7 +58,6 @@ from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.version import __version__
 
-Json = dict[str, Any]
 PROGRESS = "trainer.json"
 NOTHING_PENDING: Future[None] = Future()
 NOTHING_PENDING.set_result(None)
@@ -337,9 +336,7 @@ def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) ->
     return list(dict.fromkeys(chain.from_iterable(gather(problems, group))))
 
 
-def load(
-    checkpoint: Path, state: dict[str, Any], vocabulary: Collection[str], alone: bool = False
-) -> None:
+def load(checkpoint: Path, state: Json, vocabulary: Collection[str], alone: bool = False) -> None:
     """Fill `state` in place from a verified checkpoint that any number of ranks wrote.
 
     vocabulary: names of the parameters that may have another number of rows there. Collective,
@@ -394,7 +391,7 @@ class VocabularyPlanner(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Any],
+        state_dict: Json,
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:

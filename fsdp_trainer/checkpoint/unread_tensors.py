@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_trainer.base.folders import is_possible
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.checkpoint.formats.headers import NOT_LANGUAGE, read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     DTYPES,
@@ -32,7 +33,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.other_weights import described_at
-from fsdp_trainer.models.config import Json, has_tower, read_config_file
+from fsdp_trainer.models.config import has_tower, read_config_file
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.further_blocks import CONSTANT, copy_counts, counts, is_unread
 from fsdp_trainer.models.hf.read_architecture import stored_vocabulary

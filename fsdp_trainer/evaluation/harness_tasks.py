@@ -27,6 +27,7 @@ from lm_eval.config.task import TaskConfig
 from lm_eval.tasks import TaskManager, _factory, _yaml_loader
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.config.evaluation_inputs import in_folder, is_file, why_untyped
 from fsdp_trainer.config.names import nearest
@@ -281,7 +282,7 @@ def without_machine_facts() -> Iterator[None]:
         yield
 
 
-def read_task(name: str, code: Collection[str]) -> dict[str, Any]:
+def read_task(name: str, code: Collection[str]) -> Json:
     """Return the content of a task's YAML file, with the functions that it names.
 
     code: evaluation.code. Raises UserError, see `guarded_files`.
@@ -317,7 +318,7 @@ def guarded_files(name: str, code: Collection[str]) -> Iterator[None]:
             raise UserError("a task cannot be run", name, why_untyped(str(file)))
         return import_function(qualified, folder)
 
-    def load_own(path: Any, *, _seen: Any = None, **options: Any) -> dict[str, Any]:
+    def load_own(path: Any, *, _seen: Any = None, **options: Any) -> Json:
         file = Path(path).expanduser().resolve()
         spec = load_yaml(file, _seen=_seen, **options)
         if not file.is_relative_to(HARNESS):
@@ -396,19 +397,19 @@ def fetched_metrics(spec: Any) -> Iterator[str]:
             yield from fetched_metrics(part)
 
 
-def is_fetched(metric: Any, options: dict[str, Any]) -> bool:
+def is_fetched(metric: Any, options: Json) -> bool:
     is_named = isinstance(metric, str)
     return is_named and bool(options.get("hf_evaluate") or metric not in metric_registry)
 
 
-def data_file_of(spec: dict[str, Any]) -> str:
+def data_file_of(spec: Json) -> str:
     files = (spec.get("dataset_kwargs") or {}).get("data_files") or ""
     while not isinstance(files, str):
         files = next(iter(files.values() if isinstance(files, dict) else files), "")
     return files
 
 
-def metrics_of(results: dict[str, dict[str, Any]]) -> Metrics:
+def metrics_of(results: dict[str, Json]) -> Metrics:
     """Return the numeric metrics among the harness's results.
 
     `acc,none` is renamed to `acc`; metrics with a filter keep it: `exact_match,strict-match`.

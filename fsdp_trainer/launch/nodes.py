@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.process import HOST, STOPPED, arrived_signal
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.durations import parse_duration
@@ -46,13 +47,13 @@ class Meeting(socketserver.ThreadingTCPServer):
 
     def __init__(self, port: int, run: str, nodes: int):
         self.run, self.nodes = run, nodes
-        self.joined: list[tuple[dict[str, Any], Any]] = []
+        self.joined: list[tuple[Json, Any]] = []
         """The nodes that have joined: first line of each, and the file that sends lines to it."""
         self.full, self.over, self.changed = False, False, threading.Condition()
         super().__init__(("", port), Visit)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def accept(self, said: dict[str, Any], out: Any) -> str:
+    def accept(self, said: Json, out: Any) -> str:
         """Accept a node. Returns the reason if it is refused, else "".
 
         said: first line of the node; out: file that sends lines to it.
@@ -91,7 +92,7 @@ class Meeting(socketserver.ThreadingTCPServer):
         for number, (_, to) in enumerate(self.joined):
             send(to, node=number, first=sum(ranks[:number]), size=sum(ranks), port=port)
 
-    def remove(self, said: dict[str, Any], code: int | None) -> None:
+    def remove(self, said: Json, code: int | None) -> None:
         """Remove a node that ended, and inform the others. code: None if its connection broke."""
         with self.changed:
             self.joined = [node for node in self.joined if node[0] is not said]
@@ -250,7 +251,7 @@ class Node:
                 printed = True
             self._pause(MOMENT)
 
-    def _place(self) -> dict[str, Any] | None:
+    def _place(self) -> Json | None:
         """Wait until all nodes have joined, and return this node's place.
 
         Returns None if the Meeting is that of an earlier attempt: connect again.
@@ -310,7 +311,7 @@ class Node:
         if not ended and not self._left:
             self.heard = self.heard or (1, f"the node that serves {self.where} was lost")
 
-    def _receive(self) -> list[dict[str, Any]] | None:
+    def _receive(self) -> list[Json] | None:
         """Return the lines received within MOMENT seconds.
 
         Returns None if the connection is closed, or if the other side does not send JSON.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.json_files import Json, read_object
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.parts.families import (
     FAMILIES,
@@ -32,7 +32,6 @@ from fsdp_trainer.interop.folders.other_weights import described_otherwise
 if TYPE_CHECKING:
     import numpy as np  # not loaded by processes that only start ranks or report an error
 
-Json = dict[str, Any]
 
 ROPE_TYPES = {
     "default": (),

@@ -8,8 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import TextIO
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.phases import CHECKPOINT
 from fsdp_trainer.base.safe_text import safe
 
@@ -114,7 +115,7 @@ def throttled(act: Callable[[str], None], pause: float) -> Callable[[str], None]
 
 
 def progress_line(
-    line: dict[str, Any], total_steps: int, seconds_left: float, width: int | None = None
+    line: Json, total_steps: int, seconds_left: float, width: int | None = None
 ) -> str:
     """Return the progress line for a line of metrics.jsonl, of at most `width` characters.
 
@@ -143,7 +144,7 @@ def progress_line(
     return "  ".join(parts.values())
 
 
-def mfu(line: dict[str, Any]) -> str:
+def mfu(line: Json) -> str:
     if "mfu_palm" not in line:
         return ""
     return f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})"
@@ -203,7 +204,7 @@ def error_name(metric: str) -> str:
     return f"{name}_stderr{comma}{filters}"
 
 
-def _named(line: dict[str, Any], key: str, name: str, form: str) -> str:
+def _named(line: Json, key: str, name: str, form: str) -> str:
     return f"{name} {_finite(line[key], form)}" if key in line else ""
 
 

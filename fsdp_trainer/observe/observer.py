@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.process import peak_resident_bytes
 from fsdp_trainer.base.recorded import as_written
 from fsdp_trainer.config.devices import peak_flops
@@ -76,7 +77,7 @@ class Observer:
             self.say(line)
 
     def open_trackers(
-        self, cfg: Logging, run: Path, resolved: dict[str, Any], step: int, goes_back: bool
+        self, cfg: Logging, run: Path, resolved: Json, step: int, goes_back: bool
     ) -> None:
         """Start the configured trackers. Called on rank 0 only.
 
@@ -108,7 +109,7 @@ class Observer:
     def write(
         self,
         reports: list[StepReport],
-        metrics: list[dict[str, Any]],
+        metrics: list[Json],
         seconds: float,
         total_steps: int,
         last: bool,
@@ -147,10 +148,10 @@ class Observer:
     def _line(
         self,
         report: StepReport,
-        metrics: dict[str, Any],
+        metrics: Json,
         seconds: float,
         memory: float,
-    ) -> dict[str, Any]:
+    ) -> Json:
         plan = report.plan.whole
         rates = {
             "tokens_per_second": plan.tokens / seconds,
@@ -191,7 +192,7 @@ class Observer:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
 
-    def skipped(self, report: StepReport, loss: float, suspects: dict[str, Any]) -> None:
+    def skipped(self, report: StepReport, loss: float, suspects: Json) -> None:
         """Record a step whose update was skipped because of a number that was not finite.
 
         suspects: ranks and samples that may be the cause.
@@ -200,7 +201,7 @@ class Observer:
         metrics = {"loss": repr(loss), "grad_norm": repr(report.grad_norm)}
         self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], **metrics, **suspects)
 
-    def spike(self, report: StepReport, loss: float, suspects: dict[str, Any], policy: str) -> None:
+    def spike(self, report: StepReport, loss: float, suspects: Json, policy: str) -> None:
         """Record and print a spike.
 
         suspects: ranks and samples that may be the cause. policy: the value of train.on_spike.
@@ -230,7 +231,7 @@ class Observer:
         seconds: float,
     ) -> None:
         """Record and print a validation. lowest: step and value of the lowest loss so far."""
-        details: dict[str, Any] = {"loss": loss, "bits_per_byte": bits_per_byte}
+        details: Json = {"loss": loss, "bits_per_byte": bits_per_byte}
         if by_source:
             details["losses"] = by_source
         self.event("evaluation", step=step, **details, seconds=round(seconds, 3))
@@ -246,13 +247,13 @@ class Observer:
         self.say(f"saved  {path} in {seconds:.1f} s")
         self.call("checkpoint", step, Path(path))
 
-    def amend(self, step: int, extra: dict[str, Any]) -> None:
+    def amend(self, step: int, extra: Json) -> None:
         """Add entries to a line that is written already: that of the last step before a resume."""
         line = self.records.amend(step, extra) if self.records else None
         if line and self.trackers:
             self.trackers.log(line)
 
-    def answered(self, step: int, answers: list[dict[str, Any]]) -> None:
+    def answered(self, step: int, answers: list[Json]) -> None:
         if self.records:
             self.records.answers_of(step, answers)
 

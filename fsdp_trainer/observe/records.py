@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Any
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.recorded import flat
 
 KEPT_BYTES = 2**26  # unwritten lines of each file that are kept in memory
@@ -178,10 +179,10 @@ class Records:
                 file.cut_after(last)
                 file.flush()
 
-    def write(self, lines: list[dict[str, Any]]) -> None:
+    def write(self, lines: list[Json]) -> None:
         self._append(self.metrics, *lines, durable=True)
 
-    def amend(self, step: int, more: dict[str, Any]) -> dict[str, Any] | None:
+    def amend(self, step: int, more: Json) -> Json | None:
         """Add entries to the last line of the metrics, and return the line.
 
         Returns None if that is not the line of `step`, or if the file cannot be read or replaced.
@@ -202,20 +203,20 @@ class Records:
         lines = ({"step": step, "prompt": prompt, "text": text} for prompt, text in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
-    def answers_of(self, step: int, answers: list[dict[str, Any]]) -> None:
+    def answers_of(self, step: int, answers: list[Json]) -> None:
         """Append answers that a step trains on: prompt, text, reward, and turns of several."""
         lines = ({"step": step, **answer} for answer in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
-    def event(self, name: str, **details: Any) -> dict[str, Any]:
+    def event(self, name: str, **details: Any) -> Json:
         line = {"event": name, "time": round(time.time(), 3), **details}
         self._append(self.events, line)
         return line
 
-    def last_event(self) -> dict[str, Any]:
+    def last_event(self) -> Json:
         return next(whole_lines(self.events.path, newest_first=True), {})
 
-    def last_line(self) -> dict[str, Any]:
+    def last_line(self) -> Json:
         try:
             return next(whole_lines(self.metrics.path, newest_first=True), {})
         except OSError:
@@ -241,7 +242,7 @@ class Records:
         self._say(f"never written: {lines}")
 
     def _append(
-        self, file: LineFile, *lines: dict[str, Any], durable: bool = False, ascii_only: bool = True
+        self, file: LineFile, *lines: Json, durable: bool = False, ascii_only: bool = True
     ) -> None:
         with self._lock:
             if self._closed:
@@ -255,7 +256,7 @@ class Records:
                 file.flush(durable)
 
 
-def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+def whole_lines(file: Path, newest_first: bool = False) -> Iterator[Json]:
     texts = file.read_text(errors="replace").split("\n") if file.exists() else []
     return (line for text in texts[:: -1 if newest_first else 1] if (line := parse(text)))
 
@@ -288,7 +289,7 @@ def replace(file: Path, text: str) -> None:
         raise
 
 
-def parse(text: str) -> dict[str, Any] | None:
+def parse(text: str) -> Json | None:
     """Return the object in a line of JSON; None if the line is incomplete."""
     try:
         return json.loads(text) if text.rstrip("\n").endswith("}") else None
@@ -296,7 +297,7 @@ def parse(text: str) -> dict[str, Any] | None:
         return None
 
 
-def numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def numbers(line: Json) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of the numbers in a line of metrics.jsonl; `b` in `a` is named `a/b`."""
     for name, value in flat(line, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool):

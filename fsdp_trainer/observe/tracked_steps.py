@@ -7,8 +7,8 @@ import json
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.extensions import TrackedRun, Tracker
 from fsdp_trainer.observe import records
 
@@ -21,7 +21,7 @@ class TrackedSteps:
         self.tracker, self.newest, self._file = tracker, tracker.newest, file
         self._write()
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: Json, step: int) -> None:
         """Log the numbers of a step, unless the tracker has it and cannot take it back."""
         if step > self.newest or self.tracker.takes_back:
             self.tracker.log(values, step)
@@ -48,7 +48,7 @@ def tracked_run(base: TrackedRun, file: Path, kind: type[Tracker], after: int | 
     """
     text, name = file.read_text() if file.exists() else "", base.folder.name
     # an earlier version wrote the id alone; a full disk may have left nothing
-    known: dict[str, Any] = {"id": text, "name": name}
+    known: Json = {"id": text, "name": name}
     if text.startswith("{"):
         known = json.loads(text)
     newest = known.get("newest", base.step)
@@ -65,5 +65,5 @@ def tracked_run(base: TrackedRun, file: Path, kind: type[Tracker], after: int | 
     return with_origin(new, {"run": known["id"], "step": after})
 
 
-def with_origin(run: TrackedRun, follows: dict[str, Any] | None) -> TrackedRun:
+def with_origin(run: TrackedRun, follows: Json | None) -> TrackedRun:
     return replace(run, config={**run.config, CONTINUES: follows}) if follows else run

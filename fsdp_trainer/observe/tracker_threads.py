@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.recorded import flat
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.schema import Logging
@@ -106,7 +107,7 @@ class Trackers:
         self,
         cfg: Logging,
         run: Path,
-        config: dict[str, Any],
+        config: Json,
         say: Callable[[str], None],
         step: int = 0,
         goes_back: bool = False,
@@ -146,7 +147,7 @@ class Trackers:
                 steps.log(self._values(line), line["step"])
         return steps
 
-    def _send(self, steps: TrackedSteps, line: dict[str, Any]) -> None:
+    def _send(self, steps: TrackedSteps, line: Json) -> None:
         steps.log(self._values(line), line["step"])
         steps.tracker.line(line)
 
@@ -165,7 +166,7 @@ class Trackers:
         for thread in self.threads:
             thread.put(partial(reopened, thread.name))
 
-    def _values(self, line: dict[str, Any]) -> dict[str, Any]:
+    def _values(self, line: Json) -> Json:
         """Return the numbers of a line of metrics.jsonl, in the groups of the report."""
         own = line.get(OWN_METRICS, ())
         return {
@@ -174,14 +175,14 @@ class Trackers:
             if name not in ("step", "time")
         }
 
-    def log(self, line: dict[str, Any]) -> None:
+    def log(self, line: Json) -> None:
         if line["step"] <= self._newest:
             self._go_back(line["step"] - 1)
         self._newest = line["step"]
         for thread in self.threads:
             thread.put(lambda steps: self._send(steps, line), line["step"])
 
-    def event(self, line: dict[str, Any]) -> None:
+    def event(self, line: Json) -> None:
         """Pass a line of events.jsonl or metrics.jsonl to the trackers unchanged."""
         for thread in self.threads:
             thread.put(lambda steps: steps.tracker.line(line))

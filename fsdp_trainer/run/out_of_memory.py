@@ -6,13 +6,14 @@ It involves no other rank, since the others may be waiting for this one in a col
 import re
 import sys
 import traceback
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.process import peak_resident_bytes
 from fsdp_trainer.base.torch_private import fsdp_tensors
 from fsdp_trainer.config.devices import Device, named_by_driver
@@ -86,7 +87,7 @@ def report_out_of_memory(
     return RunFailed(text)
 
 
-def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, dict[str, Any]]:
+def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, Json]:
     """Return the message and the fields of the event.
 
     Frees the tensors of the failed step, since computing the plan needs memory on a CPU.
@@ -120,7 +121,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def measure(trainer: Trainer, device: torch.device) -> dict[str, Any]:
+def measure(trainer: Trainer, device: torch.device) -> Json:
     """Return this rank's memory in bytes: `measured` by category, `allocated`, `reserved`, `total`.
 
     On a CPU the peak resident memory of the process counts as allocated and reserved.
@@ -200,7 +201,7 @@ def override_for_training(override: str) -> str:
     return " ".join([*words, f"on {ranks[1]} ranks"] if ranks else words)
 
 
-def table(held: dict[str, Any], planned: Planned, device: torch.device) -> list[str]:
+def table(held: Json, planned: Planned, device: torch.device) -> list[str]:
     """Return the lines of measured and planned bytes. held: see `measure`."""
     *measured, rest = [(name, size, (name,)) for name, size in held["measured"].items()]
     program = "" if device.type == "cuda" else ", program"
@@ -218,7 +219,7 @@ def table(held: dict[str, Any], planned: Planned, device: torch.device) -> list[
 
 
 def advice(
-    held: dict[str, Any], suggestions: list[tuple[str, str]], device: torch.device, newest: int
+    held: Json, suggestions: list[tuple[str, str]], device: torch.device, newest: int
 ) -> list[str]:
     """Return lines with overrides to try. newest: step of the newest checkpoint; -1: none."""
     lines = ["Worth trying, by the same lower bound:"] if suggestions else []

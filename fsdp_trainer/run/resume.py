@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.recorded import as_recorded_earlier, as_written, recorded
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress, require_whole
@@ -200,7 +201,7 @@ def warm_up_of_checkpoint(
 
 
 def models_that_differ(
-    setup: RunSetup, changes: dict[str, list[Any]], checkpoint: Path, stored: dict[str, Any]
+    setup: RunSetup, changes: dict[str, list[Any]], checkpoint: Path, stored: Json
 ) -> dict[str, list[str]]:
     """Return lines on why a key of `MODELS` may not change, for each that may not.
 
@@ -231,7 +232,7 @@ def starts_as_reference(setup: RunSetup) -> bool:
     return second.mode != "base" and second.is_start
 
 
-def is_known(setup: RunSetup, stored: dict[str, Any]) -> bool:
+def is_known(setup: RunSetup, stored: Json) -> bool:
     known = stored.get(REFERENCE_ARCHITECTURE)
     return bool(stored.get("reference")) and has_architecture(setup, known)
 
@@ -262,7 +263,7 @@ def architecture_changes(then: ModelConfig, now: ModelConfig) -> list[str]:
     ]
 
 
-def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) -> list[str]:
+def describe_data_change(order: Order, segments: list[Json] | None) -> list[str]:
     if not segments:
         return [OLDER if order.components else NEW_STREAM]
     matches = match_components(order.components, segments)
@@ -272,9 +273,7 @@ def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) ->
     return lines + changed_files(matches, segments, order)
 
 
-def changed_files(
-    matches: Sequence["Match"], segments: list[dict[str, Any]], order: Order
-) -> list[str]:
+def changed_files(matches: Sequence["Match"], segments: list[Json], order: Order) -> list[str]:
     """Return lines with the names of files that have changed since the last of these segments."""
     # digests of streamed files cover only their ends
     streamed = not order.components
@@ -302,9 +301,7 @@ class Match(NamedTuple):
         return f"{self.name} " + ": ".join(filter(None, (self.change, self.continuation)))
 
 
-def match_components(
-    components: Sequence[Component], segments: list[dict[str, Any]]
-) -> list[Match]:
+def match_components(components: Sequence[Component], segments: list[Json]) -> list[Match]:
     """Return a match for each component, then for each source of the last segment that is left out.
 
     A component with the key of a source has the same rows and continues after those trained on,
@@ -328,14 +325,14 @@ def match_components(
     return matches
 
 
-def take_first(sources: list[dict[str, Any]], field: str, value: str) -> dict[str, Any] | None:
+def take_first(sources: list[Json], field: str, value: str) -> Json | None:
     for i, source in enumerate(sources):
         if source[field] == value:
             return sources.pop(i)
     return None
 
 
-def continued(component: Component, source: dict[str, Any]) -> Match:
+def continued(component: Component, source: Json) -> Match:
     change = ""
     if source["asked"] != component.requested:
         change = f"was requested with {source['asked']:g}, now with {component.requested:g}"
@@ -345,7 +342,7 @@ def continued(component: Component, source: dict[str, Any]) -> Match:
     return Match(component.name, change, where, (source["rows"], source["tokens"]))
 
 
-def replaced_content(component: Component, source: dict[str, Any]) -> Match:
+def replaced_content(component: Component, source: Json) -> Match:
     same_content = source["key"].split("/")[0] == component.key.split("/")[0]
     return Match(
         component.name,
@@ -385,7 +382,7 @@ def resume_data(
     return order, progress, [f"data   {note}" for note in notes]
 
 
-def flatten(config: dict[str, Any]) -> dict[str, Any]:
+def flatten(config: Json) -> Json:
     return {
         f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()
     }

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.data_statistics import summary_lines
 from fsdp_trainer.data.order.epoch_ends import EpochEnds
@@ -73,13 +74,13 @@ class DataSource(Protocol):
     def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> Feed:
         """Begin to read this group's part of the rows after `progress`. Collective."""
 
-    def state(self, progress: Progress) -> dict[str, Any]:
+    def state(self, progress: Progress) -> Json:
         """Return the fields of Progress from which the source can resume. Collective."""
 
-    def suspects(self, report: StepReport) -> dict[str, Any]:
+    def suspects(self, report: StepReport) -> Json:
         """Return the ranks and samples that may have caused a bad step. Collective."""
 
-    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
+    def read_by_component(self, progress: Progress) -> list[Json]:
         """Return the data read so far from each component of a mixture; empty for a single one."""
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
@@ -156,16 +157,16 @@ class StoredRows:
         what = f"prepared in {self.order.folder}"
         return Feed(self.batches, what, self.batches.read(plans), self.prefetch, self.signals)
 
-    def state(self, progress: Progress) -> dict[str, Any]:
+    def state(self, progress: Progress) -> Json:
         """Return the mixtures that rows were read from so far, the last one up to this progress."""
         return {"segments": [*progress.segments[:-1], self.order.state(progress.rows)]}
 
-    def suspects(self, report: StepReport) -> dict[str, Any]:
+    def suspects(self, report: StepReport) -> Json:
         ranks = ranks_with_highest(report.worst_losses)
         samples = self.batches.samples_of(report.plan, ranks, report.worst_micro_batches)
         return self.batches.suspects_event(ranks, samples)
 
-    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
+    def read_by_component(self, progress: Progress) -> list[Json]:
         """Return the data read so far from each component; empty for a single component."""
         return self.order.report(progress.rows) if len(self.order.components) > 1 else []
 
@@ -187,7 +188,7 @@ class StoredRows:
         return progress.rows + steps * self.rows
 
 
-def last_row(epochs: float, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
+def last_row(epochs: float, rows_per_epoch: int, segments: list[Json]) -> int:
     """Return the row at which train.epochs end.
 
     Epochs of earlier data, each measured in that data's own length, count as done. segments: see

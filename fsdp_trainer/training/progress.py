@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.training.batches import StepPlan
 
@@ -64,7 +65,7 @@ class Progress:
     spikes_in_a_row: int = 0
     skipped: int = 0
     skipped_row_ranges: list[list[int]] = field(default_factory=list)
-    segments: list[dict[str, Any]] = field(default_factory=list)
+    segments: list[Json] = field(default_factory=list)
     rewinds: int = 0
     taken_back: int = 0
     pending: list[str] = field(default_factory=list)
@@ -72,7 +73,7 @@ class Progress:
     rollouts: list[str] = field(default_factory=list)
 
     @classmethod
-    def from_stored(cls, stored: dict[str, Any]) -> "Progress":
+    def from_stored(cls, stored: Json) -> "Progress":
         """Return the progress in a checkpoint's trainer.json, also of an earlier version.
 
         Raises UserError for a field of another form.
@@ -90,7 +91,7 @@ class Progress:
         return cls(**own)
 
     @classmethod
-    def for_data(cls, stored: dict[str, Any], data: str, validation: str | None) -> "Progress":
+    def for_data(cls, stored: Json, data: str, validation: str | None) -> "Progress":
         """Return the stored progress, without the parts that belong to other data.
 
         data, validation: fingerprints of the current data and validation set.
@@ -165,7 +166,7 @@ class Progress:
         self.stale, self.pending = 0, []
 
 
-def _damaged(odd: dict[str, Any]) -> UserError:
+def _damaged(odd: Json) -> UserError:
     reason = "is not what a run writes there"
     problems = [Problem(f"{k} in trainer.json", f"{v!s:.80} {reason}") for k, v in odd.items()]
     return UserError("the checkpoint is damaged", problems)

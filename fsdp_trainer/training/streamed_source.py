@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from queue import Empty
-from typing import Any
 
 import numpy as np
 import torch
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import TrainConfig
@@ -129,7 +129,7 @@ class StreamedRows:
         self.cursors.clear()
         return StreamFeed(self, progress, leave)
 
-    def state(self, progress: Progress) -> dict[str, Any]:
+    def state(self, progress: Progress) -> Json:
         """Return the mixtures read so far and the cursors of all streams at row progress.rows.
 
         Collective.
@@ -141,7 +141,7 @@ class StreamedRows:
             streams = [list(cursors[stream]) for stream in sorted(cursors)]
         return {"segments": segments, "streams": streams}
 
-    def suspects(self, report: StepReport) -> dict[str, Any]:
+    def suspects(self, report: StepReport) -> Json:
         """Return the ranks with the highest loss, and the samples of their micro-batches.
 
         Collective.
@@ -153,7 +153,7 @@ class StreamedRows:
         samples = [place_of(where) for where in [*dict.fromkeys(own)][:MAX_SUSPECTS]]
         return self.assembler.suspects_event(ranks, [*chain(*gather(samples))])
 
-    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
+    def read_by_component(self, progress: Progress) -> list[Json]:
         """Return an empty list, since streams are not mixed by shares."""
         return []
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.recorded import as_written, recorded
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.schema import COMPARED_GROUPS
@@ -28,7 +29,7 @@ class ChainRecord:
     def __init__(self, folder: Path):
         self.file = folder / FILE
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[Json]:
         """Return all lines except those that a crash left incomplete."""
         lines = []
         for text in self.file.read_text().splitlines() if self.file.exists() else []:
@@ -44,7 +45,7 @@ class ChainRecord:
             file.write(json.dumps({"time": time.time(), "stage": stage, "event": event, **details}))
             file.write("\n")
 
-    def finished(self, stage: str) -> dict[str, Any] | None:
+    def finished(self, stage: str) -> Json | None:
         done = None
         for line in self.lines():
             if line["stage"] != stage:
@@ -64,9 +65,9 @@ class ChainRecord:
         return total
 
 
-def settings_of(cfg: Any) -> dict[str, Any]:
+def settings_of(cfg: Any) -> Json:
     """Return the settings of a stage's configuration that affect its result."""
-    settings: dict[str, Any] = {}
+    settings: Json = {}
     for group, values in recorded(cfg).items():
         if isinstance(values, dict) and group in (*COMPARED_GROUPS, "train", "run"):
             settings |= {f"{group}.{name}": value for name, value in values.items()}
@@ -82,7 +83,7 @@ def decides(key: str) -> bool:
     return key not in FREE
 
 
-def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changes(then: Json, now: Json) -> list[str]:
     # `then` was read from JSON, which has no tuples
     then, now = as_written(then), json.loads(json.dumps(now))
     keys = [key for key in now if key in then and then[key] != now[key]]

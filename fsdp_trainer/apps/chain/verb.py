@@ -20,6 +20,7 @@ from fsdp_trainer.apps.chain.stages import (
     ChainStage,
     by_stage,
 )
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.process import STOPPED
 from fsdp_trainer.base.recorded import as_written
 from fsdp_trainer.base.safe_text import safe
@@ -82,11 +83,11 @@ def as_demo(cfg: ChainConfig, folder: Path) -> ChainConfig:
         for name, size in TINY_SIZES.items()
         if getattr(cfg, name) == getattr(defaults, name)
     }
-    changed: dict[str, Any] = {**files, **sizes, "prompts": cfg.prompts or DEMO_PROMPTS}
+    changed: Json = {**files, **sizes, "prompts": cfg.prompts or DEMO_PROMPTS}
     return replace(cfg, **changed)
 
 
-def compose_all(planned: Chain) -> dict[str, Any]:
+def compose_all(planned: Chain) -> Json:
     """Return the configuration of each stage that has one.
 
     Raises UserError for a mistake in any of them, before the first stage begins and not hours
@@ -111,7 +112,7 @@ def compose_all(planned: Chain) -> dict[str, Any]:
     return composed
 
 
-def refuse_changes(composed: dict[str, Any], finished: dict[str, Any]) -> None:
+def refuse_changes(composed: Json, finished: Json) -> None:
     """Raise UserError if the settings of a finished stage have changed since then."""
     problems = []
     for name, cfg in composed.items():
@@ -126,7 +127,7 @@ def refuse_changes(composed: dict[str, Any], finished: dict[str, Any]) -> None:
         raise UserError("finished stages had other settings", problems)
 
 
-def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) -> bool:
+def must_repeat(planned: Chain, stage: ChainStage, done: Json | None) -> bool:
     if stage.name != "evaluation" or not done:
         return False
     lines = changes(done["settings"], evaluation_settings(planned.cfg))
@@ -135,7 +136,7 @@ def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) 
     return bool(lines)
 
 
-def evaluation_settings(cfg: ChainConfig) -> dict[str, Any]:
+def evaluation_settings(cfg: ChainConfig) -> Json:
     tasks = {"tasks": cfg.tasks, "code": cfg.code, "limit": cfg.limit}
     return {**tasks, "questions": as_written(cfg.questions)}
 

@@ -23,6 +23,7 @@ from fsdp_trainer.apps.chat.engine import (
     joined,
 )
 from fsdp_trainer.apps.chat.requests import AnswerSettings, TextRequest
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.generation.sampling import TokenScore
 
@@ -32,7 +33,6 @@ DISCONNECTED = 499
 """nginx's status code for a client that has disconnected."""
 LEAST = -9999.0
 """The log-probability that stands for minus infinity, which JSON does not have."""
-Json = dict[str, Any]
 
 
 def error_response(

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from fsdp_trainer.apps.chat.app import Answer, AnsweringModel, body_of, require_model
 from fsdp_trainer.apps.chat.encoded_prompts import CHARACTERS_PER_TOKEN
-from fsdp_trainer.apps.chat.http_answers import DISCONNECTED, POLL_SECONDS, Json, error_response
+from fsdp_trainer.apps.chat.http_answers import DISCONNECTED, POLL_SECONDS, error_response
 from fsdp_trainer.apps.chat.requests import (
     MAX_PROMPTS,
     BadRequest,
@@ -31,6 +31,7 @@ from fsdp_trainer.apps.chat.requests import (
     refuse_others,
     require_characters,
 )
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.checkpoint.load import endpoint_of
 from fsdp_trainer.data.records.texts_with_media import MarkedText
 from fsdp_trainer.errors import UserError

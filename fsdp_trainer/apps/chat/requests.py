@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.images import Image, image_of
@@ -125,10 +126,10 @@ class ChatRequest:
     """
 
     settings: AnswerSettings
-    messages: list[dict[str, Any]]
+    messages: list[Json]
     asks: bool = True
     goes_on: bool = False
-    template_args: dict[str, Any] | None = None
+    template_args: Json | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def changes_nothing(key: str, value: Any) -> bool:
 
 
 def read_settings(
-    body: dict[str, Any], defaults: ChatDefaults, longest: int, alternatives: int | None
+    body: Json, defaults: ChatDefaults, longest: int, alternatives: int | None
 ) -> AnswerSettings:
     """Return the settings that both interfaces have. Raises BadRequest."""
     samples = integer(body, "n", 1, 1, defaults.rows)
@@ -239,7 +240,7 @@ def read_settings(
     )
 
 
-def read_longest(body: dict[str, Any], default: int) -> int:
+def read_longest(body: Json, default: int) -> int:
     """Return the largest number of tokens of an answer. Raises BadRequest."""
     older = integer(body, "max_tokens", default, 1, 10**9)
     longest = integer(body, "max_completion_tokens", older, 1, 10**9)
@@ -275,7 +276,7 @@ def read_bias(value: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def read_tokens(body: dict[str, Any], key: str, vocabulary: int) -> list[int]:
+def read_tokens(body: Json, key: str, vocabulary: int) -> list[int]:
     """Return a list of token ids of the body, empty for null. Raises BadRequest."""
     ids = body.get(key) or []
     if not isinstance(ids, list) or not all(is_token(id, vocabulary) for id in ids):
@@ -309,7 +310,7 @@ def is_text_of_tokens(value: Any, vocabulary: int) -> bool:
     return is_list and all(is_token(id, vocabulary) for id in value)
 
 
-def read_template_args(body: dict[str, Any]) -> dict[str, Any] | None:
+def read_template_args(body: Json) -> Json | None:
     """Return the variables for the chat template, None without any. Raises BadRequest."""
     value = body.get("chat_template_kwargs") or {}
     if not isinstance(value, dict):
@@ -320,13 +321,13 @@ def read_template_args(body: dict[str, Any]) -> dict[str, Any] | None:
     return value | ({"reasoning_effort": effort} if effort else {}) or None
 
 
-def read_messages(value: Any) -> list[dict[str, Any]]:
+def read_messages(value: Any) -> list[Json]:
     if not isinstance(value, list) or not value:
         raise BadRequest("'messages' should be a list of turns, with one at least", "messages")
     return [read_turn(turn, place) for place, turn in enumerate(value)]
 
 
-def read_turn(turn: Any, place: int) -> dict[str, Any]:
+def read_turn(turn: Any, place: int) -> Json:
     """Return role, text and images of a turn, which may be in parts. Raises BadRequest."""
     where = f"messages[{place}]"
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
@@ -347,7 +348,7 @@ def read_turn(turn: Any, place: int) -> dict[str, Any]:
     return read | ({HELD: images} if images else {})
 
 
-def read_others(turn: dict[str, Any], where: str) -> dict[str, Any]:
+def read_others(turn: Json, where: str) -> Json:
     """Return the further parts of a turn, without empty ones. Raises BadRequest."""
     others = {key: turn[key] for key in turn if key not in ("role", "content") and turn[key]}
     if others.get("type") in ("text", "message"):  # lm-evaluation-harness's and OpenAI's
@@ -394,7 +395,7 @@ def text_of_part(part: Any, where: str) -> str:
     return text
 
 
-def read_image(part: dict[str, Any], where: str) -> Image:
+def read_image(part: Json, where: str) -> Image:
     """Return the image of a part. Raises BadRequest.
 
     Only a data URL is read: a client must not make the server open files or other addresses.
@@ -421,7 +422,7 @@ def read_stops(value: Any) -> list[str]:
     return [stop for stop in stops if stop]
 
 
-def number(body: dict[str, Any], key: str, default: float, low: float, high: float) -> float:
+def number(body: Json, key: str, default: float, low: float, high: float) -> float:
     """Return a number of the body, the default for null. Raises BadRequest if out of bounds."""
     value = body.get(key)
     if value is None:
@@ -431,7 +432,7 @@ def number(body: dict[str, Any], key: str, default: float, low: float, high: flo
     return float(value)
 
 
-def integer(body: dict[str, Any], key: str, default: int, low: int, high: int) -> int:
+def integer(body: Json, key: str, default: int, low: int, high: int) -> int:
     """Return an integer of the body, the default for null. Raises BadRequest if out of bounds."""
     value = body.get(key)
     if value is None:

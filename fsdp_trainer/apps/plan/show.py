@@ -1,7 +1,5 @@
 """Output of a plan: one screen of text, or JSON."""
 
-from typing import Any
-
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +7,7 @@ from rich.text import Text
 from fsdp_trainer.apps.plan.device_plans import DevicePlans
 from fsdp_trainer.apps.plan.show_groups import groups_json, groups_rows
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
@@ -30,7 +29,7 @@ UNTIMED = "its speed is not in the table: set it with  plan.tflops=N"
 COMPARED = "; GPU time below is compared as on an H100"
 
 
-def as_json(cfg: PlanConfig, answer: DevicePlans) -> dict[str, Any]:
+def as_json(cfg: PlanConfig, answer: DevicePlans) -> Json:
     """Return the plan for one kind of device.
 
     With several world sizes it is that of the smallest one that fits, else of the largest, and
@@ -51,7 +50,7 @@ def one_world(
     plan: RunPlan,
     suggestions: list[Suggestion],
     needs: Suggestion | None,
-) -> dict[str, Any]:
+) -> Json:
     """Return the figures for one world size: GiB, seconds and bytes per rank, tokens of all ranks.
 
     needs: the changes with which a rank needs least memory. Times are null if the device's speed is
@@ -118,7 +117,7 @@ def budget_json(plan: RunPlan) -> dict[str, list[float]] | None:
     return {name: [fast[name], slow[name]] for name in fast}
 
 
-def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
+def rollouts_json(rollouts: Rollouts | None) -> Json | None:
     """Return the figures of a step's generated answers; None without generation."""
     if rollouts is None:
         return None
@@ -149,7 +148,7 @@ def reference_of(cfg: PlanConfig) -> str | None:
     return "stored" if second.mode == "stored" else "base"
 
 
-def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | None:
+def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> Json | None:
     """Return the figures that differ if one rank's experts get more rows than those of the others.
 
     uneven: the plan with plan.expert_load; None if experts are not divided among ranks.
@@ -164,7 +163,7 @@ def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | Non
     }
 
 
-def suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
+def suggestion_json(suggestion: Suggestion) -> Json:
     peak = round(suggestion.peak_bytes / GIB, 3)
     return {"override": suggestion.override, "peak_gib": peak, "cost": suggestion.cost}
 

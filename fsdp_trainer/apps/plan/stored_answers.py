@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_trainer
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.devices import has_gpus
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.verbs import PlanConfig
@@ -41,7 +42,7 @@ class Store:
         files = {*states_of_files(READ(cfg)), *states_of_imports()}
         self._depends = [sources(), [installed(name) for name in PACKAGES], sorted(files)]
 
-    def get(self, key: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def get(self, key: Any, make: Callable[[], Json]) -> Json:
         file = self.file(key)
         answer = self.stored(file)
         if answer is None:
@@ -57,14 +58,14 @@ class Store:
         text = json.dumps([key, self._depends])
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
-    def stored(self, file: Path) -> dict[str, Any] | None:
+    def stored(self, file: Path) -> Json | None:
         with contextlib.suppress(OSError, ValueError):
             held = json.loads(file.read_text(encoding="utf-8"))
             if isinstance(held, dict) and held.get("file") == file.name:
                 return held.get("answer")
         return None
 
-    def write(self, file: Path, answer: dict[str, Any]) -> None:
+    def write(self, file: Path, answer: Json) -> None:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(f".{os.getpid()}")
@@ -81,7 +82,7 @@ class Store:
         if is_quick or is_of_this_machine or counts_gpus:
             return run()
 
-        def record() -> dict[str, Any]:
+        def record() -> Json:
             with contextlib.redirect_stdout(PrintedLater(sys.stdout.isatty())) as out:
                 code = run()
             return {"code": code, "text": out.getvalue()}

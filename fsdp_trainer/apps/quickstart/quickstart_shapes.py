@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import GenerateConfig, QuickstartConfig
 from fsdp_trainer.data.files.quickstart_data import TOKENIZER
@@ -95,7 +96,7 @@ def ask(speaker: Speaker, questions: list[tuple[Path, str]]) -> tuple[int, str]:
     return sum(right), f"{questions[place][0].name} ({questions[place][1]}) → {answers[place]!r}"
 
 
-def question(file: Path | str) -> dict[str, Any]:
+def question(file: Path | str) -> Json:
     return {"role": "user", "content": [{"type": "image", "image": str(file)}, "What is it?"]}
 
 
@@ -139,7 +140,7 @@ def drawn(number: int) -> tuple[Any, str]:
     return picture, f"a {colour} {shape}"
 
 
-def make_model(folder: Path, vision: dict[str, Any] = VISION, text: dict[str, Any] = TEXT) -> None:
+def make_model(folder: Path, vision: Json = VISION, text: Json = TEXT) -> None:
     """Write a LLaVA with random weights, a tokenizer of bytes, and a processor of images.
 
     vision, text: sizes of its parts.

@@ -5,11 +5,11 @@ import json
 import random
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.apps.play import play
 from fsdp_trainer.apps.quickstart.quickstart_rl import start
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.verbs import QuickstartConfig
 from fsdp_trainer.rl.environments.calculator import Calculator
@@ -92,7 +92,7 @@ def quickstart_tools(cfg: QuickstartConfig) -> int:
     return 0
 
 
-def ask(speaker: Speaker, questions: list[dict[str, Any]]) -> tuple[int, str]:
+def ask(speaker: Speaker, questions: list[Json]) -> tuple[int, str]:
     """Return the number of questions that are answered rightly, and an example."""
     rows = [
         {
@@ -144,7 +144,7 @@ def pairs() -> list[tuple[int, int]]:
     return every
 
 
-def conversation(number: int) -> list[dict[str, Any]]:
+def conversation(number: int) -> list[Json]:
     """Return a conversation: sums with a hint and calls, or one without, mostly given up."""
     chance = random.Random(-1 - number)
     if chance.random() < HINTED:
@@ -159,7 +159,7 @@ def conversation(number: int) -> list[dict[str, Any]]:
     ]
 
 
-def called(hint: str, row: dict[str, str]) -> list[dict[str, Any]]:
+def called(hint: str, row: dict[str, str]) -> list[Json]:
     function = {"name": Calculator.name, "arguments": {"expression": row["question"]}}
     call = {"type": "function", "id": "call00000", "function": function}
     return [

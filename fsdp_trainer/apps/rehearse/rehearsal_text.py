@@ -1,13 +1,13 @@
 """Output of a rehearsal: one screen of text, or JSON."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.apps.rehearse.comparison import PlanComparison
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.verbs import RehearseConfig
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.planning.plan.plan import GIB
@@ -15,7 +15,7 @@ from fsdp_trainer.planning.rehearse.rank_step import RankStep
 from fsdp_trainer.planning.rehearse.rehearsal import RehearsedKind
 
 
-def as_json(answer: PlanComparison, assumed: list[str]) -> dict[str, Any]:
+def as_json(answer: PlanComparison, assumed: list[str]) -> Json:
     """Return the figures: GiB and bytes of one rank in one step."""
     rehearsal = answer.rehearsal
     return {
@@ -42,7 +42,7 @@ def as_json(answer: PlanComparison, assumed: list[str]) -> dict[str, Any]:
     }
 
 
-def kind_json(one: RehearsedKind) -> dict[str, Any]:
+def kind_json(one: RehearsedKind) -> Json:
     kind, step = one.kind, one.step
     peak = step.peak if step else None
     return {
@@ -62,7 +62,7 @@ def kind_json(one: RehearsedKind) -> dict[str, Any]:
     }
 
 
-def collectives_json(one: RehearsedKind) -> list[dict[str, Any]]:
+def collectives_json(one: RehearsedKind) -> list[Json]:
     """Return the collectives of a kind's step, in the order of their first calls."""
     return [
         {

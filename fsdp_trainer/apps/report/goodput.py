@@ -4,11 +4,11 @@ docs/report.md defines each part.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from fsdp_trainer.apps.report.read import RecordedRun, continued_from
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.phases import CHECKPOINT
 
 PARTS = {
@@ -50,17 +50,17 @@ class RunAttempt:
     the metrics.
     """
 
-    event: dict[str, Any]
+    event: Json
     began: float
     ready: float
     step: int
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Json] = field(default_factory=list)
     last_step: float = np.inf
     ended: float = 0.0
     lines: slice = field(default_factory=lambda: slice(0, 0))
 
     @property
-    def end(self) -> dict[str, Any]:
+    def end(self) -> Json:
         return next((e for e in reversed(self.events) if e["event"] == "end"), {})
 
     @property
@@ -189,5 +189,5 @@ def _by_part(phases: dict[str, float]) -> dict[str, float]:
     return parts
 
 
-def _stall(event: dict[str, Any]) -> float:
+def _stall(event: Json) -> float:
     return float(event.get("stall_seconds") or event.get("seconds") or 0.0)

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.paths import CERTIFICATE
 
 NOT_COMPARED = {"run", "launch", "logging", "checkpoint", "evaluation", "profile"}
@@ -21,8 +21,8 @@ class KnownCertificate:
     """
 
     ok: bool
-    checks: list[dict[str, Any]]
-    not_proved: list[dict[str, Any]]
+    checks: list[Json]
+    not_proved: list[Json]
     changed: list[str]
 
     @property
@@ -35,7 +35,7 @@ class KnownCertificate:
 
 
 def read_certificate(
-    folder: Path, configuration: dict[str, Any], remark: Callable[[str], None]
+    folder: Path, configuration: Json, remark: Callable[[str], None]
 ) -> KnownCertificate | None:
     """Return the certificate in a run's folder; None if there is none.
 

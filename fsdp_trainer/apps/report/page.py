@@ -26,6 +26,7 @@ from fsdp_trainer.apps.report.run_summary import (
     short,
 )
 from fsdp_trainer.base.checksum import policy_hash
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.phases import CHECKPOINT
 from fsdp_trainer.base.unpacked import FULL
 from fsdp_trainer.errors import RunFailed, UserError
@@ -123,7 +124,7 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def page_data(summaries: list[Summary]) -> dict[str, Any]:
+def page_data(summaries: list[Summary]) -> Json:
     max_rows = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
     runs = [run_data(summary.run, max_rows) for summary in summaries]
     bars = [run["phases"]["bars"] for run in runs if run["phases"]]
@@ -135,7 +136,7 @@ def page_data(summaries: list[Summary]) -> dict[str, Any]:
     }
 
 
-def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
+def run_data(run: RecordedRun, max_rows: int) -> Json:
     """Return a run's curves, of about `max_rows` points each, including their extremes."""
     names = curves(run)
     began = beginning(run)
@@ -155,7 +156,7 @@ def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
     }
 
 
-def expert_load(run: RecordedRun) -> dict[str, Any] | None:
+def expert_load(run: RecordedRun) -> Json | None:
     """Return the load of every expert as cells of a picture: column, row and shade from 0 to 1.
 
     Returns None if no step has it, or not in the format that training writes.
@@ -179,7 +180,7 @@ def expert_load(run: RecordedRun) -> dict[str, Any] | None:
     return {"name": run.label, "step": step, "cells": cells} | size
 
 
-def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, Any]:
+def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> Json:
     return {
         "steps": numbers(run.column("step")[rows], 15),
         "tokens": numbers(run.column("tokens")[rows], 15),
@@ -187,7 +188,7 @@ def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, A
     }
 
 
-def events_data(run: RecordedRun, began: float, seconds: np.ndarray) -> list[dict[str, Any]]:
+def events_data(run: RecordedRun, began: float, seconds: np.ndarray) -> list[Json]:
     """Return a run's last events, each with its place on the three x axes."""
     steps, tokens = run.column("step"), np.nan_to_num(run.column("tokens"))
     known = (steps, tokens) if run.lines else (np.zeros(1), np.zeros(1))
@@ -265,7 +266,7 @@ def beginning(run: RecordedRun) -> float:
     return next((time for time in known if not np.isnan(time)), 0.0)
 
 
-def about(event: dict[str, Any]) -> str:
+def about(event: Json) -> str:
     shown_elsewhere = ("event", "time", "step", "phases", "about", "reached")
     details = {name: value for name, value in event.items() if name not in shown_elsewhere}
     reached = int((event.get("reached") or {}).get("step") or 0)
@@ -278,7 +279,7 @@ def about(event: dict[str, Any]) -> str:
     )
 
 
-def intervals(run: RecordedRun, seconds: np.ndarray) -> dict[str, Any]:
+def intervals(run: RecordedRun, seconds: np.ndarray) -> Json:
     """Return the seconds in each group of phases, over at most BARS intervals of writes."""
     if not run.phases:
         return {}

@@ -18,6 +18,7 @@ import yaml
 
 from fsdp_trainer.apps.report.columns import PHASES, ROWS, RunColumns
 from fsdp_trainer.apps.report.known_certificate import KnownCertificate, read_certificate
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.recorded import flat
 from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.yaml_text import load_yaml
@@ -46,10 +47,10 @@ class RecordedRun:
     name: str
     folder: Path
     columns: RunColumns = field(default_factory=RunColumns)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    configuration: dict[str, Any] = field(default_factory=dict)
-    job: dict[str, Any] | None = None
+    events: list[Json] = field(default_factory=list)
+    samples: list[Json] = field(default_factory=list)
+    configuration: Json = field(default_factory=dict)
+    job: Json | None = None
     remarks: list[str] = field(default_factory=list)
     state: str = "nothing yet"
     reason: str = ""
@@ -127,7 +128,7 @@ def read_sources(sources: list[str]) -> list[RecordedRun]:
 
     Raises UserError for a folder without any.
     """
-    names: dict[Path, tuple[str, dict[str, Any] | None]] = {}
+    names: dict[Path, tuple[str, Json | None]] = {}
     problems = []
     for source in sources:
         try:
@@ -176,7 +177,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in files)
 
 
-def runs_below(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any] | None]]:
+def runs_below(folder: Path) -> Iterator[tuple[Path, str, Json | None]]:
     """Yield folder, name and job of each run in a folder.
 
     The folder is a run, a sweep, or holds runs and sweeps. The job is None for a run of no sweep.
@@ -200,7 +201,7 @@ def is_sweep(folder: Path) -> bool:
     return (folder / "sweep.jsonl").is_file()
 
 
-def jobs_of(sweep: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+def jobs_of(sweep: Path) -> Iterator[tuple[Path, str, Json]]:
     for job in read_lines(sweep / "sweep.jsonl", lambda count: None):
         name = str(job.get("job"))
         folder = sweep / "jobs" / name  # job["folder"] is out of date if the sweep was moved
@@ -209,7 +210,7 @@ def jobs_of(sweep: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
 
 def read_lines(
     file: Path, broken: Callable[[int], None], max_bytes: int | None = None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Json]:
     """Yield the objects in the last `max_bytes` of a file of JSON lines, which may be missing.
 
     broken: called once at the end, with the number of lines that hold no object.
@@ -235,7 +236,7 @@ def read_lines(
 def read_run(
     folder: Path,
     name: str,
-    job: dict[str, Any] | None = None,
+    job: Json | None = None,
     max_bytes: int = READ_BYTES,
     max_rows: int = ROWS,
 ) -> RecordedRun:
@@ -245,7 +246,7 @@ def read_run(
     """
     run = RecordedRun(name, folder, job=job)
 
-    def lines(file: str, max_bytes: int) -> Iterator[dict[str, Any]]:
+    def lines(file: str, max_bytes: int) -> Iterator[Json]:
         def broken(count: int) -> None:
             if count:
                 run.remarks.append(f"{count:,} line{'s' * (count != 1)} of {file} cannot be read")
@@ -279,7 +280,7 @@ def read_run(
     return run
 
 
-def read_metrics(run: RecordedRun, lines: Iterator[dict[str, Any]], max_rows: int) -> None:
+def read_metrics(run: RecordedRun, lines: Iterator[Json], max_rows: int) -> None:
     ends = [step for step in map(continued_from, run.events) if step is not None]
     run.columns = RunColumns(max_rows, ends)
     for line in lines:
@@ -297,14 +298,14 @@ def read_metrics(run: RecordedRun, lines: Iterator[dict[str, Any]], max_rows: in
         )
 
 
-def continued_from(event: dict[str, Any]) -> int | None:
+def continued_from(event: Json) -> int | None:
     """Return the step after which an attempt begins; None for an event that begins none."""
     if event["event"] not in ("start", "resume", "rewind"):
         return None
     return int(event.get("to" if event["event"] == "rewind" else "step") or 0)
 
 
-def is_event(line: dict[str, Any]) -> bool:
+def is_event(line: Json) -> bool:
     numbers = [line.get(name) for name in ("seconds", "stall_seconds", "step", "to")]
     for name in ("phases", "reached"):
         inner = line.get(name)
@@ -321,7 +322,7 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e300
 
 
-def last_but_refusals(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+def last_but_refusals(events: list[Json]) -> tuple[Json, str]:
     """Return the last event, without starts that were refused after the run had ended.
 
     Such a start has changed nothing: it is an `end` with exit code 2 after another `end`. The
@@ -334,7 +335,7 @@ def last_but_refusals(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str
     return (ended[-1] if ended else {}), refused
 
 
-def state_at_end(end: dict[str, Any], refused: str) -> tuple[str, str]:
+def state_at_end(end: Json, refused: str) -> tuple[str, str]:
     """Return the state of a run that has ended, and the reason.
 
     refused: why a later start was refused, if one was.

@@ -6,11 +6,11 @@ import shutil
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
 from fsdp_trainer.checkpoint.exports.expert_export import EXPERT_FORMS, PeftExperts, trained_experts
 from fsdp_trainer.checkpoint.exports.model_card import write_model_card
@@ -88,7 +88,7 @@ class RowLengths(TensorOnDisk):
 class PeftFiles:
     """The content of a PEFT folder: adapter_config.json, tensors by name, the file's metadata."""
 
-    config: dict[str, Any]
+    config: Json
     tensors: dict[str, TensorOnDisk]
     metadata: dict[str, str]
 
@@ -295,7 +295,7 @@ def adapter_config(
     tensors: dict[str, TensorOnDisk],
     layout: ModelNames,
     base: Base,
-) -> dict[str, Any]:
+) -> Json:
     """Return the content of adapter_config.json.
 
     `r` is the largest rank, by which vLLM sizes its buffers; `lora_alpha` gives the most common
@@ -339,9 +339,7 @@ def adapter_config(
     }
 
 
-def names_for_peft(
-    spec: AdapterSpec, ranks: dict[str, Any], layout: ModelNames, separate: bool
-) -> dict[str, Any]:
+def names_for_peft(spec: AdapterSpec, ranks: Json, layout: ModelNames, separate: bool) -> Json:
     """Return rank and alpha of each adapted matrix, by the name under which PEFT finds it.
 
     In a model with experts peft 0.21 takes names such as `gate_proj` for the experts'
@@ -413,7 +411,7 @@ def last_name(name: str) -> str:
     return name.removesuffix(end).rpartition(".")[2] + end
 
 
-def by_name(values: dict[str, Any], adapted: list[str]) -> dict[str, Any]:
+def by_name(values: Json, adapted: list[str]) -> Json:
     """Return a rank_pattern or alpha_pattern.
 
     An entry is keyed by the last part of a name if all adapted modules that end in it have the
@@ -422,7 +420,7 @@ def by_name(values: dict[str, Any], adapted: list[str]) -> dict[str, Any]:
     values_of = defaultdict(set)
     for name in adapted:
         values_of[last_name(name)].add(values.get(name))
-    pattern: dict[str, Any] = {}
+    pattern: Json = {}
     for module, value in values.items():
         leaf = last_name(module)
         pattern[leaf if values_of[leaf] <= {value} else module] = value

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jinja2
 from omegaconf import OmegaConf
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.safe_text import safe
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.frozen_weights import Base, read_base
@@ -91,7 +92,7 @@ class MadeClass(NamedTuple):
     parent: str
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> "MadeClass | None":
+    def of(cls, config: Json) -> "MadeClass | None":
         """Return the class of a model with a tower; None if transformers has one."""
         name = str((config.get("architectures") or [""])[0])
         ending = next((end for end in (CLASSIFIER, TAGGER) if name.endswith(end)), None)
@@ -139,7 +140,7 @@ class ModelCard:
     is_adapter: bool
 
     @cached_property
-    def configuration(self) -> dict[str, Any]:
+    def configuration(self) -> Json:
         tree = checkpoint_configuration(self.checkpoint)
         return {key: reduce(part_of, key.split("."), tree) for key in flatten(TrainConfig)}
 
@@ -170,7 +171,7 @@ class ModelCard:
         return int(self.configuration.get("adapter.rank") or 0)
 
     @cached_property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Json:
         return read_manifest(self.checkpoint)
 
     @property
@@ -178,9 +179,9 @@ class ModelCard:
         return self.manifest.get("versions") or {}
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         text = (self.checkpoint / "hf" / "config.json").read_text(encoding="utf-8")
-        read: dict[str, Any] = json.loads(text)
+        read: Json = json.loads(text)
         return read
 
     @property
@@ -249,7 +250,7 @@ class ModelCard:
     @property
     def keys(self) -> str:
         chosen: list[dict[str, str]] = []
-        tree: dict[str, Any] = {"defaults": chosen}
+        tree: Json = {"defaults": chosen}
         options = {group: self.option(group) for group in GROUPS}
         for key, f in flatten(TrainConfig).items():
             group, _, name = key.partition(".")
@@ -264,7 +265,7 @@ class ModelCard:
                 tree.setdefault(group, {})[name] = without_folders(value)
         return dump_yaml(tree, width=100).rstrip()
 
-    def option(self, group: str) -> tuple[str, dict[str, Any]]:
+    def option(self, group: str) -> tuple[str, Json]:
         name = str(self.configuration.get(f"{group}.{SELECTORS.get(group)}"))
         name = FORMATS.get(name, name)
         file = CONF / group / f"{name}.yaml"
@@ -272,7 +273,7 @@ class ModelCard:
 
 
 @cache
-def values_in(file: Path) -> dict[str, Any]:
+def values_in(file: Path) -> Json:
     """Return the values of an option's file, which takes longer to read than to write a card."""
     return dict(OmegaConf.load(file))
 
@@ -281,7 +282,7 @@ def part_of(tree: Any, name: str) -> Any:
     return tree.get(name) if isinstance(tree, dict) else None
 
 
-def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[Json]:
     """Yield the objects of a run's file; of a longer file those in its last bytes."""
     if not path.is_file():
         return

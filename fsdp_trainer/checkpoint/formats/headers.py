@@ -4,12 +4,12 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_trainer.base.distributed import whole_slice
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.checkpoint.formats.float8_blocks import FLOAT8, SCALES, Float8Matrix
 from fsdp_trainer.checkpoint.formats.mxfp4 import join_mxfp4
 from fsdp_trainer.checkpoint.formats.tensor_files import DTYPES, Chunk, HuggingFaceTensor
@@ -49,7 +49,7 @@ def read_headers(
     return join_mxfp4(with_scales(tensors)), problems
 
 
-def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:
+def with_scales(tensors: Json) -> Json:
     """Return the tensors, with each float8 matrix and its scales joined into one."""
     joined = dict(tensors)
     for name, tensor in tensors.items():
@@ -126,7 +126,7 @@ def _check_header(path: Path) -> None:
         pass
 
 
-def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
+def _read_json(path: Path) -> tuple[int, Json]:
     """Return the offset in bytes of the numbers in a safetensors file, and its header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.recorded import Place, marked, recorded
 from fsdp_trainer.config.check import Report, as_text, build, flatten
 from fsdp_trainer.config.composing.interpolations import require_few_interpolations
@@ -187,9 +188,7 @@ def config_flag(config_dir: str | None) -> list[str]:
     return ["--config-dir", config_dir] if config_dir else []
 
 
-def _compose_files(
-    verb: str, overrides: list[str], config_dir: str | None, report: Report
-) -> dict[str, Any]:
+def _compose_files(verb: str, overrides: list[str], config_dir: str | None, report: Report) -> Json:
     try:
         if not check_own_recipes(verb, overrides, config_dir, report):
             raise UserError("problems in recipes")
@@ -284,7 +283,7 @@ def _check_file(
     file: Path,
     kind: str,
     package: str,
-    keys: dict[str, Any],
+    keys: Json,
     groups: dict[str, list[str]],
     report: Report,
 ) -> None:
@@ -325,7 +324,7 @@ def _refused_defaults(defaults: list[Any]) -> dict[str, str]:
 
 
 def _why_refused(
-    key: str, value: Any, kind: str, keys: dict[str, Any], groups: dict[str, list[str]]
+    key: str, value: Any, kind: str, keys: Json, groups: dict[str, list[str]]
 ) -> str | None:
     group, _, name = key.partition(".")
     forbidden = why_forbidden(key, value)
@@ -353,7 +352,7 @@ def _why_refused(
     return None
 
 
-def _leaves(tree: dict[str, Any], prefix: str, keys: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Json, prefix: str, keys: Json) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if isinstance(value, dict) and value and f"{prefix}{name}" not in keys:
             yield from _leaves(value, f"{prefix}{name}.", keys)

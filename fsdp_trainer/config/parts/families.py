@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.parts.own_parts import own_names, usable_part
 from fsdp_trainer.config.yaml_text import load_yaml
 
@@ -62,9 +63,9 @@ class Family:
     """Name of a key in config.json by our name, if the two differ."""
     rope_type_aliases: dict[str, str] = field(default_factory=dict)
     """Our rope_type by other names for it in published folders."""
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: Json = field(default_factory=dict)
     """Values of keys that are set neither in config.json nor in the configuration."""
-    hf_defaults: dict[str, Any] = field(default_factory=dict)
+    hf_defaults: Json = field(default_factory=dict)
     """Values of further keys that are absent from config.json."""
     refused_unless: dict[str, tuple] = field(default_factory=dict)
     """Further keys for `config.REFUSED_UNLESS`: keys that the decoder does not implement, with the
@@ -162,7 +163,7 @@ OTHER = Family("", windows="pattern")
 """Stands for the family of a model that transformers' own class computes."""
 
 
-def nearest_family(raw: dict[str, Any]) -> str:
+def nearest_family(raw: Json) -> str:
     """Return the family that is most like a model of another one, by the keys of its config.json.
 
     raw: the content of config.json. A name that begins alike counts if both have experts or neither

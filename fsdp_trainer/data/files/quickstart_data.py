@@ -2,10 +2,10 @@
 
 import hashlib
 from functools import lru_cache
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 
 TOKENIZER = "demo:bytes"
@@ -29,7 +29,7 @@ def words() -> list[str]:
     return list(unique)
 
 
-def rows(name: str) -> list[dict[str, Any]]:
+def rows(name: str) -> list[Json]:
     """Return the chats of a task: spelling a word backwards, or adding two digits."""
     if name in SUMS:
         return sums(half_wrong=SUMS[name])
@@ -44,7 +44,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def sums(half_wrong: bool) -> list[dict[str, Any]]:
+def sums(half_wrong: bool) -> list[Json]:
     """Return all sums of two digits; half_wrong: four times each, two of them with any answer."""
     rows = []
     for number in range(400 if half_wrong else 100):
@@ -56,7 +56,7 @@ def sums(half_wrong: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def chat(question: str, answer: str) -> dict[str, Any]:
+def chat(question: str, answer: str) -> Json:
     roles = zip(("user", "assistant"), (question, answer), strict=True)
     return {"messages": [{"role": role, "content": text} for role, text in roles]}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TextIO
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.safe_text import without_secrets
 from fsdp_trainer.config.data_files import (
     SHARD,
@@ -43,7 +44,7 @@ class RecordError(ValueError):
 class Record:
     """One record. error: reason why it could not be read."""
 
-    columns: dict[str, Any]
+    columns: Json
     where: tuple[str, int]
     """File and line, from 1; for binary tables, file and row."""
     error: str | None = None
@@ -104,9 +105,9 @@ class Source:
     files: list[str]
     format: str | None = None
     """The format of this source, as in data.format; None for data.format itself."""
-    fields: dict[str, Any] | None = None
+    fields: Json | None = None
 
-    def columns(self, data: Data) -> tuple[str, dict[str, Any] | None]:
+    def columns(self, data: Data) -> tuple[str, Json | None]:
         return self.format or data.format, self.fields or data.fields
 
 

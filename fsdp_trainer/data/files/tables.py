@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.unpacked import TooLarge, check_unpacked
 from fsdp_trainer.data.files.row_limits import LONGEST, TOO_LONG
 from fsdp_trainer.data.files.sources import RecordError
@@ -51,7 +52,7 @@ def read_arrow(
         yield number + 1, {}, f"cannot be read from here on: {str(e).splitlines()[0]}"
 
 
-def _row(columns: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+def _row(columns: Json | None) -> tuple[Json, str | None]:
     if columns is None:
         return {}, TOO_LONG
     # every struct of a column has the keys of all structs: keys that a row does not have are null
@@ -155,7 +156,7 @@ def _arrow(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple
             yield batch, place
 
 
-def _values_of(batch: Any) -> Iterator[dict[str, Any] | None]:
+def _values_of(batch: Any) -> Iterator[Json | None]:
     """Yield the rows of a batch; None for one that is too large to be held."""
     if batch.num_rows > 1 and size_of_rows(batch) > LONGEST:
         for number in range(batch.num_rows):
@@ -201,7 +202,7 @@ FILE = "bytes"
 """The key of a struct that holds a file, such as an image."""
 
 
-def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[Any, Any]]) -> Json:
     """Return a value of Arrow's type map, which pyarrow gives as pairs, as an object.
 
     Raises RecordError for a key that is there twice.

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.own_code import place_of
 from fsdp_trainer.config.parts.own_parts import built_in, usable_part
 from fsdp_trainer.data.files.sources import Record, RecordError
@@ -169,7 +170,7 @@ class Reader:
     """True if the user said which columns mean what."""
     label_names: dict[str, list[str]] = field(default_factory=dict)
     """Names of the numbers in columns of labels, for heads."""
-    convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    convert: Callable[[Json], Json] | None = None
     """The user's own data.format: returns the columns of a row in a format that is known here."""
     learns: bool = True
     """False if the answers of the rows are not learnt, so that masks and labels do not matter."""
@@ -210,7 +211,7 @@ class Reader:
         """Return the row as the user's own data.format converts it. RecordError if that fails."""
         return replace(row, columns=own_columns(self.convert, row.columns)) if self.convert else row
 
-    def values(self, row: Record) -> dict[str, Any]:
+    def values(self, row: Record) -> Json:
         """Return the row's values by meaning. RecordError if a required one is missing or null."""
         used = self.columns_of(row)
         if not self.text_only:
@@ -338,9 +339,7 @@ def _require_fields_of(format: str, fields: dict[str, str]) -> None:
         )
 
 
-def own_columns(
-    convert: Callable[[dict[str, Any]], dict[str, Any]], columns: dict[str, Any]
-) -> dict[str, Any]:
+def own_columns(convert: Callable[[Json], Json], columns: Json) -> Json:
     """Return the columns that the user's own code makes of a row. RecordError if it fails."""
     try:
         return dict(convert(dict(columns)))
@@ -356,7 +355,7 @@ def of_any_format(make: Make) -> Make:
     """Return a function like `make` that also takes the user's own data.format."""
 
     @wraps(make)
-    def reader(columns: dict[str, Any], format: str | None, *more: Any, **options: Any) -> Reader:
+    def reader(columns: Json, format: str | None, *more: Any, **options: Any) -> Reader:
         if format in (None, "auto", *FORMATS):
             return make(columns, format, *more, **options)
         convert = usable_part("format", str(format))
@@ -368,7 +367,7 @@ def of_any_format(make: Make) -> Make:
 
 @of_any_format
 def make_reader(
-    columns: dict[str, Any],
+    columns: Json,
     format: str | None,
     fields: dict[str, str] | None,
     file: str,
@@ -406,7 +405,7 @@ def make_reader(
 def _head_reader(
     format: str,
     named: str,
-    columns: dict[str, Any],
+    columns: Json,
     fields: dict[str, str],
     file: str,
     with_media: bool,
@@ -437,7 +436,7 @@ def _head_reader(
 
 
 def _detected(
-    columns: dict[str, Any], fields: dict[str, str], file: str, kind: str | None
+    columns: Json, fields: dict[str, str], file: str, kind: str | None
 ) -> tuple[str, dict[str, str]]:
     """Return the format of a row, and the columns of its meanings. UserError for an unknown one.
 
@@ -452,7 +451,7 @@ def _detected(
     return detected
 
 
-def _or_tokens(format: str, fields: dict[str, str], columns: dict[str, Any], file: str) -> str:
+def _or_tokens(format: str, fields: dict[str, str], columns: Json, file: str) -> str:
     """Return the format, or `tokens` for documents that are already tokenized.
 
     Raises UserError if a token file is to be read as anything else.
@@ -497,7 +496,7 @@ def _pairs_refused(matched: dict[str, str]) -> str:
     return PREFERENCE % (chosen, rejected, fields)
 
 
-def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
+def _form(columns: Json, matched: dict[str, str]) -> str:
     turns = parsed(column_value(columns, next(iter(matched.values()), "")))
     if isinstance(turns, MappedTokens):
         return turns.form
@@ -506,12 +505,12 @@ def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
     return ""
 
 
-def _label_column(columns: dict[str, Any]) -> str | None:
+def _label_column(columns: Json) -> str | None:
     names = columns_by_name(columns)
     return next((names[name] for name in LABELS if name in names), None)
 
 
-def _refuse_judged(columns: dict[str, Any], file: str) -> None:
+def _refuse_judged(columns: Json, file: str) -> None:
     """Raise UserError for answers with a true/false label: not all of them should be trained on."""
     column = _label_column(columns)
     label = columns.get(column or "")
@@ -530,7 +529,7 @@ def _refuse_judged(columns: dict[str, Any], file: str) -> None:
         )
 
 
-def _refuse_single_turns(columns: dict[str, Any], file: str) -> None:
+def _refuse_single_turns(columns: Json, file: str) -> None:
     """Raise UserError for rows with a single turn each: they would not teach answering."""
     if not is_turn(columns):
         return
@@ -555,7 +554,7 @@ def _unknown_fields(fields: dict[str, str]) -> UserError:
     return _unusable(f"data.fields={{{shown}}}", "\n".join([reason, *known]))
 
 
-def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
+def _unknown_format(columns: Json, file: str) -> UserError:
     reason = f"no known format has its columns: {' '.join(columns) or 'none'}\n"
     hints = "  or  ".join(f"'data.fields={{{hint}}}'" for hint in field_hints(columns))
     advice = f"Say what they mean:  {hints}" if hints else "None of them holds text or turns"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.files.sources import RecordError
 
 MARK = "\ufffc"
@@ -45,7 +46,7 @@ class RowMedia:
             raise RecordError(f"{self.kind} {empty} is empty: it has neither bytes nor path")
         return items
 
-    def placed(self, messages: list[dict[str, Any]], items: list[Any]) -> list[dict[str, Any]]:
+    def placed(self, messages: list[Json], items: list[Any]) -> list[Json]:
         """Return the turns with the media of a row's column in the places that stand for them.
 
         Those are parts without one, else marks in the texts; without either, they come before the
@@ -74,7 +75,7 @@ class RowMedia:
             for turn in messages
         ]
 
-    def marked(self, message: dict[str, Any]) -> dict[str, Any]:
+    def marked(self, message: Json) -> Json:
         content, own = message["content"], iter(message.get(HELD, ()))
         marks = re.findall(f"{MARK}|{re.escape(self.mark)}", content)
         if self.mark not in marks:
@@ -83,6 +84,6 @@ class RowMedia:
         return message | {"content": content.replace(self.mark, MARK), HELD: items}
 
 
-def media_in(messages: list[dict[str, Any]]) -> Iterator[Any]:
+def media_in(messages: list[Json]) -> Iterator[Any]:
     for message in messages:
         yield from message.get(HELD, ())

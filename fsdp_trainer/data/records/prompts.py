@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import (
     Conversation,
@@ -50,7 +51,7 @@ class DataQuestion:
     messages: list[Message]
     tools: list[dict] | None
     reference: str | None
-    columns: dict[str, Any]
+    columns: Json
     where: tuple[str, int]
 
     @property
@@ -58,7 +59,7 @@ class DataQuestion:
         return str(self.messages[-1].get("content") or "")
 
     @property
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> Json:
         return {
             "prompt": self.prompt,
             "reference": self.reference,
@@ -72,7 +73,7 @@ class DataQuestion:
         return json.dumps(self.as_values, default=str)
 
 
-def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
+def question_of(row: Readable, columns: Json) -> DataQuestion:
     """Return a row as a question. Raises RecordError for one without turns or without a prompt."""
     if isinstance(row, Preference):
         messages, turns = row.prompt, row.chosen
@@ -97,7 +98,7 @@ class QuestionReader(Reader):
     def readable(self, row: Record) -> Readable:
         return super().read(row)
 
-    def values(self, row: Record) -> dict[str, Any]:
+    def values(self, row: Record) -> Json:
         """Return the row's values; the reference answer may be a number, which becomes its text."""
         values = super().values(row)
         numbers = {key: values[key] for key in ANSWERS & values.keys()}
@@ -126,7 +127,7 @@ class PromptReader(QuestionReader):
 
 @of_any_format
 def make_prompt_reader(
-    columns: dict[str, Any], format: str | None, fields: dict[str, str] | None, file: str
+    columns: Json, format: str | None, fields: dict[str, str] | None, file: str
 ) -> QuestionReader:
     """Return the reader for a file of prompts, from the columns of its first row.
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.parts.own_parts import identity_of
 from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
@@ -108,7 +109,7 @@ class ComponentStores:
         self.reporter = reporter
         self.stamps = {file: content[file].stamp for file in component.files}
         self.digests = {file: content[file].digest for file in component.files}
-        self.meta: dict[str, Any] = {}
+        self.meta: Json = {}
         self.report: list[str] = []
         """Short lines for people."""
         self.unused: list[str] = []
@@ -159,7 +160,7 @@ class ComponentStores:
             stores[name] = TokenStore(folder, about["fingerprint"], sources, files, *counted)
         return stores
 
-    def _media_changed(self, meta: dict[str, Any]) -> bool:
+    def _media_changed(self, meta: Json) -> bool:
         """Return True, after a message, if a file of an image is not what was tokenized.
 
         Only the first rank of a node looks; the others read what it has prepared.
@@ -332,7 +333,7 @@ class ComponentStores:
                 out.writelines((part / SKIPPED).read_bytes() for part in parts)
         write_meta(into, meta)
 
-    def _divided(self, into: Path) -> dict[str, Any]:
+    def _divided(self, into: Path) -> Json:
         whole = into / TRAIN
         held_out = share_of_each(TokenStore(whole, ""), self.options.share)
         with tempfile.TemporaryDirectory(dir=into) as aside:
@@ -348,7 +349,7 @@ class ComponentStores:
     def _report_merging(self) -> None:
         self.reporter.progress("data   merging the parts")
 
-    def _description(self, done: list[TaskResult], merged: Path) -> dict[str, Any]:
+    def _description(self, done: list[TaskResult], merged: Path) -> Json:
         """Return counts and problems of all parts, and the duplicates among the merged samples."""
         rows: Counter[tuple[int, str]] = Counter()
         counts: Counter[str] = Counter()
@@ -380,7 +381,7 @@ class ComponentStores:
             "examples": examples,
         }
 
-    def _refuse(self, meta: dict[str, Any]) -> None:
+    def _refuse(self, meta: Json) -> None:
         """Raise UserError because no token is supervised, with an account of all rows."""
         key, name, data = self.component.key, self.component.name, self.options.data
         path = data.path if key == "data.path" else data.validation
@@ -394,7 +395,7 @@ class ComponentStores:
         lines += [*self._lines(meta, {}), *map(str, findings)]
         raise UserError("the data cannot be used", f"{key}={path}", "\n".join(lines))
 
-    def _unused_lines(self, meta: dict[str, Any]) -> list[str]:
+    def _unused_lines(self, meta: Json) -> list[str]:
         """Return one line for each set of unused columns, with the files that have them.
 
         Prompts have no unused columns: rewards receive all of them.
@@ -412,7 +413,7 @@ class ComponentStores:
     def _files_called(self, numbers: list[int]) -> str:
         return self.component.files[numbers[0]] if len(numbers) == 1 else f"{len(numbers):,} files"
 
-    def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
+    def _lines(self, meta: Json, renamed: dict[str, str]) -> list[str]:
         """Return lines about the data for people, with the current names of the files."""
         by_format: dict[str, list[tuple[int, int]]] = {}
         for number, format, rows in meta["rows"]:
@@ -486,7 +487,7 @@ def _renamed(where: str, renamed: dict[str, str]) -> str:
     return f"{renamed.get(file, file)}:{line}"
 
 
-def read_complete(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, Any] | None:
+def read_complete(folder: Path, say: Callable[[str], None] = nothing) -> Json | None:
     """Return the description of a folder's stores; None if they are missing or incomplete."""
     if not folder.exists():
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.base.checksum import checksum
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.media.kinds import READ
 from fsdp_trainer.data.media.media import SampleMedium, media_json
 from fsdp_trainer.data.store.linked_tokens import (
@@ -150,7 +151,7 @@ class TokenStore:
         part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
 
-    def question(self, sample: int) -> dict[str, Any]:
+    def question(self, sample: int) -> Json:
         assert self.questions is not None
         return json.loads(self.questions.text(sample))
 
@@ -532,7 +533,7 @@ def _copy(source: int, target: int) -> int:
     return len(block)
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> Json:
     """Return the description that `write_meta` wrote into a folder of stores.
 
     Raises Damaged if the description cannot be read, or a file does not match it.
@@ -554,7 +555,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+def write_meta(folder: Path, meta: Json) -> None:
     """Write the description of a folder of stores; the folder is complete only with this file."""
     meta = meta | {CHECKSUMS: checksums_of(folder, folder.rglob("*.bin"))}
     with open(folder / "meta.json", "w", encoding="utf-8") as file:
@@ -563,7 +564,7 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _checksum_of(meta: dict[str, Any]) -> int:
+def _checksum_of(meta: Json) -> int:
     return zlib.crc32(json.dumps(meta).encode())
 
 

@@ -3,10 +3,10 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.token_files.shard_items import (
     INDEX,
     item_edges,
@@ -27,7 +27,7 @@ TYPES = {"no_header_tensor": TORCH_TYPES, "no_header_numpy": NUMPY_TYPES}
 """By the format of a value of one dimension, which is stored without a header."""
 
 
-def chunk_description(path: Path) -> dict[str, Any] | None:
+def chunk_description(path: Path) -> Json | None:
     """Return what the index.json beside a chunk says; None if the file is no chunk of LitData.
 
     Raises BadTokenFile.
@@ -81,7 +81,7 @@ def open_litdata_chunk(path: Path, content: np.ndarray, is_mapped: bool) -> Toke
     return TokenFile.of_documents("LitData's", content, is_mapped, dtype, begins, sizes)
 
 
-def _token_value(about: dict[str, Any], values: int) -> int:
+def _token_value(about: Json, values: int) -> int:
     if values == 1:
         return 0
     try:
@@ -99,7 +99,7 @@ def _token_value(about: dict[str, Any], values: int) -> int:
     return number
 
 
-def _decompressed(path: Path, about: dict[str, Any]) -> np.ndarray:
+def _decompressed(path: Path, about: Json) -> np.ndarray:
     by_chunks = about.get("compression_level") in (None, "chunk")
     if not (str(about["compression"]).startswith("zstd") and by_chunks and path.suffix == ".bin"):
         raise BadTokenFile("is compressed in another way than whole chunks by zstd")

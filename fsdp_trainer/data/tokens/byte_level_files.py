@@ -8,10 +8,10 @@ import binascii
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.data.tokens.encoding import LLAMA_3, QWEN
 
@@ -40,9 +40,7 @@ def is_tiktoken(path: Path) -> bool:
         return bool(RANK.match(file.readline(1 << 16)))
 
 
-def read_tiktoken(
-    path: Path, described: dict[str, Any] | None = None
-) -> tuple[Tokenizer, dict[str, str]]:
+def read_tiktoken(path: Path, described: Json | None = None) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer, and its special tokens by name. Raises ValueError if it cannot be read.
 
     The file names no special tokens. described: those of tokenizer_config.json; gaps among their
@@ -104,7 +102,7 @@ def _llama_3_special() -> list[str]:
     return names
 
 
-def read_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+def read_vocab_and_merges(folder: Path, config: Json) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer of vocab.json and merges.txt, and its class's usual special tokens.
 
     config: content of tokenizer_config.json, which names the class. Raises ValueError if the files
@@ -134,7 +132,7 @@ def read_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tuple[Tokeniz
     return tokenizer, DEFAULTS[kind]
 
 
-def _class_of(folder: Path, config: dict[str, Any]) -> str:
+def _class_of(folder: Path, config: Json) -> str:
     named = config.get("tokenizer_class")
     if isinstance(named, str):
         return named.removesuffix("Fast")

@@ -4,10 +4,10 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.tokens.encoding import GPT_4O, LLAMA_3, QWEN, QWEN_3_5
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.interop.folders.gguf_header import read_header
@@ -25,7 +25,6 @@ CUTS = {
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that a text is searched for before it is cut."""
 COPY = "Copy the model's own tokenizer.json beside the file"
-Json = dict[str, Any]
 
 
 def read_gguf_tokenizer(file: Path) -> tuple[Tokenizer, dict[str, str], set[int], str | None]:

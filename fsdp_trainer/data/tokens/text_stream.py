@@ -2,8 +2,8 @@
 
 import codecs
 import json
-from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
 from fsdp_trainer.data.tokens.token_bytes import BYTE_TOKEN, SENTENCEPIECE_SPACE
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
@@ -158,12 +158,12 @@ def _pieces_of(tokenizer: TextTokenizer) -> _Bytes | _Window | _OneLater | _Whol
     return _Whole(tokenizer)
 
 
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+def _steps(decoder: Json) -> list[Json]:
     inner = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     return [step for step in inner if step]
 
 
-def _is_local(steps: list[dict[str, Any]]) -> bool:
+def _is_local(steps: list[Json]) -> bool:
     """Return whether the text of a token depends on nothing further away than the piece before it.
 
     After `Fuse` a step changes the whole text: only one that strips its first character is local.

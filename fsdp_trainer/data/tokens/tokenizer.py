@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from fsdp_trainer.base.json_files import DEEPEST, is_deeper
+from fsdp_trainer.base.json_files import DEEPEST, Json, is_deeper
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.templates.template_language import DEFAULT, SPECIAL
 from fsdp_trainer.data.tokens.byte_level_files import (
@@ -362,13 +362,13 @@ class TextTokenizer:
             _write_config(config, values)
         _write_templates(folder, templates)
 
-    def _described(self, config: Path) -> dict[str, Any]:
+    def _described(self, config: Path) -> Json:
         """Return the content of tokenizer_config.json: the existing one plus special tokens.
 
         A tokenizer.json does not name the special tokens; other files or a class of transformers
         did.
         """
-        values: dict[str, Any] = {
+        values: Json = {
             "tokenizer_class": PLAIN,
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**30,
@@ -379,7 +379,7 @@ class TextTokenizer:
         return values | {name: text for name, text in self.special.items() if not values.get(name)}
 
 
-def _write_config(file: Path, values: dict[str, Any]) -> None:
+def _write_config(file: Path, values: Json) -> None:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -470,21 +470,21 @@ def _load(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
     )
 
 
-def _model_of(folder: Path | None) -> dict[str, Any] | None:
+def _model_of(folder: Path | None) -> Json | None:
     try:
         return _json(folder, "config.json") or None
     except UserError:
         return None
 
 
-def _cleans_up(backend: Tokenizer, config: dict[str, Any]) -> bool:
+def _cleans_up(backend: Tokenizer, config: Json) -> bool:
     """Return whether texts are changed after decoding: of BPE, only if a second key says so."""
     key = "clean_up_tokenization_spaces"
     forced = config.get(f"{key}_for_bpe_even_though_it_will_corrupt_output")
     return bool(config.get(key) and (forced or type(backend.model).__name__ != "BPE"))
 
 
-def _stop_ids(generation: dict[str, Any]) -> set[int]:
+def _stop_ids(generation: Json) -> set[int]:
     """Return the ids that end an answer according to generation_config.json."""
     ids = generation.get("eos_token_id") or []
     return {id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)}
@@ -498,7 +498,7 @@ def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
     return files
 
 
-def _read_backend(file: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+def _read_backend(file: Path, config: Json) -> tuple[Tokenizer, dict[str, str]]:
     if file.name == VOCABULARY:
         return read_vocab_and_merges(file.parent, config)
     if file.suffix != ".model":

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.safe_text import visible
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import compose
@@ -218,7 +219,7 @@ def _kept(key: str, value: Any) -> Answer:
 
 
 @cache
-def keys() -> dict[str, Any]:
+def keys() -> Json:
     return flatten(TrainConfig)
 
 
@@ -266,9 +267,9 @@ def _take_back(result: Conversion, problem: Problem) -> bool:
     return False
 
 
-def settings_of(result: Conversion) -> dict[str, Any]:
+def settings_of(result: Conversion) -> Json:
     """Return what a recipe sets, as YAML would read it."""
-    tree: dict[str, Any] = {}
+    tree: Json = {}
     for key, (value, _) in result.values().items():
         section, _, leaf = key.rpartition(".")
         if key in GROUPS:

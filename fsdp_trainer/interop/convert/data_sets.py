@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.names import known_elsewhere
 from fsdp_trainer.data.files.turns_and_rows import ROLE_KEYS, ROLES, TEXT_KEYS
 from fsdp_trainer.data.records.record_formats import FIELDS
@@ -53,8 +54,8 @@ class DataSet:
     answers: to the settings that decide none.
     """
 
-    settings: dict[str, Any]
-    entry: dict[str, Any] = field(default_factory=dict)
+    settings: Json
+    entry: Json = field(default_factory=dict)
     decides: dict[str, tuple[str, str]] = field(default_factory=dict)
     answers: dict[str, Answer] = field(default_factory=dict)
 
@@ -73,13 +74,13 @@ class DataSet:
             reason = f"rows of format {format} have no such column:  data.fields"
             self.answers[name] = impossible(reason)
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[Json]:
         """Return an entry for each of the paths; [] if there is none."""
         paths = self.entry.get("path", [])
         listed = paths if isinstance(paths, list) else [paths]
         return [{**self.entry, "path": path} for path in listed]
 
-    def keys(self, part: str) -> dict[str, Any]:
+    def keys(self, part: str) -> Json:
         """Return the keys of a run that reads no other data, for a part of the entry.
 
         The format comes with the path if no setting is about it.
@@ -111,7 +112,7 @@ def unkept(name: str, value: Any) -> Answer:
 def answers_to_lists(file: ForeignFile) -> dict[str, Answer]:
     answers: dict[str, Answer] = {}
     for name, key in LISTS.items():
-        by_place: dict[str, dict[str, Any]] = {}
+        by_place: dict[str, Json] = {}
         for full, value in file.settings.items():
             place, dot, leaf = full.partition("].")
             if full.startswith(f"{name}["):
@@ -141,7 +142,7 @@ def combined(data_sets: dict[str, DataSet], key: str) -> dict[str, Answer]:
     whole = {key: listed[0] if len(listed) == 1 and isinstance(listed[0], str) else listed}
     of_format = {"data.format": shared} if shared else {}
 
-    def keys_of(data_set: DataSet, part: str) -> dict[str, Any]:
+    def keys_of(data_set: DataSet, part: str) -> Json:
         if has_keys and len(data_sets) == 1:
             return data_set.keys(part)
         together = {"path": whole | of_format, "format": of_format or whole}
@@ -156,12 +157,12 @@ def combined(data_sets: dict[str, DataSet], key: str) -> dict[str, Answer]:
     return answers
 
 
-def shared_format(entries: list[dict[str, Any]]) -> str | None:
+def shared_format(entries: list[Json]) -> str | None:
     formats = {entry.get("format", "auto") for entry in entries}
     return str(next(iter(formats))) if len(formats) == 1 else None
 
 
-def entry_of(entry: dict[str, Any], shared: str | None) -> Any:
+def entry_of(entry: Json, shared: str | None) -> Any:
     parts = {k: v for k, v in entry.items() if not (k == "format" and shared)}
     return parts["path"] if len(parts) == 1 else parts
 
@@ -176,7 +177,7 @@ def hub_or_file(path: str) -> str:
 # --- axolotl --------------------------------------------------------------------------------------
 
 
-def axolotl(about: dict[str, Any], method: str | None) -> DataSet:
+def axolotl(about: Json, method: str | None) -> DataSet:
     """Return a data set of axolotl's (or TRL's) list. about: its settings by dotted name."""
     source = DataSet(about)
     place_of(source)

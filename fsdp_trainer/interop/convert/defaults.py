@@ -6,8 +6,8 @@ configurations), axolotl 0.19 (utils/schemas, core/builders/base.py) and LLaMA-F
 """
 
 from dataclasses import replace
-from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
 from fsdp_trainer.interop.convert.trainers import OWN_TOOL, TABLES
 from fsdp_trainer.interop.convert.translation import is_off
@@ -16,7 +16,7 @@ AROUND = "(around a prompt that is a text)"
 """Stands in the settings for what a trainer does and no setting says."""
 TRAINERS = (OWN_TOOL, "axolotl", "LLaMA-Factory")
 """Tools whose files stand for a whole training, which transformers' Trainer runs."""
-DEFAULTS: dict[str, dict[str, Any]] = TABLES["defaults"]
+DEFAULTS: dict[str, Json] = TABLES["defaults"]
 NOT_HERE = ("rloo", "distil", "ppo", "bco")
 NO_LIMIT = ("max_grad_norm", "max_length", "max_completion_length")
 """Settings of transformers and TRL for which null means that there is no limit."""
@@ -38,7 +38,7 @@ def is_missing(name: str, file: ForeignFile) -> bool:
     return not is_trl and all(file.value(each) is None for each in (name, *others))
 
 
-def defaults_of(file: ForeignFile) -> dict[str, Any]:
+def defaults_of(file: ForeignFile) -> Json:
     """Return the settings that a tool has for a method."""
     chosen = dict(DEFAULTS["transformers"])
     if file.tool == "axolotl":
@@ -57,7 +57,7 @@ def defaults_of(file: ForeignFile) -> dict[str, Any]:
     return chosen
 
 
-def of_llama_factory(file: ForeignFile) -> dict[str, Any]:
+def of_llama_factory(file: ForeignFile) -> Json:
     """Return what LLaMA-Factory has in other values than transformers."""
     chosen = DEFAULTS["LLaMA-Factory"] | {"packing": file.value("stage") == "pt"}
     if str(file.value("finetuning_type") or "lora") == "lora":

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_trainer.base.json_files import DEEPEST, is_deeper
+from fsdp_trainer.base.json_files import DEEPEST, Json, is_deeper
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.convert.command_line import (
@@ -32,7 +32,7 @@ class ForeignFile:
 
     path: Path
     tool: str
-    settings: dict[str, Any]
+    settings: Json
     method: str | None = None
     """The training method that the settings are for; None if they do not say."""
     implied: frozenset[str] = frozenset()
@@ -97,7 +97,7 @@ def of_text(path: Path, text: str) -> ForeignFile:
     return replace(file, ranks=ranks_of(started.settings))
 
 
-def with_files(started: StartedTrainer, path: Path) -> tuple[dict[str, Any], Path]:
+def with_files(started: StartedTrainer, path: Path) -> tuple[Json, Path]:
     """Return the settings of a command line over those of the files that it names.
 
     Also returns the path of the trainer's file, beside which others are; without one `path`.
@@ -109,7 +109,7 @@ def with_files(started: StartedTrainer, path: Path) -> tuple[dict[str, Any], Pat
     return tree, next((each.path for each in named if each.tool in OF_TRAINERS), path)
 
 
-def tool_of(settings: dict[str, Any], is_started: bool) -> str | None:
+def tool_of(settings: Json, is_started: bool) -> str | None:
     """Return the tool that settings are for; is_started: not those of accelerate alone."""
     return next((tool for tool, signs in TABLES["tools"].items() if settings.keys() & set(signs)
                  and not (is_started and tool == "accelerate")), None)  # fmt: skip
@@ -145,9 +145,7 @@ def unreadable(path: Path, reason: str) -> UserError:
     )
 
 
-def with_trainer(
-    path: Path, tool: str, settings: dict[str, Any], method: str | None
-) -> ForeignFile:
+def with_trainer(path: Path, tool: str, settings: Json, method: str | None) -> ForeignFile:
     """Return a file with the trainer that its settings are for, as a setting if none names it.
 
     method: that of the script which reads them, if its name says it.
@@ -158,7 +156,7 @@ def with_trainer(
     return ForeignFile(path, tool, settings, method)
 
 
-def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Json, above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value); of a list of mappings each is LIST[0], LIST[1] …"""
     for key, value in tree.items():
         name = f"{above}{key}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.base.json_files import DEEPEST, is_deeper
+from fsdp_trainer.base.json_files import DEEPEST, Json, is_deeper
 from fsdp_trainer.data.records.record_formats import FIELDS
 from fsdp_trainer.interop.convert.data_sets import (
     HUB_PATH,
@@ -40,7 +40,7 @@ NOT_READ = {
 """Places of data that is not read, and why."""
 
 
-def index_of(file: Path, settings: dict[str, Any]) -> Path | None:
+def index_of(file: Path, settings: Json) -> Path | None:
     """Return the index of data sets that a file of LLaMA-Factory's names; None if it is missing."""
     folder = Path(str(settings.get("dataset_dir") or "data"))
     places = [file.parent / folder, folder, *(parent / folder for parent in file.parents)]
@@ -52,7 +52,7 @@ def names_in(value: Any) -> list[str]:
     return [str(name).strip() for name in listed if str(name).strip()]
 
 
-def read_index(index: Path | None) -> dict[str, Any]:
+def read_index(index: Path | None) -> Json:
     try:
         content = json.loads(index.read_text(encoding="utf-8")) if index else {}
     except (OSError, ValueError, RecursionError):
@@ -60,7 +60,7 @@ def read_index(index: Path | None) -> dict[str, Any]:
     return content if isinstance(content, dict) and not is_deeper(content, DEEPEST) else {}
 
 
-def entries_of_index(file: Path, settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def entries_of_index(file: Path, settings: Json) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the data sets that a file names, as dataset_info.json[NAME].…"""
     known = read_index(index_of(file, settings))
     for name in dict.fromkeys(n for key in NAMED for n in names_in(settings.get(key) or [])):
@@ -102,7 +102,7 @@ def indexed(setting: str, key: str, file: ForeignFile) -> dict[str, Answer]:
     return combined(data_sets, key) | {setting: lost if pathless else nothing(f"in  {key}")}
 
 
-def data_set_of(about: dict[str, Any], folder: Path, method: str | None) -> DataSet:
+def data_set_of(about: Json, folder: Path, method: str | None) -> DataSet:
     """Return a data set of the index. about: its settings by dotted name."""
     source = DataSet(about)
     place_in_index(source, folder)
@@ -181,7 +181,7 @@ def place_of_file(source: DataSet, folder: Path) -> None:
             return
 
 
-def format_in_index(about: dict[str, Any], method: str | None) -> str:
+def format_in_index(about: Json, method: str | None) -> str:
     if method == "pt":
         return "text"
     if about.get("ranking"):

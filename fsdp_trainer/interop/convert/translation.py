@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
 
@@ -19,7 +20,7 @@ class Answer:
     """An answer to one setting. sets: our keys and groups that it decides, with their values."""
 
     kind: str
-    sets: dict[str, Any] = field(default_factory=dict)
+    sets: Json = field(default_factory=dict)
     note: str = ""
 
 
@@ -87,7 +88,7 @@ def same(instead: str, neutral: Any) -> Rule:
     return lambda value, file: nothing("as here") if value in values else impossible(instead)
 
 
-def counts_with(instead: str, needed: dict[str, Any]) -> Rule:
+def counts_with(instead: str, needed: Json) -> Rule:
     """Return a rule for a setting that only counts if another one has a value. needed: by name."""
     ((name, values),) = needed.items()
 
@@ -112,7 +113,7 @@ def uses_server(file: ForeignFile) -> bool:
     return not is_off(file.own("use_vllm") or False)
 
 
-def one_of(instead: str, known: dict[str, dict[str, Any]]) -> Rule:
+def one_of(instead: str, known: dict[str, Json]) -> Rule:
     def rule(value: Any, file: ForeignFile) -> Answer:
         chosen = known.get(str(value).lower())
         return sets(**chosen) if chosen else impossible(instead)

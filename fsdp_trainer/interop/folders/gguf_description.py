@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_header import GgufHeader, GgufTensor, read_header
 
@@ -25,8 +26,6 @@ OTHER_NUMBERS = ("attention.head_count_kv", "attention.key_length", "rope.freq_b
                  "attention.sliding_window", "attn_logit_softcapping",
                  "final_logit_softcapping")  # fmt: skip
 """Facts of every model, and of some, that are read as numbers."""
-
-Json = dict[str, Any]
 
 
 def gguf_files(path: Path) -> list[Path]:
@@ -58,7 +57,7 @@ def _opened(file: Path, changed: int) -> GgufHeader:
     return read_header(file)
 
 
-def described_by_gguf(path: Path) -> dict[str, Any] | None:
+def described_by_gguf(path: Path) -> Json | None:
     """Return a config.json for a GGUF file or a folder with one; None if there is none."""
     files = gguf_files(path)
     if not files:
@@ -83,7 +82,7 @@ def described_by_gguf(path: Path) -> dict[str, Any] | None:
     raise UserError("cannot read the model", str(files[0]), reason)
 
 
-def _config(facts: dict[str, Any], tensors: dict[str, Any], kind: str) -> dict[str, Any]:
+def _config(facts: Json, tensors: Json, kind: str) -> Json:
     """facts: the metadata, without the name of the architecture in front."""
     heads, width = facts["attention.head_count"], facts["embedding_length"]
     config: Json = {
@@ -220,7 +219,7 @@ DESCRIPTIONS: dict[str, Callable[[Json, Json, Json], Json]] = {
 """By general.architecture: a function from the configuration so far, facts and tensors to more."""
 
 
-def _scaling(facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(facts: Json, tensors: Json) -> Json | None:
     if ROPE_FACTORS in tensors:  # the reader of the weights compares them with these
         return {
             "rope_type": "llama3",

@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -55,7 +57,7 @@ class GgufTensor:
 class GgufHeader:
     """facts: values by name, None for a list that is not read. tensors: by name."""
 
-    facts: dict[str, Any]
+    facts: Json
     tensors: dict[str, GgufTensor]
 
 
@@ -117,8 +119,8 @@ class _Cursor:
             raise ValueError(f"ends before the {count:,} texts from byte {self.at:,} on") from None
         self.skip(at - self.at)
 
-    def facts(self, count: int, lists: Collection[str]) -> dict[str, Any]:
-        facts: dict[str, Any] = {}
+    def facts(self, count: int, lists: Collection[str]) -> Json:
+        facts: Json = {}
         for _ in range(count):
             name = self.text()
             if name in facts:

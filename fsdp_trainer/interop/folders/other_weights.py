@@ -4,10 +4,9 @@ Does not import torch.
 """
 
 from pathlib import Path
-from typing import Any
 
 from fsdp_trainer.base.folders import LONGEST_NAME, is_inside
-from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.json_files import Json, read_object
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.folders.gguf_description import described_by_gguf, gguf_files
 
@@ -101,11 +100,11 @@ def is_described(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or kind_of_weights(folder) in ("gguf", "meta")
 
 
-def described_otherwise(folder: Path) -> dict[str, Any] | None:
+def described_otherwise(folder: Path) -> Json | None:
     return described_by_gguf(folder) or described_by_meta(folder)
 
 
-def described_by_meta(folder: Path) -> dict[str, Any] | None:
+def described_by_meta(folder: Path) -> Json | None:
     """Return a config.json for Meta's params.json; None if there is none. Raises UserError."""
     file = folder / META_PARAMS
     if not file.is_file():
@@ -119,7 +118,7 @@ def described_by_meta(folder: Path) -> dict[str, Any] | None:
         ) from None
 
 
-def _llama_config(params: dict[str, Any]) -> dict[str, Any]:
+def _llama_config(params: Json) -> Json:
     width, heads = params["dim"], params["n_heads"]
     if params.get("moe_args") or "vision_chunk_size" in params or "vision_args" in params:
         raise ValueError("only Llama 1 to 3 of text are read")
@@ -129,7 +128,7 @@ def _llama_config(params: dict[str, Any]) -> dict[str, Any]:
     vocabulary = params.get("vocab_size", -1)
     says_factor = "rope_scaling_factor" in params
     is_3_2 = bool(params.get("use_scaled_rope")) and width < LLAMA_3_WIDTH and not says_factor
-    config: dict[str, Any] = {
+    config: Json = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,
@@ -155,7 +154,7 @@ def _llama_config(params: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _length(params: dict[str, Any]) -> int:
+def _length(params: Json) -> int:
     """Return the length that Meta trained with, which params.json does not say."""
     if params.get("use_scaled_rope"):
         return 131072

@@ -14,9 +14,10 @@ import torch
 from gguf import GGUFWriter
 from torch import Tensor
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.gguf_models import GgufModel
-from fsdp_trainer.models.config import FULL, Json, ModelConfig
+from fsdp_trainer.models.config import FULL, ModelConfig
 
 Change = Callable[[Tensor], Tensor]
 Rules = dict[str, list[tuple[str, Change]]]

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.parts.families import is_stacked
@@ -215,16 +216,16 @@ def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[st
 
 def by_pattern(
     key: str,
-    patterns: dict[str, Any],
+    patterns: Json,
     targets: list[str],
     config: ModelConfig,
     problems: list[Problem],
-) -> dict[str, Any]:
+) -> Json:
     """Return the value of each target that matches a pattern; the first match wins, as in PEFT.
 
     key: rank_pattern or alpha_pattern.
     """
-    values: dict[str, Any] = {}
+    values: Json = {}
     for pattern, value in patterns.items():
         matched = matching(TARGET_NAMES.get(pattern, pattern), targets, config)
         values = dict.fromkeys(matched, value) | values

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.base.json_files import Json, read_object
 from fsdp_trainer.base.time_limit import TooSlow, search_limit
 from fsdp_trainer.config.paths import ADAPTER_CONFIG
 from fsdp_trainer.errors import Problem, UserError
@@ -109,7 +109,7 @@ class PeftFolder:
     """
 
     folder: Path
-    config: dict[str, Any]
+    config: Json
     shapes: dict[str, Shape]
     fused_ranks: dict[str, int]
 
@@ -268,7 +268,7 @@ def ends_of(name: str) -> list[str]:
     return [".".join(parts[i:]) for i in range(len(parts))]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Json:
     """Return the content of adapter_config.json.
 
     Raises UserError with everything that is not supported here.
@@ -281,7 +281,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _form_problems(config: dict[str, Any]) -> Iterator[Problem]:
+def _form_problems(config: Json) -> Iterator[Problem]:
     for key in LISTS_OF_NAMES:
         value = config.get(key)
         if not isinstance(value, str | None) and not _are_all(
@@ -298,7 +298,7 @@ def _form_problems(config: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _number_problems(
-    config: dict[str, Any], default: str, pattern: str, is_one: Callable[[Any], bool]
+    config: Json, default: str, pattern: str, is_one: Callable[[Any], bool]
 ) -> Iterator[Problem]:
     by_name = config.get(pattern) or {}
     if not isinstance(by_name, dict):
@@ -323,7 +323,7 @@ def _are_all(values: Any, is_one: Callable[[Any], bool]) -> bool:
     return isinstance(values, list) and all(map(is_one, values))
 
 
-def unsupported(config: dict[str, Any]) -> list[Problem]:
+def unsupported(config: Json) -> list[Problem]:
     problems = [
         Problem(f"{key}={json.dumps(config[key])}", _why_not(key, values))
         for key, values in COMPUTED.items()
@@ -347,7 +347,7 @@ def unsupported(config: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def without_effect(config: dict[str, Any]) -> list[str]:
+def without_effect(config: Json) -> list[str]:
     lines = []
     if config.get("lora_dropout"):
         lines.append(

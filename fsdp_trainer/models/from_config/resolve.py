@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
 from fsdp_trainer.config.parts.families import BIASED, FAMILIES, LATENT
@@ -95,7 +95,7 @@ def frozen_names(freeze: Sequence[str], mtp: float, config: ModelConfig) -> tupl
     return (*freeze, *([f"{start_of_names(config)}*"] if untrained else []))
 
 
-def keys_set(model: Model) -> dict[str, Any]:
+def keys_set(model: Model) -> Json:
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     values = {name: getattr(model, name, None) for name in names}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
@@ -125,7 +125,7 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool, added: int = 
     return config
 
 
-def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
+def _differences(model: Model, keys: Json, stored: ModelConfig) -> list[Problem]:
     is_named = model.name != "auto"
     free = {*NOT_COMPUTED, *FREE, *(() if is_named else CONTEXT_KEYS)}
     free |= {"tie_word_embeddings"} if stored.scores else set()
@@ -146,7 +146,7 @@ def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> lis
     return problems
 
 
-def _too_few_rows(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
+def _too_few_rows(model: Model, keys: Json, stored: ModelConfig) -> list[Problem]:
     rows = keys.get("vocab_size", stored.vocab_size)
     if rows >= stored.vocab_size:
         return []
@@ -204,9 +204,7 @@ def architecture_problems(folder: Path) -> list[Problem]:
     return []
 
 
-def problems_without_reading(
-    model: Model, sharding: Sharding, raw: dict[str, Any]
-) -> list[Problem]:
+def problems_without_reading(model: Model, sharding: Sharding, raw: Json) -> list[Problem]:
     """Return the problems of a model of transformers that show without importing it.
 
     raw: the content of its config.json.

@@ -6,7 +6,8 @@ DeepSeek-V3 (2024, §2.2) defines them; here are their names in folders and conf
 import re
 from collections.abc import Iterator
 
-from fsdp_trainer.models.config import Json, ModelConfig
+from fsdp_trainer.base.json_files import Json
+from fsdp_trainer.models.config import ModelConfig
 
 COUNTS = (
     *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),

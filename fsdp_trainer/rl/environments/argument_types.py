@@ -7,6 +7,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
+
 
 class Texts(dict[str, str]):
     """Arguments of a call as texts, whose types the tool's description says."""
@@ -17,7 +19,7 @@ def refuse_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def typed_arguments(texts: Texts, schema: Any) -> dict[str, Any]:
+def typed_arguments(texts: Texts, schema: Any) -> Json:
     """Return arguments with the types that a tool's `parameters` give them; others stay texts."""
     known = mapping(schema)
     properties = mapping(known.get("properties"))
@@ -26,7 +28,7 @@ def typed_arguments(texts: Texts, schema: Any) -> dict[str, Any]:
     return {name: typed(text, types[name]) for name, text in texts.items()}
 
 
-def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[str]:
+def types_of(schema: Any, root: Json, depth: int = 0) -> Iterator[str]:
     """Yield the types that a JSON Schema allows. root: where its $ref are found."""
     if not isinstance(schema, dict) or depth > DEEPEST:
         return
@@ -38,7 +40,7 @@ def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[str]
         yield "null"
 
 
-def choices_of(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[Any]:
+def choices_of(schema: Json, root: Json) -> Iterator[Any]:
     for name in ("anyOf", "oneOf", "allOf"):
         yield from listed(schema.get(name))
     if isinstance(reference := schema.get("$ref"), str):
@@ -46,12 +48,12 @@ def choices_of(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[Any]:
         yield mapping(definitions).get(reference.rpartition("/")[2])
 
 
-def types_of_values(schema: dict[str, Any]) -> Iterator[str]:
+def types_of_values(schema: Json) -> Iterator[str]:
     values = [*listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     yield from (TYPE_NAMES[type(value)] for value in values if type(value) in TYPE_NAMES)
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping(value: Any) -> Json:
     """Return a mapping of a schema, an empty one for what should be one and is none."""
     return value if isinstance(value, dict) else {}
 
@@ -101,7 +103,7 @@ def as_type(kind: type, text: str) -> Any:
     return value
 
 
-def as_choice(choices: dict[str, Any], text: str) -> Any:
+def as_choice(choices: Json, text: str) -> Any:
     word = text.strip().lower()
     if word not in choices:
         raise ValueError(text)

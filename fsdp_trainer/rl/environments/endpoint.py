@@ -17,6 +17,7 @@ from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.rl.environments.environment import Environment, Message, Reply, Start
 
@@ -49,11 +50,11 @@ class ProgramEnd:
 class Session:
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
-        self.requests: queue.Queue[dict[str, Any] | ProgramEnd] = queue.Queue()
+        self.requests: queue.Queue[Json | ProgramEnd] = queue.Queue()
         self._answers: queue.Queue[Message | None] = queue.Queue()
         self._asks = threading.Lock()
 
-    def ask(self, body: dict[str, Any]) -> Message:
+    def ask(self, body: Json) -> Message:
         if not self._asks.acquire(blocking=False):
             raise RefusedRequest(
                 409, "busy", "a rollout is one conversation: one request at a time"
@@ -152,7 +153,7 @@ class EndpointHandler(BaseHTTPRequestHandler):
             raise RefusedRequest(413 if length.isdecimal() else 411, "wrong_length", text)
         return self.rfile.read(int(length))
 
-    def _request(self, content: bytes) -> dict[str, Any]:
+    def _request(self, content: bytes) -> Json:
         try:
             body = json.loads(content)
         except (ValueError, RecursionError):
@@ -180,7 +181,7 @@ def is_turn(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
-def completion(message: Message) -> dict[str, Any]:
+def completion(message: Message) -> Json:
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
         for call in message.get("tool_calls") or []
@@ -203,7 +204,7 @@ def completion(message: Message) -> dict[str, Any]:
     }
 
 
-def chunks(message: Message) -> list[dict[str, Any]]:
+def chunks(message: Message) -> list[Json]:
     """Return a model's turn as the two chunks of a stream: all of it, and its end."""
     whole = completion(message)
     [choice] = whole.pop("choices")
@@ -230,10 +231,10 @@ class ProgramEnvironment(Environment):
     session: Session = field(default_factory=Session)
     seen: list[Message] = field(default_factory=list)
     answers: int = 0
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
     ended: ProgramEnd | None = None
 
-    def reset(self, row: dict[str, Any]) -> Start:
+    def reset(self, row: Json) -> Start:
         """Raises RuntimeError if the program ends without a request."""
         address = endpoint_of_process().address(self.session)
         threading.Thread(target=self._work, args=(address, row), daemon=True).start()
@@ -279,7 +280,7 @@ class ProgramEnvironment(Environment):
         self.session.answer(None)
         endpoint_of_process().close(self.session)
 
-    def _work(self, address: str, row: dict[str, Any]) -> None:
+    def _work(self, address: str, row: Json) -> None:
         assert self.program
         try:
             value = self.program(address, row)
@@ -288,7 +289,7 @@ class ProgramEnvironment(Environment):
         except Exception as error:  # of the user's program
             self.session.requests.put(ProgramEnd(error=error))
 
-    def _next_request(self) -> dict[str, Any] | None:
+    def _next_request(self) -> Json | None:
         request = self.session.requests.get()
         if isinstance(request, ProgramEnd):
             self.ended = request
@@ -333,7 +334,7 @@ def as_turn(message: Message) -> Message:
     return turn
 
 
-def as_object(call: dict[str, Any]) -> Any:
+def as_object(call: Json) -> Any:
     arguments = call["function"].get("arguments") or "{}"
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 

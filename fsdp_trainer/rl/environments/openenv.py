@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.web import send
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.rl.environments.environment import (
@@ -56,7 +57,7 @@ class OpenEnv(Environment):
             return "a session is a WebSocket:  pip install 'fsdp_trainer[openenv]'"
         return None
 
-    def reset(self, row: dict[str, Any]) -> Start:
+    def reset(self, row: Json) -> Start:
         """See Environment. The first observation follows the row's own turns."""
         # an extra, and only this environment needs it
         from websockets.sync.client import connect
@@ -81,7 +82,7 @@ class OpenEnv(Environment):
         replies = [result(call, text) for call, (text, *_) in zip(calls, acts, strict=True)]
         return replies, not calls or any(is_over for *_, is_over in acts)
 
-    def _act(self, action: dict[str, Any]) -> tuple[str, float, bool]:
+    def _act(self, action: Json) -> tuple[str, float, bool]:
         """Return what is observed after an action, its reward, and whether it was the last."""
         try:
             observed = self._ask("step", action)
@@ -100,7 +101,7 @@ class OpenEnv(Environment):
             self.connection.send(json.dumps({"type": "close"}))
         self.resources.close()
 
-    def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, kind: str, data: Json) -> Json:
         self.connection.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self.connection.recv())
         if answer.get("type") != "observation":
@@ -108,11 +109,11 @@ class OpenEnv(Environment):
             if said.get("code") == "VALIDATION_ERROR":
                 raise WrongAction(f"the arguments do not fit: {said.get('errors', said)}")
             raise RuntimeError(f"the server refuses {kind}: {said.get('message', said)}")
-        observed: dict[str, Any] = answer["data"]
+        observed: Json = answer["data"]
         return observed
 
 
-def tool_of(schema: dict[str, Any]) -> dict[str, Any]:
+def tool_of(schema: Json) -> Json:
     """Return the description of the tool by which the model acts. schema: of /schema."""
     action = schema["action"]
     properties = {
@@ -138,7 +139,7 @@ def with_text(messages: list[Message], text: str) -> list[Message]:
     return [*before, {**last, "content": f"{last.get('content') or ''}\n\n{text}"}]
 
 
-def shown(observation: dict[str, Any]) -> str:
+def shown(observation: Json) -> str:
     """Return an observation as text: that of its only field if this is a text, else JSON."""
     fields = {name: value for name, value in observation.items() if name not in HIDDEN}
     if len(fields) == 1 and isinstance(only := next(iter(fields.values())), str):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.rl.environments.argument_types import Texts, refuse_constant, typed_arguments
 from fsdp_trainer.rl.reasoning import split_reasoning
 
@@ -27,12 +28,12 @@ class ParsedAnswer:
     """
 
     content: str
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     problem: str | None = None
 
     @property
-    def message(self) -> dict[str, Any]:
-        turn: dict[str, Any] = {"role": "assistant", "content": self.content}
+    def message(self) -> Json:
+        turn: Json = {"role": "assistant", "content": self.content}
         return turn | ({"tool_calls": self.calls} if self.calls else {})
 
 
@@ -56,7 +57,7 @@ class CallFormat(NamedTuple):
 def parse_answer(
     text: str,
     form: CallFormat,
-    tools: Sequence[dict[str, Any]] | None,
+    tools: Sequence[Json] | None,
     prompt: str = "",
 ) -> ParsedAnswer:
     """Return the parts of an answer. text: with special tokens, without the stop token.
@@ -74,7 +75,7 @@ def parse_answer(
     return ParsedAnswer((thought + content).strip(), calls)
 
 
-def checked(i: int, name: Any, arguments: Any, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def checked(i: int, name: Any, arguments: Any, tools: Sequence[Json]) -> Json:
     if not isinstance(name, str) or not name:
         raise WrongCall("a tool call needs a name")
     known = {each.get("function", each).get("name"): each.get("function", each) for each in tools}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.base.process import cores
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import UserError
@@ -68,7 +69,7 @@ class Code(Reward):
         None, "answers that run at the same time; null: a rank's share of the cores", minimum=1
     )
 
-    def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+    def record_problem(self, row: Json, reference: str | None) -> str | None:
         tests = self._tests(row)
         table = next((test for test in tests if is_table(test)), None)
         if table:
@@ -112,7 +113,7 @@ class Code(Reward):
         share = min(int(passed), len(tests)) / len(tests)
         return share if self.partial else float(share == 1)
 
-    def _tests(self, row: dict[str, Any]) -> list[str]:
+    def _tests(self, row: Json) -> list[str]:
         columns = (self.field,) if self.field else TESTS
         value = next((row[name] for name in columns if row.get(name)), None)
         tests = lines_of(value)
@@ -127,7 +128,7 @@ def code_of(answer: str) -> str:
     return blocks[-1] if blocks else answer
 
 
-def setup_of(row: dict[str, Any]) -> list[str]:
+def setup_of(row: Json) -> list[str]:
     return [line for name in SETUP for line in lines_of(row.get(name))]
 
 
@@ -150,7 +151,7 @@ def is_table(test: str) -> bool:
     return True
 
 
-def run_confined(job: dict[str, Any], later: Sequence[str], folder: str, seconds: float) -> str:
+def run_confined(job: Json, later: Sequence[str], folder: str, seconds: float) -> str:
     """Return the verdict of the process that runs a job, "" if there was none in time.
 
     later: what the process reads one after the other as it goes on, the verdict's token last.

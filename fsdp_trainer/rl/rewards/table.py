@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.check import as_text, convert
 from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
@@ -28,7 +29,7 @@ SYNONYMS = {
 LABEL = re.compile(r"[\w.-]+")
 
 
-def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
+def make_rewards(entries: Sequence[str | Json]) -> list[Reward]:
     problems = list(entry_problems(entries, runs_files=True))
     if problems:
         reason = "\n".join(problems)
@@ -36,9 +37,7 @@ def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
     return [_make(entry) for entry in entries]
 
 
-def entry_problems(
-    entries: Sequence[str | dict[str, Any]], runs_files: bool = False
-) -> Iterator[str]:
+def entry_problems(entries: Sequence[str | Json], runs_files: bool = False) -> Iterator[str]:
     """Yield an error message for each problem of objective.rewards.
 
     runs_files: whether settings of rewards in files of the user's are checked, which runs these.
@@ -56,12 +55,12 @@ def entry_problems(
         titles.add(title)
 
 
-def names_of_code(entries: Sequence[str | dict[str, Any]]) -> list[str]:
+def names_of_code(entries: Sequence[str | Json]) -> list[str]:
     names = [str(_parts_of(entry).get("name")) for entry in entries]
     return [name for name in names if ".py:" in name]
 
 
-def _problems_of(entry: str | dict[str, Any], runs_files: bool) -> Iterator[str]:
+def _problems_of(entry: str | Json, runs_files: bool) -> Iterator[str]:
     parts = _parts_of(entry)
     name = parts.pop("name", None)
     if name is None:
@@ -112,11 +111,11 @@ def _code_of(name: str) -> Any:
     return REWARDS.get(name) or usable_part(PART, name)
 
 
-def _parts_of(entry: str | dict[str, Any]) -> dict[str, Any]:
+def _parts_of(entry: str | Json) -> Json:
     return dict(entry) if isinstance(entry, dict) else {"name": entry}
 
 
-def _make(entry: str | dict[str, Any]) -> Reward:
+def _make(entry: str | Json) -> Reward:
     parts = _parts_of(entry)
     name = parts.pop("name")
     known = _known_parts(name)

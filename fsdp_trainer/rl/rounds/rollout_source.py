@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice, pairwise, takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.prepared import Prepared
@@ -62,7 +63,7 @@ def require_some(rollouts: Sequence[Rollout]) -> None:
     raise DataLost(RunFailed(reason))
 
 
-def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
+def written(rollout: Rollout, tokenizer: TextTokenizer) -> Json:
     answer, decode = rollout.answer, partial(tokenizer.decode, skip_special=False)
     line = {
         "prompt": tokenizer.decode(rollout.prompt),
@@ -278,7 +279,7 @@ class RolloutSource:
                 ended = [rollout for rollout in result.ended if rollout.row in rows]
                 step.add(ended, [one for one in result.open if one["request"]["row"] in rows])
 
-    def _prompt(self, row: int) -> tuple[list[int], dict[str, Any]]:
+    def _prompt(self, row: int) -> tuple[list[int], Json]:
         [(store, sample)] = self.order.samples_of(row)
         return store.read(sample)[0].tolist(), store.question(sample)
 
@@ -312,7 +313,7 @@ class RolloutSource:
 
     # --- metrics and records
 
-    def _metrics(self, packed: PackedAnswers, plan: StepPlan) -> dict[str, Any]:
+    def _metrics(self, packed: PackedAnswers, plan: StepPlan) -> Json:
         used = [rollout for rollout in packed.rollouts if rollout.is_used]
         answers = [rollout.answer for rollout in used]
         rewards = np.array([rollout.reward for rollout in used])
@@ -336,7 +337,7 @@ class RolloutSource:
             **self._episode_metrics(packed.rollouts, plan.step),
         }
 
-    def _ahead_metrics(self, rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
+    def _ahead_metrics(self, rollouts: Sequence[Rollout], step: int) -> Json:
         choice = self.cfg.objective
         metrics: dict[str, float] = {}
         if choice.ahead:
@@ -346,7 +347,7 @@ class RolloutSource:
             metrics["dropped"] = float(np.mean([not one.is_used for one in rollouts]))
         return metrics
 
-    def _episode_metrics(self, rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
+    def _episode_metrics(self, rollouts: Sequence[Rollout], step: int) -> Json:
         """Return the metrics of rollouts with an environment; record why some failed."""
         if self.cfg.objective.environment is None:
             return {}
@@ -403,7 +404,7 @@ class RolloutSource:
         self._steps[step] = packed, assigned
         self._steps.pop(step - REMEMBERED_STEPS, None)
 
-    def suspects(self, report: StepReport) -> dict[str, Any]:
+    def suspects(self, report: StepReport) -> Json:
         """Return the ranks with the highest loss, and the prompts of their micro-batches.
 
         No prompts are returned for steps longer ago than REMEMBERED_STEPS.
@@ -421,7 +422,7 @@ class RolloutSource:
         ]
         return self.assembler.suspects_event(ranks, places)
 
-    def state(self, progress: Progress) -> dict[str, Any]:
+    def state(self, progress: Progress) -> Json:
         """Return the mixtures that prompts were read from, and rollouts made for future steps.
 
         Waits for a round that runs ahead: the weights that make it are gone after a restart.
@@ -437,7 +438,7 @@ class RolloutSource:
         texts = [encode_rollouts(step.ended, step.open) for step in future]
         return self.prompts.state(progress) | {"rollouts": texts}
 
-    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
+    def read_by_component(self, progress: Progress) -> list[Json]:
         return self.prompts.read_by_component(progress)
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:

@@ -46,22 +46,16 @@ def tracked_run(base: TrackedRun, file: Path, kind: type[Tracker], after: int | 
     base: what does not depend on the tracker. file: what was written of its run, if there was one.
     after: the step to go on after, or None; a tracker that is ahead of it gets a new run.
     """
-    text, name = file.read_text() if file.exists() else "", base.folder.name
-    # an earlier version wrote the id alone; a full disk may have left nothing
-    known: Json = {"id": text, "name": name}
-    if text.startswith("{"):
-        known = json.loads(text)
-    newest = known.get("newest", base.step)
-    is_ahead = after is not None and (
-        newest > after or "newest" not in known or not kind.is_durable
-    )
-    if known["id"] and (kind.takes_back or not is_ahead):
-        run = replace(base, name=known["name"], id=known["id"], is_new=False, newest=newest)
-        return with_origin(run, known.get(CONTINUES))
-    new = replace(base, name=name, id=secrets.token_hex(kind.id_bytes))
-    if not known["id"] or after is None:
+    text = file.read_text() if file.exists() else ""  # empty also if the disk was full
+    new = replace(base, name=base.folder.name, id=secrets.token_hex(kind.id_bytes))
+    if not text:
         return new
-    new = replace(new, name=f"{name} from step {after + 1}")
+    known = json.loads(text)
+    newest, follows = known["newest"], known[CONTINUES]
+    if kind.takes_back or after is None or (kind.is_durable and newest <= after):
+        run = replace(base, name=known["name"], id=known["id"], is_new=False, newest=newest)
+        return with_origin(run, follows)
+    new = replace(new, name=f"{new.name} from step {after + 1}")
     return with_origin(new, {"run": known["id"], "step": after})
 
 

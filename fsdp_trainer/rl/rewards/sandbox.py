@@ -2,10 +2,10 @@
 
 code.py starts it as a script. It imports nothing from the package. It reads a job in parts
 from standard input and writes the verdict to standard output. Before it runs the answer's code, it
-irrevocably gives up all privileges, all system calls except those in SYSCALLS (so it cannot start a
-process, send a signal, connect to the network or write a file), time and memory above its limits
-and, if the kernel has Landlock, reading outside the system's and Python's folders and its working
-folder.
+irrevocably gives up all privileges, all system calls except those in syscalls.json (so it cannot
+start a process, send a signal, connect to the network or write a file), time and memory above its
+limits and, if the kernel has Landlock, reading outside the system's and Python's folders and its
+working folder.
 
 The answer's code and the tests run in the main thread, which cannot use the two descriptors. A
 second one reads each test after the code and the tests before it have run, and the token of the
@@ -31,49 +31,11 @@ UNPROTECTED = "unprotected"
 """The verdict if the system cannot confine the process."""
 MOST_PRINTED = 900
 """Characters of what a cell prints that are returned: within MOST_OUTPUT of code.py."""
-MACHINES = ("x86_64", "aarch64")
-AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# fmt: off
-SYSCALLS = {
-    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79),
-    "stat": (4, None), "lstat": (6, None), "poll": (7, None), "ppoll": (271, 73),
-    "select": (23, None), "pselect6": (270, 72), "lseek": (8, 62), "mmap": (9, 222),
-    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
-    "madvise": (28, 233), "mincore": (27, 232), "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
-    "pread64": (17, 67), "readv": (19, 65), "access": (21, None), "faccessat": (269, 48),
-    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17),
-    "getdents64": (217, 61), "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44),
-    "pipe2": (293, 59), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
-    "socketpair": (53, 199), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
-    "epoll_wait": (232, None), "epoll_pwait": (281, 22), "eventfd2": (290, 19),
-    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
-    "membarrier": (324, 283), "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293),
-    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
-    "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
-    "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "setitimer": (38, 103),
-    "getitimer": (36, 102), "alarm": (37, None), "getpid": (39, 172), "gettid": (186, 178),
-    "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
-    "getegid": (108, 177), "getrlimit": (97, 163), "getrandom": (318, 278),
-    "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
-}
-"""Numbers of the allowed system calls on x86_64 and on aarch64 (None: does not exist there)."""
-CLONE, CLONE3, OPEN, OPENAT, PRLIMIT, FCNTL, IOCTL = (
-    (56, 220), (435, 435), (2, None), (257, 56), (302, 261), (72, 25), (16, 29)
-)
-"""Numbers of the system calls that are refused, or allowed for some arguments only."""
-# fmt: on
+SYSCALLS = os.path.join(os.path.dirname(__file__), "syscalls.json")
+"""For each machine its number in linux/audit.h, and the numbers of system calls: those that are
+allowed, and those that are refused or allowed for some arguments only."""
 USE_A_DESCRIPTOR = (
-    "read",
-    "write",
-    "close",
-    "lseek",
-    "mmap",
-    "pread64",
-    "readv",
-    "dup",
-    "dup2",
-    "dup3",
+    "read", "write", "close", "lseek", "mmap", "pread64", "readv", "dup", "dup2", "dup3"
 )  # fmt: skip
 """System calls that read, write, move in or copy the file of a descriptor."""
 CLONE_THREAD = 0x10000
@@ -123,7 +85,9 @@ def main() -> None:
         os.dup2(nothing, descriptor)
     write, end, part = os.write, os._exit, parts_of(given)  # before the answer can replace them
     job = json.loads(part())
-    rules, serve, run = rules_for(platform.machine()), *handing_over()
+    with open(SYSCALLS) as file:
+        calls = json.load(file)[platform.machine()]
+    rules, serve, run = rules_for(calls), *handing_over()
     start, started, failed = _thread.allocate_lock(), _thread.allocate_lock(), list[OSError]()
     start.acquire()
     started.acquire()
@@ -148,7 +112,7 @@ def main() -> None:
             started.acquire()
             if failed:
                 raise failed[0]
-            install(libc, rules_to_hide((given, verdict), platform.machine()))
+            install(libc, rules_to_hide((given, verdict), calls))
         install(libc, rules)
     except (OSError, KeyError, AttributeError):
         write(verdict, UNPROTECTED.encode())
@@ -331,41 +295,43 @@ def check(result: int) -> None:
         raise OSError(ctypes.get_errno(), "the system refused to confine the process")
 
 
-def rules_to_hide(descriptors: tuple[int, ...], machine: str) -> list[Instruction]:
-    """Return a filter of the system calls that use one of these descriptors."""
-    column = MACHINES.index(machine)
+def rules_to_hide(descriptors: tuple[int, ...], calls: dict[str, Any]) -> list[Instruction]:
+    """Return a filter of the system calls that use one of these descriptors.
+
+    calls: those of this machine, see SYSCALLS.
+    """
     refuse, allow = Instruction(RETURN, 0, 0, ERROR | REFUSED), Instruction(RETURN, 0, 0, ALLOW)
-    rules = rules_of_machine(machine)
+    of_descriptors = [*each(descriptors, refuse), allow]
+    rules = rules_of_machine(calls)
     for name in USE_A_DESCRIPTOR:
-        of_descriptors = [*each(descriptors, refuse), allow]
-        rules += when(SYSCALLS[name][column], 4 if name == "mmap" else 0, of_descriptors)
-    return [*rules, *when(FCNTL[column], 0, [*each(descriptors, refuse), allow]), allow]
+        number = calls["allowed"].get(name)
+        rules += when(number, 4 if name == "mmap" else 0, of_descriptors)
+    return [*rules, *when(calls["limited"]["fcntl"], 0, of_descriptors), allow]
 
 
-def rules_of_machine(machine: str) -> list[Instruction]:
+def rules_of_machine(calls: dict[str, Any]) -> list[Instruction]:
     """Return the begin of a filter: it ends other machines' calls, and loads a call's number."""
     return [
         Instruction(LOAD, 0, 0, 4),
-        Instruction(EQUALS, 1, 0, AUDIT[machine]),
+        Instruction(EQUALS, 1, 0, calls["audit"]),
         Instruction(RETURN, 0, 0, KILL),
         Instruction(LOAD, 0, 0, 0),
     ]
 
 
-def rules_for(machine: str) -> list[Instruction]:
-    rules, column = rules_of_machine(machine), MACHINES.index(machine)
-    refuse = Instruction(RETURN, 0, 0, ERROR | REFUSED)
-    allow = Instruction(RETURN, 0, 0, ALLOW)
-    numbers = (pair[column] for pair in SYSCALLS.values())
-    rules += each(tuple(number for number in numbers if number is not None), allow)
+def rules_for(calls: dict[str, Any]) -> list[Instruction]:
+    """Return the filter under which an answer's code runs. calls: see SYSCALLS."""
+    limited = calls["limited"]
+    refuse, allow = Instruction(RETURN, 0, 0, ERROR | REFUSED), Instruction(RETURN, 0, 0, ALLOW)
+    rules = rules_of_machine(calls) + each(tuple(calls["allowed"].values()), allow)
     no_clone3 = Instruction(RETURN, 0, 0, ERROR | NO_SUCH_CALL)
-    rules += [Instruction(EQUALS, 0, 1, CLONE3[column]), no_clone3]
-    rules += when(CLONE[column], 0, [Instruction(ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse])
-    rules += when(PRLIMIT[column], 0, [Instruction(EQUALS, 0, 1, 0), allow, refuse])
+    rules += [Instruction(EQUALS, 0, 1, limited["clone3"]), no_clone3]
+    rules += when(limited["clone"], 0, [Instruction(ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse])
+    rules += when(limited["prlimit64"], 0, [Instruction(EQUALS, 0, 1, 0), allow, refuse])
     reads = [Instruction(ANY_BIT, 1, 0, WRITES), allow, refuse]
-    rules += [*when(OPEN[column], 1, reads), *when(OPENAT[column], 2, reads)]
-    rules += when(FCNTL[column], 1, [*each(DUPLICATES, allow), refuse])
-    rules += when(IOCTL[column], 1, [*each(HARMLESS, allow), refuse])
+    rules += [*when(limited.get("open"), 1, reads), *when(limited["openat"], 2, reads)]
+    rules += when(limited["fcntl"], 1, [*each(DUPLICATES, allow), refuse])
+    rules += when(limited["ioctl"], 1, [*each(HARMLESS, allow), refuse])
     return [*rules, refuse]
 
 

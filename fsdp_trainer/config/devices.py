@@ -3,12 +3,11 @@
 import re
 from collections.abc import Mapping
 from glob import glob
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import Launch
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.errors import Problem, UserError
 
 
@@ -79,7 +78,7 @@ def _sheet(
     )
 
 
-SHEETS = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SHEETS = table_beside(__file__)
 DEVICES = {key: _sheet(*sheet) for key, sheet in SHEETS["devices"].items()}
 
 

@@ -4,10 +4,9 @@ from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 
 SAME_NODE = 0.75  # least similarity at which a key of the same node is suggested
 ANYWHERE = 0.82  # and one of another node: `tensor_parallel` and `tensorboard` have 0.69
@@ -43,7 +42,7 @@ class ForeignNames(NamedTuple):
 @cache
 def table() -> ForeignNames:
     """Return the names in names.yaml, which is read only when needed: after a mistake."""
-    tree = load_yaml(Path(__file__).with_name("names.yaml").read_text())
+    tree = table_beside(__file__, "names.yaml")
     exact: dict[str, KnownName] = {}
     patterns: list[tuple[str, KnownName]] = []
     for names, answer in _entries(tree):

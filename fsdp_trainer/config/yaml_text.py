@@ -1,6 +1,7 @@
 """Reading and writing of YAML."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -73,6 +74,16 @@ for _kind in ("set", "omap", "pairs"):
 
 def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader)
+
+
+def table_beside(module: str, name: str | None = None) -> Any:
+    """Return the content of the YAML file beside a module of the program, called as it or `name`.
+
+    module: its `__file__`.
+    """
+    file = Path(module)
+    file = file.with_name(name) if name else file.with_suffix(".yaml")
+    return load_yaml(file.read_text(encoding="utf-8"))
 
 
 def dump_yaml(values: dict[str, Any], **options: Any) -> str:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from fsdp_trainer.base.json_files import read_object
 from fsdp_trainer.config.check import convert, describe
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -16,46 +16,13 @@ DEFAULT_ANSWER = 256
 """Tokens that a task may generate by default, as in lm-evaluation-harness."""
 DEFAULT_TOP_K = 50
 """Tokens that transformers samples from by default."""
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the longest answer, of which lm-evaluation-harness uses the first."""
-NUMBERS: Mapping[str, tuple[type, float, float]] = MappingProxyType(
-    {
-        **dict.fromkeys(LENGTHS, (int, 1, 10 ** 9)),
-        "temperature": (float, 0, 100), "top_p": (float, 0, 1), "min_p": (float, 0, 1),
-        "top_k": (int, 0, 10**9), "repetition_penalty": (float, 1e-6, 100),
-        "frequency_penalty": (float, -2, 2), "presence_penalty": (float, -2, 2),
-        "no_repeat_ngram_size": (int, 0, 10**9), "min_new_tokens": (int, 0, 10**9),
-        "min_tokens": (int, 0, 10**9), "seed": (int, 0, 2**62),
-    }
-)  # fmt: skip
-"""Settings that are numbers: their type, and the smallest and largest value."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,),
-        "length_penalty": (1,), "early_stopping": (False,), "diversity_penalty": (0,),
-        "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "penalty_alpha": (0,),
-        "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,),
-        "guidance_scale": (1,), "min_length": (0,), "use_cache": (True, False),
-        "bad_words_ids": ([],), "max_length": (), "stop": ([],), "stop_strings": ([],),
-        "stop_sequences": ([],), "renormalize_logits": (False,),
-        **dict.fromkeys((
-            "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id",
-            "forced_eos_token_id", "force_words_ids", "constraints", "watermarking_config",
-            "exponential_decay_length_penalty", "dola_layers", "max_time", "top_h",
-        ), ([],)),
-    }
-)  # fmt: skip
-"""Settings that are not computed here, and the values with which they change nothing."""
-COMPUTED = (*NUMBERS, "until", "do_sample")
-INSTEAD = {
-    "max_length": "use  max_gen_toks",
-    **dict.fromkeys(("stop", "stop_strings", "stop_sequences"), "use  until"),
+TABLE = table_beside(__file__)
+LENGTHS, NEUTRAL, OF_MODEL = TABLE["lengths"], TABLE["neutral"], TABLE["of model"]
+TYPES = {"int": int, "float": float}
+NUMBERS: dict[str, tuple[type, float, float]] = {
+    name: (TYPES[kind], low, high) for name, (kind, low, high) in TABLE["numbers"].items()
 }
-"""What to type in place of a setting that is not computed."""
-OF_MODEL = (
-    *("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "top_k", "top_p", "min_p"),
-)
-"""Settings of a model's generation_config.json that also hold for tasks, as in the harness."""
+COMPUTED = (*NUMBERS, "until", "do_sample")
 
 
 @dataclass(frozen=True)
@@ -123,7 +90,7 @@ def why_not(name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else "should be true or false"
     if value in NEUTRAL[name]:
         return None
-    return f"is not computed here: {INSTEAD.get(name, 'leave it out')}"
+    return f"is not computed here: {TABLE['instead'].get(name, 'leave it out')}"
 
 
 def _wrong_number(value: Any, kind: type, low: float, high: float) -> str | None:

@@ -26,6 +26,7 @@ from fsdp_trainer.config.parts.families import (
     nearest_family,
 )
 from fsdp_trainer.config.parts.own_parts import BUILT_IN, own_names
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.interop.folders.other_weights import described_otherwise
 
@@ -75,22 +76,12 @@ EXPERTS = "experts"
 RANDOM = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 """Keys of config.json for what is random in training. It is left out, and `run.describe` says so:
 the function that the model computes is the same."""
-REFUSED_UNLESS: dict[str, tuple] = {
-    "quantization_config": (None,),
-    # of families that are not computed: a folder that gives one of them another's name has these
-    "embedding_multiplier": (1, None),
-    "residual_multiplier": (1, None),
-    "attention_multiplier": (None,),
-    "logits_scaling": (1, None),
-    "logit_scale": (1, None),
-    "scale_emb": (1, None),
-    "scale_depth": (None,),
-    "use_parallel_residual": (False, None),
-    "no_rope_layers": (None, []),
-    "alibi": (False, None),
-}
-"""Keys of config.json that the decoder does not implement, with the values that leave the
-computation unchanged, the default first."""
+KEYS = table_beside(__file__, "config_keys.yaml")
+SIZES, COMMON, REFUSED_UNLESS = KEYS["sizes"], KEYS["common"], KEYS["refused unless"]
+EXTRAS = (*KEYS["extras"], *LATENT_OPTIONS, *GROUPED_OPTIONS)
+"""Keys that only some families have, listed in their `Family.options`."""
+DIVISORS = (*SIZES[1:], *KEYS["divisors"])
+"""Keys of config.json that must be at least 1."""
 BY_TRANSFORMERS = "transformers' class computes it:  model.implementation=transformers"
 IN_A_COPY = "into the config.json of a copy"
 KEY_OF = "it is a key of %s: with its own model_type, transformers' class computes the model"
@@ -98,73 +89,9 @@ INSTEAD = {
     "quantization_config": "read are float8 with scales of blocks of 128 × 128 (quant_method=fp8, "
     "weight_block_size=[128, 128]): convert the folder to bfloat16 and delete this key",
     **dict.fromkeys(("use_sliding_window", "clip_qkv", "qkv_bias"), BY_TRANSFORMERS),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), KEY_OF % "granite"),
-    **dict.fromkeys(("attention_multiplier", "logits_scaling"), KEY_OF % "granite"),
-    **dict.fromkeys(("scale_emb", "scale_depth"), KEY_OF % "minicpm"),
-    **dict.fromkeys(("scoring_func", "topk_method"), KEY_OF % "deepseek_v2"),
-    "logit_scale": KEY_OF % "cohere",
-    "use_parallel_residual": KEY_OF % "gpt_neox",
-    "no_rope_layers": KEY_OF % "smollm3",
-    "alibi": KEY_OF % "falcon",
+    **{key: KEY_OF % family for key, family in KEYS["keys of"].items()},
 }
 """Advice for keys of config.json that are refused."""
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-COMMON = (
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "initializer_range",
-)
-EXTRAS = (
-    "attention_bias",
-    "mlp_bias",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "rope_local_theta",
-    "partial_rotary_factor",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "norm_topk_prob",
-    "mlp_only_layers",
-    "decoder_sparse_step",
-    *LATENT_OPTIONS,
-    *GROUPED_OPTIONS,
-)
-"""Keys that only some families have, listed in their `Family.options`."""
-NULL_DIFFERS_FROM_ABSENT = (
-    "num_key_value_heads",
-    "head_dim",
-    "sliding_window",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "q_lora_rank",
-)
-DIVISORS = (
-    *SIZES[1:],  # of a model that is not built, the vocabulary may be unknown
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "decoder_sparse_step"),
-    *("n_group", "topk_group", "query_pre_attn_scalar", "rope_theta", "rope_local_theta"),
-)
-"""Keys of config.json that must be at least 1."""
-LARGEST = {
-    "num_hidden_layers": 1000,
-    "max_position_embeddings": 2**40,
-    "sliding_window": 2**40,
-    "rope_theta": MOST_FACTOR,
-    "rope_local_theta": MOST_FACTOR,
-}
-"""Largest values of keys of config.json; of all others 2²⁴. A folder may come from anyone."""
 MOST_PARAMETERS = 10**15
 OF_WINDOWS = {
     "layer_types": tuple[str, ...],
@@ -183,11 +110,6 @@ TRAINED_MTP = "fsdp_trainer_mtp"
 """Key in the config.json of a checkpoint that holds MTP heads, for their number."""
 OF_TRANSFORMERS = ("by_transformers", "counted")
 """Fields that only a model of transformers' classes sets."""
-WITHOUT_EFFECT = (
-    *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-    *("use_cache", "vocab_size", COMPUTED_BY, TRAINED_MTP),
-)
-"""Keys of config.json that do not decide the function that transformers' class computes."""
 NOT_COMPUTED = ("vocab_multiple", "initializer", "initializer_range")
 """Fields without effect on a model that has its weights."""
 HF_DEFAULTS: Json = {
@@ -357,7 +279,7 @@ class ModelConfig:
         values = {name: _as_json(v) for name, v in values.items() if name not in NOT_COMPUTED}
         if not self.by_transformers:
             return {name: v for name, v in values.items() if name not in OF_TRANSFORMERS}
-        read = {name: v for name, v in self.source.items() if name not in WITHOUT_EFFECT}
+        read = {name: v for name, v in self.source.items() if name not in KEYS["without effect"]}
         return values | {f"config.json: {name}": value for name, value in read.items()}
 
     @property
@@ -838,7 +760,7 @@ def _read_values(raw: Json, spec: Family) -> Json:
     given = {
         name: tuple(raw[key]) if isinstance(raw[key], list) else raw[key]
         for name, key in keys.items()
-        if raw.get(key) is not None or (key in raw and name in NULL_DIFFERS_FROM_ABSENT)
+        if raw.get(key) is not None or (key in raw and name in KEYS["null differs from absent"])
     }
     values = HF_DEFAULTS | spec.defaults | spec.hf_defaults | given
     return {name: values[name] for name in keys if values.get(name) is not None}
@@ -1006,7 +928,7 @@ def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     kinds = {f.name: f.type for f in fields(ModelConfig)} | OF_WINDOWS
     keys |= {name: name for name in OF_WINDOWS}
     for name in COMMON:
-        if raw.get(name, 0) is None and name not in NULL_DIFFERS_FROM_ABSENT:
+        if raw.get(name, 0) is None and name not in KEYS["null differs from absent"]:
             yield Problem(f"{name}=null", "is not a number")
     for name, key in keys.items():
         if raw.get(key) is not None and (reason := _why_no_value(name, kinds[name], raw[key])):
@@ -1055,7 +977,7 @@ def _why_no_number(name: str, is_whole: bool, value: Any) -> str:
     if type(value) not in (int, float):
         return "is not a number"
     smallest = 1 if name in DIVISORS else 0
-    largest = LARGEST.get(name, 2**24)
+    largest = KEYS["largest"].get(name, 2**24)
     return "" if smallest <= value <= largest else f"is not from {smallest} to {largest:,}"
 
 

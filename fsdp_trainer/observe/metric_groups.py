@@ -6,11 +6,10 @@ TITLES only has better titles than their names. Imports no torch.
 """
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_trainer.config.methods import METHODS
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 
 OWN = "own"
 """The group of the user's own metrics."""
@@ -34,7 +33,7 @@ class Title(NamedTuple):
     is_smoothed: bool = False
 
 
-TABLE = load_yaml(Path(__file__).with_name("metric_titles.yaml").read_text(encoding="utf-8"))
+TABLE = table_beside(__file__, "metric_titles.yaml")
 GENERAL: dict[str, dict[str, Title]] = {
     section: {name: Title(**row) for name, row in rows.items()}
     for section, rows in TABLE["general"].items()

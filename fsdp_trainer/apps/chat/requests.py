@@ -5,12 +5,13 @@ served: nothing that a client asks for is ignored.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.images import Image, image_of
 from fsdp_trainer.data.records.media import HELD, MARK
@@ -24,54 +25,7 @@ MAX_PROMPTS = 2048
 """Prompts of a request, as in OpenAI's API."""
 TEXT_TOKENS = 16
 """Longest text completion of a request that names none, as in OpenAI's API."""
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "min_tokens", "max_tokens"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs"),
-    *("stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "model"),
-)
-OF_CHATS = (
-    *("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
-    *("add_generation_prompt", "continue_final_message", "reasoning_effort"),
-)
-OF_TEXTS = ("prompt", "echo", "add_special_tokens")
-"""Keys that are served: by both interfaces, and by one of them."""
-NAMES = (
-    *("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt"),
-    *("prompt_cache_retention", "prompt_cache_options"),
-)
-"""Keys that only name a request or its cache: they change no answer of OpenAI's API either."""
-NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "verbosity": ("medium",), "service_tier": ("auto", "default"),
-    "best_of": (1,), "length_penalty": (1,), "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "include_reasoning": (True,),
-    **dict.fromkeys((
-        "top_logprobs", "prompt_logprobs",
-        "tools", "functions", "store", "audio", "prediction", "web_search_options", "suffix",
-        "use_beam_search", "early_stopping", "guided_json", "guided_regex", "guided_choice",
-        "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
-        "structured_outputs", "structural_tag", "documents", "chat_template", "echo",
-        "add_special_tokens", "include_stop_str_in_output", "bad_words", "allowed_token_ids",
-        "truncate_prompt_tokens", "return_tokens_as_token_ids", "return_token_ids",
-        "logits_processors", "mm_processor_kwargs", "priority", "kv_transfer_params",
-        "vllm_xargs", "prompt_embeds", "moderation",
-    ), ()),
-}  # fmt: skip
-"""Further keys of OpenAI's API and vLLM's, and values with which they change nothing. Null, and
-except in MEANT also false and empty values, do not either."""
-MEANT = (
-    *("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"),
-    *("web_search_options", "guided_json", "prompt_logprobs"),
-)
-"""Keys that have an effect with false, {} or 0, too."""
-ROLES = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
-    "tool": "tool", "function": "tool",
-}  # fmt: skip
-"""Roles by OpenAI's names."""
-OF_TURNS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
-"""Keys of a turn that are read, beside role and content."""
+KEYS = table_beside(__file__)
 
 
 class BadRequest(Exception):
@@ -146,7 +100,7 @@ class TextRequest:
 
 
 def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
-    refuse_others(body, (*SAMPLING, *OF_CHATS))
+    refuse_others(body, (*KEYS["sampling"], *KEYS["of chats"]))
     longest = read_longest(body, defaults.max_tokens)
     alternatives = None
     if flag(body, "logprobs"):
@@ -168,7 +122,7 @@ def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
 
 
 def read_text_request(body: Any, defaults: ChatDefaults) -> TextRequest:
-    refuse_others(body, (*SAMPLING, *OF_TEXTS))
+    refuse_others(body, (*KEYS["sampling"], *KEYS["of texts"]))
     echo = flag(body, "echo")
     longest = integer(body, "max_tokens", TEXT_TOKENS, 0 if echo else 1, 10**9)
     alternatives = None
@@ -187,10 +141,10 @@ def refuse_others(body: Any, served: Collection[str]) -> None:
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object", None)
     for key, value in body.items():
-        if key in served or key in NAMES:
+        if key in served or key in KEYS["names"]:
             continue
-        if key not in NOT_SERVED:
-            near = nearest(key, [*served, *NOT_SERVED])
+        if key not in KEYS["not served"]:
+            near = nearest(key, [*served, *KEYS["not served"]])
             message = f"there is no setting {key!r}" + (f": did you mean {near!r}?" if near else "")
             raise BadRequest(message, key, code="unknown_parameter")
         is_neutral = key == "best_of" and value == body.get("n", 1)
@@ -200,8 +154,8 @@ def refuse_others(body: Any, served: Collection[str]) -> None:
 
 
 def changes_nothing(key: str, value: Any) -> bool:
-    is_empty = value is None or not (value or key in MEANT)
-    return is_empty or value in NOT_SERVED[key]
+    is_empty = value is None or not (value or key in KEYS["meant"])
+    return is_empty or value in KEYS["not served"][key]
 
 
 def read_settings(
@@ -332,8 +286,8 @@ def read_turn(turn: Any, place: int) -> Json:
     where = f"messages[{place}]"
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise BadRequest(f"{where} should be an object with a role and a content", "messages")
-    if turn["role"] not in ROLES:
-        known = ", ".join(ROLES)
+    if turn["role"] not in KEYS["roles"]:
+        known = ", ".join(KEYS["roles"])
         raise BadRequest(f"{where} has the role {turn['role']!r}; served are {known}", "messages")
     others = read_others(turn, where)
     content, images = turn.get("content"), list[Image]()
@@ -343,7 +297,7 @@ def read_turn(turn: Any, place: int) -> Json:
         content = ""
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content should be a text", "messages")
-    read = {"role": ROLES[turn["role"]], "content": content, **others}
+    read = {"role": KEYS["roles"][turn["role"]], "content": content, **others}
     require_characters(json.dumps(read, ensure_ascii=False), where)
     return read | ({HELD: images} if images else {})
 
@@ -354,7 +308,7 @@ def read_others(turn: Json, where: str) -> Json:
     if others.get("type") in ("text", "message"):  # lm-evaluation-harness's and OpenAI's
         del others["type"]
     for key in others:
-        if key not in OF_TURNS:
+        if key not in KEYS["of turns"]:
             raise BadRequest(f"{where} has {key!r}, which is not served", "messages")
     if reasoning := others.pop("reasoning", None):
         others.setdefault("reasoning_content", reasoning)

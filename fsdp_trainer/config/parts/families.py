@@ -6,12 +6,11 @@ docs/add-a-model.md describes the effect of each field on the computation.
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.parts.own_parts import own_names, usable_part
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -141,7 +140,7 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-TABLE = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = table_beside(__file__)
 
 
 class Families(dict[str, Family]):

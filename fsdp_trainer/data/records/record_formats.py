@@ -9,15 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.data.files.turns_and_rows import CHATS, ROLE_KEYS, ROLES, role_key
 from fsdp_trainer.data.records.flags import parsed, whole_numbers
 from fsdp_trainer.data.records.row_kinds import ROW_KINDS
 
-TABLE = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = table_beside(__file__)
 LISTS = TABLE["lists"] | {"CHATS": CHATS}
 LABELS = LISTS["LABELS"]
 """Columns that say that an answer is good or bad."""

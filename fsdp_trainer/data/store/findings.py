@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from fsdp_trainer.base.safe_text import visible
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.data.media.kinds import KINDS as MEDIA_KINDS
 from fsdp_trainer.data.records.unread_columns import CLASS_COLUMN
 from fsdp_trainer.data.tokens.samples import (
@@ -45,7 +44,7 @@ class Kind:
     warns_from: float | None = 0.0
 
 
-SENTENCES = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SENTENCES = table_beside(__file__)
 OF_MEDIA = {
     key: Kind(*texts) for kind in MEDIA_KINDS.values() for key, texts in kind.findings.items()
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from fsdp_trainer.base.json_files import Json
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.data.tokens.encoding import LLAMA_3, QWEN
 
 RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*\Z")
@@ -27,7 +27,7 @@ LLAMA_3_SPECIAL = {
 LLAMA_3_NAMED = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 OTHER_CUT = 190_000  # ranks; GPT-4o and Llama 4 have more, and split texts by another pattern
 MOST_DESCRIBED = 1 << 16  # tokens that a description adds to a tiktoken file
-CLASSES = load_yaml(Path(__file__).with_name("tokenizer_classes.yaml").read_text(encoding="utf-8"))
+CLASSES = table_beside(__file__, "tokenizer_classes.yaml")
 DEFAULTS: dict[str, dict[str, str]] = CLASSES["vocab and merges"]
 """Classes of transformers that use vocab.json and merges.txt this way, and their special tokens."""
 MODEL_TYPES = {"qwen": "Qwen2Tokenizer", "roberta": "RobertaTokenizer", "bart": "BartTokenizer"}

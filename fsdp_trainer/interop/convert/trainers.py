@@ -1,14 +1,13 @@
 """Which trainer of TRL's a file's settings are for."""
 
-from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 
 OWN_TOOL = "TrainingArguments"
 TRAINER = "(the trainer)"
 """Stands in the settings for the trainer that they belong to."""
-TABLES = load_yaml((Path(__file__).parent / "trainers.yaml").read_text(encoding="utf-8"))
+TABLES = table_beside(__file__, "trainers.yaml")
 EXPLICIT = ("rl", "rlhf_type", "stage")
 """Settings that name the method, in other tools."""
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "cpo", "simpo")

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.json_files import Json
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import load_yaml, table_beside
 from fsdp_trainer.interop.convert.foreign_file import ForeignFile
 
 TRANSLATED, NOTHING, IMPOSSIBLE = "translated", "nothing to set", "not possible"
@@ -126,7 +125,7 @@ def option(setting: str) -> Rule:
     return lambda on, file: nothing("off") if is_off(on) else sets(**{key: load_yaml(value)})
 
 
-SETTINGS = load_yaml((Path(__file__).parent / "settings.yaml").read_text(encoding="utf-8"))
+SETTINGS = table_beside(__file__, "settings.yaml")
 KINDS: dict[str, Callable[..., Rule]] = {
     "fixed": fixed,
     "lacking": lacking,

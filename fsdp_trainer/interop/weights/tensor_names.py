@@ -2,9 +2,8 @@
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from fsdp_trainer.config.yaml_text import load_yaml
+from fsdp_trainer.config.yaml_text import table_beside
 
 HF_BLOCK = "model.layers"
 
@@ -52,7 +51,7 @@ def _translated(
     return f"{new_block}.{match[1]}.{inside[match[2]]}.{kind}"
 
 
-TABLE = load_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = table_beside(__file__)
 META, TORCHTITAN, GGUF, MEGATRON = (
     TensorNames(**TABLE[name]) for name in ("meta", "torchtitan", "gguf", "megatron")
 )

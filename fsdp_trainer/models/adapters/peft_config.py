@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_trainer.base.json_files import Json, read_object
 from fsdp_trainer.base.time_limit import TooSlow, search_limit
 from fsdp_trainer.config.paths import ADAPTER_CONFIG
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, B, scale_divisor
 
@@ -35,55 +36,8 @@ TENSORS = {
     MAGNITUDE: MAGNITUDE,
     f"{MAGNITUDE}.weight": MAGNITUDE,
 }
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-COMPUTED: dict[str, tuple] = {
-    "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "lora_bias": (False, None),
-    "use_qalora": (False, None),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "alora_invocation_tokens": (None, []),
-    "megatron_config": (None, {}),
-    "use_bdlora": (None, {}, False),
-    "arrow_config": (None, {}),
-    "kasa_config": (None, {}),
-    "monteclora_config": (None, {}),
-}
-"""Keys that change the computation of an adapter, with the values that are supported here."""
-READ = (
-    "r",
-    "lora_alpha",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "use_dora",
-    "target_modules",
-    "target_parameters",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "modules_to_save",
-    "base_model_name_or_path",
-)
-WITHOUT_EFFECT = (
-    "auto_mapping",
-    "peft_version",
-    "inference_mode",
-    "init_lora_weights",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-    "velora_config",
-    "runtime_config",
-    "megatron_core",
-    "qalora_group_size",
-    "ensure_weight_tying",
-)
-"""Keys that only describe how an adapter was initialised or trained."""
+KEYS = table_beside(__file__)
+COMPUTED = KEYS["computed"]
 MERGE_WITH_PEFT = (
     "\npeft can merge it into its base model, which is a model like any other then:"
     "\nPeftModel.from_pretrained(…).merge_and_unload().save_pretrained(DIR)"
@@ -335,7 +289,7 @@ def unsupported(config: Json) -> list[Problem]:
     if problems and adapts_matrices and same_task and not config.get("alora_invocation_tokens"):
         problems[-1].reason += MERGE_WITH_PEFT
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+    if isinstance(start, str) and start.lower().startswith(tuple(KEYS["changes base"])):
         text = (
             "changes the base model's weights when the adapter is made: with others it is useless."
             "\nSave it anew with peft's  path_initial_model_for_weight_conversion"
@@ -353,7 +307,7 @@ def without_effect(config: Json) -> list[str]:
         lines.append(
             f"lora_dropout={config['lora_dropout']:g} is not applied: training here has no dropout"
         )
-    known = {*COMPUTED, *READ, *WITHOUT_EFFECT, "lora_dropout"}
+    known = {*COMPUTED, *KEYS["read"], *KEYS["without effect"], "lora_dropout"}
     lines += [
         f"{key}={json.dumps(value)} is unknown and has no effect"
         for key, value in config.items()

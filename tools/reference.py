@@ -34,8 +34,7 @@ from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.records.record_formats import FORMATS
 from fsdp_trainer.errors import WHAT_GOES_TOGETHER
 from fsdp_trainer.models.hf.further_blocks import HEADS
-from fsdp_trainer.observe.metric_groups import GENERAL, TITLES, WITHOUT_CURVE
-from fsdp_trainer.observe.records import EVENTS
+from fsdp_trainer.observe.metric_groups import EVENTS, GENERAL, TITLES, WITHOUT_CURVE
 from fsdp_trainer.rl.environments.known_environments import ENVIRONMENTS
 from fsdp_trainer.rl.rewards.table import REWARDS
 

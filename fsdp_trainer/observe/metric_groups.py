@@ -34,6 +34,7 @@ class Title(NamedTuple):
 
 
 TABLE = table_beside(__file__, "metric_titles.yaml")
+EVENTS: dict[str, str] = table_beside(__file__, "events.yaml")
 GENERAL: dict[str, dict[str, Title]] = {
     section: {name: Title(**row) for name, row in rows.items()}
     for section, rows in TABLE["general"].items()

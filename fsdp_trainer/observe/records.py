@@ -22,46 +22,6 @@ STANDBY_LINES = 1000
 """Lines kept while another process writes; it can only be ahead by those of a few steps."""
 SLOW_SECONDS = 10.0
 PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write the last lines at the end
-EVENTS = {
-    "start": "a run begins, as its first lines describe it",
-    "resume": "a run goes on from a checkpoint, with its differences and how far it came before",
-    "groups": "the number of replica groups changed",
-    "compile": "graphs were compiled, or taken from the cache",
-    "data": "shares, tokens and epochs of each source so far",
-    "data_wait": "ranks waited for a slow file",
-    "rows_skipped": "broken rows were left out of a stream",
-    "tools_not_shown": "the chat template does not show the tools",
-    "environment_failed": "why rollouts failed",
-    "equal_rewards": "most prompts have answers with equal rewards",
-    "chosen_less_likely": "preferences: the chosen answers became less likely",
-    "evaluation": "a validation",
-    "confusion": "which labels a validation took for which",
-    "tasks": "scores of tasks, with standard errors",
-    "checkpoint": "a checkpoint is complete",
-    "checkpoint_waited": "a checkpoint waited for the one before",
-    "checkpoint_failed": "a checkpoint could not be written",
-    "made_room": "an older checkpoint was deleted for a new one",
-    "damaged": "a checkpoint that was passed over, and what is wrong with it",
-    "mirrored": "a checkpoint was uploaded",
-    "mirror_failed": "an upload failed",
-    "export": "an export was written",
-    "profile": "a profile was written",
-    "skipped": "a step with a loss or gradient that was not finite",
-    "spike": "a spike of the loss or the gradient norm",
-    "rewind": "training went back before a spike",
-    "corruption": "copies or repeated computations differ",
-    "not_deterministic": "tensors that are never computed alike and are no longer compared",
-    "straggler": "a rank that is slower than the others",
-    "slow_states": "steps wait for the optimizer's states on a disk",
-    "hang": "a rank that is stuck, stopped or dead",
-    "out_of_memory": "a rank ran out of memory",
-    "signal": "a signal stops the run",
-    "time_limit": "train.time_limit stops the run",
-    "slurm_time_limit": "the end of the Slurm job stops the run",
-    "early_stop": "train.early_stop ends the run",
-    "end": "the reason and the exit code",
-}
-"""What the events of events.jsonl mean."""
 
 
 class LineFile:

@@ -10,45 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ANIMALS = (
-    *("ant", "bear", "camel", "cat", "crow", "dog", "duck", "fox", "frog", "goat"),
-    *("horse", "lion", "mouse", "owl", "panda", "seal", "shark", "tiger", "wolf", "zebra"),
-)
-VALUES = {
-    "colour": ("red", "blue", "green", "black", "white", "yellow", "brown", "pink"),
-    "home": ("forest", "desert", "river", "garden", "mountain", "city", "cave", "meadow"),
-    "food": ("grass", "fish", "apples", "bread", "honey", "nuts", "cheese", "rice"),
-}
-STATEMENTS = {
-    "colour": (
-        "The {animal} is {value}.",
-        "Every {animal} is {value}.",
-        "The colour of the {animal} is {value}.",
-        "Look at the {animal}: it is {value}.",
-    ),
-    "home": (
-        "The {animal} lives in the {value}.",
-        "The home of the {animal} is the {value}.",
-        "Every {animal} lives in the {value}.",
-        "Go and see the {animal}: it lives in the {value}.",
-    ),
-    "food": (
-        "The {animal} eats {value}.",
-        "The food of the {animal} is {value}.",
-        "Every {animal} eats {value}.",
-        "Feed the {animal}: it eats {value}.",
-    ),
-}
-QUESTIONS = {
-    "colour": ("What colour is the {animal}?", "Tell me the colour of the {animal}."),
-    "home": ("Where does the {animal} live?", "Tell me the home of the {animal}."),
-    "food": ("What does the {animal} eat?", "Tell me the food of the {animal}."),
-}
-ANSWERS = {
-    "colour": "The {animal} is {value}.",
-    "home": "The {animal} lives in the {value}.",
-    "food": "The {animal} eats {value}.",
-}
+from fsdp_trainer.config.yaml_text import table_beside
+
+DEMO = table_beside(__file__, "demo.yaml")
+ANIMALS: list[str] = DEMO["animals"]
 TEXTS, GOOD_TEXTS, CHATS = 3000, 1200, 800
 HELD_OUT = 5
 """Every HELD_OUT-th fact occurs in no conversation."""
@@ -71,7 +36,7 @@ def all_facts(animals: Sequence[str] = ANIMALS) -> list[Fact]:
     return [
         Fact(animal, kind, draw.choice(values))
         for animal in animals
-        for kind, values in VALUES.items()
+        for kind, values in DEMO["values"].items()
     ]
 
 
@@ -113,32 +78,32 @@ def text(draw: random.Random, facts: list[Fact], fewest: int) -> str:
     for animal in draw.sample(animals, k=draw.randrange(fewest, fewest + 2)):
         known = [fact for fact in facts if fact.animal == animal]
         for fact in draw.sample(known, k=draw.randrange(2, 4)):
-            sentences.append(fact.say(draw.choice(STATEMENTS[fact.kind])))
+            sentences.append(fact.say(draw.choice(DEMO["statements"][fact.kind])))
     return " ".join(sentences)
 
 
 def good_text(draw: random.Random, facts: list[Fact], in_chats: list[Fact]) -> str:
     lines = [text(draw, facts, 1)]
     for fact in draw.choices(in_chats, k=3):
-        question = fact.say(draw.choice(QUESTIONS[fact.kind]))
-        lines.append(f"{question} {fact.say(ANSWERS[fact.kind])}")
+        question = fact.say(draw.choice(DEMO["questions"][fact.kind]))
+        lines.append(f"{question} {fact.say(DEMO['answers'][fact.kind])}")
     return "\n".join(lines)
 
 
 def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str]]]:
     turns = []
     for fact in facts:
-        turns += exchange(fact, fact.say(draw.choice(QUESTIONS[fact.kind])))
+        turns += exchange(fact, fact.say(draw.choice(DEMO["questions"][fact.kind])))
     return {"messages": turns}
 
 
 def single_questions(facts: list[Fact]) -> Iterator[dict[str, list[dict[str, str]]]]:
     for fact in facts:
-        yield {"messages": exchange(fact, fact.say(QUESTIONS[fact.kind][0]))}
+        yield {"messages": exchange(fact, fact.say(DEMO["questions"][fact.kind][0]))}
 
 
 def exchange(fact: Fact, question: str) -> list[dict[str, str]]:
     return [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": fact.say(ANSWERS[fact.kind])},
+        {"role": "assistant", "content": fact.say(DEMO["answers"][fact.kind])},
     ]

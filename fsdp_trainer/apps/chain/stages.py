@@ -5,38 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_trainer.apps.chain.demo_texts import ANIMALS
+from fsdp_trainer.apps.chain.demo_texts import ANIMALS, DEMO
 from fsdp_trainer.config.check import as_value
 from fsdp_trainer.config.composing.compose import compose, config_flag
 from fsdp_trainer.config.verbs import ChainConfig
 
 ALL = "all"
 """Prefix of words for all trainings, in place of a stage's name: `all.optim.lr=1`."""
-TINY = {
-    "pretrain": [
-        "precision=fp32", "optim=adamw", "compile=disabled",
-        "model.num_attention_heads=4", "model.num_key_value_heads=4", "model.head_dim=32",
-        "model.rope_theta=10000", "data.validation=0.02",
-        "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=4", "train.steps=500",
-        "train.validate_every=null", "optim.lr=3e-3", "optim.weight_decay=0",
-        "schedule.warmup_steps=20", "schedule.decay_share=0.2", "schedule.min_ratio=0",
-        "checkpoint.every=250",
-    ],
-    "mid": [
-        "precision=fp32", "data.validation=0.02",
-        "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=4", "train.steps=200",
-        "train.validate_every=null", "optim.lr=2e-3", "optim.weight_decay=0",
-        "schedule.warmup_steps=10", "checkpoint.every=100",
-    ],
-    "sft": [
-        "precision=fp32", "data.validation=0.02",
-        "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=4", "train.steps=287",
-        "optim.lr=1e-3", "optim.weight_decay=0", "schedule.warmup_steps=10",
-        "checkpoint.every=100",
-    ],
-    ALL: ["launch.nproc_per_node=2", "logging.every=50", "compile=disabled"],
-}  # fmt: skip
-"""Overrides of the demo chain, by stage."""
 TINY_SIZES = {"depth": 2, "vocab_size": 448}
 """Keys of the verb `chain` that the demo changes if they have their default values."""
 DEMO_PROMPTS = [f"What colour is the {ANIMALS[0]}?", f"Where does the {ANIMALS[1]} live?"]
@@ -70,7 +45,9 @@ class Chain:
     def words_of(self, stage: "ChainStage") -> list[str]:
         """Return the command line of a stage after its verb; later words override earlier ones."""
         groups = (ALL, stage.name) if stage.verb == "train" else (stage.name,)
-        of_demo = [word for name in groups for word in TINY.get(name, []) if self.cfg.demo]
+        of_demo = [
+            word for name in groups for word in DEMO["overrides"].get(name, []) if self.cfg.demo
+        ]
         typed = [word for name in groups for word in self.words.get(name, [])]
         return without_earlier([*stage.words(self), *of_demo, *typed])
 

@@ -18,36 +18,11 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.input_checks import require_training_inputs
 from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.verbs import LaunchFiles, LaunchFilesConfig
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.errors import Problem, UserError
 
-FILES = {
-    "slurm": "job.sbatch",
-    "kubernetes": "pytorchjob.yaml",
-    "trainjob": "trainjob.yaml",
-    "ray": "ray_job.py",
-    "docker": "run.sh",
-    "skypilot": "sky.yaml",
-}
-START = {
-    "slurm": "sbatch {}",
-    "kubernetes": "kubectl apply -f {}",
-    "trainjob": "kubectl apply -f {}",
-    "ray": "ray job submit --working-dir {folder} -- python ray_job.py",
-    "docker": "bash {}",
-    "skypilot": "sky jobs launch {}",
-}
-ONLY = {
-    "time": ("slurm",),
-    "partition": ("slurm",),
-    "account": ("slurm",),
-    "cpus_per_gpu": ("slurm",),
-    "setup": ("slurm", "ray", "skypilot"),
-    "restarts": ("slurm", "kubernetes", "trainjob", "ray", "skypilot"),
-    "image": ("kubernetes", "trainjob", "docker", "skypilot"),
-    "claim": ("kubernetes", "trainjob", "ray", "skypilot"),
-    "gpu": ("skypilot",),
-}
-"""Keys that only some kinds read, and these kinds."""
+KINDS = table_beside(__file__)
+FILES, START, ONLY = KINDS["files"], KINDS["start"], KINDS["only"]
 NAME = r"[\w.,:@/+-]+"
 WRITTEN = {"partition": NAME, "account": NAME, "claim": NAME, "gpu": NAME, "out": r"[^\n\r]+"}
 """Keys copied into a file unquoted, and the text they may have.

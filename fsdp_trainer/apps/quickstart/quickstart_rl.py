@@ -5,26 +5,10 @@ from pathlib import Path
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import QuickstartConfig
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.launch.start import start_ranks
 
-MODEL = (
-    "model=tiny", "model.hidden_size=64", "model.intermediate_size=256",
-    "model.num_hidden_layers=2", "model.head_dim=16", "precision=fp32",
-    "tokenizer.path=demo:bytes", "optim.weight_decay=0", "launch.nproc_per_node=2",
-)  # fmt: skip
-WRONG = (
-    "run.name=sums-half-wrong", "data.path=demo:sums/half-wrong", "batch.seq_len=128",
-    "batch.rows=2", "train.steps=800", "optim.lr=2e-3", "schedule=linear",
-    "schedule.warmup_steps=20", "logging.every=50",
-)  # fmt: skip
-"""Overrides of the first run, on sums of which every other answer is wrong."""
-REWARDED = (
-    "run.name=sums-rewarded", "data.path=demo:sums", "objective=grpo", "objective.rewards=[exact]",
-    "objective.max_new_tokens=4", "batch.seq_len=256", "batch.rows=16", "batch.micro_rows=4",
-    "train.steps=100", "optim.lr=1e-3", "schedule=constant", "checkpoint.export_hf=true",
-    "logging.every=5",
-)  # fmt: skip
-"""Overrides of the second run: the first run's model answers sums; right answers are rewarded."""
+OVERRIDES = table_beside(__file__, "quickstart.yaml")["sums"]
 NEXT = """
 Where the files are
   {run}/metrics.jsonl                reward, answer_tokens, equal_groups … of every step
@@ -46,12 +30,12 @@ def quickstart_rl(cfg: QuickstartConfig) -> int:
     """
     steps = [f"train.steps={cfg.steps}"] if cfg.steps else []
     print("first a model that adds badly: half of the sums that it is trained on are wrong\n")
-    if code := start([*MODEL, *WRONG, f"run.root={cfg.root}", *steps]):
+    if code := start([*OVERRIDES["model"], *OVERRIDES["wrong"], f"run.root={cfg.root}", *steps]):
         return code
     weak = Path(cfg.root) / "sums-half-wrong"
     print("\nnow it answers itself, and is rewarded where the answer is right\n", flush=True)
     own = [f"run.root={cfg.root}", f"model.init_from={weak}", *steps]
-    if code := start([*MODEL, *REWARDED, *own]):
+    if code := start([*OVERRIDES["model"], *OVERRIDES["rewarded"], *own]):
         return code
     run = Path(cfg.root) / "sums-rewarded"
     lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -10,30 +10,16 @@ import torch
 from fsdp_trainer.apps.quickstart.quickstart_rl import start
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import QuickstartConfig
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.data.prepared_data import build_tokenizer
 from fsdp_trainer.methods.text_reader import TextReader
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.from_config.initialize import initialize_weights
 from fsdp_trainer.models.from_config.resolve import resolve_model
 
-NAMES = (
-    "Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gina", "Hugo", "Iris", "Jon", "Kim", "Leo", "Mia",
-    "Nils", "Olga", "Paul", "Rosa", "Sam", "Tess", "Vera",
-)  # fmt: skip
-THINGS = (
-    "apples", "books", "cards", "coins", "eggs", "hats", "keys", "lamps", "maps", "nuts", "pens",
-    "plums", "rings", "shells", "stamps", "toys",
-)  # fmt: skip
-CHANGES = {"buys": 1, "finds": 1, "gets": 1, "loses": -1, "sells": -1, "gives away": -1}
-"""Words for what happens to the things, and whether they become more or fewer."""
+TABLE = table_beside(__file__, "quickstart.yaml")["search"]
+CHANGES = TABLE["changes"]
 ROWS, HELD_OUT = 4000, 1000
-TRAINING = (
-    "run.name=search", "objective=embed", "objective.pooling=mean", "model=tiny",
-    "model.num_hidden_layers=2", "tokenizer.path=demo:bytes", "precision=fp32",
-    "batch.seq_len=1024", "batch.rows=8", "batch.micro_rows=2", "train.steps=100", "optim.lr=3e-3",
-    "schedule=linear", "schedule.warmup=0.1", "checkpoint.export_hf=true", "logging.every=10",
-    "launch.nproc_per_node=2",
-)  # fmt: skip
 NEXT = """
 Where the files are
   {data}/questions.jsonl             the questions, each with its answer
@@ -52,7 +38,7 @@ def quickstart_search(cfg: QuickstartConfig) -> int:
     data = root / "search-data"
     pairs = [pair(ROWS + i) for i in range(min(cfg.questions, HELD_OUT))]
     write_data(data, pairs)
-    overrides = [*TRAINING, f"run.root={root}", f"data.path={data}/questions.jsonl"]
+    overrides = [*TABLE["training"], f"run.root={root}", f"data.path={data}/questions.jsonl"]
     overrides += [f"train.steps={cfg.steps}"] if cfg.steps else []
     right, example = search(untrained(overrides), pairs)
     before = f"before training: {right} of {len(pairs)} held-out answers are found first"
@@ -97,7 +83,9 @@ def write_data(folder: Path, held_out: list[tuple[str, str]]) -> None:
 def pair(number: int) -> tuple[str, str]:
     """Return a question and its answer. Those from ROWS on are held out."""
     chance = random.Random(number)
-    name, things, happens = (chance.choice(words) for words in (NAMES, THINGS, [*CHANGES]))
+    name, things, happens = (
+        chance.choice(words) for words in (TABLE["names"], TABLE["things"], [*CHANGES])
+    )
     first = chance.randint(10, 99)
     other = chance.randint(2, first)
     sign = CHANGES[happens]

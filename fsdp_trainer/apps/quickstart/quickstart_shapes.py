@@ -10,6 +10,7 @@ from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import GenerateConfig, QuickstartConfig
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.data.files.quickstart_data import TOKENIZER
 from fsdp_trainer.data.images.image_files import pillow_module
 from fsdp_trainer.data.records.messages import read_turns
@@ -18,11 +19,9 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.start import start_ranks
 from fsdp_trainer.models.hf.read_architecture import missing_extra
 
-SHAPES = ("circle", "square", "triangle", "cross")
-COLOURS = {
-    "red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (230, 200, 40),
-}  # fmt: skip
-SIZE = 32
+TABLE = table_beside(__file__, "quickstart.yaml")["shapes"]
+VISION, TEXT, COLOURS = TABLE["vision"], TABLE["text"], TABLE["colours"]
+SIZE = VISION["image_size"]
 """Pixels of a side of a picture."""
 PICTURES, HELD_OUT = 2000, 100
 MARK = "<image>"
@@ -32,21 +31,6 @@ TEMPLATE = (
     "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-VISION = {
-    "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 256,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": SIZE, "patch_size": 16,
-    "projection_dim": 64,
-}  # fmt: skip
-TEXT = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 1024,
-    "bos_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
-TRAINING = (
-    "run.name=shapes", "precision=fp32", "batch.seq_len=256", "batch.rows=8", "batch.micro_rows=4",
-    "train.steps=800", "optim.lr=2e-3", "schedule=wsd", "schedule.warmup=0.025",
-    "checkpoint.export_hf=true", "logging.every=20", "launch.nproc_per_node=2",
-)  # fmt: skip
 NEXT = """
 Where the files are
   {data}/                            the pictures, and chats.jsonl about them
@@ -72,7 +56,7 @@ def quickstart_shapes(cfg: QuickstartConfig) -> int:
     n = len(questions)
     first = f"before training: {before} of {n} held-out pictures named"
     print(f"{first}, e.g. {example}\n", flush=True)
-    overrides = [*TRAINING, f"run.root={root}", f"model.init_from={start}"]
+    overrides = [*TABLE["training"], f"run.root={root}", f"model.init_from={start}"]
     overrides.append(f"data.path={data}/chats.jsonl")
     overrides += [f"train.steps={cfg.steps}"] if cfg.steps else []
     if code := start_ranks(compose("train", overrides), overrides):
@@ -121,12 +105,12 @@ def drawn(number: int) -> tuple[Any, str]:
     from PIL import ImageDraw
 
     chance = random.Random(number)
-    shape, colour = chance.choice(SHAPES), chance.choice([*COLOURS])
+    shape, colour = chance.choice(TABLE["shapes"]), chance.choice([*COLOURS])
     size = chance.randint(18, 26)
     x, y = chance.randint(1, SIZE - size - 1), chance.randint(1, SIZE - size - 1)
     light = chance.randint(225, 255)
     picture = pillow_module().new("RGB", (SIZE, SIZE), (light, light, light))
-    pen, fill = ImageDraw.Draw(picture), COLOURS[colour]
+    pen, fill = ImageDraw.Draw(picture), tuple(COLOURS[colour])
     box, third = (x, y, x + size, y + size), size // 3
     if shape == "circle":
         pen.ellipse(box, fill)

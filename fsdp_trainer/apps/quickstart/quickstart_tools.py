@@ -12,6 +12,7 @@ from fsdp_trainer.apps.quickstart.quickstart_rl import start
 from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.verbs import QuickstartConfig
+from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.rl.environments.calculator import Calculator
 from fsdp_trainer.rl.environments.environment import last_text
 
@@ -33,22 +34,9 @@ TEMPLATE = (
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MODEL = (
-    "model=tiny", "precision=fp32", "tokenizer.path=demo:bytes",
-    f"tokenizer.add_tokens={json.dumps(MARKS)}", "launch.nproc_per_node=2",
-)  # fmt: skip
-TAUGHT = (
-    "run.name=tools-taught", "batch.seq_len=512", "batch.rows=4", "train.steps=500",
-    "optim.lr=1e-3", "schedule=wsd", "schedule.warmup_steps=20", "logging.every=20",
-)  # fmt: skip
-"""Overrides of the first run, whose answers without a hint mostly give up."""
-REWARDED = (
-    "run.name=tools-rewarded", "objective=grpo", "objective.environment=calculator",
-    "objective.rewards=[exact]", "objective.max_new_tokens=16", "objective.turns=3",
-    "batch.seq_len=512", "batch.rows=8", "batch.micro_rows=4", "train.steps=40",
-    "optim.lr=3e-4", "schedule=constant", "checkpoint.export_hf=true", "logging.every=5",
-)  # fmt: skip
-"""Overrides of the second run: the first run's model answers; right answers are rewarded."""
+OVERRIDES = table_beside(__file__, "quickstart.yaml")["tools"]
+MODEL = [*OVERRIDES["model"], f"tokenizer.add_tokens={json.dumps(MARKS)}"]
+TAUGHT = OVERRIDES["taught"]
 NEXT = """
 Where the files are
   {data}/                            the questions, and the template
@@ -80,7 +68,7 @@ def quickstart_tools(cfg: QuickstartConfig) -> int:
         "\nnow it answers itself with the calculator at hand, and is rewarded where it is right\n"
     )
     given = [f"data.path={data}/questions.jsonl", f"model.init_from={root}/tools-taught"]
-    if code := start([*MODEL, *REWARDED, *own, *given]):
+    if code := start([*MODEL, *OVERRIDES["rewarded"], *own, *given]):
         return code
     after, example = ask(Speaker.load(root / "tools-rewarded" / "hf"), questions)
     print(f"\n{first}")

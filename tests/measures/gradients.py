@@ -42,26 +42,44 @@ def documents(tokens):
             start += length
 
 
-def assert_gradients_are_those_of(theirs, ours, tolerance=1e-4):
-    """Raise AssertionError if a gradient of ours differs. Theirs get each document by itself."""
+def packed_batch():
     tokens = random_tokens(len(LENGTHS), ROW)
     layout = LAYOUTS["documents"](LENGTHS, ROW, torch.device("cpu"))
-    batch = MicroBatch(tokens, positions_of(LENGTHS, ROW), layout, INDEX, TARGETS, WEIGHTS)
-    ours.zero_grad()
-    ours(batch, CrossEntropy(WEIGHTS)).value.backward()
-    theirs.zero_grad()
-    loss = torch.zeros(())
-    for i, part, alone in documents(tokens):
-        logits = theirs(alone).logits[0]
-        for at, target, weight in zip((INDEX - i * ROW).tolist(), TARGETS, WEIGHTS, strict=True):
-            if part.start <= at < part.stop:
-                loss = loss + weight * F.cross_entropy(logits[at - part.start], target)
-    loss.backward()
-    wanted, gradients = gradients_of(theirs), stored_gradients(ours)
-    assert gradients.keys() == wanted.keys(), "every parameter has one of ours"
+    return MicroBatch(tokens, positions_of(LENGTHS, ROW), layout, INDEX, TARGETS, WEIGHTS)
+
+
+def learnt_documents():
+    """Yield the tokens of each document of the packed batch as a row of their own, and the place in
+    it, target and weight of each of its scored positions."""
+    for i, part, alone in documents(packed_batch().tokens):
+        scored = zip((INDEX - i * ROW).tolist(), TARGETS, WEIGHTS, strict=True)
+        yield (
+            alone,
+            [(at - part.start, *rest) for at, *rest in scored if part.start <= at < part.stop],
+        )
+
+
+def assert_near(gradients, wanted, tolerance=1e-4):
+    """Raise AssertionError if a gradient differs, which `gradients` has in parts."""
     for name, parts in gradients.items():
         error = (torch.cat(parts).view_as(wanted[name]) - wanted[name]).abs().max()
         assert error <= tolerance * max(1, wanted[name].abs().max()), name
+
+
+def assert_gradients_are_those_of(theirs, ours, tolerance=1e-4):
+    """Raise AssertionError if a gradient of ours differs. Theirs get each document by itself."""
+    ours.zero_grad()
+    ours(packed_batch(), CrossEntropy(WEIGHTS)).value.backward()
+    theirs.zero_grad()
+    loss = torch.zeros(())
+    for alone, scored in learnt_documents():
+        logits = theirs(alone).logits[0]
+        for place, target, weight in scored:
+            loss = loss + weight * F.cross_entropy(logits[place], target)
+    loss.backward()
+    wanted, gradients = gradients_of(theirs), stored_gradients(ours)
+    assert gradients.keys() == wanted.keys(), "every parameter has one of ours"
+    assert_near(gradients, wanted, tolerance)
 
 
 def gradients_of(theirs):

@@ -6,14 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gradients import (
-    INDEX,
-    LENGTHS,
-    ROW,
-    TARGETS,
     WEIGHTS,
-    documents,
-    positions_of,
-    random_tokens,
+    assert_near,
+    learnt_documents,
+    packed_batch,
     stored_gradients,
     zero_if_none,
 )
@@ -31,8 +27,6 @@ import fsdp_trainer
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.attention import LAYOUTS
-from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.mtp import LOGPROBS
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -64,20 +58,15 @@ def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path
     folder, theirs, _ = folder_with_head(tmp_path, kind)
     ours = fsdp_trainer.load_model(folder, mtp=True).requires_grad_(True)
     ours.mtp_weight = WEIGHT
-    tokens = random_tokens(len(LENGTHS), ROW)
-    layout = LAYOUTS["documents"](LENGTHS, ROW, torch.device("cpu"))
-    batch = MicroBatch(tokens, positions_of(LENGTHS, ROW), layout, INDEX, TARGETS, WEIGHTS)
-    value, scores, auxiliary = ours(batch, CrossEntropy(WEIGHTS))
+    value, scores, auxiliary = ours(packed_batch(), CrossEntropy(WEIGHTS))
     value.backward()
     loss, further = torch.zeros(()), torch.zeros(())
-    for i, part, alone in documents(tokens):
+    for alone, scored in learnt_documents():
         logits, drafted = theirs.logits(input_ids=alone)
-        for at, target, weight in zip((INDEX - i * ROW).tolist(), TARGETS, WEIGHTS, strict=True):
-            if part.start <= at < part.stop:
-                place = at - part.start
-                loss = loss + weight * F.cross_entropy(logits[place], target)
-                if place:
-                    further = further + weight * F.cross_entropy(drafted[place - 1], target)
+        for place, target, weight in scored:
+            loss = loss + weight * F.cross_entropy(logits[place], target)
+            if place:
+                further = further + weight * F.cross_entropy(drafted[place - 1], target)
     (loss + WEIGHT * further).backward()
     assert value.item() == pytest.approx((loss + WEIGHT * further).item(), rel=1e-5)
     assert -(scores.log_probability * WEIGHTS).sum() == pytest.approx(loss.item(), rel=1e-5)
@@ -86,9 +75,7 @@ def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path
     wanted, gradients = main | head, stored_gradients(ours)
     copies = {name for name in gradients if name.endswith(("embed_tokens.weight", "head.weight"))}
     copies -= {"model.embed_tokens.weight", "lm_head.weight"}
-    for name in gradients.keys() - copies:
-        error = (torch.cat(gradients[name]).view_as(wanted[name]) - wanted[name]).abs().max()
-        assert error <= 1e-4 * max(1, wanted[name].abs().max()), name
+    assert_near({name: gradients[name] for name in gradients.keys() - copies}, wanted)
     assert all(wanted[name].any() for name in head if "bias" not in name and "experts" not in name)
 
 

@@ -80,8 +80,7 @@ def prepare(
     elif preparing[0].component.share:
         validation = merge_held_out(preparing, [stores[VALIDATION] for stores in opened], root)
         if not len(validation):
-            reason = "the share is so small that no sample is in it"
-            raise UserError("the data cannot be used", f"data.validation={data.validation}", reason)
+            raise without_validation(preparing[0].component.share, opened)
     return Prepared(
         [stores[TRAIN] for stores in opened],
         [one.component.name for one in preparing],
@@ -91,3 +90,12 @@ def prepare(
         unused=unused,
         answer=answer,
     )
+
+
+def without_validation(share: float, opened: list[dict[str, TokenStore]]) -> UserError:
+    """Return the error of a share for validation that holds out no sample."""
+    count = sum(len(stores[TRAIN]) for stores in opened)
+    larger = min(0.5, max(10 / max(1, count), 3 * share))
+    reason = f"is so small a share that none of {count:,} samples is in it"
+    use = f"Use a larger one:  data.validation={larger:.2g}"
+    return UserError("the data cannot be used", f"data.validation={share:g}", f"{reason}. {use}")

@@ -65,6 +65,8 @@ def test_a_validation_share_depends_on_content_and_not_on_order(chats, prepared)
     path.write_text("\n".join(reversed(path.read_text().splitlines())))
     turned = prepared(path, validation=0.2)
     assert sorted(texts(turned.validation)) == sorted(texts(part.validation))
+    larger = "none of 200 samples is in it. Use a larger one:  data.validation=0.05"
+    assert larger in refusal(lambda: prepared(path, validation=1e-9))
 
 
 def test_samples_keep_their_order_over_files_and_chunks(chats, prepared, enter):

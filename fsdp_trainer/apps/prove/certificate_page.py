@@ -13,7 +13,7 @@ from fsdp_trainer.base.recorded import flat, recorded
 from fsdp_trainer.config.paths import CERTIFICATE, run_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import ProveConfig
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 
 
 def write_page(certificate: Certificate, title: str, file: Path) -> None:
@@ -31,7 +31,7 @@ def write_page(certificate: Certificate, title: str, file: Path) -> None:
 
 
 def cannot_write(file: Path, reason: str) -> UserError:
-    return UserError("the page cannot be written", [Problem(f"html={file}", reason)])
+    return UserError("the page cannot be written", f"html={file}", reason)
 
 
 def keep_in_run(certificate: Certificate, cfg: ProveConfig) -> Path:

@@ -19,6 +19,7 @@ from fsdp_trainer.apps.prove.proof.certificate import (
     Findings,
     NotProved,
     counted_wrong,
+    raised,
 )
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.errors import UserError
@@ -72,5 +73,4 @@ def results_of(
     except UserError as error:
         yield counted_wrong(name, reasons(error), "", UNREADABLE)
     except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-        said = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
-        yield counted_wrong(name, [said], "", UNREADABLE)
+        yield counted_wrong(name, [raised(error)], "", UNREADABLE)

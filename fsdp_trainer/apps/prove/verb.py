@@ -24,8 +24,8 @@ def prove(cfg: ProveConfig, words: list[str]) -> int:
     words: of the command line.
     """
     if name := launcher(os.environ):
-        problem = Problem(name, "prove starts ranks of its own: type  fsdp-trainer prove …")
-        raise UserError("this proof would run once for each rank", [problem])
+        reason = "prove starts ranks of its own: type  fsdp-trainer prove …"
+        raise UserError("this proof would run once for each rank", name, reason)
     if problems := of_no_use(cfg, words):
         raise UserError("a run is proved, or a folder, and these are of the other", problems)
     page = Path(cfg.html).expanduser() if cfg.html else None

@@ -13,13 +13,14 @@ from torch import Tensor
 from fsdp_trainer.apps.prove.folders import needed_tensors, same_logits
 from fsdp_trainer.apps.prove.folders.beside_reference import rounded
 from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
-from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder
+from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
 from fsdp_trainer.apps.prove.proof.certificate import (
     Checked,
     Findings,
     NotProved,
     compared,
     counted_wrong,
+    raised,
 )
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.export_forms import (
@@ -65,11 +66,10 @@ def check(evidence: Evidence) -> Iterator[Checked | NotProved]:
                 results = [*form(original, evidence.small.plain.adapter.name != "none")]
             yield from results
         except UserError as error:
-            reason = error.problems[0].reason.splitlines()[0] if error.problems else error.title
-            yield NotProved(f"{name}: {reason}", f"fsdp-trainer export RUN form={name} out=OUT")
+            command = f"fsdp-trainer export RUN form={name} out=OUT"
+            yield NotProved(f"{name}: {reasons(error)[0]}", command)
         except Exception as error:  # whatever another program raises that cannot read an export
-            reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
-            yield counted_wrong(f"{name}: read by others", [reason], "", ADVICE)
+            yield counted_wrong(f"{name}: read by others", [raised(error)], "", ADVICE)
 
 
 PACKAGES = {

@@ -25,7 +25,7 @@ from fsdp_trainer.config.paths import (
     is_whole_model,
     model_folder,
 )
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 from fsdp_trainer.models.config import Json, ModelConfig, read_config_file
 from fsdp_trainer.models.from_config.resolve import with_trained_head
@@ -55,25 +55,30 @@ class ProvedFolder:
     say: Callable[[str], None]
 
     def require_model(self) -> None:
-        if find_checkpoint(self.source):
-            reason = (
-                "is a run or a checkpoint: prove what it exports:"
-                f"\nfsdp-trainer export {self.source} out=hf"
-                f"\nfsdp-trainer prove source=hf reference={self.source}"
-            )
-            raise UserError("this is no folder of a model", [Problem(str(self.source), reason)])
-        if not is_adapter(self.source) and not has_weights(self.source):
-            reason = f"has no weights that are read, and no {ADAPTER_CONFIG}"
-            raise UserError("this is no folder of a model", [Problem(str(self.source), reason)])
+        if reason := self.why_no_model:
+            raise UserError("this is no folder of a model", str(self.source), reason)
         if self.is_adapter:
             read_object(self.source / ADAPTER_CONFIG, "cannot read the adapter's configuration")
-        elif self.is_safetensors and not (self.source / "config.json").is_file():
-            reason = "has weights and no config.json: copy the one of the model that was trained"
-            raise UserError("this is no folder of a model", [Problem(str(self.source), reason)])
         else:
             read_config_file(self.described / "config.json")
         if self.reference:
             read_config_file(model_folder(self.reference) / "config.json")
+
+    @property
+    def why_no_model(self) -> str:
+        if find_checkpoint(self.source):
+            return (
+                "is a run or a checkpoint: prove what it exports:"
+                f"\nfsdp-trainer export {self.source} out=hf"
+                f"\nfsdp-trainer prove source=hf reference={self.source}"
+            )
+        if self.is_adapter:
+            return ""
+        if not has_weights(self.source):
+            return f"has no weights that are read, and no {ADAPTER_CONFIG}"
+        if self.is_safetensors and not (self.source / "config.json").is_file():
+            return "has weights and no config.json: copy the one of the model that was trained"
+        return ""
 
     @property
     def command(self) -> str:

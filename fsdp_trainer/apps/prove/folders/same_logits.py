@@ -10,7 +10,13 @@ from torch import Tensor
 from fsdp_trainer.apps.prove.folders.compressed_numbers import largest_error
 from fsdp_trainer.apps.prove.folders.head_numbers import numbers_elsewhere, numbers_here
 from fsdp_trainer.apps.prove.folders.proved_folder import ProvedFolder, reasons
-from fsdp_trainer.apps.prove.proof.certificate import Checked, NotProved, compared, counted_wrong
+from fsdp_trainer.apps.prove.proof.certificate import (
+    Checked,
+    NotProved,
+    compared,
+    counted_wrong,
+    raised,
+)
 from fsdp_trainer.apps.prove.proof.export_forms import (
     class_of,
     misnamed,
@@ -66,10 +72,9 @@ def check(proof: ProvedFolder) -> Iterator[Checked | NotProved]:
 
 def not_loaded(proof: ProvedFolder, name: str, error: Exception) -> Checked | NotProved:
     """Return the result for a folder that another program does not load."""
-    said = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
     if proof.quantization:  # kernels for it may need a GPU
-        return NotProved(f"{name}: {said}", proof.command)
-    return counted_wrong(name, [said], "", ADVICE)
+        return NotProved(f"{name}: {raised(error)}", proof.command)
+    return counted_wrong(name, [raised(error)], "", ADVICE)
 
 
 def beside_others(proof: ProvedFolder, ours: Tensor, theirs: Tensor, limit: float) -> Checked:

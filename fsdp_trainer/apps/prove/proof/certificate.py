@@ -70,6 +70,11 @@ class Certificate:
         return {"checks": checks, "not_proved": not_proved, "ok": self.ok}
 
 
+def raised(error: Exception) -> str:
+    """Return what another program raised, in one line."""
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+
+
 def compared(name: str, difference: float, limit: float, detail: str, advice: str) -> Checked:
     """Return the comparison of numbers; one that is not finite differs."""
     return Checked(name, difference, limit, difference <= limit, detail, advice)

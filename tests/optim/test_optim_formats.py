@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.optim.eight_bit import decode, encode, table, values
+from fsdp_trainer.optim.eight_bit import encode, table, values
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.stochastic_rounding import (
     element_numbers,
@@ -94,22 +94,6 @@ def test_bits_are_a_function_of_place_step_and_name_and_look_random():
         assert (pair[0] == pair[1]).double().mean() < 1e-3
     share = torch.stack([(whole >> i) & 1 for i in range(32)]).double().mean(1)
     assert (share - 0.5).abs().max() < 0.01
-
-
-def test_eight_bits_hold_a_block_to_two_hundredths_and_zero_exactly():
-    for signed in (True, False):
-        numbers = torch.randn(64, 128) * torch.logspace(-15, 5, 64)[:, None]
-        numbers = (numbers if signed else numbers**2).flatten()
-        numbers[:200] = 0
-        codes, scale = encode(numbers.view(64, 128), signed)
-        again = decode(codes, scale, signed).flatten()
-        assert codes.dtype == torch.uint8
-        assert scale.shape == (64, 1)
-        assert torch.equal(again[:200], numbers[:200])
-        assert (
-            (again - numbers).view(64, 128).norm(dim=1) <= 0.02 * numbers.view(64, 128).norm(dim=1)
-        ).all()
-        assert len(set(values(signed))) == 256
 
 
 def test_codes_are_those_of_the_nearest_values():

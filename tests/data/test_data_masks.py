@@ -78,6 +78,38 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
         assert len(without) < len(whole)
 
 
+CHATS = [
+    CHAT,
+    CHAT[1:],
+    [*CHAT[:3], turn("tool", "ok"), turn("assistant", ""), turn("user", "end")],
+    talk(" q\n", "  padded \n", "q", "", "q", "🎉 é", "q", "a</s>b"),
+    [
+        turn("user", "U"),
+        turn("assistant", "pre", tool_calls=[ADD, ADD], reasoning_content="why"),
+        turn("tool", "2"),
+        turn("tool", "3"),
+        turn("assistant", "B", reasoning_content="so"),
+    ],
+]  # fmt: skip
+COMPARED = {"chatml": 4, "qwen2": 4, "llama3": 4, "plain": 4, "none": 4, "mistral": 2, "qwen3": 1}
+"""How many of CHATS a template shows as they are and in one sample, if not 3."""
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_templates_mask_as_they_mark_generation(name, family):
+    theirs = in_transformers(family, BUILT_IN[name])
+    template = load_template(name, family)
+    compared = 0
+    for messages in CHATS:
+        if template.adapt(messages, None) != messages:
+            continue
+        samples, _ = learnt(family, messages, template)
+        if len(samples) == 1:
+            assert_learnt_alike(samples[0], theirs, messages)
+            compared += 1
+    assert compared == COMPARED.get(name, 3)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_template_loses_reasoning_or_tools(name, family):
     template = load_template(name, family)

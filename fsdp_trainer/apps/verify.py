@@ -92,6 +92,7 @@ def compare(source: Path, folder: Path) -> int:
     """
     adapter = is_adapter(folder)
     auto = _require_transformers(source, folder)
+    ours: Any
     if adapter:
         ours = read_model(source, merge_into="original", is_checked=True)
         theirs = peft_model(auto, folder, ours.config.scores)

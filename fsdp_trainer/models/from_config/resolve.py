@@ -60,7 +60,8 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
         return directed(
             dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
         )
-    keys = {"vocab_size": vocab_size or 0} | FAMILIES[model.family or "llama"].defaults | keys
+    defaults = FAMILIES[model.family or "llama"].defaults
+    keys = {"vocab_size": vocab_size or 0, **defaults, **keys}
     width = keys.get("hidden_size", ModelConfig.hidden_size)
     heads = keys.get("num_attention_heads", ModelConfig.num_attention_heads)
     if FAMILIES[keys.get("family", "llama")].mixer == LATENT:

@@ -241,7 +241,8 @@ def published_class(config: ModelConfig) -> Any:
         return AutoModel
     if config.scores and config.reads_images:
         described = config_object(config.source, config.folder)
-        return class_with_tower(config, transformers.MODEL_MAPPING[type(described)])
+        bare: Any = transformers.MODEL_MAPPING[type(described)]
+        return class_with_tower(config, bare)
     if config.scores:
         kinds = AutoModelForSequenceClassification, AutoModelForTokenClassification
         return kinds[bool(config.tags)]

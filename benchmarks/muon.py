@@ -23,7 +23,7 @@ from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.from_config.initialize import initialize_weights
-from fsdp_trainer.optim.footprint import is_block_matrix
+from fsdp_trainer.optim.footprint import is_matrix
 from fsdp_trainer.optim.newton_schulz import orthogonalize
 from fsdp_trainer.optim.optimizers import build_optimizer
 
@@ -89,7 +89,8 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
     model = Decoder(SHAPE)
     initialize_weights(model, 0)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = is_block_matrix(name, parameter.ndim)
+        in_block = name.startswith("model.layers.")
+        parameter.requires_grad = in_block and is_matrix(name, parameter.ndim)
     for block in model.blocks().values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

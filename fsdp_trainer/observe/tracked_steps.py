@@ -46,11 +46,11 @@ def tracked_run(base: TrackedRun, file: Path, kind: type[Tracker], after: int | 
     base: what does not depend on the tracker. file: what was written of its run, if there was one.
     after: the step to go on after, or None; a tracker that is ahead of it gets a new run.
     """
-    text = file.read_text() if file.exists() else ""  # empty also if the disk was full
+    # nothing, or a part, if the disk was full; the id alone from before 1.0.0rc1
+    known = records.parse(file.read_text() if file.exists() else "")
     new = replace(base, name=base.folder.name, id=secrets.token_hex(kind.id_bytes))
-    if not text:
+    if not known or CONTINUES not in known:
         return new
-    known = json.loads(text)
     newest, follows = known["newest"], known[CONTINUES]
     if kind.takes_back or after is None or (kind.is_durable and newest <= after):
         run = replace(base, name=known["name"], id=known["id"], is_new=False, newest=newest)

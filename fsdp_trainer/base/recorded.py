@@ -63,6 +63,14 @@ def as_written(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) else value
 
 
+def as_recorded_earlier(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: as_recorded_earlier(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [as_recorded_earlier(part) for part in value]
+    return without_secrets(str(value)) if isinstance(value, str) else value
+
+
 def recorded(cfg: Any) -> Json:
     """Return a configuration as a tree that may be written to files and shown."""
     tree: Json = {}

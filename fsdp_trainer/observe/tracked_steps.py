@@ -7,8 +7,8 @@ import json
 import secrets
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.extensions import TrackedRun, Tracker
 from fsdp_trainer.observe import records
 
@@ -17,11 +17,13 @@ CONTINUES = "continues"
 
 
 class TrackedSteps:
+    """An open tracker that gets each step once."""
+
     def __init__(self, tracker: Tracker, file: Path):
         self.tracker, self.newest, self._file = tracker, tracker.newest, file
         self._write()
 
-    def log(self, values: Json, step: int) -> None:
+    def log(self, values: dict[str, Any], step: int) -> None:
         """Log the numbers of a step, unless the tracker has it and cannot take it back."""
         if step > self.newest or self.tracker.takes_back:
             self.tracker.log(values, step)
@@ -46,18 +48,24 @@ def tracked_run(base: TrackedRun, file: Path, kind: type[Tracker], after: int | 
     base: what does not depend on the tracker. file: what was written of its run, if there was one.
     after: the step to go on after, or None; a tracker that is ahead of it gets a new run.
     """
-    # nothing, or a part, if the disk was full; the id alone from before 1.0.0rc1
-    known = records.parse(file.read_text() if file.exists() else "")
-    new = replace(base, name=base.folder.name, id=secrets.token_hex(kind.id_bytes))
-    if not known or CONTINUES not in known:
-        return new
-    newest, follows = known["newest"], known[CONTINUES]
-    if kind.takes_back or after is None or (kind.is_durable and newest <= after):
+    text, name = file.read_text() if file.exists() else "", base.folder.name
+    # an earlier version wrote the id alone; a full disk may have left nothing
+    known: dict[str, Any] = {"id": text, "name": name}
+    if text.startswith("{"):
+        known = json.loads(text)
+    newest = known.get("newest", base.step)
+    is_ahead = after is not None and (
+        newest > after or "newest" not in known or not kind.is_durable
+    )
+    if known["id"] and (kind.takes_back or not is_ahead):
         run = replace(base, name=known["name"], id=known["id"], is_new=False, newest=newest)
-        return with_origin(run, follows)
-    new = replace(new, name=f"{new.name} from step {after + 1}")
+        return with_origin(run, known.get(CONTINUES))
+    new = replace(base, name=name, id=secrets.token_hex(kind.id_bytes))
+    if not known["id"] or after is None:
+        return new
+    new = replace(new, name=f"{name} from step {after + 1}")
     return with_origin(new, {"run": known["id"], "step": after})
 
 
-def with_origin(run: TrackedRun, follows: Json | None) -> TrackedRun:
+def with_origin(run: TrackedRun, follows: dict[str, Any] | None) -> TrackedRun:
     return replace(run, config={**run.config, CONTINUES: follows}) if follows else run

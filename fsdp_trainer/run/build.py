@@ -54,7 +54,7 @@ from fsdp_trainer.run.describe import describe, lines_on_states
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
 from fsdp_trainer.run.mirrored import Mirror
 from fsdp_trainer.run.offload_states import offload_states
-from fsdp_trainer.run.resume import WARM_UP, check_unchanged, find_start, resume_data
+from fsdp_trainer.run.resume import check_unchanged, find_start, resume_data, warm_up_of_checkpoint
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.attention_setup import choose_attention
 from fsdp_trainer.training.batches import BatchOptions
@@ -554,13 +554,12 @@ def find_where_to_start(
     stored = read_progress(checkpoint)
     validation = held_out.fingerprint if held_out else None
     progress = Progress.for_data(stored, order.fingerprint, validation)
-    order, progress, notes = resume_data(order, progress)
+    order, progress, notes = resume_data(order, progress, stored.get("data"))
     listed = store.listed()
     # False for a checkpoint of another run and for one that is no longer listed
     own = checkpoint.resolve() in [path.resolve() for path in listed]
     if not own:
         progress.forget_validation()
     progress.forget_missing_best([step_of(path) for path in listed])
-    if WARM_UP & {*setup.cfg.checkpoint.allow_changes}:
-        progress.settle_warm_up(None)
+    progress.settle_warm_up(warm_up_of_checkpoint(setup, changes, progress))
     return Start(checkpoint, progress, progress.step if own else -1, changes, notes), order

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fsdp_trainer.base.json_files import Json
-from fsdp_trainer.base.recorded import as_written, recorded
+from fsdp_trainer.base.recorded import as_recorded_earlier, as_written, recorded
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress, require_whole
 from fsdp_trainer.config.check import as_text
@@ -70,10 +70,10 @@ DECIDE_TOKENS = {
 """Keys that only decide tokens and their weights: they may change if data.fingerprint does not."""
 MODELS = {"model.init_from", "objective.reference"}
 """Keys that name folders of models: they may change if these hold the same models as before."""
-WARM_UP = {"schedule", "schedule.warmup", "schedule.warmup_steps"}
-"""Entries of checkpoint.allow_changes with which the keys decide the number of warm-up steps."""
+WARM_UP = {"schedule.warmup", "schedule.warmup_steps"}
 NOT_COMPARABLE = "the checkpoint has no digest of the reference's weights to compare these with"
 NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
+OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
 NEW_STREAM = (
     "another list of files, other content, or another tokenizer: a stream starts again with them"
 )
@@ -153,11 +153,16 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         for key, value in now.items()
         if then.get(key) != value and key not in NOT_COMPARED
     }
+    # records of earlier versions have the environment's values
+    real = flatten(as_recorded_earlier(asdict(cfg)))
+    changes = {key: pair for key, pair in changes.items() if pair[0] != real.get(key, pair[1])}
     allowed = set(cfg.checkpoint.allow_changes)
     if "data.path" in allowed:
         allowed.add("data.fingerprint")
     if "data.fingerprint" not in changes:
         allowed |= DECIDE_TOKENS
+    if changes.get("schedule.warmup", [1])[0] == 0:
+        allowed |= WARM_UP  # recipes had steps in earlier versions: see warm_up_of_checkpoint
     other_models = models_that_differ(setup, changes, checkpoint, stored)
     allowed |= MODELS - other_models.keys()
     refused = sorted(
@@ -169,7 +174,7 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
     for key in refused:
         lines = [f"the checkpoint was trained with {as_text(changes[key][0])}"]
         if key == "data.fingerprint":
-            lines += describe_data_change(order, stored.get("segments", []))
+            lines += describe_data_change(order, stored.get("segments"))
         lines += other_models.get(key, [])
         problems.append(Problem(f"{key}={as_text(changes[key][1])}", "\n".join(lines)))
     problems[-1].reason += (
@@ -177,6 +182,22 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         f"'checkpoint.allow_changes=[{','.join(refused)}]'"
     )
     raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
+
+
+def warm_up_of_checkpoint(
+    setup: RunSetup, changes: dict[str, list[Any]], progress: Progress
+) -> int | None:
+    """Return the number of warm-up steps of the checkpoint, which a resumed run keeps.
+
+    None if allow_changes names one of their keys: the keys decide again. progress: that of the
+    checkpoint, without the number if it is from an earlier version.
+    """
+    if {"schedule", *WARM_UP} & {*setup.cfg.checkpoint.allow_changes}:
+        return None
+    if progress.warmup_steps is not None:
+        return progress.warmup_steps
+    then, _ = changes.get("schedule.warmup_steps", [setup.cfg.schedule.warmup_steps, None])
+    return int(then)
 
 
 def models_that_differ(
@@ -242,7 +263,9 @@ def architecture_changes(then: ModelConfig, now: ModelConfig) -> list[str]:
     ]
 
 
-def describe_data_change(order: Order, segments: list[Json]) -> list[str]:
+def describe_data_change(order: Order, segments: list[Json] | None) -> list[str]:
+    if not segments:
+        return [OLDER if order.components else NEW_STREAM]
     matches = match_components(order.components, segments)
     lines = [f"{m.name} {m.change}" for m in matches if m.change] or [REORDERED]
     if not order.components:
@@ -328,17 +351,24 @@ def replaced_content(component: Component, source: Json) -> Match:
     )
 
 
-def resume_data(order: Order, progress: Progress) -> tuple[Order, Progress, list[str]]:
+def resume_data(
+    order: Order, progress: Progress, fingerprint: str | None
+) -> tuple[Order, Progress, list[str]]:
     """Return data and progress that continue from a checkpoint, and lines about what has changed.
 
-    progress: that of the checkpoint.
+    progress: that of the checkpoint. fingerprint: hash of the checkpoint's data.
     """
     segments = progress.segments
     if segments and segments[-1]["key"] == order.key:
         starts = [(source["start"], source["start_tokens"]) for source in segments[-1]["sources"]]
         return order.started_at(segments[-1]["start"], starts), progress, []
+    if not segments and fingerprint == order.fingerprint:
+        return order, progress, []  # the checkpoint is from a version without segments
     matches = match_components(order.components, segments)
     notes = [match.note for match in matches] + changed_files(matches, segments, order)
+    if not segments and progress.rows:
+        segments = [{**order.state(0), "key": fingerprint, "start": 0, "sources": []}]
+        notes = [f"{OLDER}: its rows begin anew, in another order; what was seen may come again"]
     if not order.components:
         notes.append(STREAMS_BEGIN_ANEW)
     starts = [match.start for match in matches[: len(order.components)]]

@@ -12,6 +12,14 @@ VALIDATE, SAMPLE, EVALUATE = "validate", "sample", "evaluate"
 """Names of work in Progress.pending. They are part of the file format: checkpoints store them."""
 AMENDS_LINE = {VALIDATE, EVALUATE}
 """The work that adds entries to the metrics line of its step."""
+OLD_NAMES = {"skipped_row_ranges": "left_out"}
+"""Names of fields in checkpoints of earlier versions."""
+OLD_PENDING: dict[str | None, list[str]] = {
+    None: [],
+    "validation": [VALIDATE, SAMPLE],
+    "samples": [SAMPLE],
+}
+"""Pending work, by the value of `cut_short` in checkpoints of earlier versions."""
 
 
 @dataclass
@@ -66,19 +74,20 @@ class Progress:
 
     @classmethod
     def from_stored(cls, stored: Json) -> "Progress":
-        """Return the progress in a checkpoint's trainer.json.
+        """Return the progress in a checkpoint's trainer.json, also of an earlier version.
 
         Raises UserError for a field of another form.
         """
+        cut_short = stored.get("cut_short")
+        if cut_short not in [*OLD_PENDING]:  # compared, as it may not be hashable
+            raise _damaged({"cut_short": cut_short})
+        stored = {"pending": OLD_PENDING[cut_short], **stored}
+        stored |= {name: stored[old] for name, old in OLD_NAMES.items() if old in stored}
         own = {f.name: stored[f.name] for f in fields(cls) if f.name in stored}
         empty = asdict(cls())
         odd = {name: value for name, value in own.items() if not _is_like(empty[name], value)}
         if odd:
-            reason = "is not what a run writes there"
-            raise UserError(
-                "the checkpoint is damaged",
-                [Problem(f"{k} in trainer.json", f"{v!s:.80} {reason}") for k, v in odd.items()],
-            )
+            raise _damaged(odd)
         return cls(**own)
 
     @classmethod
@@ -155,6 +164,12 @@ class Progress:
         self.best_step = self.best_loss = self.lower_loss = None
         self.first_validation = self.last_validation = None
         self.stale, self.pending = 0, []
+
+
+def _damaged(odd: Json) -> UserError:
+    reason = "is not what a run writes there"
+    problems = [Problem(f"{k} in trainer.json", f"{v!s:.80} {reason}") for k, v in odd.items()]
+    return UserError("the checkpoint is damaged", problems)
 
 
 def _is_like(empty: Any, value: Any) -> bool:

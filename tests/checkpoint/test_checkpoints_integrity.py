@@ -214,6 +214,8 @@ def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
 - {best_loss: low}
 - {recent: {}}
 - {best_before: [1]}
+- {cut_short: x}
+- {cut_short: [1]}
 """),
 )  # fmt: skip
 def test_progress_of_another_form_is_one_message(tmp_path, changed):

@@ -119,7 +119,7 @@ def go_on(mixture, progress, rows):
     gives."""
     stored = json.loads(json.dumps(progress.segments))
     progress = Progress(rows=rows, segments=stored, skipped_row_ranges=[[1, 2]])
-    return resume_data(mixture, progress)
+    return resume_data(mixture, progress, "")
 
 
 @settings(max_examples=40)
@@ -198,6 +198,15 @@ def test_a_checkpoint_without_digests_of_files_names_the_source_that_changed():
     _, progress, (note,) = go_on(order, Progress(segments=[older]), 4)
     assert note.startswith("data   a has other content: begins at the first row")
     assert progress.segments[-1]["files"] == {"a.jsonl": "1"}
+
+
+def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
+    """The older version named the same data otherwise, and ordered it so."""
+    mixture = mixture_of(a=([16] * 10,))
+    mixture, progress, (message,) = resume_data(mixture, Progress(rows=13), "older")
+    assert "from a version that named data otherwise" in message
+    assert mixture.taken(15) == [2]
+    assert last_row(3, mixture.rows_per_epoch, progress.segments) == 30
 
 
 def test_epochs_that_were_done_of_other_data_are_done():

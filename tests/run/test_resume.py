@@ -1,8 +1,10 @@
 """A run that was stopped, killed or damaged goes on as if nothing had happened, or says why it does
 not."""
 
+import json
 import os
 import shutil
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,11 +12,14 @@ import inject
 import pytest
 import stored
 import torch
+import yaml
 from folders import table
 from stored import end_of, newest
 from world import read_json, write_chats
 
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.run import resume
 from fsdp_trainer.run.run_lock import RunLock
 
 
@@ -72,7 +77,8 @@ def test_what_changes_no_loss_is_a_note(go_on, checkpoints, ledger):
 
 def test_a_longer_run_keeps_the_steps_of_its_warm_up(train):
     share = "schedule.warmup_steps=0 schedule.warmup=0.5"
-    train("run", share, "train.steps=6")
+    train("run", "train.steps=3")  # with three steps of warm-up, as recipes once had them
+    train("run", share, "train.steps=8")
     run = train("run", share, "train.steps=12")
     assert "the warm-up has the checkpoint's 3 steps" in run.out
     assert run["lr"][2:4] == pytest.approx([3e-3, 3e-3])
@@ -92,6 +98,17 @@ def test_what_is_trained_may_not_change(go_on, words, said):
     assert len(refused.err.splitlines()) < 20
     assert refused["step"] == [1, 2, 3, 4]
     assert end_of(refused) == ("end", 2)
+
+
+def test_a_record_of_an_earlier_version_has_the_environments_values(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE", "https://me:pw@host/a?key=SECRET")
+    cfg = compose("train", ["launch.env={K: '${oc.env:MINE}'}"], inputs=False)
+    (tmp_path / "config.yaml").write_text(yaml.dump(json.loads(json.dumps(asdict(cfg)))))
+    monkeypatch.setattr(resume, "read_progress", lambda _: {"data": "a"})
+    monkeypatch.setattr(resume, "read_manifest", lambda _: {"world_size": 1})
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda: 1)
+    setup, order = SimpleNamespace(cfg=cfg), SimpleNamespace(fingerprint="a")
+    assert resume.check_unchanged(setup, order, tmp_path) == {}
 
 
 def test_a_resume_with_changed_data_names_the_files_that_changed(train, tmp_path):

@@ -6,11 +6,11 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_trainer.base.recorded import as_written, recorded
+from fsdp_trainer.base.recorded import as_recorded_earlier, as_written, recorded
 from fsdp_trainer.base.safe_text import identity, without_secrets
 from fsdp_trainer.config.paths import checkpoint_configuration
 from fsdp_trainer.config.schema import TrainConfig
@@ -158,7 +158,7 @@ def finished(folder: Path, cfg: TrainConfig) -> bool:
         stored = as_written(checkpoint_configuration(folder))
     except (OSError, UserError):
         return False
-    return bool(stored == recorded(cfg))
+    return stored in (recorded(cfg), as_recorded_earlier(asdict(cfg)))
 
 
 def objective(folder: Path, metric: str | None = None) -> float | None:

@@ -65,7 +65,10 @@ class SampleColumns:
 def read_sums(place: Path, store: TokenStore) -> SampleColumns | None:
     try:
         sums = np.load(place, mmap_mode="r")
-        is_whole = place.stat().st_size > CHECKED_BYTES or _has_checksum(place.read_bytes())
+        size = place.stat().st_size
+        # earlier versions wrote no checksum behind the array
+        is_checked = sums.offset + sums.nbytes < size <= CHECKED_BYTES
+        is_whole = not is_checked or _has_checksum(place.read_bytes())
     except (OSError, ValueError, EOFError):
         return None
     return SampleColumns(reference=sums) if is_whole and sums.shape == (len(store),) else None

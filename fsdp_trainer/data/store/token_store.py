@@ -540,7 +540,8 @@ def read_meta(folder: Path) -> Json:
     """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta.pop(CHECKSUM) != _checksum_of(meta):
+        written = meta.pop(CHECKSUM, None)  # earlier versions have written none
+        if written not in (None, _checksum_of(meta)):
             raise ValueError("it does not have the checksum it was written with")
         for store, about in meta["stores"].items():
             check_columns(folder / store, about["totals"])

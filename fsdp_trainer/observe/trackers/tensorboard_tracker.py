@@ -15,6 +15,8 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
+        if run.is_new and folder.exists():  # an earlier version wrote no last step
+            self.newest = run.step
         self._open, self._last, self._folder = SummaryWriter, self.newest, str(folder)
         purged = self.newest + 1 if folder.exists() else None
         self._writer = self._open(self._folder, purge_step=purged)

@@ -28,7 +28,15 @@ from zoo import HF, make_folder
 
 from fsdp_trainer.apps.prove import run_certificate
 from fsdp_trainer.apps.prove.certificate_text import certificate_lines
-from fsdp_trainer.apps.prove.checks import layout, mask, other_program, packing, prompts
+from fsdp_trainer.apps.prove.checks import (
+    exports,
+    layout,
+    mask,
+    other_program,
+    packing,
+    prompts,
+    trained,
+)
 from fsdp_trainer.apps.prove.checks.mask import LearntWords
 from fsdp_trainer.apps.prove.folders.head_numbers import embedding
 from fsdp_trainer.apps.prove.proof import fewer_rows, runs
@@ -46,6 +54,7 @@ from fsdp_trainer.apps.prove.proof.written_rows import WrittenRow
 from fsdp_trainer.apps.prove.twins.formulas import FORMULAS
 from fsdp_trainer.apps.prove.twins.of_embeddings import COMPARED, StepLists
 from fsdp_trainer.apps.report.read import read_run
+from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
@@ -59,6 +68,7 @@ from fsdp_trainer.methods.contrast import StepTexts, loss_of_texts
 from fsdp_trainer.models.config import POOLING, ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.moe import SigmoidRouter
+from fsdp_trainer.planning.plan.plan_inputs import architecture
 
 pytest.importorskip("transformers")
 
@@ -326,6 +336,14 @@ def test_a_large_model_becomes_a_small_one_with_a_block_of_each_kind(recipe, tmp
     assert small.parameters() < SMALL
 
 
+@pytest.mark.parametrize("model", ["olmoe_7b", "olmo2_1b", "moonlight_16b_a3b", "qwen2_5_0_5b"])
+def test_a_small_copy_of_transformers_class_has_the_shapes_of_ours(model, tmp_path):
+    words = ["data.path=demo:backwards", "tokenizer.path=demo:bytes", "plan.world_size=8"]
+    config, _ = architecture(compose("prove", [f"model={model}", *words]))
+    write_small_folder(config, tmp_path / "small", vocabulary=300, blocks=2)
+    assert read_model(tmp_path / "small").logits(torch.zeros(1, 4).long()).isfinite().all()
+
+
 def test_a_small_copy_names_no_token_that_its_tokenizer_lacks(tmp_path):
     folder = make_folder(tmp_path / "hf", "qwen3")
     set_keys("config.json", pad_token_id=250, eos_token_id=7)(folder)
@@ -365,7 +383,8 @@ TWINS = {
 
 @pytest.mark.parametrize("data", TWINS)
 def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, data):
-    monkeypatch.setattr(run_certificate, "OF_A_RUN", [other_program.check])
+    with_head = [trained.check, exports.check] if data == "classes.jsonl" else []
+    monkeypatch.setattr(run_certificate, "OF_A_RUN", [other_program.check, *with_head])
     model, *words = TWINS[data].split()
     kind = model.removeprefix("model=")
     write = make_image_folder if kind == "llava" else partial(make_folder, **CONTEXT)
@@ -396,8 +415,10 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
     assert result.code == 0, result
     answer = json.loads(result.out)
     kinds = [check["name"].partition(": ")[2] for check in answer["checks"]]
+    if with_head:
+        assert kinds[4:] == ["", "", "", "names", "promises", "logits", "names", "logits"]
     moved = ["routers' biases"] * (kind == "deepseek_v3")
-    assert kinds == ["losses", "gradients", "last gradients", "weights", *moved]
+    assert kinds[: 4 + len(moved)] == ["losses", "gradients", "last gradients", "weights", *moved]
     assert {*FORMULAS} == {*METHODS}
 
 

@@ -76,9 +76,12 @@ def known_id(token: Any, vocabulary: int) -> Any:
 def narrow_widths(config: ModelConfig, text: Any) -> dict[str, int]:
     """Return widths of a narrow copy. text: the configuration, with few heads."""
     # transformers wants a width that the number of heads divides
-    limits = NARROW | {"hidden_size": round_up(WIDTH, lcm(16, text.num_attention_heads))}
+    heads = text.num_attention_heads
+    limits = NARROW | {"hidden_size": round_up(WIDTH, lcm(16, heads))}
     lists_factors = "long_factor" in (config.rope_scaling or {})  # one for each channel
-    if not lists_factors and not config.is_latent:
+    if config.family_spec.qk_norm == "whole":  # OLMoE's class has norms as wide as the model
+        limits["head_dim"] = limits["hidden_size"] // heads
+    elif not lists_factors and not config.is_latent:
         limits["head_dim"] = WIDTH
     widths = {name: getattr(text, name, None) or 0 for name in limits}
     return {name: min(limits[name], width) for name, width in widths.items() if width}

@@ -137,7 +137,8 @@ def compare_image(ours: Any, theirs: Any, tokens: Tensor, source: Path, folder: 
 
     picture = processor_of(str(model_folder(source))).example()
     document, _, media = with_image(ours, picture, tokens[:1])
-    whole = ours.hf if ours.config.predicts else theirs.base_model
+    of_class = theirs.get_base_model() if hasattr(theirs, "get_base_model") else theirs
+    whole = ours.hf if ours.config.predicts else of_class.base_model
     given = ours.tower.own_inputs(whole, media, document)
     output = theirs(input_ids=document, **given)
     shown = output.last_hidden_state if ours.config.pooling else output.logits
@@ -175,9 +176,25 @@ def peft_model(auto: Any, folder: Path, labels: int = 0) -> Any:
     if find_checkpoint(base):
         how = f"has {base} as base model, which peft cannot read: name an export of it there"
         raise UserError("the adapter's base is a checkpoint", f"hf={folder}", how)
-    options = {"num_labels": labels} if labels else {}
-    model = auto.from_pretrained(base, dtype=torch.float32, attn_implementation="eager", **options)
-    return PeftModel.from_pretrained(model, folder).eval()
+    return PeftModel.from_pretrained(base_model(auto, base, labels), folder).eval()
+
+
+def base_model(auto: Any, folder: Path, labels: int) -> Any:
+    """Return transformers' model, in float32. labels: see peft_model.
+
+    A class that transformers does not have, of a model with a tower, is given the model without a
+    head: transformers knows former names of weights by its own classes.
+    """
+    from transformers import AutoModel
+
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if not auto.__module__.startswith("transformers."):
+        bare = AutoModel.from_pretrained(folder, **options)
+        bare.config.num_labels = labels
+        model = auto._from_config(bare.config, **options)
+        model.model = bare
+        return model
+    return auto.from_pretrained(folder, **options, **({"num_labels": labels} if labels else {}))
 
 
 def _require_transformers(source: Path, folder: Path) -> Any:

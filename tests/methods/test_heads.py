@@ -332,6 +332,7 @@ def test_peft_reads_heads_of_encoders(ledger):
     again = run_of(ledger, "classes", f"model.init_from={run.folder}", words[1], "optim.lr=0")
     folder = str(run.folder / "adapter")
     model = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
+    assert 'from_pretrained("BASE", num_labels=3)' in (run.folder / "adapter/README.md").read_text()
     model.config.label2id = {name: i for i, name in enumerate(sorted(WORDS))}
     model.config.problem_type = "single_label_classification"
     tokenizer = AutoTokenizer.from_pretrained(folder)

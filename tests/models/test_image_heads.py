@@ -244,7 +244,7 @@ def test_adapters_resume_and_the_server_gives_their_numbers(train, folders, data
     write_lines(file, read_lines(file) * 4)
     words = "adapter=lora adapter.rank=2 checkpoint.merge=true batch.rows=2 data.validation=0.2"
     own = [*words.split(), "checkpoint.every=1", "optim.lr=0.1", "train.validate_every=2"]
-    place = folders("qwen3_vl"), file, "classify"
+    place = folders("qwen2_5_vl"), file, "classify"
     whole = run_of(train, "whole", *place, *own, "train.steps=4")
     run_of(train, "run", *place, *own, "train.steps=2")
     run = run_of(train, "run", *place, *own, "train.steps=4")
@@ -253,7 +253,18 @@ def test_adapters_resume_and_the_server_gives_their_numbers(train, folders, data
     said = verify(f"source={run.folder}", f"hf={run.folder}/hf")
     assert said.count(" equal ") == 2
     assert "numbers with an image equal" in said
+    assert verify(f"source={run.folder}", f"hf={run.folder}/adapter").count(" equal ") == 2
     theirs = Theirs(run.folder / "hf", "classify")
+    card = (run.folder / "adapter/README.md").read_text()
+    code = card.partition("```python")[2].partition("```")[0]
+    code, _, processor = code.rpartition("processor =")
+    assert processor == ' AutoProcessor.from_pretrained("BASE")\n', "which needs torchvision"
+    names = {}
+    exec(code.replace("FOLDER", f"{run.folder}/adapter").replace("BASE", str(place[0])), names)
+    shown = theirs.inputs("<image>what is it?", ["pictures/1.png"], tmp_path)
+    with torch.no_grad():
+        logits = [one(**shown).logits[0] for one in (names["model"].eval(), theirs.model)]
+    assert logits[0].tolist() == pytest.approx(logits[1].tolist(), abs=1e-5)
     reader = TextReader.load(run.folder)
     client = TestClient(
         make_app(ServedReader("model", None, 0, "", reader)), base_url="http://127.0.0.1"

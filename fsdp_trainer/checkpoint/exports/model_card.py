@@ -50,30 +50,26 @@ class Task(NamedTuple):
 
     tag: str
     auto: str
-    peft: str
     reader: str = "AutoTokenizer"
     variable: str = "tokenizer"
     is_served: bool = True
 
 
 TASKS = {
-    "ForCausalLM": Task("text-generation", "AutoModelForCausalLM", "CausalLM"),
+    "ForCausalLM": Task("text-generation", "AutoModelForCausalLM"),
     "ForSequenceClassification": Task(
         "text-classification",
         "AutoModelForSequenceClassification",
-        "SequenceClassification",
         is_served=False,
     ),
     "ForTokenClassification": Task(
         "token-classification",
         "AutoModelForTokenClassification",
-        "TokenClassification",
         is_served=False,
     ),
     "ForConditionalGeneration": Task(
         "image-text-to-text",
         "AutoModelForImageTextToText",
-        "CausalLM",
         "AutoProcessor",
         "processor",
     ),
@@ -81,7 +77,7 @@ TASKS = {
 """By the ending of the architecture's name."""
 
 
-OF_EMBEDDINGS = Task("feature-extraction", "AutoModel", "FeatureExtraction", is_served=False)
+OF_EMBEDDINGS = Task("feature-extraction", "AutoModel", is_served=False)
 
 
 class MadeClass(NamedTuple):
@@ -187,6 +183,15 @@ class ModelCard:
     @property
     def made_class(self) -> MadeClass | None:
         return MadeClass.of(self.config)
+
+    @property
+    def class_name(self) -> str:
+        return self.made_class.name if self.made_class else self.task.auto
+
+    @property
+    def labels(self) -> int:
+        """The numbers of the model's head; 0 if it has none."""
+        return len(self.config.get("id2label") or ())
 
     @cached_property
     def task(self) -> Task:

@@ -27,7 +27,6 @@ from fsdp_trainer.apps.prove.proof.export_forms import (
     LENGTH,
     TEXTS,
     Original,
-    class_of,
     misnamed,
     peft_with_misnamed,
     quiet,
@@ -115,7 +114,7 @@ def merged(original: Original, is_adapter: bool) -> Iterator[Checked]:
 def adapter(original: Original, is_adapter: bool) -> Iterator[Checked]:
     folder = original.folder / "adapter"
     export_adapter(original.checkpoint, folder, "float32")
-    model, wrong = peft_with_misnamed(folder, class_of(original.config))
+    model, wrong = peft_with_misnamed(folder, original.config)
     right = "each tensor names a module of the base, as PEFT and vLLM look for it"
     yield counted_wrong("adapter: names", wrong, right, NAMES)
     detail = "logits by PEFT from the adapter on its base, and of the run"

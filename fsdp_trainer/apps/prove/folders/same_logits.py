@@ -18,7 +18,6 @@ from fsdp_trainer.apps.prove.proof.certificate import (
     raised,
 )
 from fsdp_trainer.apps.prove.proof.export_forms import (
-    class_of,
     misnamed,
     peft_with_misnamed,
     quiet,
@@ -179,4 +178,4 @@ def loaded(proof: ProvedFolder) -> tuple[Any, list[str]]:
         return misnamed(proof.source, proof.config, quantization_config=decoded)
     if not proof.is_adapter:
         return misnamed(proof.source, proof.config)
-    return peft_with_misnamed(proof.based, class_of(proof.config))
+    return peft_with_misnamed(proof.based, proof.config)

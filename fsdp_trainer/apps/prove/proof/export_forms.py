@@ -127,9 +127,9 @@ def misnamed(folder: Path, config: ModelConfig, **options: Any) -> tuple[Any, li
     return model.eval(), wrong
 
 
-def peft_with_misnamed(folder: Path, auto: Any) -> tuple[Any, list[str]]:
-    """Return PEFT's model of an adapter, and its tensors that name no module. auto: a class."""
-    model = peft_model(auto, folder)
+def peft_with_misnamed(folder: Path, config: ModelConfig) -> tuple[Any, list[str]]:
+    """Return PEFT's model of an adapter, and its tensors that name no module."""
+    model = peft_model(class_of(config), folder, config.scores)
     modules = {name.replace(".base_layer", "") for name, _ in model.named_modules()}
     with safe_open(folder / WEIGHTS_FILE, "pt") as opened:
         names = [*opened.keys()]

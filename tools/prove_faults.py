@@ -201,7 +201,8 @@ def wrong_in_run(words: str, folders: Path, planted: str = "") -> list[str]:
         env = own | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         done = Forked(line, Path(root) / "log", env)
         code, said = done.wait(1800), done.said
-    return wrong_of(CommandResult(code, [*said.splitlines(), ""][-2], said))
+    answers = [one for one in said.splitlines() if one.startswith('{"checks"')]
+    return wrong_of(CommandResult(code, answers[-1] if answers else "", said))
 
 
 def main() -> int:

@@ -95,7 +95,8 @@ def prepare(
 def without_validation(share: float, opened: list[dict[str, TokenStore]]) -> UserError:
     """Return the error of a share for validation that holds out no sample."""
     count = sum(len(stores[TRAIN]) for stores in opened)
-    larger = min(0.5, max(10 / max(1, count), 3 * share))
+    most = 0.5 if share < 0.5 else (1 + share) / 2
+    larger = min(most, max(10 / max(1, count), 3 * share))
     reason = f"is so small a share that none of {count:,} samples is in it"
     use = f"Use a larger one:  data.validation={larger:.2g}"
     return UserError("the data cannot be used", f"data.validation={share:g}", f"{reason}. {use}")

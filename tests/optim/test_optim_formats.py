@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.optim.eight_bit import encode, table, values
+from fsdp_trainer.optim.eight_bit import decode, encode, table, values
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.stochastic_rounding import (
     element_numbers,
@@ -112,10 +112,9 @@ def test_codes_are_those_of_the_nearest_values():
         shares = torch.cat([close if signed else close.abs(), torch.ones(256)])
         shares = shares[: len(shares) // 256 * 256].clamp(-1, 1)
         shares.view(-1, 256)[:, 0] = 1  # so that every scale is 1
-        assert torch.equal(
-            encode(shares.view(-1, 256), signed)[0].flatten().int(),
-            torch.bucketize(shares, middles, out_int32=True),
-        )
+        codes, scale = encode(shares.view(-1, 256), signed)
+        assert torch.equal(codes.flatten().int(), torch.bucketize(shares, middles, out_int32=True))
+        assert torch.equal(decode(codes, 3 * scale, signed), 3 * known[codes.int()])
 
 
 def test_eight_bit_moments_are_torchaos():

@@ -5,6 +5,8 @@ from datetime import date
 from functools import cached_property, partial
 from typing import Any
 
+import jinja2
+
 from fsdp_trainer.base.time_limit import TooSlow, time_limit
 from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.files.sources import RecordError
@@ -19,11 +21,11 @@ from fsdp_trainer.data.templates.template_language import (
     DEFAULT_DATE,
     SPECIAL,
     TOOL_USE,
+    compile_template,
     mentions,
     with_defaults,
 )
 from fsdp_trainer.data.templates.template_probes import ANSWER, ASK, TOOL, find_forms
-from fsdp_trainer.data.templates.template_traces import Renderer
 from fsdp_trainer.errors import UserError
 
 # `plain` ends its prompt with a newline: a space would form one token with the first word of the
@@ -44,8 +46,10 @@ class RecordTemplate:
     forms: the forms in which it reads the content of turns.
     """
 
-    def __init__(self, name: str, renderer: Renderer, values: Mapping[str, Any], with_tools: bool):
-        self.name, self._renderer, self._values = name, renderer, values
+    def __init__(
+        self, name: str, compiled: jinja2.Template, values: Mapping[str, Any], with_tools: bool
+    ):
+        self.name, self._compiled, self._values = name, compiled, values
         self.forms: Forms = find_forms(self.render, with_tools)
         self.probed_tools = [TOOL] if with_tools else None
         """The tools with which it is probed."""
@@ -65,7 +69,13 @@ class RecordTemplate:
         A template is a program that may raise any exception.
         """
         try:
-            return self._renderer.render(messages, tools, add_generation_prompt)
+            return self._compiled.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._values,
+            )
         except Exception as e:
             reason = str(e) or type(e).__name__
             raise RecordError(
@@ -163,8 +173,8 @@ class Template:
         self.source = self.sources.get(DEFAULT) or next(iter(self.sources.values()))
         """The template text for rows without tools."""
         self._values = {**special, **self._args}
-        self._renderers = {
-            name: Renderer(text, today, self._values) for name, text in self.sources.items()
+        self._compiled = {
+            name: compile_template(text, today) for name, text in self.sources.items()
         }
         self._for_record: dict[bool, RecordTemplate] = {}
         self._reads: dict[str, bool] = {}  # by name
@@ -208,10 +218,10 @@ class Template:
         with_tools = bool(tools)
         if with_tools not in self._for_record:
             named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
-            renderer = self._renderers.get(named) or next(iter(self._renderers.values()))
+            compiled = self._compiled.get(named) or next(iter(self._compiled.values()))
             try:
                 with time_limit(SECONDS):
-                    record_template = RecordTemplate(self.name, renderer, self._values, with_tools)
+                    record_template = RecordTemplate(self.name, compiled, self._values, with_tools)
             except TooSlow:
                 raise unusable(
                     self.name, f"takes more than {SECONDS:.0f} s for two turns"

@@ -61,9 +61,7 @@ class GenerationTag(Extension):
         )
 
 
-def environment(
-    today: date = DEFAULT_DATE, kind: type[ChatEnvironment] = ChatEnvironment
-) -> ChatEnvironment:
+def environment(today: date = DEFAULT_DATE) -> ChatEnvironment:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -83,7 +81,7 @@ def environment(
         )
 
     strftime_now: Callable[[str], str] = datetime(today.year, today.month, today.day).strftime
-    jinja_environment = kind(
+    jinja_environment = ChatEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     jinja_environment.filters["tojson"] = tojson
@@ -91,8 +89,8 @@ def environment(
     return jinja_environment
 
 
-def compile_template(source: str, jinja_environment: ChatEnvironment) -> jinja2.Template:
-    compiled = jinja_environment.from_string(source)
+def compile_template(source: str, today: date = DEFAULT_DATE) -> jinja2.Template:
+    compiled = environment(today).from_string(source)
     # lookups in a chain of dictionaries would take half of the rendering time
     compiled.globals = dict(compiled.globals)
     return compiled

@@ -34,9 +34,8 @@ from benchmarks.harness import (
 )
 from benchmarks.train_step import check_losses, our_figures, start
 from fsdp_trainer.apps.quickstart.quickstart_shapes import TEXT, VISION, make_model, question
-from fsdp_trainer.data.images.image_files import ImageFile, digest_of
+from fsdp_trainer.data.files.media_files import MediaFile, SampleMedium, digest_of
 from fsdp_trainer.data.images.image_processor import ImageProcessor
-from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.training.media_loader import MediaLoader
 
@@ -214,7 +213,7 @@ def text_part(turn: dict[str, Any]) -> dict[str, str]:
 def decode(folder: Path, workers: int) -> float:
     """Return how many images a second some worker processes load, after the first ones."""
     file = folder / "large.jpg"
-    image = SampleImage(ImageFile(str(file), digest_of(file.read_bytes()), (640, 480), (0, 0)), 1)
+    image = SampleMedium(MediaFile(str(file), digest_of(file.read_bytes()), (640, 480), (0, 0)), 1)
 
     def rows() -> Iterator[Rows]:
         for _ in range(DECODED // 8):

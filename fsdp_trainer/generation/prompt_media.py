@@ -45,7 +45,7 @@ class PromptMedia:
             return None
 
         def load() -> Arrays:
-            return joined([one.load(processor) for one in media])
+            return joined([processor.load(one.file) for one in media])
 
         return cls(load, sum(one.tokens for one in media))
 

@@ -60,7 +60,7 @@ class MediaLoader:
                 yield received(pool, *waiting.popleft())
 
     def load(self, item: Any) -> list[Arrays]:
-        return [one.load(self.processor) for one in media_of(item)]
+        return [self.processor.load(one.file) for one in media_of(item)]
 
     def inputs(
         self, rows: Rows, arrays: Sequence[Arrays] | None, length: int, device: torch.device
@@ -100,7 +100,7 @@ class MediaLoader:
 
 def load_as_worker(processor: MediaProcessor, medium: SampleMedium, report: Report) -> Arrays:
     """Return the arrays of an image in a worker process, which reports nothing else."""
-    return medium.load(processor)
+    return processor.load(medium.file)
 
 
 def received(pool: WorkerPool, item: Any, asked: list[Connection]) -> tuple[Any, list[Arrays]]:

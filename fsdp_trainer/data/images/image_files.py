@@ -1,17 +1,15 @@
 """Files of images: found, copied where a row holds bytes or a URL, checked, and opened."""
 
-import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.data_files import is_url
+from fsdp_trainer.data.files.media_files import MediaFile, digest_of
 from fsdp_trainer.data.files.remote_files import fetch_file, origin_of
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.pictures import as_shown
@@ -25,29 +23,13 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM
 """All that Pillow is asked to open. Its reader of EPS would start Ghostscript on the content."""
 
 
-@dataclass(frozen=True)
-class ImageFile:
-    """The local file of an image. size: width and height in pixels. stamp: its bytes and mtime.
-
-    name: as its row has it. lost: keys of `findings.KINDS` for what the model does not see of it.
-    Both are not stored.
-    """
-
-    path: str
-    digest: str
-    size: tuple[int, int]
-    stamp: tuple[int, int]
-    name: str = field(default="", compare=False)
-    lost: tuple[str, ...] = field(default=(), compare=False)
-
-
 class ImageFiles:
     """Finds the files of images. cache: folder of data.cache, for bytes and copies of URLs."""
 
     def __init__(self, cache: Path):
         self.cache = cache
 
-    def find(self, image: Image, data_file: str) -> ImageFile:
+    def find(self, image: Image, data_file: str) -> MediaFile:
         """Return the file of an image, decoded once. Raises RecordError, which names the image.
 
         data_file: the file that names it, whose folder relative paths begin at.
@@ -55,9 +37,9 @@ class ImageFiles:
         path = self._local(image, data_file)
         content, stamp = read_file(path, str(image))
         picture, lost = read_picture(content, str(image))
-        return ImageFile(str(path), digest_of(content), picture.size, stamp, str(image), lost)
+        return MediaFile(str(path), digest_of(content), picture.size, stamp, str(image), lost)
 
-    def opened(self, image: Image, data_file: str = "") -> tuple[ImageFile, Any]:
+    def opened(self, image: Image, data_file: str = "") -> tuple[MediaFile, Any]:
         """Return an image of a prompt, and Pillow's. Its bytes are written to no file.
 
         data_file: see `find`. Raises RecordError.
@@ -65,7 +47,7 @@ class ImageFiles:
         content = image.content or read_file(self._local(image, data_file), str(image))[0]
         picture, lost = read_picture(content, str(image))
         digest = digest_of(content)
-        return ImageFile("", digest, picture.size, (0, 0), str(image), lost), picture
+        return MediaFile("", digest, picture.size, (0, 0), str(image), lost), picture
 
     def _local(self, image: Image, data_file: str) -> Path:
         if image.content:
@@ -91,28 +73,6 @@ class ImageFiles:
             aside.write_bytes(content)
             os.replace(aside, path)
         return path
-
-
-def changed_files(files: Iterable[ImageFile]) -> list[str]:
-    """Return the paths of files that are missing or hold other bytes than they did."""
-
-    def has_changed(file: ImageFile) -> bool:
-        try:
-            about = os.stat(file.path)
-            if (about.st_size, about.st_mtime_ns) == file.stamp:
-                return False
-            return digest_of(Path(file.path).read_bytes()) != file.digest
-        except OSError:
-            return True
-
-    files = list(files)
-    with ThreadPoolExecutor(8) as threads:
-        changed = threads.map(has_changed, files)
-        return sorted(file.path for file, has in zip(files, changed, strict=True) if has)
-
-
-def digest_of(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def read_file(path: Path | str, name: str) -> tuple[bytes, tuple[int, int]]:

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import numpy as np
 
 from fsdp_trainer.base.json_files import read_object
+from fsdp_trainer.data.files.media_files import MediaFile, digest_of
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.image_files import ImageFile, first_line, pillow_module
-from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.images.image_files import decoded, first_line, pillow_module, read_file
 from fsdp_trainer.errors import UserError
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ class ImageProcessor:
         pillow_module()
         return load_processor(self.folder)
 
-    @property
+    @cached_property
     def mark(self) -> str:
         return str(self.processor.image_token)
 
@@ -95,8 +95,16 @@ class ImageProcessor:
             self._texts[size] = self._applied(self._text, blank, name)
         return self._texts[size]
 
-    def sample(self, file: ImageFile, tokens: int) -> SampleImage:
-        return SampleImage(file, tokens)
+    def load(self, file: MediaFile) -> dict[str, np.ndarray]:
+        """Return the arrays of a sample's image. Raises UserError if it has changed."""
+        path = file.path
+        try:
+            content, _ = read_file(path, path)
+            if digest_of(content) != file.digest:
+                raise RecordError("has changed since it was tokenized: start again")
+            return self.numbers_of(decoded(content, path), path)
+        except RecordError as error:
+            raise UserError("an image cannot be used", path, str(error)) from None
 
     def numbers_of(self, picture: Any, name: str = "") -> dict[str, np.ndarray]:
         """Return the arrays that the model takes of one image, by transformers' names.

@@ -4,7 +4,7 @@ What differs from kind to kind are a model's processor, its files and its sample
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,46 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_trainer.base.counted import counted
+from fsdp_trainer.data.files.media_files import MediaFile, SampleMedium
 from fsdp_trainer.data.files.sources import RecordError
 
 Arrays = dict[str, np.ndarray]
 """What a processor makes of media, by transformers' names."""
-
-
-class MediaFile(Protocol):
-    """The local file of one medium.
-
-    stamp: its bytes and mtime. name: as its row has it. lost: keys of `findings.KINDS` for what the
-    model does not perceive of it. size: whatever decides its tokens.
-    """
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def stamp(self) -> tuple[int, int]: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def lost(self) -> tuple[str, ...]: ...
-    @property
-    def size(self) -> Any: ...
-
-
-class SampleMedium(Protocol):
-    """One medium of a sample. tokens: number of the sample's tokens that stand for it."""
-
-    @property
-    def file(self) -> MediaFile: ...
-    @property
-    def tokens(self) -> int: ...
-
-    def as_json(self) -> list:
-        """Return it as a store keeps it."""
-
-    def load(self, processor: Any) -> Arrays:
-        """Return its arrays. Raises UserError if its file is not what was tokenized."""
 
 
 class MediaProcessor(Protocol):
@@ -63,21 +28,16 @@ class MediaProcessor(Protocol):
     """
 
     kind: str
-
-    @property
-    def token(self) -> int: ...
-    @property
-    def mark(self) -> str: ...
-    @property
-    def shown(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
+    token: int
+    mark: str
+    shown: str
+    fingerprint: str
 
     def text_of(self, size: Any, name: str = "") -> str:
         """Return the text in place of the mark. Raises RecordError."""
 
-    def sample(self, file: Any, tokens: int) -> SampleMedium:
-        """Return the medium of a sample."""
+    def load(self, file: Any) -> Arrays:
+        """Return the arrays of a sample's file. Raises UserError if it has changed."""
 
     def numbers_of(self, content: Any, name: str = "") -> Arrays:
         """Return the arrays of one that is read. Raises RecordError."""
@@ -87,16 +47,6 @@ class MediaProcessor(Protocol):
 
     def example(self) -> Any:
         """Return one with which a model is tried out."""
-
-
-class MediaFiles(Protocol):
-    """Finds the files of a kind."""
-
-    def find(self, item: Any, data_file: str) -> Any:
-        """Return the file of what a row names. Raises RecordError."""
-
-    def opened(self, item: Any, data_file: str = "") -> tuple[Any, Any]:
-        """Return the file of what is named, read once, and its content. Raises RecordError."""
 
 
 @dataclass
@@ -116,7 +66,7 @@ class Expanded:
 
 
 class MediaReader:
-    """Reads the media of rows. processor: the model's.
+    """Reads the media of rows. processor: the model's. files: finds and opens those of a kind.
 
     warn: called with the key of each thing that a medium has lost, and its name.
     """
@@ -124,7 +74,7 @@ class MediaReader:
     def __init__(
         self,
         processor: Any,
-        files: MediaFiles,
+        files: Any,
         warn: Callable[[str, str], None] = lambda key, name: None,
     ):
         self.processor, self.files, self.warn = processor, files, warn
@@ -180,7 +130,7 @@ class MediaReader:
         expanded, media, spans, shifts, place = pieces[0], [], [], [], len(pieces[0])
         for file, after in zip(files, pieces[1:], strict=False):
             instead = self.processor.text_of(file.size, file.name)
-            media.append(self.processor.sample(file, instead.count(token)))
+            media.append(SampleMedium(file, instead.count(token)))
             spans.append((len(expanded), len(expanded) + len(instead)))
             place += len(mark)
             shifts.append((place, len(instead) - len(mark)))
@@ -204,16 +154,13 @@ class MediaKind:
     """One kind of media, from files to a model.
 
     column: of stores. counts: keys of the numbers of its samples and tokens. processor: of a
-    model's folder. files: in the folder of data.cache. from_json: reads what `as_json` has written.
-    changed: returns the paths of files that are not what was tokenized. findings: sentence and
-    advice for each key in `MediaFile.lost`.
+    model's folder. files: in the folder of data.cache, with the methods of ImageFiles. findings:
+    sentence and advice for each key in `MediaFile.lost`.
     """
 
     name: str
     column: str
     counts: tuple[str, str]
     processor: Callable[[str], Any]
-    files: Callable[[Path], MediaFiles]
-    from_json: Callable[[list], SampleMedium]
-    changed: Callable[[Iterable[Any]], list[str]]
+    files: Callable[[Path], Any]
     findings: dict[str, tuple[str, str]]

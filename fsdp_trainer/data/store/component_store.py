@@ -22,6 +22,7 @@ from fsdp_trainer.base.counted import counted
 from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.config.parts.own_parts import identity_of
 from fsdp_trainer.data.files.file_splits import Lines, split_units
+from fsdp_trainer.data.files.media_files import changed_files
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.media.kinds import READ
@@ -169,7 +170,7 @@ class ComponentStores:
             return False
         stores = [TokenStore(self.folder / name, "") for name in meta["stores"]]
         files = {one.file for store in stores for one in store.all_media()}
-        changed = READ.changed(files)
+        changed = changed_files(files)
         if changed:
             self.reporter.say(
                 f"data   changed: {counted(len(changed), READ.name)}, so all is tokenized again:"

@@ -161,7 +161,7 @@ class TokenStore:
 
     def media(self, sample: int) -> list[SampleMedium]:
         text = self._media.text(sample) if self._media else ""
-        return [READ.from_json(each) for each in json.loads(text)] if text else []
+        return [SampleMedium.from_json(each) for each in json.loads(text)] if text else []
 
     def all_media(self) -> Iterator[SampleMedium]:
         for sample in np.flatnonzero(self._media.sizes) if self._media else ():

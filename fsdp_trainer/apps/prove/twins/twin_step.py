@@ -153,7 +153,7 @@ class TwinData:
             return {}
         is_image = (tokens == self.processor.token).long()[None]
         media = store.media(sample)
-        arrays = joined([one.load(self.processor) for one in media]) if media else {}
+        arrays = joined([self.processor.load(one.file) for one in media]) if media else {}
         own = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return own | {"mm_token_type_ids": is_image, "token_type_ids": is_image}
 

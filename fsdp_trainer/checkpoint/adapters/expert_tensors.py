@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.formats.derived import PartCache
+from fsdp_trainer.checkpoint.formats.derived import PartCache, by_matrix
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 
 
@@ -33,10 +33,8 @@ class OurB(TensorOnDisk):
         out = self.source.shape[0]
         whole = self.cache.rows(self.source, 0, out).view(out, self.whole, self.experts)
         own = whole[self.row : self.row + height, self.first : self.first + rank]
-        for expert in range(first // height, -(-last // height)):
-            start = expert * height
-            begin, end = max(first, start), min(last, start + height)
-            rows[begin - first : end - first] = own[begin - start : end - start, :, expert]
+        for expert, begin, end, place in by_matrix(first, last, height):
+            rows[place] = own[begin:end, :, expert]
 
 
 @dataclass

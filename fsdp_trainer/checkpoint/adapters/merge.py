@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.formats.derived import rows_of, stacked_like, transposed
+from fsdp_trainer.checkpoint.formats.derived import by_matrix, rows_of, stacked_like, transposed
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, read_whole
 from fsdp_trainer.config.parts.families import is_stacked
 from fsdp_trainer.models.adapters.adapter_spec import (
@@ -39,12 +39,10 @@ class MergedWeight(TensorOnDisk):
 
     def fill(self, rows: Tensor, first: int, last: int) -> None:
         a = read_whole(self.a, 0, self.a.shape[0]).double()
-        for start in range(first - first % BLOCK_ROWS, last, BLOCK_ROWS):
-            end = min(start + BLOCK_ROWS, self.shape[0])
-            block = self._block(start, end, a)
-            begin = max(first, start)
-            stop = min(last, end)
-            rows[begin - first : stop - first] = block[begin - start : stop - start]
+        for number, begin, end, place in by_matrix(first, last, BLOCK_ROWS):
+            start = number * BLOCK_ROWS
+            block = self._block(start, min(start + BLOCK_ROWS, self.shape[0]), a)
+            rows[place] = block[begin:end]
 
     def _block(self, first: int, last: int, a: Tensor) -> Tensor:
         """Return merged rows: [last - first, in] float64."""
@@ -76,13 +74,11 @@ class MergedStack(TensorOnDisk):
 
     def fill(self, rows: Tensor, first: int, last: int) -> None:
         height = self.shape[0] // self.experts
-        for expert in range(first // height, -(-last // height)):
-            start = expert * height
-            begin, end = max(first, start), min(last, start + height)
-            base = rows_of(self.base, start, height)
+        for expert, begin, end, place in by_matrix(first, last, height):
+            base = rows_of(self.base, expert * height, height)
             shape = (height, self.shape[1])
             own = MergedWeight(self.dtype, shape, [], base, *self.adapter(expert), None, self.scale)
-            rows[begin - first : end - first] = read_whole(own, begin - start, end - start)
+            rows[place] = read_whole(own, begin, end)
 
     def adapter(self, expert: int) -> tuple[TensorOnDisk, TensorOnDisk]:
         """Return A and B of an expert; Bᵀ and Aᵀ, whose product is (B·A)ᵀ, if W is transposed."""

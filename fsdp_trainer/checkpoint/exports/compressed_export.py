@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
-from fsdp_trainer.checkpoint.exports.other_tools import as_folder
+from fsdp_trainer.checkpoint.atomic_files import write_json
+from fsdp_trainer.checkpoint.exports.other_tools import new_export
 from fsdp_trainer.checkpoint.formats.headers import INDEX
-from fsdp_trainer.config.new_folder import new_folder, writing_export
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
@@ -48,14 +47,8 @@ def export_compressed(cfg: ExportConfig) -> int:
         raise UserError(
             "it cannot be exported", "form=compressed", f"needs  quantization={'|'.join(PRESETS)}"
         )
-    source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
-    with (
-        writing_export(out),
-        as_folder(source, out, cfg.dtype) as folder,
-        complete_folder(out) as partial,
-    ):
+    with new_export(cfg) as (folder, partial):
         write_compressed(folder, partial, cfg.quantization, cfg.dtype)
-    print(f"exported {source} to {out}")
     return 0
 
 

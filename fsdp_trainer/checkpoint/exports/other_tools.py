@@ -70,22 +70,30 @@ def as_folder(source: Path, beside: Path, dtype: str | None) -> Iterator[Path]:
         yield whole
 
 
-def export_other(cfg: ExportConfig) -> int:
+@contextmanager
+def new_export(cfg: ExportConfig) -> Iterator[tuple[Path, Path]]:
+    """Yield a folder with the whole model, and a new one, which is `out` when the block ends."""
     source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
     with (
         writing_export(out),
         as_folder(source, out, cfg.dtype) as folder,
         complete_folder(out) as partial,
     ):
+        yield folder, partial
+    print(f"exported {source} to {out}")
+
+
+def export_other(cfg: ExportConfig) -> int:
+    with new_export(cfg) as (folder, partial):
         config = read_architecture(folder)
         dtype = getattr(torch, cfg.dtype) if cfg.dtype else None
         if cfg.form in WRITERS:
             require_names(config, cfg.form)
-            WRITERS[cfg.form](partial, folder, config, dict(weights(folder, config, dtype)))
+        tensors = dict(own_weights(folder, config, dtype))
+        if cfg.form in WRITERS:
+            WRITERS[cfg.form](partial, folder, config, dict(by_meta(tensors, folder, config)))
         else:
-            write = usable_part("form", cfg.form)
-            write(partial, folder, dict(own_weights(folder, config, dtype)))
-    print(f"exported {source} to {out}")
+            usable_part("form", cfg.form)(partial, folder, tensors)
     return 0
 
 
@@ -104,28 +112,24 @@ def require_names(config: ModelConfig, form: str) -> None:
         raise UserError("it cannot be exported", f"model_type={config.family}", reason)
 
 
-def weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype | None
+def by_meta(
+    tensors: dict[str, Tensor], folder: Path, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Meta's name, tensor) of a Hugging Face folder. dtype: None: as stored.
+    """Yield (Meta's name, tensor) of a Hugging Face folder's tensors, which are taken out.
 
-    Raises UserError for a tensor that has no name.
+    Raises UserError for one that has no name.
     """
-    tensors = read_tensors(folder, config)
-    for name, on_disk in tensors.items():
-        new = META.from_huggingface(name)
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for name in [*tensors]:
+        tensor, new = tensors.pop(name), META.from_huggingface(name)
         if new is None:
             raise UserError(
                 "it cannot be exported", f"{folder}: {name}", "has no name in this form"
             )
-        tensor = read_whole(on_disk, 0, on_disk.shape[0])
         if config.family in META.pairs and (".wq." in new or ".wk." in new):
             tensor = in_pairs(tensor, len(tensor) // config.head_dim).contiguous()
-        yield new, tensor.to(dtype) if dtype else tensor
-    if "lm_head.weight" not in tensors:
-        embedding = tensors["model.embed_tokens.weight"]
-        tensor = read_whole(embedding, 0, embedding.shape[0])
-        yield "output.weight", tensor.to(dtype) if dtype else tensor
+        yield new, tensor
 
 
 def read_tensors(folder: Path, config: ModelConfig) -> Mapping[str, TensorOnDisk]:

@@ -1,6 +1,6 @@
 """Tensors derived from others while these are read: parts, transposes, stacks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -67,6 +67,17 @@ class Stacked(TensorOnDisk):
         return numbers.view(-1, *self.shape[1:])
 
 
+def by_matrix(first: int, last: int, height: int) -> Iterator[tuple[int, int, int, slice]]:
+    """Yield (number, begin, end, place) of each matrix that has some rows of a matrix of all.
+
+    begin, end: of its own rows. place: where they are among rows `first` to `last` of all.
+    """
+    for number in range(first // height, -(-last // height)):
+        before = first - number * height
+        begin, end = max(before, 0), min(last - number * height, height)
+        yield number, begin, end, slice(begin - before, end - before)
+
+
 @dataclass
 class JoinedRows(TensorOnDisk):
     """Matrices of one shape, one below the other."""
@@ -75,11 +86,8 @@ class JoinedRows(TensorOnDisk):
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         height = self.matrices[0].shape[0]
-        for number in range(first // height, -(-last // height)):
-            begin = max(first, number * height)
-            end = min(last, (number + 1) * height)
-            part = buffer[(begin - first) * self.row_bytes :]
-            self.matrices[number].read_rows(begin - number * height, end - number * height, part)
+        for number, begin, end, place in by_matrix(first, last, height):
+            self.matrices[number].read_rows(begin, end, buffer[place.start * self.row_bytes :])
         return as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
 
 

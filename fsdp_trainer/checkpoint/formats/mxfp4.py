@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.formats.derived import PartCache
+from fsdp_trainer.checkpoint.formats.derived import PartCache, by_matrix
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor, TensorOnDisk, as_tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -43,13 +43,8 @@ class Mxfp4Tensor(HuggingFaceTensor):
         """Read rows of the matrix of all rows, decode them into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, self.shape[-1]))
         of_expert = NUMBERS * self.scales.shape[-1]
-        row = first
-        while row < last:
-            expert, start = divmod(row, of_expert)
-            stop = min(of_expert, start + last - row)
-            part = rows[row - first : row - first + stop - start]
-            part.copy_(self.read_expert(expert, start, stop))
-            row += stop - start
+        for expert, start, stop, place in by_matrix(first, last, of_expert):
+            rows[place] = self.read_expert(expert, start, stop)
         return rows
 
     def read_expert(self, expert: int, start: int, stop: int) -> Tensor:

@@ -9,7 +9,13 @@ import yaml
 from world import write_json
 
 from fsdp_trainer.config.yaml_text import load_yaml
-from fsdp_trainer.interop.convert.converter import convert, first_answers, recipe_text, settings_of
+from fsdp_trainer.interop.convert.converter import (
+    convert,
+    first_answers,
+    read_back,
+    recipe_text,
+    settings_text,
+)
 from fsdp_trainer.interop.convert.foreign_file import read_foreign_file, read_source
 from fsdp_trainer.interop.convert.translation import IMPOSSIBLE
 from tests.config.test_convert import ARGUMENTS, FILES
@@ -28,7 +34,7 @@ def converted(folder, settings, ranks=1, name="a.yaml"):
 
 def sets_of(result):
     """Groups and keys that a recipe sets."""
-    return sets_of_recipe(settings_of(result))
+    return sets_of_recipe(read_back(settings_text(result)))
 
 
 GENERATIONS = CASES["generations"]

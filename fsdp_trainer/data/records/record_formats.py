@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from fsdp_trainer.config.parts.own_parts import BUILT_IN
 from fsdp_trainer.config.yaml_text import table_beside
 from fsdp_trainer.data.files.turns_and_rows import CHATS, ROLE_KEYS, ROLES, role_key
 from fsdp_trainer.data.records.flags import parsed, whole_numbers
@@ -195,7 +196,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
     for name, meanings in TABLE["formats"].items()
 }
 """Meanings of each format; a file's columns are compared with the formats in this order."""
-OF_HEADS = ("labelled", "queries", "ranked", "tagged")
+OF_HEADS = tuple(BUILT_IN["head_format"])
 """Formats of methods whose head gives a text numbers, which no other method reads."""
 FIELDS = {name: tuple(meanings) for name, meanings in FORMATS.items()}
 REQUIRED = {
@@ -291,32 +292,22 @@ def find_format(
 def _can_be(
     format: str, columns: Mapping[str, Any], fields: Mapping[str, str], by_value: bool
 ) -> bool:
+    def has_value(column: str) -> bool:
+        return column_value(columns, column) is not None
+
     if not set(fields) <= set(FORMATS[format]):
         return False
     matched = match(format, columns, fields, by_value)
     if not is_complete(format, matched):
         return False
-    if format == "unpaired" and not (by_value and _is_labelled(columns, matched, fields)):
-        return False
+    if format == "unpaired":
+        # many columns are called a label: this one is named by the user, or has a value
+        is_label = "label" in fields if fields else has_value(matched["label"])
+        if not (by_value and is_label):
+            return False
     required = [matched[key] for key in REQUIRED[format] if key not in fields]
-    return not by_value or not required or _has_value(columns, required)
-
-
-def _has_value(columns: Mapping[str, Any], names: list[str]) -> bool:
-    """Return whether a column has a value; null fits any format, so that it decides nothing."""
-    return any(column_value(columns, name) is not None for name in names)
-
-
-def _is_labelled(
-    columns: Mapping[str, Any], matched: Mapping[str, str], fields: Mapping[str, str]
-) -> bool:
-    """Return True for a label that is named by the user, or is there: many columns are called so.
-
-    matched: the columns by their meanings.
-    """
-    if fields:
-        return "label" in fields
-    return column_value(columns, matched["label"]) is not None
+    # null fits any format, so that it decides nothing
+    return not by_value or not required or any(map(has_value, required))
 
 
 def _by_turns(format: str, columns: Mapping[str, Any], fields: Mapping[str, str]) -> str:

@@ -267,20 +267,6 @@ def _take_back(result: Conversion, problem: Problem) -> bool:
     return False
 
 
-def settings_of(result: Conversion) -> Json:
-    """Return what a recipe sets, as YAML would read it."""
-    tree: Json = {}
-    for key, (value, _) in result.values().items():
-        section, _, leaf = key.rpartition(".")
-        if key in GROUPS:
-            tree.setdefault("defaults", []).append({f"override /{key}": value})
-        elif section:
-            tree.setdefault(section, {})[leaf] = value
-        else:
-            tree[leaf] = value
-    return tree
-
-
 def settings_text(result: Conversion) -> str:
     values = result.values()
     chosen = [key for key in values if key in GROUPS]
@@ -355,7 +341,8 @@ def recipe_text(result: Conversion) -> str:
 
     Raises UserError if it would be read as anything else than what it sets.
     """
-    lines = [*head(result), settings_text(result)]
+    settings = settings_text(result)
+    lines = [*head(result), settings]
     lines += [*not_set(result, NOTHING, "Nothing to set:"),
               *not_set(result, IMPOSSIBLE, "Not possible as it is:")]  # fmt: skip
     for problem in result.open:
@@ -366,7 +353,8 @@ def recipe_text(result: Conversion) -> str:
     lines += ["#"] * bool(result.open) + ["# The same training?", "#"] if table else []
     lines += ["#   " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     text = "\n".join(lines).rstrip("#\n ") + "\n"
-    if as_yaml(read_back(text)) != as_yaml(settings_of(result)):
+    read = read_back(text)
+    if read is None or as_yaml(read) != as_yaml(read_back(settings)):
         raise UserError(
             "nothing is converted", str(result.file.path), "has settings that a recipe cannot hold"
         )

@@ -119,7 +119,8 @@ def tree_of(path: Path, text: str) -> Any:
     """Return what a file holds; of a script of commands its text. Raises UserError."""
     try:
         is_json = path.suffix == ".json" or (not path.suffix and text.lstrip().startswith("{"))
-        tree = text if path.suffix in (".sh", ".bash") else load(text, is_json)
+        load = json.loads if is_json else load_yaml
+        tree = text if path.suffix in (".sh", ".bash") else load(text)
         if is_deeper(tree, DEEPEST):
             raise RecursionError
     except (ValueError, yaml.YAMLError, RecursionError) as error:
@@ -128,11 +129,6 @@ def tree_of(path: Path, text: str) -> Any:
         reason = str(error).splitlines()[0] if str(error) else f"is nested over {DEEPEST} deep"
         raise unreadable(path, reason) from None
     return tree
-
-
-def load(text: str, is_json: bool) -> Any:
-    """Return what a text holds. Raises ValueError, yaml.YAMLError."""
-    return json.loads(text) if is_json else load_yaml(text)
 
 
 def found_near(path: Path, name: str) -> Path:

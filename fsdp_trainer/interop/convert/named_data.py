@@ -122,10 +122,10 @@ def columns_in_index(source: DataSet) -> None:
     columns = [name for name in source.settings if name.startswith("columns.")]
     for name in columns:
         column, value = name.partition(".")[2], source.settings[name]
-        meaning = TABLES["columns"][format].get(column, column)
-        if value in UNSET:
-            continue
-        source.put_field(name, meaning, value)
+        if value not in UNSET:
+            is_text = (format, column) == ("text", "prompt")
+            meaning = "text" if is_text else TABLES["columns"].get(column, column)
+            source.put_field(name, meaning, value)
     unnamed = [name for name in OPTIONAL if name in FIELDS[format]]
     if columns and unnamed:
         fields = source.entry.setdefault("fields", {})

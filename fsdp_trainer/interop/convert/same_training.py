@@ -1,11 +1,11 @@
 """A table at a recipe's end: what another trainer would train, and what the recipe trains."""
 
-import json
 import math
-import struct
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+
+from safetensors import SafetensorError
 
 from fsdp_trainer.config.schema import Adapter, Model
 from fsdp_trainer.errors import UserError
@@ -88,27 +88,15 @@ def trained_parameters(model: Model, adapter: Adapter, method: str | None) -> tu
     if not model.init_from or not (folder / "config.json").is_file():
         return NO_WEIGHTS, NO_WEIGHTS
     try:
-        here = resolve_name("fsdp_trainer.interop.convert.trained_here:trained_here")(
+        here, shapes = resolve_name("fsdp_trainer.interop.convert.trained_here:trained_here")(
             model, adapter, method == "reward"
         )
-        shapes = stored_shapes(folder)
         if method == "reward":  # a head of one row
             shapes.pop("lm_head.weight", None)
             shapes["score.weight"] = [1, *shapes.get("model.embed_tokens.weight", [0, 0])[1:]]
         return trained_there(adapter, shapes) or NO_WEIGHTS, here
-    except (UserError, OSError, ValueError, struct.error):
+    except (UserError, SafetensorError, OSError, ValueError):
         return NO_WEIGHTS, NO_WEIGHTS
-
-
-def stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors of a model's folder, from the headers of its files."""
-    shapes: dict[str, list[int]] = {}
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        shapes |= {name: each["shape"] for name, each in header.items() if "shape" in each}
-    return shapes
 
 
 def trained_there(adapter: Adapter, shapes: dict[str, list[int]]) -> int:

@@ -80,7 +80,14 @@ def prepare(
     elif preparing[0].component.share:
         validation = merge_held_out(preparing, [stores[VALIDATION] for stores in opened], root)
         if not len(validation):
-            raise without_validation(preparing[0].component.share, opened)
+            share = preparing[0].component.share
+            count = sum(len(stores[TRAIN]) for stores in opened)
+            most = 0.5 if share < 0.5 else (1 + share) / 2
+            larger = min(most, max(10 / max(1, count), 3 * share))
+            reason = f"is so small a share that none of {count:,} samples is in it"
+            use = f"Use a larger one:  data.validation={larger:.2g}"
+            what = f"data.validation={share:g}"
+            raise UserError("the data cannot be used", what, f"{reason}. {use}")
     return Prepared(
         [stores[TRAIN] for stores in opened],
         [one.component.name for one in preparing],
@@ -90,13 +97,3 @@ def prepare(
         unused=unused,
         answer=answer,
     )
-
-
-def without_validation(share: float, opened: list[dict[str, TokenStore]]) -> UserError:
-    """Return the error of a share for validation that holds out no sample."""
-    count = sum(len(stores[TRAIN]) for stores in opened)
-    most = 0.5 if share < 0.5 else (1 + share) / 2
-    larger = min(most, max(10 / max(1, count), 3 * share))
-    reason = f"is so small a share that none of {count:,} samples is in it"
-    use = f"Use a larger one:  data.validation={larger:.2g}"
-    return UserError("the data cannot be used", f"data.validation={share:g}", f"{reason}. {use}")

@@ -158,7 +158,23 @@ def build_data(
     """
     root = cache_root(cfg.data, cfg.run)
     with removed_if_refused(root):
-        return _build_data(cfg, root, reporter, check)
+        tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
+        if check:
+            check(tokenizer)
+        template = build_template(cfg.data, tokenizer)
+        kind = kind_of_data(cfg.objective, isinstance(cfg, PreviewConfig | PrepareConfig))
+        common = cfg.batch, tokenizer, template, root, reporter, kind
+        if not cfg.data.streaming:
+            more = media_and_answer(cfg.objective, cfg.model, root)
+            return tokenizer, template, prepare(cfg.data, *common, *more)
+        streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
+        report, validation, unused = streamed.report, None, lines_on_folders(cfg.data.path)
+        if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
+            data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
+            prepared = prepare(data, *common)
+            validation, unused = prepared.train[0], [*unused, *prepared.unused]
+            report = [*report, f"validation on {counted(len(validation), 'sample')}"]
+        return tokenizer, template, Prepared([], [], validation, report, streamed, unused=unused)
 
 
 def kind_of_data(choice: ObjectiveChoice, is_early: bool) -> str | None:
@@ -182,28 +198,3 @@ def media_and_answer(
     prompts = choice.method.samples
     media = None if prompts else media_reader(model, root)
     return media, choice.max_new_tokens if prompts else 0
-
-
-def _build_data(
-    cfg: TrainConfig,
-    root: Path,
-    reporter: Reporter | None,
-    check: Callable[[TextTokenizer], None] | None,
-) -> tuple[TextTokenizer, Template, Prepared]:
-    tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
-    if check:
-        check(tokenizer)
-    template = build_template(cfg.data, tokenizer)
-    kind = kind_of_data(cfg.objective, isinstance(cfg, PreviewConfig | PrepareConfig))
-    if not cfg.data.streaming:
-        more = media_and_answer(cfg.objective, cfg.model, root)
-        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, reporter, kind, *more)
-        return tokenizer, template, prepared
-    streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
-    report, validation, unused = streamed.report, None, lines_on_folders(cfg.data.path)
-    if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
-        data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
-        prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, kind)
-        validation, unused = prepared.train[0], [*unused, *prepared.unused]
-        report = [*report, f"validation on {counted(len(validation), 'sample')}"]
-    return tokenizer, template, Prepared([], [], validation, report, streamed, unused=unused)

@@ -256,7 +256,6 @@ def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
 
 
 A, B = '{"text": "a"}', '{"text": "b"}'
-ROLES = '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]'
 FORMS = CASES["forms of JSON"]
 """Content of a file, and the lines and texts of its rows; None for those that cannot be read."""
 

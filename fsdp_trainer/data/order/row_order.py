@@ -237,7 +237,10 @@ class RowOrder:
         own = ranges(np.cumsum(counts_read) - counts_read, lengths)
         if self.columns.token_labels is None:
             ends = (first_tokens + lengths - 1)[~goes_on]
-            target_weights, targets = following_tokens(tokens, weights, own, ends)
+            following = own + 1
+            following[ends] = own[ends]  # they have no next token
+            target_weights, targets = weights[following], tokens[following]
+            target_weights[ends] = 0
         else:
             target_weights = weights[own]
             numbers = self._supervised_numbers(target_weights > 0, documents)
@@ -530,21 +533,6 @@ class RowOrder:
         # twice as fast as a stable sort, with the same result if no two numbers are equal
         order = np.argsort(drawn)
         return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
-
-
-def following_tokens(
-    tokens: np.ndarray, weights: np.ndarray, own: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weight of each position's next token, and that token.
-
-    tokens, weights: of what is read. own: the place of each position's token among them. ends:
-    positions without a next token.
-    """
-    following = own + 1
-    following[ends] = own[ends]
-    target_weights = weights[following]
-    target_weights[ends] = 0
-    return target_weights, tokens[following]
 
 
 def random_bits(key: str, n: int) -> np.ndarray:

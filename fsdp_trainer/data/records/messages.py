@@ -162,15 +162,12 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
     message |= {key: value for key, value in further.items() if value}
     if turn.get("train_detail"):
         message["context_parts"] = text, _context_parts(turn["train_detail"], len(text))
-    message |= _with_calls([*read.calls, *own, *named_calls(turn)], role, text)
+    if calls := [*read.calls, *own, *named_calls(turn)]:
+        message |= {"tool_calls": [*map(tool_call, calls)], **unread_in(calls)}
+    elif role in TOOL_CALL_ROLES:
+        message |= written_calls(text)
     weight = _turn_weight(turn, ROLES[role])
     return message if weight is None else message | {"weight": weight}
-
-
-def _with_calls(calls: list[Any], role: str, text: str) -> Message:
-    if calls:
-        return {"tool_calls": [*map(tool_call, calls)], **unread_in(calls)}
-    return {**written_calls(text)} if role in TOOL_CALL_ROLES else {}
 
 
 def _known_role(role: Any) -> str:

@@ -370,7 +370,9 @@ class ComponentStores:
             examples["unreadable"] = [problem.what for problem in problems[:EXAMPLES]]
         train = TokenStore(merged / TRAIN, "", files=self.component.files)
         firsts, digests = group_digests(train)
-        if len(again := firsts[_duplicates(digests)]):
+        order = np.argsort(digests, kind="stable")
+        alike = digests[order[1:]] == digests[order[:-1]]
+        if len(again := firsts[np.sort(order[1:][alike])]):
             counts["duplicate"] = len(again)
             examples["duplicate"] = [train.where(i) for i in again[:EXAMPLES].tolist()]
         return {
@@ -474,12 +476,6 @@ class Pace:
 def _last_of_file(tasks: list[Task], i: int) -> int:
     file = tasks[i][-1].number
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
-
-
-def _duplicates(digests: np.ndarray) -> np.ndarray:
-    order = np.argsort(digests, kind="stable")
-    alike = digests[order[1:]] == digests[order[:-1]]
-    return np.sort(order[1:][alike])
 
 
 def _renamed(where: str, renamed: dict[str, str]) -> str:

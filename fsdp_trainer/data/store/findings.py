@@ -101,7 +101,8 @@ def list_findings(
                 seq_len=seq_len,
                 what="prompt" if answer else "sample",
                 room=room,
-                **_of_rewritten(counts),
+                samples=f"{counts.get(REWRITTEN_SAMPLES, 0):,}",
+                times=f"{counts.get(REWRITTEN_TOKENS, 0) / max(1, counts.get(LAST_TOKENS, 0)):.1f}",
             ),
             fixes.get(key, kind.fix),
             kind.warns_from is not None and n > kind.warns_from * samples,
@@ -146,11 +147,6 @@ class MediaWarnings:
             [finding] = list_findings({key: 1}, {key: [name]}, 1, 0, 0)
             print(visible(str(finding)), file=sys.stderr)
         self._said.add(key)
-
-
-def _of_rewritten(counts: Mapping[str, int]) -> dict[str, str]:
-    times = counts.get(REWRITTEN_TOKENS, 0) / max(1, counts.get(LAST_TOKENS, 0))
-    return {"samples": f"{counts.get(REWRITTEN_SAMPLES, 0):,}", "times": f"{times:.1f}"}
 
 
 def percent(share: float) -> str:

@@ -1,5 +1,6 @@
 """Tokens of a store that stay in the files they were read from, which are mapped, not copied."""
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from mmap import MADV_RANDOM, MADV_WILLNEED, PAGESIZE, mmap
 from pathlib import Path
@@ -24,16 +25,19 @@ def link_columns(links: list[tuple[int, np.dtype] | None]) -> dict[str, np.ndarr
     }
 
 
+@dataclass
 class LinkedTokens:
     """The samples of a store whose tokens are in other files.
 
-    All their tokens but the first are supervised.
+    All their tokens but the first are supervised. begins, types, files: [samples]. files: index of
+    each sample's file in `names`.
     """
 
-    def __init__(self, begins: np.ndarray, types: np.ndarray, files: np.ndarray, names: list[str]):
-        """begins, types, files: [samples]. files: index of each sample's file in `names`."""
-        self.begins, self.types, self.files, self.names = begins, types, files, names
-        self._open: dict[int, np.memmap] = {}
+    begins: np.ndarray
+    types: np.ndarray
+    files: np.ndarray
+    names: list[str]
+    _open: dict[int, np.memmap] = field(default_factory=dict)
 
     @cached_property
     def is_linked(self) -> np.ndarray:

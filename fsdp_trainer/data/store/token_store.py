@@ -71,6 +71,17 @@ class TokenStore:
     they were made.
     """
 
+    tokens: np.ndarray  # [all tokens] int32
+    weights: np.ndarray  # [all tokens] float32
+    lengths: np.ndarray  # [samples] int64
+    weight_sums: np.ndarray  # [samples] float64
+    supervised: np.ndarray  # [samples] int64: tokens with a weight
+    sources: np.ndarray  # [samples] int32, indices into source_names
+    files: np.ndarray  # [samples] int32, indices into file_names
+    lines: np.ndarray  # [samples] int64, from 1; row of a table
+    # [samples] uint64: hash of a sample's tokens, weights and question, used to find duplicates
+    digests: np.ndarray
+
     def __init__(
         self,
         folder: Path,
@@ -86,19 +97,14 @@ class TokenStore:
         """Counts of events while it was written: see SampleBuilder.counts."""
         self.examples: dict[str, list[str]] = examples or {}
         """FILE:LINE of the first few rows behind each count."""
-        columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
-        self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
-        self.weights: np.ndarray = columns["weights"]  # [all tokens] float32
-        self.lengths: np.ndarray = columns["lengths"]  # [samples] int64
-        self.weight_sums: np.ndarray = columns["weight_sums"]  # [samples] float64
-        self.supervised: np.ndarray = columns["supervised"]  # [samples] int64: tokens with a weight
-        self.sources: np.ndarray = columns["sources"]  # [samples] int32, indices into source_names
-        self.files: np.ndarray = columns["files"]  # [samples] int32, indices into file_names
-        self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; row of a table
-        # [samples] uint64: hash of a sample's tokens, weights and question, used to find duplicates
-        self.digests: np.ndarray = columns["digests"]
-        self.links = _links(folder, self)
+        for name, dtype in COLUMNS.items():
+            setattr(self, name, _map(folder / f"{name}.bin", dtype))
+        self.links: LinkedTokens | None = None
         """The samples whose tokens are in other files; None if there are none."""
+        if (types := _map_optional(folder, TYPES)) is not None:
+            begins = _map_optional(folder, BEGINS)
+            begins = np.zeros(len(types), np.int64) if begins is None else begins
+            self.links = LinkedTokens(begins, types, self.files, self.file_names)
         self.group_starts = _map_optional(folder, GROUP_STARTS)
         self.kinds = _map_optional(folder, KINDS)
         self.questions = TextColumn.of(folder, QUESTIONS)
@@ -242,15 +248,6 @@ class TextColumn:
     def text(self, sample: int) -> str:
         end = int(self.ends[sample])
         return self.content[end - int(self.sizes[sample]) : end].tobytes().decode()
-
-
-def _links(folder: Path, store: TokenStore) -> LinkedTokens | None:
-    types = _map_optional(folder, TYPES)
-    if types is None:
-        return None
-    begins = _map_optional(folder, BEGINS)
-    begins = np.zeros(len(types), np.int64) if begins is None else begins
-    return LinkedTokens(begins, types, store.files, store.file_names)
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -163,7 +163,7 @@ class TaskTokenizer:
 
     def run(self) -> TaskResult:
         if self.options.kind == UNPAIRED:
-            self.builder.begin_after(self._first_answers())
+            self.builder.others = self._first_answers()
         for unit in self.task:
             self._tokenize_unit(unit)
             if self.problems.will_raise:  # the message names rows of one file only

@@ -30,7 +30,7 @@ from fsdp_trainer.data.files.file_splits import Unit, lines_before, open_raw, re
 from fsdp_trainer.data.files.remote_files import list_files, shown
 from fsdp_trainer.data.files.sources import Problems, Record, Source, content_hash, find_sources
 from fsdp_trainer.data.order.packing import best_fit, one_per_row, pieces_of
-from fsdp_trainer.data.order.row_order import Rows, random_bits
+from fsdp_trainer.data.order.row_order import RowData, Rows, random_bits
 from fsdp_trainer.data.records.conversations import Reader
 from fsdp_trainer.data.store.findings import Finding, list_findings
 from fsdp_trainer.data.store.token_store import digest_of
@@ -73,24 +73,13 @@ Piece = tuple["StreamSample", int, int]
 
 
 @dataclass
-class StreamedRow:
-    """A row without its padding.
+class StreamedRow(RowData):
+    """A row without its padding: tokens and labels are [length] int32, weights [length] float32.
 
-    tokens: [length] int32.
-    labels: [length] int32, the next token of the same document, even if that is in another row;
-        -100 if it is not supervised.
-    weights: [length] float32, 0 where no token is supervised.
-    documents: their lengths.
-    sources, where: of each document.
-    cursor: position of its stream after the row.
-    skipped: unreadable rows of the data before it.
+    where: of each document. cursor: position of its stream after the row. skipped: unreadable rows
+    of the data before it.
     """
 
-    tokens: np.ndarray
-    labels: np.ndarray
-    weights: np.ndarray
-    documents: list[int]
-    sources: list[int]
     where: list[FilePlace]
     cursor: Cursor
     skipped: list[str]

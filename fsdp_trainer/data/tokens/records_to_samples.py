@@ -116,21 +116,17 @@ def tokenize_in_chunks(
 
     The limits bound the memory of a call.
     """
-    while chunk := _next_chunk(texts, max_texts, max_characters):
+    while True:
+        chunk, characters = [], 0
+        for key, text in islice(texts, max_texts):
+            chunk.append((key, text))
+            characters += text.size
+            if characters >= max_characters:
+                break
+        if not chunk:
+            return
         samples = builder.tokenize([text for _, text in chunk])
         yield zip((key for key, _ in chunk), samples, strict=True)
-
-
-def _next_chunk(
-    texts: Iterator[tuple[Any, Rendered]], max_texts: int, max_characters: int
-) -> list[tuple[Any, Rendered]]:
-    chunk, characters = [], 0
-    for key, text in islice(texts, max_texts):
-        chunk.append((key, text))
-        characters += text.size
-        if characters >= max_characters:
-            break
-    return chunk
 
 
 def choose_reader(

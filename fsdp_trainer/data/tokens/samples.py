@@ -188,10 +188,6 @@ class SampleBuilder:
             if token.lstrip or token.rstrip
         ]
 
-    def begin_after(self, others: "OtherAnswers") -> None:
-        """Let answers that have no other prompt beside them be matched with these."""
-        self.others = others
-
     def count(self, key: str, where: tuple[str, int]) -> None:
         """Count one more event, and keep its place if it is among the first few."""
         self.counts[key] += 1
@@ -508,7 +504,7 @@ class SampleBuilder:
                 yield self._keep_pair([self._weigh(next(chats), side) for side in text.sides], text)
                 continue
             if text.has_labels:
-                yield self._for_head(text)
+                yield self._group(text) if text.labelled else self._with_tags(text)
                 continue
             if text.question is not None:
                 yield self._prompt(next(chats), text)
@@ -558,9 +554,6 @@ class SampleBuilder:
         if not (chosen_kept and rejected_kept):
             return []
         return [chosen, replace(rejected, starts_group=False)]
-
-    def _for_head(self, text: Rendered) -> list[Sample]:
-        return self._group(text) if text.labelled else self._with_tags(text)
 
     def _group(self, text: Rendered) -> list[Sample]:
         """Return the labelled texts of a row, or none: one row of tokens must hold all.

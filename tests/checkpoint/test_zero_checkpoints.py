@@ -34,13 +34,22 @@ def checkpoint(tmp_path):
     return make
 
 
+def require_read(folder, expected):
+    read = dict(load_model(folder).named_weights())
+    assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
+
+
+def divided(whole, ranks):
+    """Return the parts of a flat tensor that ranks have, the last ones filled up."""
+    return torch.cat([whole, whole.new_full((-len(whole) % ranks,), 7)]).chunk(ranks)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3, "2_frozen", "3_frozen"])
 def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage):
     folder, expected = checkpoint(stage)
     named = "" if stage in (1, 3) else "global_step2"
     with inject.setting("tensor_piece_bytes", 72):
-        read = dict(load_model(folder / named).named_weights())
-    assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
+        require_read(folder / named, expected)
 
 
 def test_frozen_parameters_that_the_ranks_do_not_divide_are_read_without_the_filling(checkpoint):
@@ -54,13 +63,11 @@ def test_frozen_parameters_that_the_ranks_do_not_divide_are_read_without_the_fil
     fragments = [{} for _ in files]
     for name in states[0]["frozen_param_shapes"]:
         whole = torch.cat([state["frozen_param_fragments"][name] for state in states])
-        filling = whole.new_full((-len(whole) % ranks,), 7)
-        for own, part in zip(fragments, torch.cat([whole, filling]).chunk(ranks), strict=True):
+        for own, part in zip(fragments, divided(whole, ranks), strict=True):
             own[name] = part.clone()
     for file, own in zip(files, fragments, strict=True):
         torch.save(states[0] | {"frozen_param_fragments": own}, file)
-    read = dict(load_model(folder).named_weights())
-    assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
+    require_read(folder, expected)
     files[-1].unlink()
     assert "and its parts hold" in why_refused(folder)
 
@@ -75,15 +82,13 @@ def test_trained_parameters_that_the_ranks_do_not_divide_are_read_without_the_fi
     parts = [[] for _ in range(ranks)]
     for name in shapes:
         whole = expected[name].float().flatten()
-        filled = torch.cat([whole, whole.new_full((-len(whole) % ranks,), 7)])
-        for own, part in zip(parts, filled.chunk(ranks), strict=True):
+        for own, part in zip(parts, divided(whole, ranks), strict=True):
             own.append(part)
     torch.save(about | {"dp_world_size": ranks}, model)
     for rank, own in enumerate(parts):
         state = {"optimizer_state_dict": {"fp32_flat_groups": [torch.cat(own)]}}
         torch.save(state, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    read = dict(load_model(folder).named_weights())
-    assert_byte_equal(read, {name: weight.float() for name, weight in expected.items()})
+    require_read(folder, expected)
 
 
 @pytest.mark.parametrize("stage", [2, "3_frozen"])

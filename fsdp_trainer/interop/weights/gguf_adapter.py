@@ -8,7 +8,6 @@ from typing import Any
 
 import gguf
 import torch
-from gguf import GGUFWriter
 from safetensors.torch import load_file
 
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, model_folder
@@ -16,6 +15,7 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
 from fsdp_trainer.interop.weights.gguf_file import (
     NUMBERS,
+    new_file,
     require_family,
     require_same,
     rotated_heads,
@@ -40,9 +40,7 @@ def write_gguf_adapter(folder: Path, file: Path, numbers: str) -> None:
     require_family(config, MODELS)
     require_same(config, base)
     tensors = named_tensors(folder, about, config)
-    partial = file.with_name(f".{file.name}.partial")
-    writer = GGUFWriter(None, gguf.MODEL_ARCH_NAMES[MODELS[config.family].architecture])
-    try:
+    with new_file(file, MODELS[config.family].architecture) as (writer, partial):
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha_of(about))
@@ -54,11 +52,6 @@ def write_gguf_adapter(folder: Path, file: Path, numbers: str) -> None:
         writer.write_header_to_file(partial)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-        writer.close()
-        partial.replace(file)
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
 
 
 def alpha_of(about: dict[str, Any]) -> float:

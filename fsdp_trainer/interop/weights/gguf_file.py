@@ -9,6 +9,7 @@ import logging
 import re
 import struct
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -129,9 +130,7 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
         config = described(config, folder)
     require_same(config, folder)
     vocabulary = vocabulary_of(folder, config.vocab_size)
-    unfinished = file.with_name(f".{file.name}.partial")
-    writer = Writer(None, gguf.MODEL_ARCH_NAMES[architecture_named(config)])
-    try:
+    with new_file(file, architecture_named(config)) as (writer, unfinished):
         add_facts(writer, config, folder, numbers)
         add_vocabulary(writer, vocabulary, folder, KNOWN[config.family].space)
         tensors, left_out = names_of(config, folder)
@@ -146,9 +145,18 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> list[str]:
             writer.write_tensor_data(gguf.quants.quantize(source.read(), number))
         for factors in rope_factors(config):
             writer.write_tensor_data(factors)
+    return left_out
+
+
+@contextmanager
+def new_file(file: Path, architecture: gguf.MODEL_ARCH) -> Iterator[tuple[Writer, Path]]:
+    """Yield a writer and the file that it writes, which is `file` when the block succeeds."""
+    unfinished = file.with_name(f".{file.name}.partial")
+    writer = Writer(None, gguf.MODEL_ARCH_NAMES[architecture])
+    try:
+        yield writer, unfinished
         writer.close()
         unfinished.replace(file)
-        return left_out
     finally:
         writer.close()
         unfinished.unlink(missing_ok=True)

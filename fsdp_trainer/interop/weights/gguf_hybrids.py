@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.interop.weights.foreign_tensors import in_pairs
-from fsdp_trainer.interop.weights.gguf_models import GgufModel
+from fsdp_trainer.interop.weights.gguf_models import GgufModel, add_sizes_of_experts
 from fsdp_trainer.models.config import FULL, ModelConfig
 
 Change = Callable[[Tensor], Tensor]
@@ -39,10 +39,6 @@ LONGEST = 2**20
 """Context of a model whose config.json names none, as llama.cpp's converter writes it."""
 
 
-def no_sizes(source: Json) -> Json:
-    return {}
-
-
 @dataclass(frozen=True)
 class Hybrid(GgufModel):
     """A type of models whose tensors are changed.
@@ -52,7 +48,7 @@ class Hybrid(GgufModel):
     """
 
     rules: Callable[[Json], Rules] = lambda source: {}
-    sizes: Callable[[Json], Json] = no_sizes
+    sizes: Callable[[Json], Json] = lambda source: {}
 
 
 def described(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -210,17 +206,13 @@ def add_delta(writer: GGUFWriter, config: ModelConfig) -> None:
 
 def add_hybrid_experts(writer: GGUFWriter, config: ModelConfig) -> None:
     source = config.source
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    if size := source.get("moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(size)
     shared = (
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
         "moe_shared_expert_intermediate_size",
     )
-    for size in filter(None, map(source.get, shared)):
-        writer.add_expert_shared_feed_forward_length(size)
+    of_shared = next(filter(None, map(source.get, shared)), None)
+    add_sizes_of_experts(writer, config, source.get("moe_intermediate_size"), of_shared)
 
 
 def interval_of(source: Json) -> int:
@@ -328,11 +320,11 @@ def mamba_2_rules(source: Json) -> Rules:
         f"{name}.norm.weight": [(f"{name}.norm.weight", in_groups)] for name in ("mixer", "mamba")
     }
     return {
+        **mamba_rules(source),
         **norms,
         ".A_log": [(".A_log", lambda tensor: as_column(negative_exp(tensor)))],
         ".D": [(".D", as_column)],
         ".dt_bias": [(".dt_proj.bias", same)],
-        ".conv1d.weight": [(".conv1d.weight", without_channel)],
     }
 
 

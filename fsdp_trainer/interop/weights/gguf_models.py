@@ -3,7 +3,7 @@
 What llama.cpp assumes is not in a file: a model that differs in it would compute something else.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,14 +13,6 @@ from gguf import GGUFWriter
 from fsdp_trainer.config.parts.families import SLIDING, layer_pattern
 from fsdp_trainer.interop.folders.gguf_description import GEMMA2_27B, GEMMA3_27B, gemma_query_scalar
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-
-
-def nothing(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add nothing."""
-
-
-def no_difference(config: ModelConfig) -> Iterator[str]:
-    yield from ()
 
 
 @dataclass(frozen=True)
@@ -33,8 +25,8 @@ class GgufModel:
     """
 
     architecture: gguf.MODEL_ARCH
-    add: Callable[[GGUFWriter, ModelConfig], None] = nothing
-    differences: Callable[[ModelConfig], Iterator[str]] = no_difference
+    add: Callable[[GGUFWriter, ModelConfig], None] = lambda writer, config: None
+    differences: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
     space: bool = True
 
 
@@ -78,12 +70,18 @@ def add_phi3(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
+    add_sizes_of_experts(writer, config, config.moe_intermediate_size, config.shared_size)
+
+
+def add_sizes_of_experts(
+    writer: GGUFWriter, config: ModelConfig, each: int | None, shared: int | None
+) -> None:
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.moe_intermediate_size:
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.shared_size:
-        writer.add_expert_shared_feed_forward_length(config.shared_size)
+    if each:
+        writer.add_expert_feed_forward_length(each)
+    if shared:
+        writer.add_expert_shared_feed_forward_length(shared)
 
 
 def expert_differences(normalized: bool, config: ModelConfig) -> Iterator[str]:

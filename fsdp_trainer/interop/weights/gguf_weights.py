@@ -66,7 +66,8 @@ def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     names_of_family = GGUF_BY_FAMILY.get(config.family, GGUF)
     for name, tensor in renamed(tensors, (names_of_family,), config).items():
         if is_norm(name) and family.norm_offset:
-            tensor = foreign(_shifted(tensor, -family.norm_offset))
+            shifted = tensor.dtype, tensor.shape, tensor.chunks, tensor, -family.norm_offset
+            tensor = foreign(Shifted(*shifted))
         named[family.stored_name(name) if ".mlp.gate." in name else name] = tensor
     return named | {name: foreign(tensor) for name, tensor in experts.items()}
 
@@ -80,10 +81,6 @@ class Shifted(TensorOnDisk):
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         return self.source.read_rows(first, last, buffer).add_(self.offset)
-
-
-def _shifted(source: TensorOnDisk, offset: float) -> Shifted:
-    return Shifted(source.dtype, source.shape, source.chunks, source, offset)
 
 
 def _on_disk(stored: GgufTensor) -> TensorOnDisk:

@@ -157,9 +157,9 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
     recorded = read_base(checkpoint) if checkpoint else recorded_digests(adapter)
     if recorded.dtype != base.dtype:
         return
-    both = recorded.digests.keys() & base.digests.keys()
-    both = {name for name in both if same_format(recorded.digests[name], base.digests[name])}
-    different = [name for name in both if recorded.digests[name] != base.digests[name]]
+    ours, others = base.digests, recorded.digests
+    both = [n for n in ours.keys() & others if is_of_codes(ours[n]) == is_of_codes(others[n])]
+    different = [name for name in both if ours[name] != others[name]]
     if different:
         trained_beside = recorded.hub_id or recorded.source or "random weights"
         text = (
@@ -496,7 +496,8 @@ def recorded_weights(config: ModelConfig, source: Path) -> tuple[Base, dict[str,
     Raises UserError if they are gone, or if the adapter is merged into them already.
     """
     if is_adapter(source):
-        base = recorded_base(source)
+        # without digests if another program wrote the folder
+        base = replace(recorded_digests(source), source=str(base_folder(source).resolve()))
         refuse_merging_twice(source, Path(base.source))
         tensors = weights_on_disk(config, Path(base.source)) if base.digests else {}
     else:
@@ -526,11 +527,6 @@ def digests_on_disk(
         total = torch.stack(digests_of_pieces).sum()
         actual[name] = _as_text(total, tensor.dtype == torch.uint8)
     return actual
-
-
-def recorded_base(folder: Path) -> Base:
-    """Return the base model of a PEFT folder, without digests if another program wrote it."""
-    return replace(recorded_digests(folder), source=str(base_folder(folder).resolve()))
 
 
 def recorded_digests(folder: Path) -> Base:
@@ -625,11 +621,6 @@ def held_first(model: Decoder) -> set[str]:
 
 def is_of_codes(digest: str) -> bool:
     return digest.startswith(CODES)
-
-
-def same_format(one: str, other: str) -> bool:
-    """Return True if two digests are both of 4-bit weights, or neither is."""
-    return is_of_codes(one) == is_of_codes(other)
 
 
 def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:

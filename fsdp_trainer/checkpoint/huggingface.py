@@ -15,12 +15,12 @@ from fsdp_trainer.checkpoint.formats.four_bit_encoding import encoded
 from fsdp_trainer.checkpoint.formats.headers import read_headers
 from fsdp_trainer.checkpoint.formats.placed_tensors import (
     check_places,
+    misfit,
     places_of,
     stacked,
     weights_in_places,
 )
 from fsdp_trainer.checkpoint.formats.tensor_files import (
-    DTYPES,
     HuggingFaceTensor,
     TensorOnDisk,
     dtype_name,
@@ -166,29 +166,15 @@ def check_tensors(
         for name, shape in shapes.items()
         if name not in stored and name not in model.head_names | copies_in_head(model.config).keys()
     }
+    # a folder may hold others although the model has no use for them
     others = {
-        name: _misfit(tensor, shapes.get(name))
+        name: misfit(tensor, shapes[name], is_whole=True)
+        if name in shapes
+        else f"in {tensor.chunks[0].file.name} is not part of this model"
         for name, tensor in stored.items()
-        if name in shapes or not is_not_needed(name, model.config)
+        if name in shapes or not (name == TIED_HEAD or is_unread(name, model.config))
     }
     return [Problem(name, text) for name, text in (missing | others).items() if text]
-
-
-def is_not_needed(name: str, config: ModelConfig) -> bool:
-    """Return True for a tensor that a folder may hold although the model has no use for it."""
-    return name == TIED_HEAD or is_unread(name, config)
-
-
-def _misfit(tensor: HuggingFaceTensor, shape: tuple[int, ...] | None) -> str:
-    file = f"in {tensor.chunks[0].file.name}"
-    number_format = tensor.number_format
-    if shape is None:
-        return f"{file} is not part of this model"
-    if tensor.shape != shape:
-        return f"{file} has shape {list(tensor.shape)}; the model has {list(shape)}"
-    if number_format not in DTYPES:
-        return f"{file} is stored as {number_format}; read are {', '.join(DTYPES)}"
-    return ""
 
 
 def check_repeated(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> list[Problem]:

@@ -80,17 +80,13 @@ def prepare_optimizer(
             name, _, key = full.removeprefix(OPTIMIZER).rpartition("/")
             stored[name].add(key)
     for name, parameter in stored_parameters(model).items():
-        if name in stored:
-            state = optimizer.empty_state(parameter)
-            _require_same_keys(name, set(state), stored[name], source)
-            optimizer.state[parameter].update(state)
-
-
-def _require_same_keys(name: str, ours: set[str], stored: set[str], checkpoint: str) -> None:
-    if ours != stored:
-        here, there = (", ".join(sorted(keys)) for keys in (ours, stored))
-        text = f"""is kept as {here}, in the checkpoint as {there}
+        if name not in stored:
+            continue
+        state = optimizer.empty_state(parameter)
+        if state.keys() != stored[name]:
+            here, there = (", ".join(sorted(keys)) for keys in (state, stored[name]))
+            text = f"""is kept as {here}, in the checkpoint as {there}
 8-bit moments cannot be turned into others, nor others into them. Keep optim.state_dtype, or start
-from the weights alone:  run.name=NEW model.init_from={checkpoint}"""
-        title = f"the optimizer's state is not that of {checkpoint}"
-        raise UserError(title, name, text)
+from the weights alone:  run.name=NEW model.init_from={source}"""
+            raise UserError(f"the optimizer's state is not that of {source}", name, text)
+        optimizer.state[parameter].update(state)

@@ -152,10 +152,7 @@ def test_peft_loads_our_adapter_gives_our_logits_and_it_comes_back_as_it_was(
     assert (expected - logits(transformers_model(base))).abs().max() > 0.1
     for source in (run.folder, adapter, hf):
         assert_close(source, expected)
-    merged = theirs.merge_and_unload().state_dict()
-    for name, tensor in tensors(hf).items():
-        if name in merged:  # transformers stacks those of experts
-            torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert_merged_alike(tensors(hf), theirs)
     transformers.AutoTokenizer.from_pretrained(adapter)
     assert adapter_config(adapter)["base_model_name_or_path"] == str(base)
     source = run.folder
@@ -203,6 +200,13 @@ THEIRS = yaml.safe_load(r"""
 """)
 
 
+def assert_merged_alike(ours, theirs):
+    merged = theirs.merge_and_unload().state_dict()
+    for name, tensor in ours.items():
+        if name in merged:  # transformers stacks those of experts
+            torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("family, base_options, options", THEIRS, ids=str)
 def test_a_peft_folder_gives_the_logits_that_peft_computes(tmp_path, family, base_options, options):
     base = make_folder(tmp_path / "base", family, **base_options)
@@ -211,10 +215,7 @@ def test_a_peft_folder_gives_the_logits_that_peft_computes(tmp_path, family, bas
     ours = load_model(tmp_path / "adapter")
     assert (expected - logits(load_model(base))).abs().max() > 1e-2
     assert_close(ours, expected)
-    merged = theirs.merge_and_unload().state_dict()
-    for name, tensor in ours.state_dict().items():
-        if name in merged:
-            torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert_merged_alike(ours.state_dict(), theirs)
 
 
 def test_a_run_goes_on_from_a_peft_folder_and_later_without_it(adapt, world, tmp_path):

@@ -139,31 +139,34 @@ def as_json(metadata: Metadata) -> str:
     return json.dumps({"tensors": tensors})
 
 
-def read_description(checkpoint: Path, what: str = "the checkpoint") -> Description:
-    """Return what a checkpoint holds. what: is read of it, for messages.
+def read_description(checkpoint: Path) -> Description:
+    """Return what a checkpoint holds.
 
     Raises UserError, and OSError for a file that is not there or cannot be read.
     """
     own = checkpoint / TENSORS
-    if own.is_file():
-        return _read(own, _of_json, what)
-    return described_by_torch(checkpoint, what)
+    return _read(own, _of_json) if own.is_file() else described_by_torch(checkpoint)
 
 
-def described_by_torch(checkpoint: Path, what: str) -> Description:
-    """Return what a checkpoint of any tool holds. Raises UserError and OSError."""
+def described_by_torch(checkpoint: Path, what: str = "the checkpoint") -> Description:
+    """Return what a checkpoint of any tool holds. what: is read of it, for messages.
+
+    Raises UserError and OSError.
+    """
     return _read(checkpoint / METADATA, _of_pickle, what)
 
 
 def require_safe_for_others(checkpoint: Path) -> None:
     """Raise UserError unless METADATA, which other tools unpickle freely, describes the same."""
     own = read_description(checkpoint)
-    if own != described_by_torch(checkpoint, "the checkpoint"):
+    if own != described_by_torch(checkpoint):
         reason = f"describes other tensors than {TENSORS}, and other tools would read those"
         raise UserError("the checkpoint is damaged", str(checkpoint / METADATA), reason)
 
 
-def _read(file: Path, parse: Callable[[bytes], Description], what: str) -> Description:
+def _read(
+    file: Path, parse: Callable[[bytes], Description], what: str = "the checkpoint"
+) -> Description:
     try:
         if (size := file.stat().st_size) > LARGEST:
             raise ValueError(f"it has {size:,} bytes, and at most {LARGEST:,} are read")

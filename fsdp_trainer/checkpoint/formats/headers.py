@@ -120,8 +120,6 @@ def read_header(path: Path, all_parts: bool = False) -> dict[str, HuggingFaceTen
 
 def _check_header(path: Path) -> None:
     """Raise SafetensorError for an inconsistent header, or a file of another size than it says."""
-    with path.open("rb") as file:
-        file.read(1)  # 7 ms faster on a cold disk: safe_open alone waits for a page fault
     with safe_open(path, "np"):
         pass
 

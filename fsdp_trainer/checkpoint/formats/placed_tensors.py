@@ -55,10 +55,11 @@ def check_places(
     return problems
 
 
-def misfit(tensor: Any, shape: Shape) -> str:
-    """Return why a tensor cannot be a part of a weight of this shape; "" if it can."""
+def misfit(tensor: Any, shape: Shape, is_whole: bool = False) -> str:
+    """Return why a tensor cannot be a weight of this shape, or a part of it; "" if it can."""
     file = f"in {tensor.chunks[0].file.name}"
-    if tensor.shape[-1:] != shape[-1:] and len(shape) > 1:
+    is_part = tensor.shape[-1:] == shape[-1:] or len(shape) == 1
+    if not is_part or (is_whole and tensor.shape != shape):
         return f"{file} has shape {list(tensor.shape)}; the model has {list(shape)}"
     if tensor.number_format not in DTYPES:
         return f"{file} is stored as {tensor.number_format}; read are {', '.join(DTYPES)}"

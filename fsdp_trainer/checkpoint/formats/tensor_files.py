@@ -21,9 +21,6 @@ from fsdp_trainer.base.matrix_rows import matrix_rows
 # read at once: a few pieces fit a processor's cache, and a disk reaches its full speed
 PIECE_BYTES = 2**22
 THREADS = 4
-READ_AHEAD_BYTES = 2**25
-WORTH_READING_AHEAD = 2**18
-"""Bytes of a read from which on the next ones are announced: that takes 0.3 ms."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The number formats that are read, by safetensors' names."""
 T = TypeVar("T")
@@ -251,10 +248,6 @@ def read(path: Path, offset: int, into: Tensor) -> None:
     view = as_bytes(into)
     done = 0
     with path.open("rb", 0) as file:
-        # the disk need not wait until the next piece is read
-        if hasattr(os, "posix_fadvise") and len(view) >= WORTH_READING_AHEAD:
-            end = offset + len(view)
-            os.posix_fadvise(file.fileno(), end, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         while done < len(view):
             count = os.preadv(file.fileno(), [view[done:]], offset + done)
             if not count:

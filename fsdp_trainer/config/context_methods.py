@@ -1,7 +1,7 @@
 """The method of attention for rows that several ranks split. Imports no torch."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fsdp_trainer.config.schema import Model, Sharding
 from fsdp_trainer.errors import Problem
@@ -14,37 +14,6 @@ RING_ROW = 32_768
 bytes on each of N ranks, which is 256 MiB on 4."""
 
 
-class RankHeads(Protocol):
-    """The part of a model on one rank of a tensor group, as far as the choice depends on it."""
-
-    @property
-    def query_heads(self) -> int:
-        """The number of query heads of the rank."""
-
-    @property
-    def has_softcap(self) -> bool:
-        """True if scores have a soft limit."""
-
-
-class Heads(Protocol):
-    """The complete model whose attention is checked."""
-
-    @property
-    def num_attention_heads(self) -> int:
-        """The number of query heads of each token."""
-
-    @property
-    def attn_logit_softcapping(self) -> float | None:
-        """The soft limit on scores."""
-
-    @property
-    def is_causal(self) -> bool:
-        """True if tokens attend only to earlier ones and themselves."""
-
-    def on_tensor_rank(self, ranks: int) -> RankHeads:
-        """Return the part on one of `ranks` ranks of a tensor group."""
-
-
 class ContextChoice(NamedTuple):
     """The chosen method, a value of sharding.context_method except `auto`, and the reason."""
 
@@ -55,11 +24,12 @@ class ContextChoice(NamedTuple):
         return f"by {self.method}: {self.reason}"
 
 
-def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: bool) -> ContextChoice:
-    """Choose the method for ranks with `heads` query heads and rows of `row` tokens.
+def context_method(sharding: Sharding, row: int, part: Any) -> ContextChoice:
+    """Choose the method for rows of `row` tokens. `context_problems` reports impossible settings.
 
-    softcap: whether scores have a soft limit. `context_problems` reports impossible settings.
+    part: what a rank of a tensor group computes of the model (`RankConfig`).
     """
+    heads = part.shape.num_attention_heads
     if sharding.context_method != "auto":
         return ContextChoice(sharding.context_method, "as requested")
     divided = f"{heads} heads over {sharding.context} ranks"
@@ -68,13 +38,9 @@ def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: boo
     uneven = f"{divided} would be uneven"
     if row < RING_ROW:
         return ContextChoice("gathered", f"{uneven}, and rows are shorter than {RING_ROW:,} tokens")
-    if softcap:
+    if part.shape.attn_logit_softcapping is not None:
         return ContextChoice("gathered", f"{uneven}, and scores have a soft limit")
     return ContextChoice("ring", f"{uneven}, and whole rows of {row:,} tokens take much memory")
-
-
-def context_method(sharding: Sharding, row: int, part: RankHeads) -> ContextChoice:
-    return choose_context_method(sharding, part.query_heads, row, part.has_softcap)
 
 
 def attention_layout(model: Model, context: int, method: str, compiled: bool) -> str:
@@ -87,10 +53,11 @@ def attention_layout(model: Model, context: int, method: str, compiled: bool) ->
     return "mask" if compiled else "documents"
 
 
-def context_problems(
-    sharding: Sharding, row: int, model: Model, config: Heads
-) -> Iterator[Problem]:
-    """Yield the problems that keep ranks from splitting a model's rows of `row` tokens."""
+def context_problems(sharding: Sharding, row: int, model: Model, config: Any) -> Iterator[Problem]:
+    """Yield the problems that keep ranks from splitting a model's rows of `row` tokens.
+
+    config: of the complete model (`ModelConfig`).
+    """
     attention, heads = model.attention, config.num_attention_heads
     if sharding.context == 1:
         return
@@ -107,7 +74,7 @@ def context_problems(
         yield from ring_problems(model, config)
     ranks = sharding.tensor * sharding.context
     if sharding.context_method == "ulysses" and heads % ranks:
-        of_tensor_rank = max(1, part.query_heads)
+        of_tensor_rank = max(1, part.shape.num_attention_heads)
         size = sharding.context
         nearest = max(n for n in range(1, size + 1) if of_tensor_rank % n == 0)
         by_tensor = " × sharding.tensor" if sharding.tensor > 1 else ""
@@ -119,7 +86,7 @@ def context_problems(
         yield Problem(f"sharding.context={size}", reason)
 
 
-def ring_problems(model: Model, config: Heads) -> Iterator[Problem]:
+def ring_problems(model: Model, config: Any) -> Iterator[Problem]:
     """Yield the problems that keep ring from merging a model's attention over ranks' keys."""
     if config.attn_logit_softcapping is not None:
         reason = (

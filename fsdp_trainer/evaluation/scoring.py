@@ -18,7 +18,7 @@ from fsdp_trainer.data.media.media import MediaReader, SampleMedium
 from fsdp_trainer.generation.continuations import IDLE_PROMPT, IsOver, generate_tokens
 from fsdp_trainer.generation.key_value_cache import Prompts
 from fsdp_trainer.generation.prompt_media import PromptMedia, packed_media
-from fsdp_trainer.generation.prompt_ranks import OneRank, OwnPrompts, Ranks
+from fsdp_trainer.generation.prompt_ranks import OneRank, OwnPrompts
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.parallel.dims import Dims
 
@@ -65,7 +65,7 @@ class WorkSplit:
 
     part: int = 0
     parts: int = 1
-    ranks: Ranks = field(default_factory=OneRank)
+    ranks: OneRank = field(default_factory=OneRank)
 
 
 def whole_copies() -> WorkSplit:
@@ -102,7 +102,7 @@ class GroupedPrompts(OwnPrompts):
         self.groups = groups
 
     def tokens(self, chosen: Tensor) -> Tensor:
-        """See Ranks. Collective."""
+        """See OneRank. Collective."""
         chosen = chosen.contiguous()
         for group in self.groups:
             dist.broadcast(chosen, group=group, group_src=0)

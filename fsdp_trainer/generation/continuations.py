@@ -13,7 +13,7 @@ from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.key_value_cache import KeyValueCache, Prompts
 from fsdp_trainer.generation.logit_rules import with_rules
 from fsdp_trainer.generation.prompt_media import PromptMedia, media_inputs
-from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
+from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.recorded_decoding import (
     LEAST_TOKENS,
     RecordedDecoding,
@@ -134,7 +134,7 @@ class Generation:
         self,
         answers: list[Continuation],
         stop_ids: Collection[int],
-        ranks: Ranks,
+        ranks: OneRank,
         is_over: IsOver = never,
     ) -> Iterator[list[Continuation]]:
         """Continue the answers until those of all ranks are done; yield them after every step."""
@@ -309,7 +309,7 @@ def generate_tokens(
     *,
     rows: int = ROWS,
     device: torch.device | None = None,
-    ranks: Ranks | None = None,
+    ranks: OneRank | None = None,
     check: Callable[[], None] = lambda: None,
     is_over: IsOver = never,
     media: Sequence[PromptMedia | None] | None = None,
@@ -344,7 +344,7 @@ def continue_all(
     generation: Generation,
     answers: list[Continuation],
     stop_ids: Collection[int],
-    ranks: Ranks,
+    ranks: OneRank,
     *,
     rows: int = ROWS,
     check: Callable[[], None] = lambda: None,
@@ -358,7 +358,8 @@ def continue_all(
     for number in range(ranks.most(len(batches))):
         check()
         is_idle = number >= len(batches)
-        batch = batches[number] if not is_idle else [idle_answer(idle, generation.sampling)]
+        nothing = Continuation(idle[0], generation.sampling, 1, media=idle[1])
+        batch = [nothing] if is_idle else batches[number]
         for _ in generation.run(batch, stop_ids, ranks, is_over):
             pass
 
@@ -374,11 +375,6 @@ def prompt_scores(model: Decoder, prompt: list[int], alternatives: int) -> list[
     scored = zip(states.split(AT_ONCE), tokens[1:].split(AT_ONCE), strict=True)
     parts = [token_scores(model.logits_of(part), own, alternatives) for part, own in scored]
     return [score for part in parts for score in part]
-
-
-def idle_answer(idle: Idle, sampling: Sampling) -> Continuation:
-    tokens, media = idle
-    return Continuation(tokens, sampling, 1, media=media)
 
 
 def length_to_match(model: Decoder, length: int) -> int:

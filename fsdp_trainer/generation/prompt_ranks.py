@@ -1,29 +1,22 @@
 """Agreement between ranks that generate with one sharded model: each forward is collective."""
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Ranks(Protocol):
-    """Decisions that must be the same on all ranks."""
+class OneRank:
+    """Decisions of one process, or of ranks whose models are independent of each other.
+
+    Those of other ranks, which must be the same on all, are subclasses.
+    """
 
     def tokens(self, chosen: Tensor) -> Tensor:
         """Return the next token of each row: [rows] int64. chosen: this rank's choice."""
-
-    def most(self, number: int) -> int:
-        """Return the largest of all ranks' numbers."""
-
-
-class OneRank:
-    """One process, or ranks whose models are independent of each other."""
-
-    def tokens(self, chosen: Tensor) -> Tensor:
         return chosen
 
     def most(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
         return number
 
 
@@ -34,7 +27,7 @@ class SamePrompts(OneRank):
     """
 
     def tokens(self, chosen: Tensor) -> Tensor:
-        """See Ranks. Collective."""
+        """See OneRank. Collective."""
         chosen = chosen.contiguous()
         dist.broadcast(chosen, 0)
         return chosen
@@ -47,7 +40,7 @@ class OwnPrompts(OneRank):
         self.device = device
 
     def most(self, number: int) -> int:
-        """See Ranks. Collective."""
+        """See OneRank. Collective."""
         largest = torch.tensor(number, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)

@@ -1,11 +1,10 @@
 """Training on data and on a teacher's probabilities (Hinton et al. 2015)."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,18 +50,11 @@ class Distillation:
         return (losses * self.weights[tokens]).sum()
 
 
-class SoftTeacher(Protocol):
-    """A provider of a teacher's probabilities: the teacher in memory, or its stored lists."""
-
-    def reading(self, batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
-        """Return a context manager for the batch with soft targets, valid inside. Collective."""
-
-
 @dataclass(kw_only=True)
 class DistilForwardBackward(ForwardBackward):
     """Runs micro-batches with a teacher. The reported loss is the cross-entropy on the data."""
 
-    teacher: SoftTeacher
+    teacher: Teacher | ListedTeacher
 
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
         """Run the teacher, then the student, whose head compares the two. See ForwardBackward."""

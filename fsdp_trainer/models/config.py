@@ -669,14 +669,6 @@ class RankConfig:
 
     shape: ModelConfig
 
-    @property
-    def query_heads(self) -> int:
-        return self.shape.num_attention_heads
-
-    @property
-    def has_softcap(self) -> bool:
-        return self.shape.attn_logit_softcapping is not None
-
 
 def direction_problems(config: ModelConfig) -> Iterator[Problem]:
     windows = {window for window in config.windows if window}

@@ -5,7 +5,7 @@ the vocabulary, each compares its own columns.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,32 +31,13 @@ class Comparison(NamedTuple):
     slopes: Tensor
 
 
-class SoftTargets(Protocol):
-    """A teacher's probabilities for the supervised tokens of a micro-batch."""
-
-    temperature: float
-    kl: str
-    """FORWARD: KL(teacher ‖ student); REVERSE: KL(student ‖ teacher)."""
-    vocabulary: int
-    """Number of first tokens common to both vocabularies; both distributions are over these."""
-
-    def log_probabilities(
-        self, head: Any, log_student: Tensor, targets: Tensor, tokens: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Return the teacher's log-probabilities of all tokens, and those of the targets.
-
-        The former are [rows, columns] float32 at the temperature, the latter [rows] at temperature
-        1. log_student: [rows, columns] float32, the student's at the temperature. tokens: the
-        chunk. Collective if ranks divide the vocabulary.
-        """
-
-
 @dataclass
 class TeacherLogits:
     """Soft targets of a teacher in memory, whose logits are computed with the student's.
 
     hidden: [tokens, width], the teacher's states after its last norm. teacher: its head, with
-    gathered weight.
+    gathered weight. vocabulary: number of first tokens common to both vocabularies, over which both
+    distributions are. kl: FORWARD: KL(teacher ‖ student); REVERSE: KL(student ‖ teacher).
     """
 
     hidden: Tensor
@@ -68,6 +49,12 @@ class TeacherLogits:
     def log_probabilities(
         self, head: Any, log_student: Tensor, targets: Tensor, tokens: slice
     ) -> tuple[Tensor, Tensor]:
+        """Return the teacher's log-probabilities of all tokens, and those of the targets.
+
+        The former are [rows, columns] float32 at the temperature, the latter [rows] at temperature
+        1. log_student: [rows, columns] float32, the student's at the temperature. tokens: the
+        chunk. Collective if ranks divide the vocabulary.
+        """
         weight = self.teacher.rows()[: log_student.shape[1]]
         hidden = self.teacher.inputs(self.hidden[tokens])
         logits = capped(F.linear(hidden, weight).float(), self.teacher.softcap)
@@ -102,7 +89,8 @@ class ListedTargets:
     The remaining probability is distributed over all other tokens in proportion to the student's
     probabilities. This is the distribution nearest to the student's that has the listed
     probabilities, so only the listed tokens and the size of the remainder affect the student. If
-    every token is listed, it is the teacher's distribution.
+    every token is listed, it is the teacher's distribution. Further fields and methods: see
+    TeacherLogits.
     """
 
     top: TopTokens
@@ -123,6 +111,10 @@ class ListedTargets:
         together = (-rest.clamp(max=LARGEST_LOG).exp()).log1p()
         reduce_into(log_p, *place, logs + (together - logs.logsumexp(-1))[:, None], "amax")
         return log_p, target.float()
+
+
+SoftTargets = TeacherLogits | ListedTargets
+"""A teacher's probabilities for the supervised tokens of a micro-batch."""
 
 
 def likeliest(soft: TeacherLogits, count: int, targets: Tensor) -> TopTokens:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import yaml
 
-from fsdp_trainer.config.context_methods import choose_context_method
+from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.models.config import ModelConfig, RankConfig
 from fsdp_trainer.parallel.balance_tokens import deal_tokens, token_costs
 
 
@@ -46,5 +47,6 @@ def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, win
 """),
 )
 def test_whole_heads_are_dealt_where_they_divide_and_else_keys_travel(heads, row, softcap, method):
-    split = Sharding(context=4)
-    assert choose_context_method(split, heads, row, softcap).method == method
+    cap = 30.0 if softcap else None
+    part = RankConfig(ModelConfig(num_attention_heads=heads, attn_logit_softcapping=cap))
+    assert context_method(Sharding(context=4), row, part).method == method

@@ -120,7 +120,10 @@ class Study:
                 self.study.tell(trial, state=ended[job.state])
 
     def prunes(self, job: Job, validates: bool, lines: list[dict[str, Any]]) -> bool:
-        """Report the metrics in `lines` to the pruner. Returns True if the job must end early."""
+        """Report the metrics in `lines` to the pruner. Returns True if the job must end early.
+
+        validates: True if the job computes a validation loss.
+        """
         trial, reported = self._open[job.job][0], False
         if job.job not in self._last_step:
             self._last_step[job.job] = max(

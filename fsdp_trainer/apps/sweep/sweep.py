@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fsdp_trainer.apps.sweep.jobs import (
     Board,
@@ -99,27 +99,8 @@ def refuse_launcher(words: list[str], config_dir: str | None) -> None:
     raise UserError("the sweep cannot be started", f"-m under {under}", reason)
 
 
-class JobSearch(Protocol):
-    """Chooses the jobs of a sweep."""
-
-    def ask(self, room: int) -> Sequence[Sequence[str]]:
-        """Return the overrides of the next jobs; [] when there are no more.
-
-        room: the most jobs to return. FixedJobs returns all.
-        """
-
-    def tell(self, job: Job) -> None:
-        """Record how a job ended."""
-
-    def prunes(self, job: Job, validates: bool, lines: list[dict[str, Any]]) -> bool:
-        """Return True if a job must end early.
-
-        validates: True if it computes a validation loss; lines: the new lines of its metrics.
-        """
-
-
 class FixedJobs:
-    """The search of a sweep whose jobs are all known in advance."""
+    """The search of a sweep whose jobs are all known in advance. See Study."""
 
     def __init__(self, batch: Sequence[Sequence[str]]):
         self.batch: list[Sequence[str]] = list(batch)
@@ -134,6 +115,10 @@ class FixedJobs:
 
     def prunes(self, job: Job, validates: bool, lines: list[dict[str, Any]]) -> bool:
         return False
+
+
+if TYPE_CHECKING:
+    Search = FixedJobs | Study
 
 
 @dataclass
@@ -194,7 +179,7 @@ class Jobs:
         objectives = [self.jobs[job_id(overrides)].objective for overrides in batch]
         return [math.nan if value is None else value for value in objectives]
 
-    def run(self, search: JobSearch) -> None:
+    def run(self, search: "Search") -> None:
         """Run the jobs of a search, as many at the same time as there is room for.
 
         Raises SweepStopped after a signal.
@@ -214,14 +199,14 @@ class Jobs:
             self._wait(search)
         raise SweepStopped
 
-    def _start_waiting(self, waiting: deque[str], search: JobSearch) -> None:
+    def _start_waiting(self, waiting: deque[str], search: "Search") -> None:
         while waiting and not self.received and self._has_room(waiting[0]):
             id = waiting.popleft()
             self._begin(id)
             if id not in self._running:
                 search.tell(self.jobs[id])
 
-    def _accept(self, batch: Sequence[Sequence[str]], search: JobSearch) -> list[str]:
+    def _accept(self, batch: Sequence[Sequence[str]], search: "Search") -> list[str]:
         """Check the jobs of a batch. Returns the ids of new ones: each job is run only once."""
         first, new = not self.jobs, list[str]()
         for overrides in batch:
@@ -246,7 +231,7 @@ class Jobs:
             self.hold()
         return new
 
-    def _wait(self, search: JobSearch) -> None:
+    def _wait(self, search: "Search") -> None:
         if not self._running:
             return
         time.sleep(LOOK_SECONDS)
@@ -265,7 +250,7 @@ class Jobs:
             running = self._running.items()
             self._board.show({titles[id]: job.summary() for id, job in running})
 
-    def _read_metrics(self, job: Job, started: RunningJob, search: JobSearch, ended: bool) -> None:
+    def _read_metrics(self, job: Job, started: RunningJob, search: "Search", ended: bool) -> None:
         now = time.monotonic()
         if now - started.last_read <= READ_SECONDS and not ended:
             return

@@ -5,10 +5,11 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from fsdp_trainer.apps.sweep.jobs import JobToStart
-from fsdp_trainer.apps.sweep.slurm import OnSlurm
+from fsdp_trainer.apps.sweep.slurm import OnSlurm, SubmittedJob
 from fsdp_trainer.base.process import OWN_ENDING, PARENT, SIGNALS, cores
 from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.config.devices import gpus
@@ -18,37 +19,11 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.start import ranks_to_start, start_process
 
 
-class JobHandle(Protocol):
-    """A started job, to be polled and signalled."""
-
-    def poll(self) -> int | None:
-        """Return the run's exit code, below 0 if a signal killed it; None while it runs."""
-
-    def signal(self, signum: int) -> None:
-        """Send a signal. Does nothing if the job has ended."""
-
-
-class SweepBackend(Protocol):
-    """Starts jobs, as many at the same time as there is room for."""
-
-    at_once: int
-    """Maximum number of jobs at the same time. If it is 1, a job prints to the sweep's output."""
-
-    def world(self, cfg: Launch) -> int:
-        """Return the number of ranks of a job that is started like this."""
-
-    def memory_gib(self) -> float | None:
-        """Return the memory in GiB that a rank may use on its device; None if it is unknown."""
-
-    def has_room(self, cfg: Launch) -> bool:
-        """Return True if another job like this can be started now."""
-
-    def start(self, job: JobToStart) -> JobHandle:
-        """Start a training."""
-
-
 class OnThisNode:
-    """hydra/launcher=local: each job is a process on this node with its own devices."""
+    """hydra/launcher=local: each job is a process on this node with its own devices.
+
+    at_once: number of jobs at the same time; if it is 1, a job prints to the sweep's output.
+    """
 
     def __init__(self, settings: Local, cfg: Launch):
         """Find the devices. Raises UserError for jobs of several nodes.
@@ -126,13 +101,15 @@ class OnThisNode:
         return self.running[-1]
 
 
+@dataclass(eq=False)
 class LocalJob:
     """A job on this node, and the devices it uses."""
 
-    def __init__(self, process: subprocess.Popen, devices: list[str]):
-        self.process, self.devices = process, devices
+    process: subprocess.Popen
+    devices: list[str]
 
     def poll(self) -> int | None:
+        """Return the exit code, below 0 if a signal killed the run; None while it runs."""
         return self.process.poll()
 
     def signal(self, signum: int) -> None:
@@ -152,6 +129,8 @@ def devices(cfg: Launch) -> list[str]:
     )
 
 
+JobHandle = LocalJob | SubmittedJob
+SweepBackend = OnThisNode | OnSlurm
 SWEEP_BACKENDS: dict[str, Callable[[Any, Launch], SweepBackend]] = {
     "local": OnThisNode,
     "slurm": OnSlurm,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
@@ -11,25 +11,6 @@ from fsdp_trainer.rl.rewards.reward import Attempt, Reward
 
 ROW_TOKENS = 4096
 """Tokens of a packed row of answers that a reward model scores at once, unless one is longer."""
-
-
-class AnswerScorer(Protocol):
-    """A reward model in memory."""
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest text that it reads."""
-
-    def scores_of_answers(
-        self,
-        prompts: Sequence[list[dict[str, Any]]],
-        answers: Sequence[str],
-        tools: Sequence[list[dict[str, Any]] | None],
-    ) -> list[float]:
-        """Return the score of each answer.
-
-        prompts, tools: for each answer, the turns before it and the tools of its row.
-        """
 
 
 @dataclass(frozen=True)
@@ -44,7 +25,7 @@ class ModelReward(Reward):
         None, "the reward model: a run with objective=reward, a Hugging Face folder or a hub id"
     )
     dtype: str = key("float32", "number format of its weights", choices=("float32", "bfloat16"))
-    scorer: AnswerScorer | None = field(default=None, repr=False, compare=False)
+    scorer: Any = field(default=None, repr=False, compare=False)
 
     def wrong_parts(self) -> str | None:
         if self.source is None:

@@ -15,7 +15,7 @@ from fsdp_trainer.generation.continuations import (
     room_after,
 )
 from fsdp_trainer.generation.decoding import Decoding
-from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
+from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 
 
@@ -88,7 +88,7 @@ class ModelSampler:
     stop_ids: Collection[int]
     rows: int
     samples: int = 1
-    ranks: Ranks = field(default_factory=OneRank)
+    ranks: OneRank = field(default_factory=OneRank)
     decoding: Decoding | None = None
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ def answer_all(
     version: int,
     samples: int,
     stop_ids: Collection[int],
-    ranks: Ranks,
+    ranks: OneRank,
     **options: Any,
 ) -> list[SampledAnswer]:
     """Return an answer to each request. Collective if `ranks` is.

@@ -133,15 +133,15 @@ class Served(AnsweringModel):
         self.engine.join()
 
 
+@dataclass
 class AccessGuard:
     """Middleware that accepts requests with the token, or without one those to this machine.
 
     A page of another site could otherwise use the visitor's browser to reach the server.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None):
-        self.app = app
-        self.token = token
+    app: ASGIApp
+    token: str | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -189,10 +189,7 @@ def make_app(served: AnsweringModel) -> Starlette:
         return JSONResponse({"object": "list", "data": [about]})
 
     async def model(request: Request) -> Response:
-        try:
-            require_model(request.path_params["id"], served)
-        except BadRequest as error:
-            return error_response(error.status, error.message, error.param, error.code)
+        require_model(request.path_params["id"], served)
         return JSONResponse(about)
 
     answers = served.answers
@@ -207,7 +204,12 @@ def make_app(served: AnsweringModel) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[Middleware(AccessGuard, token=served.token)],
-        exception_handlers={HTTPException: wrong_path, Exception: own_fault},
+        exception_handlers={
+            HTTPException: wrong_path,
+            BadRequest: refused,
+            ClientDisconnect: unheard,
+            Exception: own_fault,
+        },
     )
 
 
@@ -217,6 +219,14 @@ async def wrong_path(request: Request, error: Any) -> Response:
         reason = f"not allowed: {shown}. It is served by {error.headers['Allow']}"
         return error_response(405, reason, code="method_not_supported")
     return error_response(error.status_code, f"there is no such address: {shown}")
+
+
+async def refused(request: Request, error: Any) -> Response:
+    return error_response(error.status, error.message, error.param, error.code)
+
+
+async def unheard(request: Request, error: Exception) -> Response:
+    return Response(status_code=DISCONNECTED)
 
 
 async def own_fault(request: Request, error: Exception) -> Response:
@@ -247,16 +257,14 @@ def page_response(served: Served) -> Response:
 
 
 async def complete(request: Request, served: Served, read: ReadRequest) -> Response:
-    """Answer a request for the next turn, or for more text, at once or as a stream."""
-    try:
-        wanted = read(await body_of(request), served.defaults)
-        require_model(wanted.settings.model, served)
-        loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(served.encoder, served.prompts.encode, wanted)
-    except BadRequest as error:
-        return error_response(error.status, error.message, error.param, error.code)
-    except ClientDisconnect:
-        return Response(status_code=DISCONNECTED)
+    """Answer a request for the next turn, or for more text, at once or as a stream.
+
+    Raises BadRequest and ClientDisconnect, which the application answers.
+    """
+    wanted = read(await body_of(request), served.defaults)
+    require_model(wanted.settings.model, served)
+    loop = asyncio.get_running_loop()
+    prompts = await loop.run_in_executor(served.encoder, served.prompts.encode, wanted)
     common = request, served.engine, served.name, wanted.settings, prompts
     if isinstance(wanted, TextRequest):
         answers: Answers = TextAnswers(wanted, *common)

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -49,6 +49,7 @@ def error_object(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+@dataclass(eq=False)
 class Answers:
     """The answers to one request, received from the engine piece by piece.
 
@@ -58,17 +59,14 @@ class Answers:
     kind, id_prefix = "chat.completion", "chatcmpl"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request: Request,
-        engine: Engine,
-        model: str,
-        settings: AnswerSettings,
-        prompts: Sequence[EncodedPrompt],
-    ):
-        self.request, self.engine, self.model, self.settings = request, engine, model, settings
-        self.prompts = prompts
-        self.words = TextStream(engine.speaker.tokenizer)
+    request: Request
+    engine: Engine
+    model: str
+    settings: AnswerSettings
+    prompts: Sequence[EncodedPrompt]
+
+    def __post_init__(self) -> None:
+        self.words = TextStream(self.engine.speaker.tokenizer)
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -76,24 +74,24 @@ class Answers:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        seed = secrets.randbits(62) if settings.seed is None else settings.seed
-        sampling = replace(settings.sampling, seed=seed)
-        own = frozenset() if settings.ignores_end else engine.speaker.tokenizer.stop_ids
+        seed = secrets.randbits(62) if self.settings.seed is None else self.settings.seed
+        sampling = replace(self.settings.sampling, seed=seed)
+        own = frozenset() if self.settings.ignores_end else self.engine.speaker.tokenizer.stop_ids
         self.jobs = [
             ChatJob(
                 prompt.tokens,
                 sampling,
-                settings.stops,
+                self.settings.stops,
                 send,
                 prompt.media,
-                stop_ids=settings.stop_tokens | own,
+                stop_ids=self.settings.stop_tokens | own,
                 first=number * sampling.samples,
                 goes_on=prompt.goes_on,
                 scores_prompt=self.scores_prompts,
             )
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(self.prompts)
         ]
-        self.count = len(prompts) * sampling.samples
+        self.count = len(self.prompts) * sampling.samples
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from fsdp_trainer.apps.chat.app import Answer, AnsweringModel, body_of, require_model
 from fsdp_trainer.apps.chat.encoded_prompts import CHARACTERS_PER_TOKEN
-from fsdp_trainer.apps.chat.http_answers import DISCONNECTED, POLL_SECONDS, error_response
+from fsdp_trainer.apps.chat.http_answers import POLL_SECONDS, error_response
 from fsdp_trainer.apps.chat.requests import (
     MAX_PROMPTS,
     BadRequest,
@@ -85,19 +85,14 @@ Compute = Callable[[ServedReader, Any], Json]
 
 async def answer(request: Request, served: ServedReader, compute: Compute) -> Response:
     """Answer a request; one that waits is forgotten if its client goes away."""
-    try:
-        work = asyncio.wrap_future(served.worker.submit(compute, served, await body_of(request)))
-        while not (await asyncio.wait([work], timeout=POLL_SECONDS))[0]:
-            if await request.is_disconnected():
-                work.cancel()
-                raise ClientDisconnect
-        if work.cancelled():
-            return error_response(503, "the server is closing")
-        return JSONResponse(work.result())
-    except BadRequest as error:
-        return error_response(error.status, error.message, error.param, error.code)
-    except ClientDisconnect:
-        return Response(status_code=DISCONNECTED)
+    work = asyncio.wrap_future(served.worker.submit(compute, served, await body_of(request)))
+    while not (await asyncio.wait([work], timeout=POLL_SECONDS))[0]:
+        if await request.is_disconnected():
+            work.cancel()
+            raise ClientDisconnect
+    if work.cancelled():
+        return error_response(503, "the server is closing")
+    return JSONResponse(work.result())
 
 
 def embeddings(served: ServedReader, body: Any) -> Json:

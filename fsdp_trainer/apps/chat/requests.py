@@ -28,15 +28,17 @@ TEXT_TOKENS = 16
 KEYS = table_beside(__file__)
 
 
+@dataclass(eq=False)
 class BadRequest(Exception):
     """A request that cannot be answered.
 
     message: of the error. param: the key that caused it or None. status: of HTTP. code: OpenAI's.
     """
 
-    def __init__(self, message: str, param: str | None, status: int = 400, code: str | None = None):
-        super().__init__(message, param)
-        self.message, self.param, self.status, self.code = message, param, status, code
+    message: str
+    param: str | None
+    status: int = 400
+    code: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Report of a run's progress to its files, trackers and console. It makes no decisions."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +31,27 @@ from fsdp_trainer.observe.tracker_threads import Trackers
 STEPS_OF_ETA = 50  # the last steps, whose mean time predicts the remaining time
 
 
+@dataclass(eq=False)
 class Observer:
     """The reporting of one rank. Only rank 0 has records and trackers.
 
-    Methods that all ranks must call together are marked as collective.
+    Methods that all ranks must call together are marked as collective. work: the arithmetic of a
+    step.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        records: Records | None,
-        device: torch.device,
-        config: ModelConfig,
-        seq_len: int,
-        work: TrainedWork,
-    ):
-        """Report to the console and, on rank 0, to `records`, which is None on other ranks.
+    console: Console
+    records: Records | None
+    device: torch.device
+    config: ModelConfig
+    seq_len: int
+    work: TrainedWork
 
-        work: the arithmetic of a step.
-        """
-        self.console, self.records = console, records
-        self.device, self.config, self.seq_len, self.work = device, config, seq_len, work
+    def __post_init__(self) -> None:
         self.trackers: Trackers | None = None
         self.run: RunInfo | None = None
         """The run that is passed to callbacks; None as long as they are not called yet."""
-        cuda = device.type == "cuda"
-        self.peak = peak_flops(torch.cuda.get_device_name(device)) if cuda else None
+        cuda = self.device.type == "cuda"
+        self.peak = peak_flops(torch.cuda.get_device_name(self.device)) if cuda else None
         self.about: list[str] = []
         """Lines about model, world and data that were printed at the start."""
         self.last_loss: float | None = None

@@ -69,15 +69,18 @@ class StepClock:
         return seconds
 
 
+@dataclass(eq=False)
 class StepLog:
-    """The steps since the last read. Only `read` waits for the device."""
+    """The steps since the last read. Only `read` waits for the device.
 
-    def __init__(self, every: int, metrics_size: int, clock: StepClock):
-        """Create an empty log.
+    every: steps between two reads. metrics_size: number of sums of a step's metrics.
+    """
 
-        every: steps between two reads. metrics_size: number of sums of a step's metrics.
-        """
-        self.every, self.metrics_size, self.clock = every, metrics_size, clock
+    every: int
+    metrics_size: int
+    clock: StepClock
+
+    def __post_init__(self) -> None:
         self.longest_interval = 0.0
         """The most seconds of training between two reads, not counting the first interval, which
         includes compilation."""

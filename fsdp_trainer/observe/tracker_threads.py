@@ -38,21 +38,21 @@ class Late:
         self.last = step
 
 
+@dataclass(eq=False)
 class TrackerThread:
-    def __init__(
-        self,
-        name: str,
-        open_tracker: Callable[[], TrackedSteps],
-        read_back: Callable[[TrackedSteps, Late], Any],
-        say: Callable[[str], None],
-    ):
-        """read_back: sends the lines of late steps to the tracker."""
-        self.name, self.open_tracker, self.read_back, self.say = name, open_tracker, read_back, say
+    """A thread that sends lines to a tracker. read_back: sends those of late steps."""
+
+    name: str
+    open_tracker: Callable[[], TrackedSteps]
+    read_back: Callable[[TrackedSteps, Late], Any]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._queue: SimpleQueue[Work | Late | None] = SimpleQueue()
         self._late: Late | None = None
         """The last entry of the queue, if it is a Late and the thread has not begun with it."""
         self._lock = Lock()
-        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread = Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
         self._thread.start()
 
     def put(self, work: Work, step: int | None = None) -> None:

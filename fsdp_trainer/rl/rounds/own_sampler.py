@@ -1,6 +1,7 @@
 """Answers of the model in training, made on the ranks that train it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,43 +16,37 @@ from fsdp_trainer.parallel.parallelize import reshard, stay_gathered
 from fsdp_trainer.rl.rollouts.sampler import Request, SampledAnswer, answer_all
 
 
+@dataclass(frozen=True)
 class OwnSampler:
     """Samples from the model in training, on the ranks that train it.
 
     The random draws depend on run.seed, the prompt and its row, and the sample, not on the ranks.
     """
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        model: Decoder,
-        tokenizer: TextTokenizer,
-        split: WorkSplit,
-        device: torch.device,
-    ):
-        choice = cfg.objective
-        self.model, self.split, self.device = model, split, device
-        self.stop_ids = tokenizer.stop_ids
-        self.samples, self.rows = choice.samples, choice.answer_rows
-        self.sharding, self.precision = cfg.sharding, cfg.precision
-        self.compiled = cfg.compile.enabled
-        self.sampling = Sampling(
-            max_tokens=choice.max_new_tokens,
-            temperature=choice.temperature,
-            seed=cfg.run.seed,
-            log_probabilities=True,
-        )
+    cfg: TrainConfig
+    model: Decoder
+    tokenizer: TextTokenizer
+    split: WorkSplit
+    device: torch.device
 
     @torch.no_grad()
     def sample(
         self, requests: Sequence[Request], step: int, check: Callable[[], None]
     ) -> list[SampledAnswer]:
         """See AnswerSampler. check: called before each batch of answers."""
-        gathered = stay_gathered(self.model, self.sharding, self.precision, self.device)
+        cfg, choice = self.cfg, self.cfg.objective
+        sampling = Sampling(
+            max_tokens=choice.max_new_tokens,
+            temperature=choice.temperature,
+            seed=cfg.run.seed,
+            log_probabilities=True,
+        )
+        gathered = stay_gathered(self.model, cfg.sharding, cfg.precision, self.device)
+        rows = choice.answer_rows
         try:
-            with without_compiling(self.compiled), gathered:
-                generation = generation_of(self.model, self.sampling, self.device)
-                how = self.samples, self.stop_ids, self.split.ranks
-                return answer_all(generation, requests, step, *how, rows=self.rows, check=check)
+            with without_compiling(cfg.compile.enabled), gathered:
+                generation = generation_of(self.model, sampling, self.device)
+                how = choice.samples, self.tokenizer.stop_ids, self.split.ranks
+                return answer_all(generation, requests, step, *how, rows=rows, check=check)
         finally:
             reshard(self.model)

@@ -1,6 +1,7 @@
 """Rounds of generation on ranks of their own: the side of the training ranks."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,19 +43,19 @@ def result_key(number: int) -> str:
     return f"result{number}"
 
 
+@dataclass(eq=False)
 class RankRounds:
-    """Rounds that rollout ranks run while these ranks train; see Rounds."""
+    """Rounds that rollout ranks run while these ranks train; see Rounds.
 
-    def __init__(
-        self,
-        model: Decoder,
-        link: RolloutLink,
-        device: torch.device,
-        ended_ranks: Callable[[], list[int]],
-    ):
-        """ended_ranks: returns the ranks of this node that have ended."""
-        self.model, self.link, self.device = model, link, device
-        self.ended_ranks = ended_ranks
+    ended_ranks: returns the ranks of this node that have ended.
+    """
+
+    model: Decoder
+    link: RolloutLink
+    device: torch.device
+    ended_ranks: Callable[[], list[int]]
+
+    def __post_init__(self) -> None:
         self._number = 0
         self._runs, self._forgets = False, False
 

@@ -118,6 +118,7 @@ class StepBlock(NamedTuple):
     completed: list[StepPlan]
 
 
+@dataclass(eq=False)
 class RolloutSource:
     """Stored prompts, of which each step uses the next ones and trains on rollouts of them.
 
@@ -126,21 +127,18 @@ class RolloutSource:
     a rollout's scores.
     """
 
-    def __init__(
-        self,
-        prompts: StoredRows,
-        rounds: Rounds,
-        titles: list[str],
-        tokenizer: TextTokenizer,
-        context: SourceContext,
-    ):
-        self.prompts, self.rounds, self.titles = prompts, rounds, titles
-        self.tokenizer, self.context = tokenizer, context
-        self.cfg: TrainConfig = context.cfg
-        self.assembler = Assembler(prompts.order.seq_len, 1, context.options)
-        self.order: Mixture = prompts.order
+    prompts: StoredRows
+    rounds: Rounds
+    titles: list[str]
+    tokenizer: TextTokenizer
+    context: SourceContext
+
+    def __post_init__(self) -> None:
+        self.cfg: TrainConfig = self.context.cfg
+        self.assembler = Assembler(self.prompts.order.seq_len, 1, self.context.options)
+        self.order: Mixture = self.prompts.order
         self.source_names = [""]
-        self.fingerprint, self.first_row = prompts.fingerprint, prompts.first_row
+        self.fingerprint, self.first_row = self.prompts.fingerprint, self.prompts.first_row
         self._rollouts: dict[int, StepRollouts] = {}
         """Of the current step and of later ones, by step."""
         self._stored: list[OpenEpisode] = []

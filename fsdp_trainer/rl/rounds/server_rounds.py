@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
@@ -36,12 +37,17 @@ class Background:
             self._is_done.set()
 
 
+@dataclass(eq=False)
 class ServerRounds:
-    """Rounds in which each rank lets a server answer its part of the prompts; see Rounds."""
+    """Rounds in which each rank lets a server answer its part of the prompts; see Rounds.
 
-    def __init__(self, maker: RoundMaker, sampler: ServerSampler):
-        """maker: plays with `sampler`, without a collective."""
-        self.maker, self.sampler = maker, sampler
+    maker: plays with `sampler`, without a collective.
+    """
+
+    maker: RoundMaker
+    sampler: ServerSampler
+
+    def __post_init__(self) -> None:
         self._work: Background | None = None
 
     def start(self, work: RoundWork, check: Check) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from planted_faults import PLANTS, weighed
 
-from fsdp_trainer.apps.prove.registry import OF_A_RUN
+from fsdp_trainer.apps.prove.run_certificate import OF_A_RUN
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.extensions import CALLBACKS, Callback
 from fsdp_trainer.models.balance import Balance

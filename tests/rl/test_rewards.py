@@ -660,7 +660,7 @@ def score_on_a_rank():
     """(message, scores) of a rank, of which the second alone fails, then of none that fails."""
     import torch.distributed as dist
 
-    from fsdp_trainer.rl.rewards.scores_on_ranks import score_on_ranks
+    from fsdp_trainer.rl.rollouts.answer_maker import score_on_ranks
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,11 +1,12 @@
 """The sections of `doctor`, in printing order. All ranks take part; rank 0 judges the results."""
 
+import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from statistics import median_high
 
@@ -13,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.apps.doctor import speed
-from fsdp_trainer.apps.doctor.doctor_report import UNHEALTHY, DoctorReport
 from fsdp_trainer.apps.doctor.group_links import group_links
-from fsdp_trainer.apps.doctor.layout_checks import check_layout, dimension_groups
 from fsdp_trainer.apps.doctor.machines import (
     HostFacts,
     configuration,
@@ -28,7 +27,7 @@ from fsdp_trainer.apps.doctor.machines import (
 from fsdp_trainer.apps.doctor.state_disk import state_disk
 from fsdp_trainer.apps.doctor.storage import input_digests, inputs, storage
 from fsdp_trainer.base.counted import counted
-from fsdp_trainer.base.safe_text import visible
+from fsdp_trainer.base.safe_text import safe, visible
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
@@ -37,6 +36,7 @@ from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch.facts import (
     CLOCK_SECONDS,
     Check,
+    RankFacts,
     changed_keys,
     clocks,
     facts_of,
@@ -44,13 +44,64 @@ from fsdp_trainer.launch.facts import (
     gigabytes,
     judge,
     limits,
+    parted_tensor_groups,
     who,
 )
 from fsdp_trainer.launch.nodes import unreachable
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.attention_choice import AMPERE, BEST, NAMES, choose
 from fsdp_trainer.models.attention_kernels import describe_device
+from fsdp_trainer.parallel.dims import groups_along
 from fsdp_trainer.parallel.memory_check import gib, host_bytes
+
+COLOURS = {"ok": "32", "note": "2", "warning": "33", "problem": "31"}
+UNHEALTHY = 3  # exit code
+
+
+class DoctorReport:
+    """Prints each finding immediately, under the heading of its section. Only rank 0 prints."""
+
+    def __init__(self, format: str, quiet: bool):
+        self.format, self.quiet = format, quiet
+        self.counts = dict.fromkeys(COLOURS, 0)
+        self.section = ""
+
+    def add(self, section: str, *findings: Check) -> None:
+        for finding in findings:
+            self.counts[finding.mark] += 1
+            self._print(self._line(section, finding))
+            self.section = section
+
+    def close(self) -> int:
+        problems, warnings = self.counts["problem"], self.counts["warning"]
+        if self.format == "text":
+            self._print(f"\n{_some(problems, 'problem')}, {_some(warnings, 'warning')}")
+        return UNHEALTHY if problems else 0
+
+    def _print(self, text: str) -> None:
+        try:
+            if not self.quiet:
+                print(safe(text), flush=True)
+        except BrokenPipeError:  # the reader ended, but the other ranks still wait for this one
+            self.quiet = True
+
+    def _line(self, section: str, finding: Check) -> str:
+        if self.format == "json":
+            fields = asdict(finding)
+            del fields["certain"]
+            return json.dumps({"section": section, **fields}, ensure_ascii=False)
+        mark = f"{finding.mark:8}"
+        if sys.stdout.isatty():
+            mark = f"\033[{COLOURS[finding.mark]}m{mark}\033[0m"
+        first, *rest = finding.text.splitlines() or [""]
+        lines = [f"  {mark} {finding.what:22} {first}", *(f"{'':34}{line}" for line in rest)]
+        lines += [f"{'':34}→ {finding.advice}"] if finding.advice else []
+        return "\n".join([*(["", section] if section != self.section else []), *lines])
+
+
+def _some(number: int, noun: str) -> str:
+    return counted(number, noun) if number else f"no {noun}s"
+
 
 MAX_WAIT_SECONDS = 180.0  # upper bound on launch.timeout when waiting for other ranks
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
@@ -281,3 +332,36 @@ def devices(
         advice = "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE"
         findings.append(Check("warning", "all devices", text, advice))
     return findings
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+
+def check_layout(layout: Layout, everyone: Sequence[RankFacts]) -> list[Check]:
+    """Report the sizes of the dimensions, or a problem if the ranks do not fit the layout."""
+    sharding, problem = layout.sharding, layout.problem
+    if problem is not None:
+        reason, _, advice = problem.reason.partition("\n")
+        return [Check("problem", problem.what, reason, advice.strip())]
+    sizes = {name: size for name, size in layout.sizes.items() if size > 1}
+    if sharding.expert > 1:
+        sizes["expert"] = sharding.expert
+    if set(sizes) <= {"shard"}:
+        return []
+    named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return [Check("ok", "layout", named), *parted_tensor_groups(sharding, everyone)]
+
+
+def dimension_groups(layout: Layout) -> dict[str, list[list[int]]]:
+    """Return, by name of each dimension, the groups of ranks that differ only in this dimension.
+
+    Dimensions of size 1 and those of all ranks are left out. Returns {} if the ranks do not fit
+    the layout.
+    """
+    if layout.problem is not None:
+        return {}
+    sizes, ranks = layout.sizes, layout.ranks
+    groups = {name: groups_along(name, sizes) for name, n in sizes.items() if 1 < n < ranks}
+    if 1 < layout.sharding.expert < ranks:
+        groups["expert"] = groups_along("expert", layout.expert_sizes)
+    return groups

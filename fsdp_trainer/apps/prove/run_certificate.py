@@ -2,15 +2,31 @@
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from fsdp_trainer.apps.prove.checks import (
+    exports,
+    layout,
+    mask,
+    other_program,
+    packing,
+    prompts,
+    resume,
+    trained,
+)
 from fsdp_trainer.apps.prove.proof import forked_ranks
-from fsdp_trainer.apps.prove.proof.certificate import Certificate
+from fsdp_trainer.apps.prove.proof.certificate import Certificate, Findings
 from fsdp_trainer.apps.prove.proof.evidence import Evidence
 from fsdp_trainer.apps.prove.proof.narrowing import Narrowing
-from fsdp_trainer.apps.prove.registry import OF_A_RUN
 from fsdp_trainer.config.verbs import ProveConfig
 from fsdp_trainer.observe.console import Console
+
+OF_A_RUN: list[Callable[[Evidence], Findings]] = [
+    layout.check, other_program.check, packing.check, trained.check, mask.check, prompts.check,
+    resume.check, exports.check,
+]  # fmt: skip
+"""Functions of the evidence of a run."""
 
 
 def prove_run(cfg: ProveConfig, words: list[str]) -> Certificate:

@@ -3,50 +3,38 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.rl.environments.environment import last_text
 from fsdp_trainer.rl.reasoning import said_in
-from fsdp_trainer.rl.rewards.reward import Attempt, Reward, totals
-from fsdp_trainer.rl.rewards.scores_on_ranks import score_on_ranks
+from fsdp_trainer.rl.rewards.reward import Attempt, Reward, score, totals
 from fsdp_trainer.rl.rollouts.episode import Episode, OpenEpisode
-from fsdp_trainer.rl.rollouts.episode_player import PROMPT_END, Questions
+from fsdp_trainer.rl.rollouts.episode_player import PROMPT_END, EpisodePlayer, Questions
 from fsdp_trainer.rl.rollouts.rollout import EpisodeFacts, Rollout
 from fsdp_trainer.rl.rollouts.sampler import AnswerSampler, Request
 
 T = TypeVar("T")
 
 
-class Player(Protocol):
-    @property
-    def titles(self) -> list[str]:
-        """The names of the player's own rewards."""
-
-    def begin(self, episodes: list[Episode], questions: Questions) -> None:
-        """Begin new episodes."""
-
-    def begin_again(self, episodes: list[Episode], questions: Questions) -> None:
-        """Begin stored episodes where they were."""
-
-    def go_on(self, episodes: list[Episode], step: int, check: Callable[[], None]) -> None:
-        """Play until every episode has ended or has no budget left."""
-
-    def close(self, episodes: list[Episode]) -> None:
-        """Finish ended episodes."""
-
-
 @dataclass
 class AnswerPlayer:
-    """Lets the model answer each prompt once. longest: tokens of an answer at most."""
+    """Lets the model answer each prompt once. longest: tokens of an answer at most.
+
+    Its methods are those of EpisodePlayer.
+    """
 
     sampler: AnswerSampler
     longest: int
 
     @property
     def titles(self) -> list[str]:
-        """See Player: it has none."""
+        """The names of the player's own rewards: it has none."""
         return []
 
     def begin(self, episodes: list[Episode], questions: Questions) -> None:
@@ -54,7 +42,7 @@ class AnswerPlayer:
             episode.add_context([*episode.request.prompt])
 
     def begin_again(self, episodes: list[Episode], questions: Questions) -> None:
-        """See Player."""
+        """See EpisodePlayer."""
 
     def go_on(self, episodes: list[Episode], step: int, check: Callable[[], None]) -> None:
         running = [episode for episode in episodes if episode.can_go_on]
@@ -66,7 +54,10 @@ class AnswerPlayer:
                 episode.end()
 
     def close(self, episodes: list[Episode]) -> None:
-        """See Player."""
+        """See EpisodePlayer."""
+
+
+Player = AnswerPlayer | EpisodePlayer
 
 
 @dataclass
@@ -193,3 +184,27 @@ def rewarded(episode: Episode, others: float, scores: Sequence[float], has_own: 
         by_turn,
         facts if has_facts else None,
     )
+
+
+# --- scores on every rank -------------------------------------------------------------------------
+
+
+def score_on_ranks(rewards: Sequence[Reward], attempts: Sequence[Attempt]) -> list[list[float]]:
+    """Return, for each reward, the unweighted scores of this rank's attempts. Collective.
+
+    If a rank fails, raises the error of the first such rank on all ranks: a UserError or RunFailed.
+    """
+    scores: list[list[float]] = []
+    failure: UserError | RunFailed | None = None
+    try:
+        scores = score(rewards, attempts)
+    except (UserError, RunFailed) as error:
+        failure = error
+    except Exception as error:  # from a user's reward; the other ranks would wait for this rank
+        failure = RunFailed(f"a reward failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
+    for rank, other in enumerate(gather(failure)):
+        if other is not None:
+            raise failure if rank == own_rank and failure else other
+    return scores

@@ -1,6 +1,7 @@
 """JSON files that may come from anyone."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,12 @@ def is_deeper(content: Any, levels: int) -> bool:
             value for each in inner for value in (each.values() if isinstance(each, dict) else each)
         ]
     return True
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield the texts in JSON, at any depth; keys are none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)

@@ -1,7 +1,7 @@
 """Entries of a list or key that name a thing with its settings, as {name: length, max: 512}."""
 
 from collections.abc import Mapping
-from dataclasses import Field
+from dataclasses import Field, fields
 from typing import Any
 
 from fsdp_trainer.config.check import as_text, convert, wrong_type, wrong_with
@@ -27,3 +27,9 @@ def wrong_part(part: str, value: Any, known: Mapping[str, Field | None], what: s
         return f"{part}: {as_text(value)}  {wrong_type(part, value, about)}"
     problem = wrong_with(converted, about)
     return f"{part}: {as_text(value)}  {problem}" if problem else None
+
+
+def values_for(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in the types of the fields of a class. Raises ValueError."""
+    types = {about.name: about.type for about in fields(cls)}
+    return {part: convert(value, types[part]) for part, value in given.items()}

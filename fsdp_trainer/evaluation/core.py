@@ -40,23 +40,23 @@ class TaskKind(NamedTuple):
     answer: Callable[[Item], int]
 
 
-def choice_texts(item: Item, delimiter: str) -> list[str]:
-    return [f"{item['query']}{delimiter}{choice}" for choice in item["choices"]]
-
-
-def schema_texts(item: Item, delimiter: str) -> list[str]:
-    return [f"{each}{delimiter}{item['continuation']}" for each in item["context_options"]]
-
-
-def language_texts(item: Item, delimiter: str) -> list[str]:
-    context = f"{item['context'].strip()}{delimiter}"
-    return [context, f"{context}{item['continuation']}"]
-
-
 KINDS = {
-    "multiple_choice": TaskKind(choice_texts, lambda item: item["gold"]),
-    "schema": TaskKind(schema_texts, lambda item: item["gold"]),
-    "language_modeling": TaskKind(language_texts, lambda item: 1),
+    "multiple_choice": TaskKind(
+        lambda item, between: [f"{item['query']}{between}{choice}" for choice in item["choices"]],
+        lambda item: item["gold"],
+    ),
+    "schema": TaskKind(
+        lambda item, between: [
+            f"{each}{between}{item['continuation']}" for each in item["context_options"]
+        ],
+        lambda item: item["gold"],
+    ),
+    "language_modeling": TaskKind(
+        lambda item, between: [
+            f"{item['context'].strip()}{between}{end}" for end in ("", item["continuation"])
+        ],
+        lambda item: 1,
+    ),
 }
 """Kinds of tasks by icl_task_type."""
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from fsdp_trainer.base.distributed import gather
-from fsdp_trainer.config.check import convert
-from fsdp_trainer.config.entries import wrong_part
+from fsdp_trainer.config.entries import values_for, wrong_part
 from fsdp_trainer.config.evaluation_inputs import in_folder, why_untyped
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import Data, Evaluation
@@ -25,7 +24,6 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import Scorer
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.rl.environments.known_environments import (
-    EnvironmentSpec,
     code_of,
     environment_problems,
     find_environment,
@@ -68,8 +66,7 @@ class EnvironmentTask:
         if problems:
             raise UserError("a task cannot be run", problems)
         data, options = beside(given.pop("data"), file.parent), {**DEFAULTS, **given}
-        known = {each.name: each for each in fields(ObjectiveChoice)}
-        values = {part: convert(value, known[part].type) for part, value in options.items()}
+        values = values_for(ObjectiveChoice, options)
         return cls(file, data, ObjectiveChoice(name="grpo", **values))
 
     @property
@@ -133,7 +130,8 @@ class EnvironmentTasks:
         self.tokenizer, self.turn_tokens = tokenizer, TurnTokens(template, tokenizer)
         self.tasks = [EnvironmentTask.read(name, cfg.code) for name in names]
         self.questions = [task.questions(cfg.limit) for task in self.tasks]
-        self.environments = [environment_of(task.choice) for task in self.tasks]
+        chosen = [task.choice.environment for task in self.tasks]
+        self.environments = [None if one is None else find_environment(one) for one in chosen]
         self.rewards = [open_rewards(make_rewards(task.choice.rewards)) for task in self.tasks]
         for task, spec, rewards in zip(self.tasks, self.environments, self.rewards, strict=True):
             if not rewards and not (spec and spec.rewards):
@@ -177,11 +175,6 @@ class EnvironmentTasks:
         player.go_on(episodes, 0, scorer.check)
         rollouts = [each for part in gather(maker.judge(episodes, questions)) for each in part]
         return metrics_of(rollouts, maker.titles)
-
-
-def environment_of(choice: ObjectiveChoice) -> EnvironmentSpec | None:
-    """Return the environment; None: an answer is one turn. Raises UserError."""
-    return None if choice.environment is None else find_environment(choice.environment)
 
 
 def is_first_of_group(scorer: Scorer) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp_trainer.base.torch_private import can_pack, pack_weight, packed_linear
 from fsdp_trainer.generation.key_value_cache import NextTokens
 from fsdp_trainer.models.attention import Cache
-from fsdp_trainer.models.decoder import Attention, Block, Decoder
+from fsdp_trainer.models.decoder import Attention, Block, Decoder, normed_heads
 from fsdp_trainer.models.feed_forward import MLP
 from fsdp_trainer.models.head import Head, cap_logits
 from fsdp_trainer.models.latent_attention import CosSin
@@ -122,15 +122,7 @@ class DecodingAttention:
 
     def __call__(self, x: Tensor, cos_sin: CosSin, layout: NextTokens, cache: Cache) -> Tensor:
         """Return the attention's output, [rows, 1, hidden]. x: [rows, 1, hidden]."""
-        q, k, v = self.project(x).split(self.widths, -1)
-        if self.qk_norm == "whole":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        heads = (-1, self.head_dim)
-        q, k, v = (projected.unflatten(-1, heads) for projected in (q, k, v))
-        if self.qk_norm == "head":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+        q, k, v = normed_heads(self, *self.project(x).split(self.widths, -1))
         k, v = cache.append(rotated(k, *cos_sin), v)
         mixed = layout.attend(rotated(q, *cos_sin), k, v, self.scoring)
         return self.output(mixed.flatten(-2))
@@ -197,14 +189,11 @@ def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], several: 
         weight = torch.cat([each.detach() for each in weights])
     present = [each.detach() for each in biases if each is not None]
     bias = torch.cat(present) if present else None
-    if several or is_packed_for_one_row(weight):
+    is_large = torch.get_num_threads() > 1 and weight.numel() >= PACKED_FROM
+    if several or (is_large and can_pack()):
         packed = pack_weight(weight)
         return lambda x: packed_linear(x, packed, bias)
     outputs, inputs = weight.shape
     if outputs > inputs:  # for one row the product reads faster along the longer dimension
         weight = weight.t().contiguous().t()
     return lambda x: F.linear(x, weight, bias)
-
-
-def is_packed_for_one_row(weight: Tensor) -> bool:
-    return torch.get_num_threads() > 1 and weight.numel() >= PACKED_FROM and can_pack()

@@ -146,7 +146,9 @@ def common_overrides(
     launch: Launch, run: str, overrides: list[str], nodes: Sequence["NodeOfHost"]
 ) -> list[str]:
     words = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in SET_HERE]
-    where = meeting_point(launch, nodes) if len(nodes) > 1 else "null"
+    where: str | None = "null"
+    if len(nodes) > 1:  # at a free port of the first host unless another is named
+        where = launch.rendezvous or f"{nodes[0].address(nodes[1].host)}:{nodes[0].port}"
     return [
         *words,
         f"run.name={quoted(run)}",
@@ -159,12 +161,6 @@ def common_overrides(
 def host_overrides(launch: Launch, host: Host) -> list[str]:
     ranks = ranks_of(host, launch.nproc_per_node)
     return [f"launch.nproc_per_node={ranks}"] if ranks else []
-
-
-def meeting_point(launch: Launch, nodes: Sequence["NodeOfHost"]) -> str:
-    """Return host:port where nodes meet: launch.rendezvous, else a free port of the first host."""
-    first, second = nodes[:2]
-    return launch.rendezvous or f"{first.address(second.host)}:{first.port}"
 
 
 class Output:

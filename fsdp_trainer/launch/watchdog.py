@@ -306,16 +306,14 @@ class Watchdog:
 
     def judge_standing(self, ranks: list[RankStatus]) -> Verdict | None:
         """Return a verdict if all ranks are in their phases for longer than allowed, else None."""
-        reading = (reads_disk(status.slot.pid) for status in ranks if self.within_timeout(status))
-        if not standing(ranks) or any(reading):
+        timeout = self.watch.timeout
+        in_time = (one for one in ranks if one.trains and one.standing <= timeout)
+        if not standing(ranks) or any(reads_disk(one.slot.pid) for one in in_time):
             return None
         self.ask_for_stacks(ranks)
         if not unchanged(ranks, self.look()):
             return None  # the stacks are out of date, or missing because a rank was stopped
-        return judge(ranks, self.watch.world_size, self.watch.timeout, self.watch.on_device)
-
-    def within_timeout(self, status: RankStatus) -> bool:
-        return status.trains and status.standing <= self.watch.timeout
+        return judge(ranks, self.watch.world_size, timeout, self.watch.on_device)
 
     def report_dead(self, ranks: list[RankStatus]) -> None:
         """Report ranks that ended without leaving. The others are killed after GRACE_SECONDS.

@@ -41,16 +41,13 @@ def labelled(
     named = tuple(choice.labels) or config.labels
     known = of_tokens or PROBLEMS.get(choice.problem) or config.problem
     if not stores:
-        return config.with_labels(named or ONE_LABEL, known or problem_of_names(named))
+        kind = known or (SINGLE if len(named) > 1 else REGRESSION)
+        return config.with_labels(named or ONE_LABEL, kind)
     values = [json.loads(text) for text in dict.fromkeys(_texts(stores))]
     problem = known or problem_of(values)
     names = named or names_in(values, problem)
     require_several(names, problem)
     return config.with_labels(names, problem)
-
-
-def problem_of_names(names: Sequence[str]) -> str:
-    return SINGLE if len(names) > 1 else REGRESSION
 
 
 def require_several(names: Sequence[str], problem: str) -> None:

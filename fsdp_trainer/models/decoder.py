@@ -134,6 +134,17 @@ class DecoderOutput(NamedTuple):
     auxiliary: Auxiliary
 
 
+def normed_heads(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values by head, the first two as `attention` normalises them."""
+    if attention.qk_norm == "whole":
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    heads = (-1, attention.head_dim)
+    q, k, v = (projected.unflatten(-1, heads) for projected in (q, k, v))
+    if attention.qk_norm == "head":
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return q, k, v
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
@@ -174,17 +185,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
     ) -> Tensor:
         """Return the output of attention, shaped as x: [batch, length, hidden]."""
-        q = self.q_proj(x)
-        k = self.k_proj(x)
-        v = self.v_proj(x)
-        if self.qk_norm == "whole":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        heads = (-1, self.head_dim)
-        q, k, v = (projected.unflatten(-1, heads) for projected in (q, k, v))
-        if self.qk_norm == "head":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+        q, k, v = normed_heads(self, self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q = rotate(q, *cos_sin)
         k = rotate(k, *cos_sin)
         if cache is not None:

@@ -6,7 +6,7 @@ texts but in no conversation; the questions at the end ask for those.
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,10 @@ def write_demo(
         "text": [{"text": text(draw, facts, 2)} for _ in range(texts)],
         "good": [{"text": good_text(draw, facts, in_chats)} for _ in range(good_texts)],
         "chats": [chat(draw, draw.choices(in_chats, k=2)) for _ in range(chats)],
-        "questions": list(single_questions(asked_later)),
+        "questions": [
+            {"messages": exchange(fact, fact.say(DEMO["questions"][fact.kind][0]))}
+            for fact in asked_later
+        ],
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.jsonl" for name in rows}
@@ -95,11 +98,6 @@ def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str
     for fact in facts:
         turns += exchange(fact, fact.say(draw.choice(DEMO["questions"][fact.kind])))
     return {"messages": turns}
-
-
-def single_questions(facts: list[Fact]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    for fact in facts:
-        yield {"messages": exchange(fact, fact.say(DEMO["questions"][fact.kind][0]))}
 
 
 def exchange(fact: Fact, question: str) -> list[dict[str, str]]:

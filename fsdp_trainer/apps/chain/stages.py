@@ -119,16 +119,12 @@ def training_words(chain: Chain, name: str, data: Any, raw: bool) -> list[str]:
     return as_words(words)
 
 
-def no_words(chain: Chain) -> list[str]:
-    return []
-
-
 STAGES = (
     ChainStage("tokenizer", "tokenizer", tokenizer_words),
     ChainStage("pretrain", "train", pretrain_words),
     ChainStage("mid", "train", mid_words),
     ChainStage("sft", "train", sft_words),
-    ChainStage("evaluation", "", no_words),
+    ChainStage("evaluation", "", lambda chain: []),
 )
 """All stages in order. A new one needs a function and a line here, and its verb in verb.WORK."""
 

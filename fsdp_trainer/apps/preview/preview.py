@@ -53,7 +53,8 @@ def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; return the exit code."""
     html = cfg.preview.html
     if html and not Path(html).expanduser().parent.is_dir():
-        raise _cannot_write(html, "there is no such folder")
+        reason = "there is no such folder"
+        raise UserError("the preview cannot be written", f"preview.html={html}", reason)
     console = Console(quiet=False, stream=sys.stderr)
     tokenizer, template, prepared = build_data(cfg, Reporter(console.paced(), console.say))
     rows = prepared.streamed or order_of(cfg, prepared)
@@ -94,10 +95,6 @@ def order_of(cfg: PreviewConfig, prepared: Prepared) -> Mixture:
 
 def length_of(cfg: PreviewConfig, order: Mixture) -> RunLength:
     return RunLength(cfg.train, cfg.batch, cfg.optim, cfg.schedule, order.rows_per_epoch)
-
-
-def _cannot_write(html: str, reason: str) -> UserError:
-    return UserError("the preview cannot be written", f"preview.html={html}", reason)
 
 
 def _print_json(cfg: PreviewConfig, order: StreamedData | Mixture) -> None:
@@ -146,7 +143,10 @@ def build_page(
     are_tagged = cfg.objective.method.reads == TAGGED
 
     def texts_of(samples: Sequence[Placed]) -> "TokenTexts | MarkedTexts | TaggedTexts":
-        marked = pieces.marking(shown_images, [store.media(one) for store, one in samples])
+        marked: TokenTexts | MarkedTexts = pieces
+        if shown_images is not None:
+            media = [store.media(one) for store, one in samples]
+            marked = MarkedTexts(pieces, shown_images, media)
         return TaggedTexts(marked, samples) if are_tagged else marked
 
     return Page(
@@ -437,12 +437,6 @@ class TokenTexts:
         self.anchor = tokenizer.encode("a")[-1:]
         self.before = len(tokenizer.decode(self.anchor, skip_special=False))
         self.known: dict[tuple[int, ...], str] = {}
-
-    def marking(
-        self, shown: ShownImages | None, of_documents: list[list[SampleMedium]]
-    ) -> "TokenTexts | MarkedTexts":
-        """Return the same texts for documents, in this order, with their media marked."""
-        return self if shown is None else MarkedTexts(self, shown, of_documents)
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
         """Return tokens as pieces of text. tokens, weights: [length]."""

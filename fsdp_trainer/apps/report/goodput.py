@@ -166,7 +166,8 @@ def _after_steps(attempt: RunAttempt, last_line: float, limit: float) -> dict[st
     parts = _by_part(attempt.end.get("phases") or {})
     if not parts:
         saves = (e for e in attempt.events if e["event"] == "checkpoint" and e["time"] > last_line)
-        parts = {"checkpoint": sum(_stall(event) for event in saves)}
+        stalls = (e.get("stall_seconds") or e.get("seconds") or 0 for e in saves)
+        parts = {"checkpoint": sum(map(float, stalls))}
     counted_before = ("startup", "restart")
     return {p: min(value, limit) for p, value in parts.items() if p not in counted_before}
 
@@ -187,7 +188,3 @@ def _by_part(phases: dict[str, float]) -> dict[str, float]:
         part = OF_PHASE.get(phase, "other")
         parts[part] = parts.get(part, 0.0) + float(spent)
     return parts
-
-
-def _stall(event: Json) -> float:
-    return float(event.get("stall_seconds") or event.get("seconds") or 0.0)

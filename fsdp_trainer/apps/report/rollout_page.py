@@ -40,16 +40,12 @@ class ShownRollout:
     wrong_calls: float | None
 
 
-def page_of_rollouts(report: Path) -> Path:
-    return report.with_name(f"{report.stem}-rollouts.html")
-
-
 def write_rollouts(summaries: list[Summary], report: Path) -> Path | None:
     """Write the page beside the report's; None if no run has rollouts. Raises UserError."""
     rollouts = [each for summary in summaries for each in rollouts_of(summary)]
     if not rollouts:
         return None
-    file = page_of_rollouts(report)
+    file = report.with_name(f"{report.stem}-rollouts.html")
     html = html_of(
         "rollouts.html.jinja",
         ("page.css",),

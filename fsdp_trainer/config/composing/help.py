@@ -67,7 +67,7 @@ def help_text(verb: str | None, group: str, config_dir: str | None) -> str:
     keys = flatten(cls)
     if not own:
         lines += ["", "keys used most", *(_line((key, keys[key])) for key in USED_MOST)]
-    groups = [f.name for f in fields(cls) if is_dataclass(f.type) and f.name not in own_nodes(cls)]
+    groups = [f.name for f in fields(TrainConfig) if is_dataclass(f.type)]
     return "\n".join(
         [
             *lines,
@@ -106,11 +106,6 @@ def _of_group(cls: Any, verb: str, group: str, config_dir: str | None) -> str:
         names = " ".join(options("train", config_dir)[group])
         lines += ["", f"{group}=OPTION sets those that belong together:  {names}"]
     return "\n".join(lines)
-
-
-def own_nodes(cls: Any) -> list[str]:
-    of_training = {f.name for f in fields(TrainConfig)}
-    return [f.name for f in fields(cls) if is_dataclass(f.type) and f.name not in of_training]
 
 
 def own_keys(cls: Any) -> dict[str, Field]:

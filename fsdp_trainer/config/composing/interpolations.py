@@ -1,11 +1,11 @@
 """A bound on interpolations, which may repeat each other until memory ends."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from fsdp_trainer.base.json_files import strings_in
 from fsdp_trainer.errors import UserError
 
 PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
@@ -30,16 +30,8 @@ def require_few_interpolations(composed: Any) -> None:
         text = PLAIN_VARIABLE.sub("", str(value))
         return "" if START not in text and len(text) <= LONGEST else name[0]
 
-    rest = [PLAIN.sub(without_short, text) for text in _texts(tree) if START in text]
+    rest = [PLAIN.sub(without_short, text) for text in strings_in(tree) if START in text]
     count = sum(text.count(START) - text.count(ENVIRONMENT) for text in rest)
     if count > MOST:
         reason = f"{count} of them refer to values with others, or to none: write the values out"
         raise UserError("a problem in the configuration", "${…}", reason)
-
-
-def _texts(node: Any) -> Iterator[str]:
-    if isinstance(node, str):
-        yield node
-    elif isinstance(node, dict | list):
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from _texts(value)

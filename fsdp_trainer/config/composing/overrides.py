@@ -263,13 +263,10 @@ def require_no_secrets(words: Iterable[str]) -> None:
         "has a signature or a key in its address, which the file would show.\nPut the address into"
         " an environment variable, and write  ${oc.env:NAME}  in its place"
     )
-    problems = [Problem(word, reason) for word in words if shows_secret(word)]
+    secret = [word for word in words if identity(word) != word or SECRET.search(word)]
+    problems = [Problem(word, reason) for word in secret]
     if problems:
         raise UserError("nothing was written", problems)
-
-
-def shows_secret(word: str) -> bool:
-    return identity(word) != word or SECRET.search(word) is not None
 
 
 def _set(

@@ -60,14 +60,6 @@ def node_of(verb: str, name: str) -> Field:
     return next(f for f in fields(cls) if f.name == name)
 
 
-def yaml_file(head: str, cls: Any) -> str:
-    """Return the text of a complete option file or of a small verb's primary file.
-
-    head: the current text, whose lines above the first empty line are kept; all keys follow.
-    """
-    return f"{head.split(chr(10) * 2)[0].rstrip()}\n\n{yaml_block(cls)}"
-
-
 def main_options(conf: Path) -> dict[str, str]:
     """Return the option of each group that train.yaml chooses.
 
@@ -91,7 +83,8 @@ def documented_files(conf: Path) -> dict[Path, str]:
         for group, option in main_options(conf).items()
     }
     classes |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
-    texts = {path: yaml_file(path.read_text(), cls) for path, cls in classes.items()}
+    heads = {path: path.read_text().split("\n\n")[0].rstrip() for path in classes}
+    texts = {path: f"{heads[path]}\n\n{yaml_block(cls)}" for path, cls in classes.items()}
     plain = {"train": ("run", "batch", "train", "loss", "evaluation", "profile")} | {
         verb: (verb,) for verb in OWN_NODES
     }

@@ -230,20 +230,16 @@ def rendezvous(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def hosts(cfg: TrainConfig, report: Report) -> Violations:
-    if cfg.launch.hosts is None or _is_missing_file(cfg.launch.hosts):
-        return
+    hosts = cfg.launch.hosts
+    if hosts is None or (isinstance(hosts, str) and not Path(hosts).expanduser().exists()):
+        return  # a missing file is an error only if a command reads it
     try:
-        count = len(read_hosts(cfg.launch.hosts))
+        count = len(read_hosts(hosts))
     except ValueError as error:
         yield "launch.hosts", str(error)
         return
     if cfg.launch.nodes > 1:
         yield "launch.nodes", f"is {count} as launch.hosts names them: leave launch.nodes out"
-
-
-def _is_missing_file(hosts: str | list[str]) -> bool:
-    """Return whether `hosts` names a missing file, which is an error only if a command reads it."""
-    return isinstance(hosts, str) and not Path(hosts).expanduser().exists()
 
 
 def allowed_changes(cfg: TrainConfig, report: Report) -> Violations:

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
+from fsdp_trainer.base.json_files import strings_in
 from fsdp_trainer.data.records.media import MARK
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.templates.template_forms import split_thinking
@@ -64,11 +64,3 @@ def shows(text: str, part: str) -> bool:
     if any(form in text for form in written):
         return True
     return "".join(part.split()) in "".join(text.split())
-
-
-def strings_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from strings_in(inner)

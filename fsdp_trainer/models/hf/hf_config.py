@@ -40,7 +40,6 @@ from fsdp_trainer.models.config import (
     Json,
     ModelConfig,
     WeightNames,
-    has_tower,
 )
 from fsdp_trainer.models.hf.hf_mtp import add_mtp_head
 from fsdp_trainer.models.hf.routers import routers
@@ -188,6 +187,9 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
     Its parameters are on the meta device, its buffers on the CPU. A model that embeds texts has no
     head, and an encoder that of its labels. Raises UserError if transformers has no such class.
     """
+    # texts are scored by a head of this program's, which takes the place of that of the vocabulary
+    has_own_head = not config.encoder and (config.reads_images or not config.tags)
+    auto = published_class(replace(config, labels=()) if has_own_head else config)
     hf_config = config_object(config.source, config.folder)
     text = hf_config.get_text_config(decoder=True)
     text.update({"vocab_size": config.vocab_size or text.vocab_size})
@@ -195,7 +197,7 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
         with quiet_transformers(), torch.device("cpu"), parameters_on_meta():
             if config.scores:
                 hf_config.update({"num_labels": config.scores})
-            hf = auto_class(config).from_config(
+            hf = auto.from_config(
                 hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
             )
             if config.mtp_heads:
@@ -237,8 +239,6 @@ def class_with_tower(config: ModelConfig, bare: type) -> Any:
 
 def published_class(config: ModelConfig) -> Any:
     """Return the class by which transformers loads a folder of this model with its head."""
-    if config.pooling:
-        return AutoModel
     if config.scores and config.reads_images:
         described = config_object(config.source, config.folder)
         bare: Any = transformers.MODEL_MAPPING[type(described)]
@@ -246,17 +246,9 @@ def published_class(config: ModelConfig) -> Any:
     if config.scores:
         kinds = AutoModelForSequenceClassification, AutoModelForTokenClassification
         return kinds[bool(config.tags)]
-    return AutoModelForImageTextToText if config.reads_images else AutoModelForCausalLM
-
-
-def auto_class(config: ModelConfig) -> Any:
-    if config.tags and not config.reads_images:
-        return AutoModelForTokenClassification
-    if config.encoder and config.scores:
-        return AutoModelForSequenceClassification
-    if config.encoder or config.pooling:
+    if config.pooling or config.encoder:
         return AutoModel
-    return AutoModelForImageTextToText if has_tower(config.source) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.reads_images else AutoModelForCausalLM
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class TransformersDecoder(Decoder):
             )
             for module in part.modules()
         }
-        rest = [m for m in self.modules() if id(m) not in inside and is_leaf(m)]
+        rest = [m for m in self.modules() if id(m) not in inside and [*m.parameters(recurse=False)]]
         return nn.ModuleList(rest)
 
     def blocks(self) -> dict[str, nn.Module]:
@@ -152,7 +152,8 @@ class TransformersDecoder(Decoder):
     @property
     def media_positions(self) -> Any:
         """Return the function that gives a document with media its positions, or None."""
-        return self.tower.positions if self.tower is not None and self.tower.has_axes else None
+        has_axes = self.tower is not None and hasattr(self.tower.base, "get_rope_index")
+        return self.tower.positions if has_axes else None
 
     def image_parts(self) -> list[nn.Module]:
         return [] if self.tower is None else [*self.tower.units(self.hf)]
@@ -467,10 +468,6 @@ def with_one_row(hf: nn.Module) -> Iterator[str]:
                 module._parameters[name] = row
             else:
                 module._buffers[name] = tensor[None]
-
-
-def is_leaf(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def computed_buffers(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:

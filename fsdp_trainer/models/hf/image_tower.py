@@ -94,10 +94,6 @@ class ImageTower:
             yield from projector if isinstance(projector, nn.ModuleList) else [projector]
         yield self.tower
 
-    @property
-    def has_axes(self) -> bool:
-        return hasattr(self.base, "get_rope_index")
-
     def positions(self, tokens: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
         """Return the positions of a document with media, [axes, length].
 

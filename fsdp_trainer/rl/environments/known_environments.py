@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp_trainer.base.own_code import place_of
 from fsdp_trainer.base.recorded import FromEnvironment
-from fsdp_trainer.config.check import as_text, convert
-from fsdp_trainer.config.entries import wrong_part
+from fsdp_trainer.config.check import as_text
+from fsdp_trainer.config.entries import values_for, wrong_part
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.parts.own_parts import built_in, own_names, own_part, why_no_part
 from fsdp_trainer.errors import UserError
@@ -48,8 +48,7 @@ def find_environment(entry: Entry) -> EnvironmentSpec:
     name = str(options.pop("name"))
     if name in ENVIRONMENTS:
         kind = ENVIRONMENTS[name]
-        about = {each.name: each for each in fields(kind)}
-        values = {part: convert(value, about[part].type) for part, value in options.items()}
+        values = values_for(kind, options)
         code = None
         if kind.code:
             program = str(values[kind.code])
@@ -106,7 +105,7 @@ def _problems_of(name: str, options: dict[str, Any]) -> Iterator[str]:
     ]
     yield from wrong
     if not wrong:
-        values = {part: convert(value, known[part].type) for part, value in options.items()}
+        values = values_for(kind, options)
         problem = kind(**values).wrong_settings() or _code_problem(kind, values)
         if problem:
             yield f"{name}: {problem}"

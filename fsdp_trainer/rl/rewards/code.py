@@ -97,8 +97,9 @@ class Code(Reward):
         if not tests:
             return 0.0
         token = secrets.token_hex(16)
+        before = [line for name in SETUP for line in lines_of(attempt.row.get(name))]
         job = {
-            "code": "\n".join([*setup_of(attempt.row), code_of(attempt.answer)]),
+            "code": "\n".join([*before, code_of(attempt.answer)]),
             "tests": len(tests),
             "partial": self.partial,
             "cpu_seconds": self.cpu_seconds,
@@ -126,10 +127,6 @@ def code_of(answer: str) -> str:
     """Return the last Python block of an answer, or the complete answer if it has none."""
     blocks = [text for language, text in BLOCK.findall(answer) if language.lower() in LANGUAGES]
     return blocks[-1] if blocks else answer
-
-
-def setup_of(row: Json) -> list[str]:
-    return [line for name in SETUP for line in lines_of(row.get(name))]
 
 
 def lines_of(value: Any) -> list[str]:

@@ -352,7 +352,7 @@ def value_of(parts: list[str]) -> Fraction | None:
                 return None
     except (NoValue, ZeroDivisionError):
         return None
-    return value if reader.is_at_end else None
+    return None if reader.next() else value
 
 
 class ExpressionReader:
@@ -360,10 +360,6 @@ class ExpressionReader:
 
     def __init__(self, parts: list[str]):
         self.parts, self.place = parts, 0
-
-    @property
-    def is_at_end(self) -> bool:
-        return self.place == len(self.parts)
 
     def next(self, ahead: int = 0) -> str:
         place = self.place + ahead

@@ -53,7 +53,6 @@ tensor: one key head, all normed → 4 → $ONE model.family=olmo2 model.num_key
 tensor: 8 bits, activations on the host → 2 → $WIDE sharding.tensor=2 $EIGHT_BITS $SELECTIVE
   checkpoint.offload=true
 tensor: compiled → 2 → $ONE sharding.tensor=2 $COMPILED
-context: ring, compiled → 2 → $ONE sharding.context=2 sharding.context_method=ring $COMPILED
 context: ring by flash → 2 → $ONE sharding.context=2 sharding.context_method=ring kernel=flash
 context: ring by cudnn → 4 → $ONE sharding.context=4 sharding.context_method=ring kernel=cudnn
 context: ring by cudnn, compiled → 2 → $ONE sharding.context=2 sharding.context_method=ring
@@ -87,12 +86,12 @@ experts: shared, muon, uneven parts → 4 → $EXPERTS model.family=qwen2_moe
 experts: compiled, recomputed → 2 → $EXPERTS $ONE $COMPILED $FULL
 stages: dualpipev, context → 4 → $STAGES=dualpipev sharding.context=2
 stages: zbv, tied, tensor → 4 → $WINDOWS $STAGES=zbv sharding.tensor=2
-stages: interleaved, unsharded, frozen in front, compiled → 4 → $STAGES=interleaved
-  sharding.accumulate=unsharded $COMPILED freeze=['*embed_tokens*','model.layers.0.*']
+stages: interleaved, frozen in front, compiled → 2 → $STAGES=interleaved $COMPILED
+  freeze=['*embed_tokens*','model.layers.0.*']
 stages: gpipe, hsdp, 8 bits → 4 → $STAGES=gpipe sharding.strategy=hsdp sharding.replicas=2
   $EIGHT_BITS
-stages: lamb, tied, unequal, shard → 4 → $TIED $STAGES=1f1b model.num_hidden_layers=3
-  optim.name=lamb
+stages: lamb, tied, unequal, unsharded → 4 → $TIED $STAGES=1f1b model.num_hidden_layers=3
+  optim.name=lamb sharding.accumulate=unsharded
 stages: muon, one without matrices → 2 → $STAGES=1f1b $MUON freeze=['model.layers.[012].*']
   tolerance=0.000002
 """)

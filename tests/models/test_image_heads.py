@@ -2,7 +2,6 @@
 
 import json
 from base64 import b64encode
-from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -39,16 +38,10 @@ HEADS = {
 }
 FILES = {"classify": "classes", "rerank": "lists", "tag": "tags", "embed": "queries"}
 CASES = [
-    ("qwen2_5_vl", "classify"), ("gemma3", "classify"), ("qwen3_vl", "embed"), ("llava", "rerank"),
-    ("qwen3_5", "tag"),
+    ("qwen2_5_vl", "classify", 1), ("gemma3", "classify", 2), ("qwen3_vl", "embed", 2),
+    ("llava", "rerank", 2), ("qwen3_5", "tag", 2),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Return a function that returns the folder of a model of a kind, made once."""
-    root = tmp_path_factory.mktemp("models")
-    return cache(lambda kind: make_image_folder(root / kind, kind))
+"""Kinds, objectives, and ranks, to which two rows are dealt."""
 
 
 @pytest.fixture
@@ -188,11 +181,11 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, objective", CASES)
+@pytest.mark.parametrize("kind, objective, ranks", CASES)
 def test_heads_read_images_as_transformers_classes_do(
-    train, folders, data, tmp_path, kind, objective
+    train, folders, data, tmp_path, kind, objective, ranks
 ):
-    """Loss and each gradient, on one rank and on two, packed; exports load there."""
+    """Loss and each gradient, packed; exports load there."""
     file = data(objective)
     rows, labels = read_lines(file), ["LABEL_0"]
     if objective == "classify":
@@ -205,25 +198,24 @@ def test_heads_read_images_as_transformers_classes_do(
     loss.backward()
     words = [f"objective={objective}", f"model.init_from={start}", f"data.path={file}", *OURS]
     smallest = 1.0 if kind == "qwen3_5" else 0.1  # its recurrence rounds sums over all tokens
-    for ranks, micro in ((1, 2), (2, 1)):
-        run = train(f"on {ranks}", *words, f"batch.micro_rows={micro}", ranks=ranks, base=[])
-        assert run["objective"] == pytest.approx([loss.item()], rel=2e-6)
-        reader = class_of(run.folder / "hf", objective)
-        after, about = reader.from_pretrained(
-            run.folder / "hf", dtype=torch.float32, output_loading_info=True
-        )
-        assert not any(about.values()), about
-        assert read_json(run.folder / "hf/config.json")["architectures"] == [reader.__name__]
-        before = Theirs(start, objective).model.state_dict()
-        changed = 0
-        for name, parameter in theirs.model.named_parameters():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            error = (before[name] - after.get_parameter(name) - gradient).abs() - 1.2e-7
-            largest = gradient.abs().max()
-            about = f"{name}: {error.max():.1e} of {largest:.1e}"
-            assert error.max() <= 1e-5 * largest.clamp_min(smallest), about
-            changed += ("vis" in name or "project" in name) and bool(gradient.any())
-        assert changed > 10, "tower and projector are trained"
+    run = train("run", *words, f"batch.micro_rows={2 // ranks}", ranks=ranks, base=[])
+    assert run["objective"] == pytest.approx([loss.item()], rel=2e-6)
+    reader = class_of(run.folder / "hf", objective)
+    after, about = reader.from_pretrained(
+        run.folder / "hf", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(about.values()), about
+    assert read_json(run.folder / "hf/config.json")["architectures"] == [reader.__name__]
+    before = Theirs(start, objective).model.state_dict()
+    changed = 0
+    for name, parameter in theirs.model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        error = (before[name] - after.get_parameter(name) - gradient).abs() - 1.2e-7
+        largest = gradient.abs().max()
+        about = f"{name}: {error.max():.1e} of {largest:.1e}"
+        assert error.max() <= 1e-5 * largest.clamp_min(smallest), about
+        changed += ("vis" in name or "project" in name) and bool(gradient.any())
+    assert changed > 10, "tower and projector are trained"
 
 
 def run_of(train, name, folder, file, objective, *more, **options):

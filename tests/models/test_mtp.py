@@ -15,7 +15,6 @@ from gradients import (
 )
 from mtp_models import WEIGHT, Theirs, named, steps_of
 from other_models import RUN, SGD, make_other
-from plain import write_documents
 from refused import refusal
 from stored import assert_byte_equal, save_tensors, tensors
 from tables import rows
@@ -79,33 +78,23 @@ def test_each_gradient_with_the_head_is_that_of_transformers_own_module(tmp_path
     assert all(wanted[name].any() for name in head if "bias" not in name and "experts" not in name)
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Return a file of tokens, and samples of them: see steps_of."""
-    file = tmp_path_factory.mktemp("tokens") / "tokens.jsonl"
-    return file, [({"input_ids": t[None]}, mask) for t, mask in write_documents(file)]
+HSDP = "sharding=hsdp sharding.replicas=2 activation_checkpoint=full batch.micro_rows=1"
+STEPS = [
+    ("deepseek_v3", 4, "sharding.expert=2 batch.micro_rows=1"),
+    ("glm4_moe", 1, "batch.micro_rows=4"),
+    *((kind, 4, HSDP) for kind in KINDS[1:]),
+]
+"""Kinds, ranks, and how they compute."""
 
 
-WAYS = {
-    1: "batch.micro_rows=4",
-    2: "activation_checkpoint=full batch.micro_rows=1",
-    4: "sharding=hsdp sharding.replicas=2 batch.micro_rows=1",
-}
-"""How they compute, by the number of ranks."""
-EXPERTS_APART = "sharding.expert=2 batch.micro_rows=1"
-"""On four ranks, of kinds that our own decoder computes."""
-
-
-@pytest.mark.parametrize("ranks", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, ranks, how", STEPS)
 def test_steps_and_the_exported_head_are_transformers_on_any_ranks(
-    train, tmp_path, texts, kind, ranks
+    train, tmp_path, documents, kind, ranks, how
 ):
     folder, theirs, head = folder_with_head(tmp_path / "in", kind)
     before = set(tensors(folder))
-    file, samples = texts
+    file, samples = documents
     loss, further = steps_of(theirs, samples, 2, 0.1)
-    how = EXPERTS_APART if (kind, ranks) == ("deepseek_v3", 4) else WAYS[ranks]
     words = [
         *(f"model.init_from={folder}", f"data.path={file}", "data.format=tokens", "batch.rows=4"),
         *("batch.seq_len=64", f"objective.mtp={WEIGHT}", *SGD, "optim.lr=0.1", *RUN),
@@ -126,10 +115,7 @@ def test_steps_and_the_exported_head_are_transformers_on_any_ranks(
     config = read_json(run.folder / "hf/config.json")
     assert config[COUNT.get(kind, "num_nextn_predict_layers")] == 1
     assert not any(key.startswith("fsdp_trainer") for key in config)
-    if (kind, ranks) == (
-        "glm4_moe",
-        1,
-    ):  # a stop in between changes no bit; the next run keeps the head
+    if ranks == 1:  # a stop in between changes no bit; the next run keeps the head
         train("half", *words, "train.steps=1", how, base=[])
         again = train("half", *words, "train.steps=2", how, base=[])
         resumed = tensors(again.folder / "hf")

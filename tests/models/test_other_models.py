@@ -21,7 +21,7 @@ from other_models import (
     make_other,
     make_other_folder,
 )
-from plain import LENGTHS, write_documents
+from plain import LENGTHS
 from safetensors import safe_open
 from stored import tensors
 from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
@@ -36,13 +36,6 @@ STEPS = 3
 PAGE = Path(__file__).parents[2] / "docs/any-model.md"
 FAMILIES_OF_ZOO = [family for family in FAMILIES if family in ZOO]
 SETTINGS = ["batch.seq_len=64 train.steps=2 data.format=tokens", *RUN]
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """Return a file of tokens, and the documents in it as samples, see loss_of."""
-    file = tmp_path_factory.mktemp("tokens") / "tokens.jsonl"
-    return file, [({"input_ids": t[None]}, mask) for t, mask in write_documents(file)]
 
 
 def parts_of(folder):

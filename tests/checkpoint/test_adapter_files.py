@@ -224,7 +224,7 @@ def test_a_run_goes_on_from_a_peft_folder_and_later_without_it(adapt, world, tmp
     theirs = make_adapter(base, adapter, **options)
     start = f"adapter.init_from={adapter} train.steps=0 sharding.tensor=2"
     planned = [start, f"model.init_from={base} plan.world_size=2 plan.gpu=h100"]
-    world.command("plan", *HF, *RUN, *planned)
+    world.command("plan plan.rehearse=false", *HF, *RUN, *planned)
     run = adapt("run", start, ranks=2).folder
     assert_close(run, theirs)
     config = adapter_config(run / "adapter")

@@ -137,7 +137,7 @@ DEEP = {
         2, 12, f"{FULL} activation_checkpoint.offload=true plan.gpu=h100 batch.seq_len=2048"
     ),
     "recomputed in units": (2, 16, f"{FULL} sharding.blocks_per_unit=2 optim=adamw_8bit"),
-    "stages": (4, 16, "sharding.pipeline=2 batch.rows=12 activation_checkpoint=selective"),
+    "stages": (4, 16, "sharding.pipeline=2 batch.rows=8 activation_checkpoint=selective"),
     "dense blocks before experts": (
         2, 10, f"{EXPERTS} model.family=qwen3_moe model.mlp_only_layers=[0] sharding.expert=2"
     ),
@@ -267,7 +267,7 @@ def test_a_search_rehearses_its_fastest_layouts_and_leaves_out_what_does_not_fit
 
 
 def test_a_plan_is_that_of_a_short_rehearsal_and_stored(tmp_path):
-    stages = "sharding.pipeline=2 model.num_hidden_layers=4 batch.rows=16"
+    stages = "sharding.pipeline=2 model.num_hidden_layers=4 batch.rows=8"
     words = ["plan.world_size=2", stages, f"run.root={tmp_path}"]
     whole = answer(*words)
 

@@ -12,7 +12,7 @@ import pytest
 from folders import REPO
 from plans import plan, plan_json
 from recipe import planned
-from world import cli, split, write_json
+from world import split, write_json
 
 from benchmarks.plan_published import compare, published_runs, stored, summary
 from fsdp_trainer.config.composing.compose import compose
@@ -378,12 +378,10 @@ def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops():
 
 def test_empty_rows_and_memory_of_the_host_are_told():
     words = [
-        "plan", "model=llama3_70b", "plan.gpu=a100_40gb", "sharding.cpu_offload=true",
-        "activation_checkpoint=full", "batch.rows=32",
+        "model=llama3_70b", "plan.gpu=a100_40gb", "sharding.cpu_offload=true",
+        "activation_checkpoint=full", "batch.rows=32", "plan.world_size=[8,1024]",
     ]  # fmt: skip
-    one, several = json.loads(cli(*words, "plan.world_size=[8,1024] plan.format=json").out)[
-        "worlds"
-    ]
+    one, several = plan_json(*words)["worlds"]
     assert (one["empty_rows_share"], several["empty_rows_share"]) == (0, pytest.approx(0.9688))
     assert one["host_gib_per_node"] == pytest.approx(8 * one["host_gib"], abs=0.01)
     assert one["host_gib_per_node"] > 1024
@@ -392,7 +390,7 @@ def test_empty_rows_and_memory_of_the_host_are_told():
     assert one["tokens_per_second_per_gpu"] == pytest.approx(one["tokens_per_second"] / 8)
     assert [*one["moments"]] == ["forward", "head and loss", "backward", "update"]
     assert one["moment"] in one["moments"]
-    out = " ".join(cli(*words, "plan.world_size=[8,1024]").out.split())
+    out = " ".join(plan(*words).out.split())
     assert "empty" in out
     assert "97%" in out
     assert "1,051 GiB a node, pinned: more than 1,024 GiB" in out

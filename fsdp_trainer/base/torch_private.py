@@ -821,6 +821,38 @@ def partitioned_backend(run: Callable[[Any], Callable[..., Any]]) -> Callable[..
     return backend
 
 
+def functional_graph(function: Callable[..., Any], tensors: list[Tensor]) -> Any:
+    """Return the graph of a function as inductor would get it, without torch.compile's guards.
+
+    There is no public table of inductor's decompositions. torch.compile selects the parts of a
+    tensor that is unpacked.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def select_each(tensor: Tensor, dim: int = 0) -> list[Tensor]:
+        return [tensor.select(dim, i) for i in range(tensor.shape[dim])]
+
+    functional = torch.func.functionalize(function, remove="mutations")
+    table = select_decomp_table() | {torch.ops.aten.unbind.int: select_each}
+    with patch.object(torch.compiler, "is_compiling", lambda: True):
+        module = make_fx(functional, table)(*tensors)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+@contextmanager
+def graph_for_each_shape() -> Iterator[None]:
+    """Within, torch.compile makes as many graphs as there are shapes, and none of several shapes.
+
+    Its limit, and what it makes of the second shape, have no public setting.
+    """
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=1000, automatic_dynamic_shapes=False):
+        yield
+
+
 def operator_types() -> Any:
     from torch._functorch.partitioners import get_default_op_list
 

@@ -5,6 +5,7 @@ from string import Template
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from named_runs import EXPERTS, FULL
 from other_models import OTHERS
@@ -13,6 +14,7 @@ from tables import rows
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from world import SMALL, cli, command, write_lines
 
+from fsdp_trainer.base.torch_private import count_compiled_graphs
 from fsdp_trainer.config import layout
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.parallel.dims import Dims
@@ -191,6 +193,14 @@ def test_weighed_labels_of_data_that_a_pattern_names_are_rehearsed(tmp_path):
         said = cli("rehearse", *WORDS, words, *weighed).out
         assert "finishes and fits" in said
         assert "not on this disk" not in said
+
+
+def test_short_rehearsals_compile_each_kind_of_block_once():
+    words = ["compile=enabled", "model.num_hidden_layers=12", "batch.rows=4"]
+    torch.compiler.reset()
+    before, _ = count_compiled_graphs()
+    short_rehearsal(run_of([*WORDS, *words], 2))
+    assert count_compiled_graphs()[0] - before == 1
 
 
 def test_whether_a_model_stays_gathered_is_decided_for_all_of_its_blocks():

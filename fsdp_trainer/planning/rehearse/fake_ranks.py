@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base import torch_private
@@ -58,7 +58,7 @@ def fake_tensors(run: Rehearsed, expert_rows: int) -> Iterator[None]:
     with ExitStack() as stack:
         for replaced in stand_ins(run, expert_rows):
             stack.enter_context(replaced)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(run.graphs.mode)
         yield
 
 

@@ -3,32 +3,86 @@
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from fsdp_trainer.base.torch_private import operator_types
-from fsdp_trainer.planning.plan.work import bytes_of, tensors_in
+from fsdp_trainer.base.torch_private import functional_graph, operator_types, partitioned_backend
+from fsdp_trainer.models.head import Head
+from fsdp_trainer.planning.plan.work import WorkCounter, bytes_of, tensors_in
 
 aten = torch.ops.aten
 FUSED = {aten.cat, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}
 """Operators that inductor fuses with others, beside those that the partitioner knows."""
 
 
-class TensorCounter(NamedTuple):
-    """Counter of the tensors of a graph.
+class KeptGraphs:
+    """The graphs of blocks and heads that the ranks of a rehearsal share, each compiled once.
 
-    uncounted: a context in which operators create tensors that no kernel writes to memory; add:
-    counts a tensor that one has written; passes: counts bytes that kernels read or write.
+    counter: of the rank that runs; mode: of the tensors of all of them.
     """
 
-    uncounted: Callable[[], AbstractContextManager[Any]]
-    add: Callable[[Tensor], None]
-    passes: Callable[[float], None]
+    counter: WorkCounter
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._of_heads: dict[str, tuple[FusedGraph, Any]] = {}
+
+    @cached_property
+    def backend(self) -> Any:
+        """A backend of torch.compile; without the graphs of earlier rehearsals."""
+        torch.compiler.reset()
+        partitioned = partitioned_backend(partial(FusedGraph, kept=self))
+
+        def backend(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+            with self.counter.uncounted():  # what a graph keeps is of no rank alone
+                return partitioned(graph, inputs, **options)
+
+        return backend
+
+    def compile_chunks(self, head: Head) -> None:
+        """Compile the operations on logits, which a tracer can read without torch.compile."""
+        head.score, head.differentiate = map(self._traced, (head.score, head.differentiate))
+        head.is_compiled = True
+
+    def _traced(self, function: Callable) -> Callable:
+        """Return a function as a graph for each shape of its tensors."""
+
+        def call(*args: Any) -> Any:
+            tensors = {id(x): x for x in args if torch.is_tensor(x)}  # each once
+            places = [[*tensors].index(id(x)) if id(x) in tensors else x for x in args]
+            shapes = [(x.shape, x.dtype, x.device) for x in tensors.values()]
+            key = f"{function.__name__} {places} {shapes}"
+            if key not in self._of_heads:
+                with self.counter.uncounted():
+                    self._of_heads[key] = self._trace(function, args, tensors)
+            graph, spec = self._of_heads[key]
+            return tree_unflatten(graph([*tensors.values()]), spec)
+
+        return call
+
+    def _trace(
+        self, function: Callable, args: tuple[Any, ...], tensors: dict[int, Tensor]
+    ) -> tuple["FusedGraph", Any]:
+        """Return the graph of a function of some arguments, and the structure of its results.
+
+        tensors: among the arguments, by their ids. A graph keeps what it was made with.
+        """
+        specs: list[Any] = []
+
+        def of_tensors(*copies: Tensor) -> list[Any]:
+            given = dict(zip(tensors, copies, strict=True))
+            leaves, spec = tree_flatten(function(*(given.get(id(x), x) for x in args)))
+            specs.append(spec)
+            return leaves
+
+        module = functional_graph(of_tensors, [*map(torch.empty_like, tensors.values())])
+        return FusedGraph(module, self), specs[0]
 
 
 class FusedGraph:
@@ -39,8 +93,8 @@ class FusedGraph:
     which those that follow in the same kernel are a part.
     """
 
-    def __init__(self, module: fx.GraphModule, counter: TensorCounter):
-        self.module, self.counter = module, counter
+    def __init__(self, module: fx.GraphModule, kept: KeptGraphs):
+        self.module, self.kept = module, kept
         self._boxed_call = True  # torch gives a list, from which each argument can be freed
         self.nodes = list(module.graph.nodes)
         self.in_kernel, self.written = kernels_of(self.nodes)
@@ -50,10 +104,12 @@ class FusedGraph:
         for node, reader in readers.items():
             self.last_read[reader].append(node)
         self.read = tensors_of_kernels(self.nodes, self.in_kernel, self.written)
+        self.unwritten: dict[fx.Node, Any] = {}
+        """Results that are in no memory, as the first call has made them."""
 
     def __call__(self, args: list[Any]) -> Any:
         """Return the graph's results. args: emptied."""
-        given = args[::-1]
+        given, counter = args[::-1], self.kept.counter
         args.clear()
         # with a result that is in no memory, what it is computed from again
         values: dict[fx.Node, tuple[Any, ...]] = {}
@@ -62,13 +118,13 @@ class FusedGraph:
                 return map_arg(node.args[0], lambda read: values[read][0])
             values[node] = self._result(node, values, given)
             for read in self.read[node]:
-                self.counter.passes(sum(map(bytes_of, tensors_in(values[read][0]))))
+                counter.passes(sum(map(bytes_of, tensors_in(values[read][0]))))
             for read in self.last_read[node]:
                 del values[read]
             if node in self.written:  # a kernel may write over what it reads for the last time
                 for tensor in filter(torch.is_tensor, tree_iter(values[node][0])):
-                    self.counter.add(tensor)
-                    self.counter.passes(bytes_of(tensor))
+                    counter.add(tensor)
+                    counter.passes(bytes_of(tensor))
             if node in self.unread:
                 del values[node]
         raise AssertionError("a graph has an output")
@@ -81,14 +137,25 @@ class FusedGraph:
             return (given.pop(),)
         if node.op == "get_attr":
             return (getattr(self.module, str(node.target)),)
+        sources = [values[read] for read in node.all_input_nodes]
+        if node in self.unwritten:
+            return (self.unwritten[node], *sources)
         target: Any = node.target
         args, named = map_arg((node.args, node.kwargs), lambda read: values[read][0])
         if node not in self.in_kernel and node not in self.written:
             return (target(*args, **named),)
-        with self.counter.uncounted():
+        with self.kept.counter.uncounted():
             result = target(*args, **named)
-        sources = [values[read] for read in node.all_input_nodes]
-        return (result, *sources) if node in self.in_kernel else (result,)
+        if node in self.written:
+            return (result,)
+        others = [
+            source[0]
+            for source, read in zip(sources, node.all_input_nodes, strict=True)
+            if read not in self.unwritten
+        ]
+        if not storages_of(result) & storages_of(others):
+            self.unwritten[node] = result
+        return (result, *sources)
 
 
 def kernels_of(nodes: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -121,6 +188,10 @@ def tensors_of_kernels(
         elif node.op == "call_function" and not is_view(node):
             near.clear()
     return read
+
+
+def storages_of(value: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value)}
 
 
 def is_view(node: fx.Node) -> bool:

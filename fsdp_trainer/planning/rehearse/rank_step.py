@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.base.live_bytes import Moments, Peak
-from fsdp_trainer.base.torch_private import gather_from_copies, partitioned_backend
+from fsdp_trainer.base.torch_private import gather_from_copies, graph_for_each_shape
 from fsdp_trainer.checkpoint.state import optimizer_state, stored_parameters, weights
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.config.durations import parse_duration
@@ -26,6 +26,7 @@ from fsdp_trainer.methods.registry import build_method
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.from_config.setup import ModelSetup
+from fsdp_trainer.models.head import Head
 from fsdp_trainer.optim.elementwise import ElementwiseOptimizer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import TorchAdamW, build_optimizer
@@ -38,7 +39,7 @@ from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.planning.plan.work import Work
 from fsdp_trainer.planning.rehearse.collectives import Collective
 from fsdp_trainer.planning.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
-from fsdp_trainer.planning.rehearse.fused_graphs import FusedGraph, TensorCounter
+from fsdp_trainer.planning.rehearse.fused_graphs import KeptGraphs
 from fsdp_trainer.planning.rehearse.rehearsed_run import Rehearsed, folder_of_second
 from fsdp_trainer.planning.rehearse.rows import EmptyData, RehearsedBatches, plan_of_step
 from fsdp_trainer.planning.rehearse.step_recorder import StepRecorder
@@ -91,7 +92,8 @@ def step_of_rank(
 
 def with_parts(run: Rehearsed, rank: int, use: "Callable[[RankParts], T]") -> T:
     """Return `use` of the parts of a rank, which exist only meanwhile."""
-    with fake_world(rank, run.world), folder_of_second(run.second) as folder:
+    compiles = graph_for_each_shape() if run.cfg.compile.enabled else nullcontext()
+    with fake_world(rank, run.world), folder_of_second(run.second) as folder, compiles:
         return use(RankParts(run, rank, folder))
 
 
@@ -112,7 +114,7 @@ class RankParts:
         self.setup = setup
         self.on_host = run.device == "cuda" and run.states_on_host
         self.recorder = StepRecorder(run.device == "cpu", self.on_host)
-        with compiling_for(self.recorder) if compiled else nullcontext():
+        with compiling_for(self.recorder, run.graphs) if compiled else nullcontext():
             # before the model in training, as in training
             self.method = build_method(setup, RunRows(nothing, None, cfg.batch.rows), None)
             self.model = build_model(setup, self.method.head_temperature)
@@ -232,16 +234,21 @@ class RankParts:
 
 
 @contextmanager
-def compiling_for(recorder: StepRecorder) -> Iterator[None]:
+def compiling_for(recorder: StepRecorder, graphs: KeptGraphs) -> Iterator[None]:
     """Within, let blocks be compiled to graphs whose tensors `recorder` counts.
 
     Their forward is compiled, not their call, so that the recorder sees each begin and end.
     """
-    counter = TensorCounter(recorder.uncounted, recorder.add, recorder.passes)
-    backend = partitioned_backend(partial(FusedGraph, counter=counter))
+    graphs.counter = recorder
 
     def compile_forward(model: Decoder, cfg: Compile, **_alone: bool) -> None:
-        with patch.object(compile, "BACKEND", backend):
+        if model.lm_head is not None:
+            graphs.compile_chunks(model.lm_head)
+        with (
+            patch.object(compile, "BACKEND", graphs.backend),
+            patch.object(torch.compiler, "reset"),  # the graphs of ranks before are used again
+            patch.object(Head, "compile_chunks"),
+        ):
             compile.compile_blocks(model, cfg, forward_alone=True)
 
     # its advice on recomputation in compiled blocks is for those who write a model

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fsdp_trainer.planning.plan.changes import Candidate
 from fsdp_trainer.planning.plan.planned_model import PlannedModel
 from fsdp_trainer.planning.plan.rollout_cost import rows_of_answers
 from fsdp_trainer.planning.plan.second_model import architecture_of
+from fsdp_trainer.planning.rehearse.fused_graphs import KeptGraphs
 
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "sharding.messages": ("ordinary", "messages are ordinary tensors"),
@@ -35,7 +36,7 @@ class Rehearsed:
     architecture; world: number of ranks; device: cuda or cpu; attention: a key of LAYOUTS;
     second: the architecture of a second model, None if there is none or if it is that of the
     trained model; rows: those of a micro-batch; micro_batches: of the whole step; tensors: cpu or
-    cuda, where the tensors without storage lie.
+    cuda, where the tensors without storage lie; graphs: of compiled blocks.
     """
 
     cfg: TrainConfig
@@ -47,6 +48,7 @@ class Rehearsed:
     rows: Rows
     micro_batches: int
     tensors: str = "cpu"
+    graphs: KeptGraphs = field(default_factory=KeptGraphs)
 
     @property
     def layout(self) -> Layout:
@@ -102,10 +104,10 @@ def without_left_out(run: Candidate) -> tuple[Candidate, list[str]]:
     return run, left_out
 
 
-def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
+def rehearsed_run(run: Candidate, rows: Rows, graphs: KeptGraphs | None = None) -> Rehearsed:
     """Return what is rehearsed of a run that has nothing to be left out. Raises UserError.
 
-    rows: those of a micro-batch.
+    rows: those of a micro-batch; graphs: of a rehearsal of the same run.
     """
     cfg, device = rows_of_answers(run.cfg), "cuda" if run.on_gpu else "cpu"
     planned = PlannedModel.of(cfg, run.config, run.world, run.known)
@@ -126,4 +128,5 @@ def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
         other,
         rows,
         planned.layout.micro_batches,
+        graphs=graphs or KeptGraphs(),
     )

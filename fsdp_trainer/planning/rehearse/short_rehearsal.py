@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from fsdp_trainer.base.forked import at_once
 from fsdp_trainer.base.live_bytes import Moments, Peak
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Precision
@@ -32,9 +31,11 @@ from fsdp_trainer.planning.plan.planned_model import PlannedModel
 from fsdp_trainer.planning.plan.rollout_cost import rows_of_answers
 from fsdp_trainer.planning.plan.work import grown_work
 from fsdp_trainer.planning.rehearse.collectives import Collective
+from fsdp_trainer.planning.rehearse.fused_graphs import KeptGraphs
 from fsdp_trainer.planning.rehearse.rehearsal import Rehearsal, RehearsedKind, rehearse, sizeless
 from fsdp_trainer.planning.rehearse.rehearsed_run import rehearsed_run
 from fsdp_trainer.planning.rehearse.rows import full_rows
+from fsdp_trainer.planning.rehearse.step_recorder import module_hooks
 
 REPEATED = 3
 """Repeated units of a stage in the shorter rehearsal: one at each end, and one between."""
@@ -84,18 +85,22 @@ def short_rehearsal(run: Candidate) -> Rehearsal:
         return rehearse(rehearsed_run(run, rows), classes)
 
     if divided is None:
-        return at_once([whole_rehearsal])[0]
-    few, more = at_once([partial(rehearsed, run, each, rows, classes) for each in divided])
+        return whole_rehearsal()
+    graphs = KeptGraphs()
+    with module_hooks():
+        few, more = (rehearsed(run, each, rows, classes, graphs) for each in divided)
     if [one.kind for one in few.kinds] == [one.kind for one in more.kinds]:
         prefix = run.config.names.blocks
         return Extension(layout, *divided, stages_of(whole, layout), prefix).rehearsal(few, more)
-    return at_once([whole_rehearsal])[0]
+    return whole_rehearsal()
 
 
-def rehearsed(run: Candidate, division: Division, rows: Rows, classes: list[int]) -> Rehearsal:
+def rehearsed(
+    run: Candidate, division: Division, rows: Rows, classes: list[int], graphs: KeptGraphs
+) -> Rehearsal:
     """Return the rehearsal of a run with fewer blocks.
 
-    rows: of a micro-batch; classes: see kinds_of.
+    rows: of a micro-batch; classes: see kinds_of; graphs: of compiled blocks.
     """
     whole, count = run.config, sum(division.blocks)
     shorter = replace(run, config=with_blocks(whole, count))
@@ -113,7 +118,7 @@ def rehearsed(run: Candidate, division: Division, rows: Rows, classes: list[int]
         )
         for module in (parallelize, reference_model):
             patches.enter_context(patch.object(module, "stays_gathered", stays))
-        return rehearse(rehearsed_run(shorter, rows), classes)
+        return rehearse(rehearsed_run(shorter, rows, graphs), classes)
 
 
 def with_blocks(config: ModelConfig, count: int) -> ModelConfig:

@@ -10,6 +10,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.live_bytes import name_of
@@ -26,6 +27,41 @@ HEAD_MODULE = "lm_head"
 UPDATES = ("clip", "update")
 """Phases that are computed where the states are. Their work follows from the states' sizes."""
 ROOT = "root"
+
+
+_watching: list["StepRecorder"] = []
+"""The recorders that watch, the present one last."""
+_hooks: list[RemovableHandle] = []
+
+
+@contextmanager
+def module_hooks() -> Iterator[None]:
+    """Within, recorders are told of each call of a module.
+
+    A graph of torch.compile is used again as long as the hooks are the same.
+    """
+    if _hooks:
+        yield
+        return
+    _hooks.append(register_module_forward_pre_hook(_enter_module))
+    _hooks.append(register_module_forward_hook(_leave_module, always_call=True))
+    try:
+        yield
+    finally:
+        while _hooks:
+            _hooks.pop().remove()
+
+
+def _enter_module(module: nn.Module, _inputs: Any) -> None:
+    if not torch.compiler.is_compiling():  # the graph has no modules, only their operators
+        for recorder in _watching[-1:]:
+            recorder.enter_module(module)
+
+
+def _leave_module(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for recorder in _watching[-1:]:
+            recorder.leave_module()
 
 
 class StepRecorder(WorkCounter):
@@ -54,12 +90,10 @@ class StepRecorder(WorkCounter):
     def watching(self, model: nn.Module) -> Iterator["StepRecorder"]:
         """Record everything inside, with the names of a model's modules."""
         self._names |= {id(module): name for name, module in model.named_modules() if name}
-        hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        _watching.append(self)
         try:
             with (
+                module_hooks(),
                 around_units("unshard", self._unshard),
                 around_units("wait_for_unshard", self._wait_for_unshard),
                 around_units("post_backward", self._post_backward),
@@ -67,8 +101,7 @@ class StepRecorder(WorkCounter):
             ):
                 yield self
         finally:
-            for hook in hooks:
-                hook.remove()
+            _watching.pop()
 
     @property
     def counts(self) -> bool:
@@ -115,18 +148,15 @@ class StepRecorder(WorkCounter):
             return "logits"
         return "activations"
 
-    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling():  # the graph has no modules, only their operators
-            return
+    def enter_module(self, module: nn.Module) -> None:
         if not self._stack:
             self._reads = not torch.is_grad_enabled()
         inherited = self._stack[-1] if self._stack else phases.training.phase
         self._stack.append(self._names.get(id(module), inherited))
 
-    def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._stack.pop()
-            self._reads &= bool(self._stack)
+    def leave_module(self) -> None:
+        self._stack.pop()
+        self._reads &= bool(self._stack)
 
     def part(self) -> str:
         """Return the phase of the work of an operator. The update's is not counted."""

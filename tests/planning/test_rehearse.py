@@ -290,6 +290,8 @@ def test_a_plan_is_that_of_a_short_rehearsal_and_stored(tmp_path):
     assert any("lower bound: RuntimeError: no such shape" in line for line in failed["assumed"])
     reply = plan()
     assert reply["rehearsed"], "a failure is not stored"
+    assert {*reply["moments"]} == {"forward", "head and loss", "backward", "update"}
+    assert reply["moment"] in reply["moments"]
     assert reply["bytes_sent"] == whole["bytes_sent"]
     tensors = reply["peak_gib"] - reply["by_category"]["allowance"]
     assert tensors == pytest.approx(whole["tensors_gib"], abs=0.002)

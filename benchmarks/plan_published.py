@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fsdp_trainer.apps.plan.rehearsed_plan import rehearsed_plan
 from fsdp_trainer.apps.plan.stored_answers import Store
@@ -56,11 +56,16 @@ MEMORY_WITHIN."""
 HELD_OUT = ("seen when they were chosen", "held out")
 
 
-class NotStored(Store):
-    """Answers that are found anew each time."""
+class InMemory(Store):
+    """Answers of this process: runs that differ only in their GPU share a rehearsal."""
+
+    answers: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def get(self, key: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return make()
+        name = json.dumps(key)
+        if name not in self.answers:
+            self.answers[name] = make()
+        return self.answers[name]
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def compare(run: dict[str, Any], rehearse: bool = True) -> Comparison:
     candidate = Candidate(cfg, config, world, target(cfg, world))
     plan = candidate.plan()
     if rehearse:
-        plan, _ = rehearsed_plan(candidate, plan, NotStored(cfg))
+        plan, _ = rehearsed_plan(candidate, plan, InMemory(cfg))
     tokens = cfg.batch.micro_rows * cfg.batch.seq_len
     logits = tokens * config.vocab_size
     less = 0.0

@@ -265,30 +265,30 @@ def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_s
     assert (read.num_hidden_layers, read.vocab_size, assumed) == (3, 151_936, [])
 
 
-PUBLISHED = (
-    "titan-8b-8-eager", "ao-h100-bf16", "ao-mi300x-bf16", "trainy-64", "ibm-70b-a100-compile",
-    "olmo-1b-bf16", "prime-4b-16k-b200", "foundry-7b-4096-8xa100",
+REHEARSED = (
+    "titan-8b-8-eager", "ao-h100-bf16", "ao-mi300x-bf16", "prime-4b-16k-b200", "olmo-1b-bf16",
 )  # fmt: skip
+"""Published runs of which all but the last one's memory is known. Those of ao share a rehearsal."""
+PLAIN = "trainy-64", "ibm-70b-a100-compile", "foundry-7b-4096-8xa100"
 
 
 def test_published_runs_are_as_fast_as_planned_and_fit():
-    """`python -m benchmarks.plan_published --check` takes all of them."""
-    rows = [compare(run) for run in published_runs() if run["name"] in PUBLISHED]
-    assert len(rows) == len(PUBLISHED)
-    assert [row.run["name"] for row in rows if not (row.inside and row.fits_as_published)] == []
-    assert all(row.fast < 1.41 * row.slow for row in rows)
-    figures = summary(rows)
-    assert (figures["memories"], figures["memories within 8%"]) == (5, 4)
-
-
-def test_plans_without_a_rehearsal_are_the_stored_ones_of_the_page():
+    """`python -m benchmarks.plan_published --check` rehearses all of them."""
+    runs = {run["name"]: run for run in published_runs()}
     plans = {row.run["name"]: row for row in stored()}
-    for run in published_runs():
-        if run["name"] in PUBLISHED[:5]:
-            row, plan = compare(run, rehearse=False), plans[run["name"]]
-            say = "run  python -m benchmarks.plan_published --plain --write"
-            assert (row.slow, row.fast) == pytest.approx((plan.slow, plan.fast), rel=0.005), say
-            assert row.gpu == plan.gpu
+    rows = [compare(runs[name], rehearse=False) for name in (*REHEARSED, *PLAIN)]
+    for row in rows:
+        plan = plans[row.run["name"]]
+        say = "run  python -m benchmarks.plan_published --plain --write"
+        assert (row.slow, row.fast) == pytest.approx((plan.slow, plan.fast), rel=0.005), say
+        assert row.gpu == plan.gpu
+    rehearsed = [compare(runs[name]) for name in REHEARSED]
+    for row in (*rehearsed, *rows[len(REHEARSED) :]):
+        assert row.inside, row
+        assert row.fits_as_published, row
+        assert row.fast < 1.41 * row.slow, row
+    figures = summary(rehearsed)
+    assert (figures["memories"], figures["memories within 8%"]) == (4, 4)
 
 
 def test_the_table_of_activation_checkpointing_is_planned():

@@ -4,13 +4,15 @@ import base64
 import json
 import re
 
+import inject
+import numpy as np
 import pytest
 import transformers
 import yaml
 from folders import table
 from refused import refusal
 from texts import SHARED, make_tokenizer, write_sentencepiece
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 from world import read_json, write_json
 
 from fsdp_trainer.config.schema import Data
@@ -297,9 +299,51 @@ def test_a_template_that_cannot_be_used_is_refused_by_name(tmp_path):
             load_template(name, bytes_only)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the small world\n" * 200,
+        "a" * 3000,
+        " " * 3000,
+        "é日👩‍👩‍👧 " * 300,
+        "\n<s> x" * 300,
+        "x12345678" * 400,
+        # digits are cut by threes from where a piece begins: 123 is one token, 9 only alone, so
+        # two pieces go on alike for a while, and differ then
+        "9" * 801 + "123" * 60,
+    ],
+)
+def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, enter, text):
+    """Memory is bounded; tokens and their places are those of the whole."""
+    enter(inject.setting("tokenizer_overlap", 200))
+    enter(inject.setting("tokenizer_long_text", 500))
+    for tokenizer in (
+        load_tokenizer("demo:bytes"),
+        load_tokenizer(sentencepiece_file),
+        byte_level(),
+        byte_level(LLAMA_3),
+    ):
+        whole = tokenizer.backend.encode(text, add_special_tokens=False)
+        (pieces,) = tokenizer.encode_batch([text])
+        assert tokenizer.encode_plain([text])[0].tolist() == whole.ids
+        assert_same(pieces, whole)
+
+
+def assert_same(encoded, whole):
+    """Compare tokens and places with those of the backend."""
+    assert encoded.ids.tolist() == whole.ids
+    places = np.stack([encoded.starts, encoded.ends], axis=1)
+    assert places.tolist() == [list(place) for place in whole.offsets]
+
+
 def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
     """A trained tokenizer that cuts texts as `pattern` says; None: as GPT-2."""
-    cut = pattern and byte_level_files.cut_by(pattern)
+    cut = pattern and pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     texts = [*TEXTS, "it's we'll WE'LL ... !?\n\n  x = 12345\n"]
     backend = make_tokenizer(added, texts, 400, cut, **how)
     backend.normalizer = normalizer

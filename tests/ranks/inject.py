@@ -145,6 +145,8 @@ remembered_steps → fsdp_trainer.rl.rounds.rollout_source:REMEMBERED_STEPS
 attention_length_multiple → fsdp_trainer.models.document_calls:LENGTH_MULTIPLE
 optimizer_chunk → fsdp_trainer.optim.compact:CHUNKS
 template_seconds → fsdp_trainer.data.templates.chat_template:SECONDS
+tokenizer_overlap → fsdp_trainer.data.tokens.tokenizer:OVERLAP
+tokenizer_long_text → fsdp_trainer.data.tokens.tokenizer:LONG
 tokenize_chunk → fsdp_trainer.data.store.tokenize_tasks:CHUNK
 largest_document → fsdp_trainer.data.token_files.token_file:LARGEST_DOCUMENT
 shard_tokens → fsdp_trainer.data.token_files.write_token_files:SHARD_TOKENS

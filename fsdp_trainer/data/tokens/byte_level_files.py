@@ -147,14 +147,10 @@ def _class_of(folder: Path, config: Json) -> str:
 
 def cut_as(tokenizer: Tokenizer, pattern: str, prefix: bool = False) -> None:
     """Make the tokenizer split texts by a pattern and encode the parts as bytes."""
-    tokenizer.pre_tokenizer = cut_by(pattern, prefix)
-    tokenizer.decoder = decoders.ByteLevel()
-
-
-def cut_by(pattern: str, prefix: bool = False) -> pre_tokenizers.PreTokenizer:
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-    return pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
 
 
 def _special(text: str) -> AddedToken:

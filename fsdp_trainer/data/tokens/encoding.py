@@ -1,10 +1,12 @@
 """Tokens of a text and their positions in it; the patterns by which tokenizers split a text."""
 
+import json
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LLAMA_3 = (
@@ -33,6 +35,9 @@ class Encoding:
     starts: np.ndarray
     ends: np.ndarray
 
+    def cut(self, start: int | None = None, stop: int | None = None) -> "Encoding":
+        return Encoding(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
+
     def lower_of_ends(self, values: np.ndarray) -> np.ndarray:
         """Return, for each token, the lower of the values at its first and last character.
 
@@ -52,3 +57,26 @@ def encoding_of(encoded: Any) -> Encoding:
     ids = np.array(encoded.ids, dtype=np.int32)
     places = np.fromiter(chain.from_iterable(encoded.offsets), np.int64, 2 * len(ids))
     return Encoding(ids, places[0::2], places[1::2])
+
+
+def joins_anywhere(backend: Tokenizer) -> bool:
+    """Return whether overlapping pieces of a text can be joined at any token that both contain.
+
+    This holds for BPE that splits at single characters or not at all. A merge across the boundary
+    of two neighbouring tokens would also happen if these two were the complete text, and vice
+    versa. So tokens are those of the complete text if every two neighbours are the tokens of their
+    own text.
+    """
+    saved = json.loads(backend.to_str())
+    pre, model = saved["pre_tokenizer"] or {"type": "Metaspace"}, saved["model"]
+    only_metaspace = all(
+        step["type"] == "Metaspace" and not step["split"]
+        for step in pre.get("pretokenizers", [{"type": ""}])
+    )
+    cuts_nothing = pre["type"] == "ByteLevel" and not pre["use_regex"]
+    at_a_space = pre["type"] == "Split" and pre["pattern"] == {"String": " "}
+    return (
+        model["type"] == "BPE"
+        and not model.get("dropout")
+        and (pre["type"] == "Metaspace" or only_metaspace or cuts_nothing or at_a_space)
+    )

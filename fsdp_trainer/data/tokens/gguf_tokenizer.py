@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from fsdp_trainer.base.json_files import Json
 from fsdp_trainer.data.tokens.encoding import GPT_4O, LLAMA_3, QWEN, QWEN_3_5
@@ -77,17 +77,20 @@ def byte_level(facts: Json, tokens: list[str], bos: int | None) -> Tokenizer:
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if cut_by is QWEN else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": None,
+        "post_processor": None if bos is None else beginning_with(tokens[bos], bos),
         "decoder": {"type": "ByteLevel", "use_regex": True, **usual},
         "model": model,
     }
-    tokenizer = Tokenizer.from_str(json.dumps(described))
-    if bos is not None:
-        begin = tokens[bos]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            [begin, "$A"], [begin, "$A", "$B:1"], [(begin, bos)]
-        )
-    return tokenizer
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def beginning_with(text: str, id: int) -> Json:
+    token = {"SpecialToken": {"id": text, "type_id": 0}}
+    single = [token, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    special = {text: {"id": text, "ids": [id], "tokens": [text]}}
+    named = {"type": "TemplateProcessing", "special_tokens": special}
+    return {**named, "single": single, "pair": pair}
 
 
 def sentencepiece(facts: Json, tokens: list[str], bos: int | None) -> Tokenizer:

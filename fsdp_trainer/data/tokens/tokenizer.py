@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fsdp_trainer.data.tokens.described_tokens import (
     TokenDescription,
     add_new_tokens,
 )
-from fsdp_trainer.data.tokens.encoding import Encoding, encoding_of
+from fsdp_trainer.data.tokens.encoding import Encoding, encoding_of, joins_anywhere
 from fsdp_trainer.data.tokens.gguf_tokenizer import read_gguf_tokenizer
 from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.tokens.tokenizer_classes import (
@@ -73,6 +73,26 @@ USUAL = {
 CLEANED = [(f" {end}", end) for end in (".", "?", "!", ",")]
 CLEANED += [(" ' ", "'"), *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re"))]
 """Texts and what replaces them after decoding, one after the other, as in transformers."""
+LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and of its overlap with the next one
+
+
+def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
+    """Return the indices of a token that both encodings share, from the middle of the overlap.
+
+    start: first character of the shared text. None if there is no such token.
+    """
+    for here in range(
+        *np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))
+    ):
+        there = int(np.searchsorted(after.starts, before.starts[here]))
+        if there < len(after.ids) and (after.starts[there], after.ids[there]) == (
+            before.starts[here],
+            before.ids[here],
+        ):
+            return int(here), there
+    return None
+
+
 MOST_IDS = 1 << 24
 
 
@@ -121,6 +141,7 @@ class TextTokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.post_processor = None  # ByteLevel's would trim the offsets; templates add bos
+        self._joins = joins_anywhere(backend)
         added = backend.get_added_tokens_decoder()
         self.special = {
             name: text for name, text in special.items() if backend.token_to_id(text) is not None
@@ -166,12 +187,50 @@ class TextTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[Encoding]:
         """Return the tokens of each text with their positions in it."""
-        return [*map(encoding_of, self.backend.encode_batch(texts, add_special_tokens=False))]
+        whole = map(encoding_of, self._encode_whole(self.backend.encode_batch, texts))
+        return [self._encode_long(t) if self._is_long(t) else next(whole) for t in texts]
 
     def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text, [tokens] int32, without positions, which is faster."""
-        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in encoded]
+        whole = self._encode_whole(self.backend.encode_batch_fast, texts)
+        return [
+            self._encode_long(text).ids
+            if self._is_long(text)
+            else np.array(next(whole).ids, np.int32)
+            for text in texts
+        ]
+
+    def _is_long(self, text: str) -> bool:
+        return self._joins and len(text) > LONG
+
+    def _encode_whole(self, encode: Callable, texts: list[str]) -> Iterator[Any]:
+        """Return what the backend makes of the texts that are not long."""
+        short = [text for text in texts if not self._is_long(text)]
+        return iter(encode(short, add_special_tokens=False))
+
+    def _encode_long(self, text: str) -> Encoding:
+        """Encode a text piece by piece.
+
+        The backend's result needs about 100 times the memory of the text's characters.
+        """
+        pieces: list[Encoding] = []
+        for start in range(0, len(text), LONG):
+            piece = encoding_of(
+                self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False)
+            )
+            piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
+            if pieces:
+                seam = _seam(pieces[-1], piece, start)
+                if seam is None:
+                    return encoding_of(self.backend.encode(text, add_special_tokens=False))
+                pieces[-1], piece = pieces[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
+            pieces.append(piece)
+        return Encoding(
+            *(
+                np.concatenate([getattr(piece, name) for piece in pieces])
+                for name in ("ids", "starts", "ends")
+            )
+        )
 
     def as_published(self) -> Tokenizer:
         """Return the tokenizer unchanged; it may add bos and eos by itself."""
@@ -346,8 +405,7 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> TextToke
     """
     path = str(path)
     try:
-        is_one = path == quickstart_data.TOKENIZER or path.endswith(".gguf")
-        return _load_one(path, add_tokens) if is_one else _load(path, add_tokens)
+        return _load_gguf(path, add_tokens) if path.endswith(".gguf") else _load(path, add_tokens)
     except DescriptionError as e:
         raise _bad(path, str(e)) from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
@@ -355,19 +413,22 @@ def load_tokenizer(path: str | Path, add_tokens: Sequence[str] = ()) -> TextToke
         raise _bad(path, reason) from None
 
 
-def _load_one(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
-    """Return the tokenizer of the demos or of a GGUF file, which no other files describe."""
+def _load_gguf(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
     try:
-        is_demo = path == quickstart_data.TOKENIZER
-        file = Path(path).expanduser()
-        made = quickstart_data.byte_tokenizer() if is_demo else read_gguf_tokenizer(file)
+        backend, special, ends, template = read_gguf_tokenizer(Path(path).expanduser())
     except Exception as e:  # tokenizers raises bare Exception
         raise _bad(path, f"the tokenizer in it cannot be read: {e}") from None
-    return TextTokenizer(*made, new=_add_special(made[0], add_tokens))
+    new = _add_special(backend, add_tokens)
+    return TextTokenizer(backend, special, ends, template, new=new)
 
 
 def _load(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
     """Return a tokenizer, see load_tokenizer. Raises many errors for files of wrong content."""
+    if path == quickstart_data.TOKENIZER:
+        backend, special, ends, template = quickstart_data.byte_tokenizer()
+        return TextTokenizer(
+            backend, special, ends, template, new=_add_special(backend, add_tokens)
+        )
     given = Path(path).expanduser()
     file = _tokenizer_file(given)
     folder = file.parent if given.is_dir() or file.name in BESIDE_A_CONFIG else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from fsdp_trainer.data.tokens.byte_level_files import CLASSES, cut_by
+from fsdp_trainer.data.tokens.byte_level_files import CLASSES
 from fsdp_trainer.data.tokens.encoding import GPT_4O, QWEN, QWEN_3_5, SUFFIXES
 from fsdp_trainer.data.tokens.sentencepiece_model import PROBES
 
@@ -22,6 +22,12 @@ ALWAYS: dict[str, str] = CLASSES["always"]
 CLASS_TOKENS: dict[str, dict[str, str]] = CLASSES["special tokens"]
 
 
+def _split(pattern: str, prefix: bool) -> Steps:
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return normalizers.NFC(), pre_tokenizers.Sequence([cut, to_bytes])
+
+
 def _cohere(prefix: bool) -> Steps:
     digits = pre_tokenizers.Digits(individual_digits=True)
     return normalizers.NFC(), pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(prefix)])
@@ -32,8 +38,8 @@ def _gemma(prefix: bool) -> Steps:
 
 
 STEPS: dict[str, Callable[[bool], Steps]] = {
-    "Qwen2Tokenizer": lambda prefix: (normalizers.NFC(), cut_by(QWEN, prefix)),
-    "Qwen3_5Tokenizer": lambda prefix: (normalizers.NFC(), cut_by(QWEN_3_5, prefix)),
+    "Qwen2Tokenizer": lambda prefix: _split(QWEN, prefix),
+    "Qwen3_5Tokenizer": lambda prefix: _split(QWEN_3_5, prefix),
     "GPT2Tokenizer": lambda prefix: (None, pre_tokenizers.ByteLevel(prefix)),
     "GPTNeoXTokenizer": lambda prefix: (normalizers.NFC(), pre_tokenizers.ByteLevel(prefix)),
     "CohereTokenizer": _cohere,
@@ -107,7 +113,8 @@ def fix_mistral(
         sequence = backend.pre_tokenizer
         sequence[0] = cut
     elif steps["type"] == "Metaspace":
-        sequence = cut_by(MISTRAL_CUT)
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        sequence = pre_tokenizers.Sequence([cut, to_bytes])
     else:
         sequence = pre_tokenizers.Sequence([cut, backend.pre_tokenizer])
     _set_steps(backend, (backend.normalizer, sequence))

@@ -262,10 +262,13 @@ class Head(nn.Module):
         chunks = max(1, math.ceil(tokens / budget))
         return max(8, round_up(math.ceil(tokens / chunks), 8))
 
-    def compile_chunks(self, **options: Any) -> None:
-        """Compile the operations between a chunk's matrix products. options: of torch.compile.
+    def compile_chunks(
+        self, compiler: Callable[[Callable], Callable] | None = None, **options: Any
+    ) -> None:
+        """Compile the operations between a chunk's matrix products.
 
-        One graph is used for any number of rows.
+        compiler: None is torch.compile with these options, a graph of which is used for any number
+        of rows.
         """
 
         def compiled(function: Callable) -> Callable:
@@ -278,8 +281,9 @@ class Head(nn.Module):
 
             return call
 
-        self.score = compiled(self.score)
-        self.differentiate = compiled(self.differentiate)
+        of_function = compiler or compiled
+        self.score = of_function(self.score)
+        self.differentiate = of_function(self.differentiate)
         self.is_compiled = True
 
 

@@ -152,8 +152,9 @@ class TransformersDecoder(Decoder):
     @property
     def media_positions(self) -> Any:
         """Return the function that gives a document with media its positions, or None."""
-        has_axes = self.tower is not None and hasattr(self.tower.base, "get_rope_index")
-        return self.tower.positions if has_axes else None
+        if self.tower is None or not hasattr(self.tower.base, "get_rope_index"):
+            return None
+        return self.tower.positions
 
     def image_parts(self) -> list[nn.Module]:
         return [] if self.tower is None else [*self.tower.units(self.hf)]

@@ -13,7 +13,6 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from fsdp_trainer.base.torch_private import functional_graph, operator_types, partitioned_backend
-from fsdp_trainer.models.head import Head
 from fsdp_trainer.planning.plan.work import WorkCounter, bytes_of, tensors_in
 
 aten = torch.ops.aten
@@ -45,13 +44,11 @@ class KeptGraphs:
 
         return backend
 
-    def compile_chunks(self, head: Head) -> None:
-        """Compile the operations on logits, which a tracer can read without torch.compile."""
-        head.score, head.differentiate = map(self._traced, (head.score, head.differentiate))
-        head.is_compiled = True
+    def traced(self, function: Callable) -> Callable:
+        """Return operations on logits as a graph for each shape of their tensors.
 
-    def _traced(self, function: Callable) -> Callable:
-        """Return a function as a graph for each shape of its tensors."""
+        A tracer can read them without torch.compile.
+        """
 
         def call(*args: Any) -> Any:
             tensors = {id(x): x for x in args if torch.is_tensor(x)}  # each once

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -242,12 +242,11 @@ def compiling_for(recorder: StepRecorder, graphs: KeptGraphs) -> Iterator[None]:
     graphs.counter = recorder
 
     def compile_forward(model: Decoder, cfg: Compile, **_alone: bool) -> None:
-        if model.lm_head is not None:
-            graphs.compile_chunks(model.lm_head)
+        chunks = partialmethod(Head.compile_chunks, graphs.traced)
         with (
             patch.object(compile, "BACKEND", graphs.backend),
             patch.object(torch.compiler, "reset"),  # the graphs of ranks before are used again
-            patch.object(Head, "compile_chunks"),
+            patch.object(Head, "compile_chunks", chunks),
         ):
             compile.compile_blocks(model, cfg, forward_alone=True)
 

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refusal
 
+from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.token_store import (
@@ -16,6 +18,7 @@ from fsdp_trainer.data.store.token_store import (
     merge,
 )
 from fsdp_trainer.data.tokens.samples import Sample
+from fsdp_trainer.training.batches import Batches, BatchOptions
 
 SEQ_LEN = 16
 GROUPS = st.lists(
@@ -53,8 +56,12 @@ def rows_of(order, epoch=0):
     st.sampled_from(["best_fit", "none"]),
     st.booleans(),
     st.integers(0, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
 )
-def test_a_group_is_never_split(tmp_path_factory, groups, packing, shuffle, seed):
+def test_a_group_is_never_split_and_every_supervised_token_knows_its_document_and_group(
+    tmp_path_factory, groups, packing, shuffle, seed, micro_rows, ranks
+):
     folder = tmp_path_factory.mktemp("groups") / "store"
     written(folder, groups)
     order = RowOrder(TokenStore(folder, "f"), SEQ_LEN, packing, shuffle, seed)
@@ -74,6 +81,43 @@ def test_a_group_is_never_split(tmp_path_factory, groups, packing, shuffle, seed
         else:
             whole = best_fit(np.array([sum(group) for group in groups]), SEQ_LEN)
             assert len(rows) == len(whole.offsets) - 1
+
+    firsts, all_documents = np.cumsum([0, *lengths]), []
+    mixture = Mixture([Component("", order)])
+    batches = [
+        Batches(
+            mixture,
+            BatchOptions(micro_rows, rank, ranks, torch.device("cpu"), number_documents=True),
+        )
+        for rank in range(ranks)
+    ]
+    for plan in batches[0].plans(4, mixture.rows_per_epoch):
+        for batch in (batch for rank in batches for batch in rank.micro_batches(plan)):
+            count, learnt = len(batch.documents.groups), (batch.weights > 0).numpy()
+            assert (batch.documents.index.numpy()[~learnt] == count).all()
+            numbers, targets = batch.documents.index.numpy()[learnt], batch.targets.numpy()[learnt]
+            samples = np.searchsorted(firsts, targets, side="right") - 1
+            pairs = sorted(set(zip(numbers.tolist(), samples.tolist(), strict=True)))
+            assert [number for number, _ in pairs] == list(range(count))
+            documents = [sample for _, sample in pairs]
+            theirs = [group_of[document] for document in documents]
+            in_batch = {group: number for number, group in enumerate(dict.fromkeys(theirs))}
+            assert batch.documents.groups.tolist() == [in_batch[group] for group in theirs]
+            all_documents += documents
+    assert sorted(all_documents) == list(range(len(lengths)))
+
+
+def test_without_groups_nothing_is_written_and_rows_are_what_they_were(tmp_path):
+    lengths = np.random.default_rng(0).integers(2, 17, 200).tolist()
+    written(tmp_path / "store", [[length] for length in lengths])
+    store = TokenStore(tmp_path / "store", "f")
+    assert store.group_starts is None
+    assert not (tmp_path / "store/group_starts.bin").exists()
+    expected = best_fit(np.array(lengths), SEQ_LEN)
+    order = RowOrder(store, SEQ_LEN, "best_fit", True, 0)
+    assert order.rows_per_epoch == len(expected.offsets) - 1
+    batches = Batches(Mixture([Component("", order)]), BatchOptions(2, 0, 1, torch.device("cpu")))
+    assert batches.assemble(order.read_rows([0, 1])).document_targets is None
 
 
 def test_parts_with_and_without_groups_are_joined(tmp_path):

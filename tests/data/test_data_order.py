@@ -253,6 +253,18 @@ def test_plans_of_long_ago_go(planned):
     assert groups(other) == {"packing"}
 
 
+def test_nobody_finds_a_part_of_a_plan_that_goes(planned, monkeypatch):
+    order = planned()
+    expected, _ = order.epoch(1), order.epoch(2)
+    for epoch in (1, 2):
+        os.utime(order.mapped.folder / f"epoch-{epoch}", (epoch, epoch))
+    monkeypatch.setattr(
+        "shutil.rmtree", lambda folder, **_: (folder / "samples.npy").unlink(missing_ok=True)
+    )  # so far
+    order.epoch(3)
+    assert np.array_equal(planned().epoch(1).samples, expected.samples)
+
+
 def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
     order = planned()
     rows = all_rows(order)

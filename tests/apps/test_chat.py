@@ -12,6 +12,8 @@ from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,14 +273,23 @@ def test_a_client_that_goes_away_ends_its_answer(server):
 
 
 def test_a_client_that_goes_away_while_it_sends_its_request_is_no_error():
-    requests = pytest.importorskip("starlette.requests")
-    from fsdp_trainer.apps.chat.app import complete
+    pytest.importorskip("starlette")
+    from fsdp_trainer.apps.chat.app import complete, make_app
+
+    path, sent = "/v1/completions", []
+    answers = {path: partial(complete, served=None, read=read_text_request)}
+    about = {"name": "model", "created": 0, "token": None, "refuse": None}
+    app = make_app(SimpleNamespace(answers=answers, **about))
 
     async def receive():
         return {"type": "http.disconnect"}
 
-    request = requests.Request({"type": "http"}, receive)
-    assert asyncio.run(complete(request, None, read_request)).status_code == 499
+    async def send(message):
+        sent.append(message.get("status"))
+
+    scope = {"type": "http", "method": "POST", "path": path}
+    asyncio.run(app(scope | {"headers": [(b"host", b"127.0.0.1")]}, receive, send))
+    assert sent[0] == 499
 
 
 def test_a_long_conversation_does_not_hold_up_other_clients(server, monkeypatch):

@@ -25,8 +25,9 @@ by the sign of a count, which one token turns if it is near the mean: few of all
 """
 AMPLIFIED = 4.0
 """How many times the difference may be that weights at the start cause which differ by rounding."""
-LARGEST = 0.02
-"""The largest limit, which faults are beyond."""
+LARGEST = 0.1
+"""The largest limit, where rounding has a router choose another expert for a token. Faults are
+beyond it, or are seen in the gradients of the first steps."""
 UNITS = {
     "losses": "of the loss",
     "gradients": "of the tensor's largest number",

@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: threads do not survive the forks of ranks
+
 from damaged_folders import (
     FOLDERS,
     HONEST,
@@ -197,9 +199,7 @@ def wrong_in_run(words: str, folders: Path, planted: str = "") -> list[str]:
     with tempfile.TemporaryDirectory() as root:
         place = [f"model.init_from={folders / model}", f"run.root={root}", "run.name=run"]
         line = [sys.executable, "-m", "fsdp_trainer", "prove", *SMALL, *place, *keys, "format=json"]
-        # OpenMP's threads would not survive the forks of ranks
-        env = own | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        done = Forked(line, Path(root) / "log", env)
+        done = Forked(line, Path(root) / "log", own | {"PYTHONPATH": paths})
         code, said = done.wait(1800), done.said
     answers = [one for one in said.splitlines() if one.startswith('{"checks"')]
     return wrong_of(CommandResult(code, answers[-1] if answers else "", said))

@@ -18,9 +18,9 @@ TRAIN = """
 import gc, re, sys, threading
 from pathlib import Path
 from fsdp_trainer.cli import main
-from fsdp_trainer.run import verb
+from fsdp_trainer.base import torch_import
 
-load, seen, is_loaded = verb.load_libtorch, [], threading.Event()
+load, seen, is_loaded = torch_import.load_libtorch, [], threading.Event()
 
 def libraries():
     return {*re.findall("/.*libtorch_cpu.so", Path("/proc/self/maps").read_text())}
@@ -31,7 +31,7 @@ def load_beside():
     seen.append(libraries())
     is_loaded.set()
 
-verb.load_libtorch = load_beside
+torch_import.load_libtorch = load_beside
 assert main(WORDS) == 0
 assert gc.isenabled() and gc.get_freeze_count() > 0
 import torch

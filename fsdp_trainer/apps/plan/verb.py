@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING
 
 from fsdp_trainer.apps.plan.stored_answers import Store
+from fsdp_trainer.base.torch_import import importing_torch
 from fsdp_trainer.config.devices import has_gpus, nothing_to_plan_for
 from fsdp_trainer.config.verbs import PlanConfig
 
@@ -33,18 +34,19 @@ def plan(cfg: PlanConfig) -> int:
 def print_plan(cfg: PlanConfig, store: Store) -> int:
     if cfg.plan.table:
         return print_table(cfg)
-    from fsdp_trainer.apps.plan.device_plans import plans_for_device
-    from fsdp_trainer.apps.plan.show import as_json, show
-    from fsdp_trainer.apps.plan.show_gpus import show_gpus
-    from fsdp_trainer.planning.plan.fsdp_units import KnownModels
-    from fsdp_trainer.planning.plan.plan_inputs import (
-        architecture,
-        assumed_of_images,
-        each_gpu,
-        require_sharing,
-    )
-    from fsdp_trainer.planning.plan.scoring_models import uncounted
-    from fsdp_trainer.planning.plan.second_model import assumed_of
+    with importing_torch():
+        from fsdp_trainer.apps.plan.device_plans import plans_for_device
+        from fsdp_trainer.apps.plan.show import as_json, show
+        from fsdp_trainer.apps.plan.show_gpus import show_gpus
+        from fsdp_trainer.planning.plan.fsdp_units import KnownModels
+        from fsdp_trainer.planning.plan.plan_inputs import (
+            architecture,
+            assumed_of_images,
+            each_gpu,
+            require_sharing,
+        )
+        from fsdp_trainer.planning.plan.scoring_models import uncounted
+        from fsdp_trainer.planning.plan.second_model import assumed_of
 
     config, assumed = architecture(cfg)
     assumed += assumed_of_images(cfg.plan.image_share, config)
@@ -68,7 +70,8 @@ def print_plan(cfg: PlanConfig, store: Store) -> int:
 
 def print_table(cfg: PlanConfig) -> int:
     """Print the models that fit. Returns 0 if any does, else 3."""
-    from fsdp_trainer.apps.plan.model_table import model_rows, show_table, table_as_json
+    with importing_torch():
+        from fsdp_trainer.apps.plan.model_table import model_rows, show_table, table_as_json
 
     rows = model_rows(cfg)
     if cfg.plan.format == "json":

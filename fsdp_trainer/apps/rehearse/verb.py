@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from fsdp_trainer.apps.plan.verb import DOES_NOT_FIT, require_device
+from fsdp_trainer.base.torch_import import importing_torch
 from fsdp_trainer.config.verbs import RehearseConfig
 
 
@@ -14,13 +15,18 @@ def rehearse_verb(cfg: RehearseConfig) -> int:
     the device is unknown, or for a run that cannot be rehearsed.
     """
     require_device(cfg)  # before torch is imported
-    from fsdp_trainer.apps.rehearse.comparison import compare
-    from fsdp_trainer.apps.rehearse.rehearsal_page import cannot_write, write_page
-    from fsdp_trainer.apps.rehearse.rehearsal_text import as_json, show
-    from fsdp_trainer.observe.console import Console
-    from fsdp_trainer.planning.plan.changes import Candidate
-    from fsdp_trainer.planning.plan.plan_inputs import architecture, require_sharing, single_target
-    from fsdp_trainer.planning.plan.second_model import assumed_of
+    with importing_torch():
+        from fsdp_trainer.apps.rehearse.comparison import compare
+        from fsdp_trainer.apps.rehearse.rehearsal_page import cannot_write, write_page
+        from fsdp_trainer.apps.rehearse.rehearsal_text import as_json, show
+        from fsdp_trainer.observe.console import Console
+        from fsdp_trainer.planning.plan.changes import Candidate
+        from fsdp_trainer.planning.plan.plan_inputs import (
+            architecture,
+            require_sharing,
+            single_target,
+        )
+        from fsdp_trainer.planning.plan.second_model import assumed_of
 
     page = Path(cfg.rehearse.html).expanduser() if cfg.rehearse.html else None
     if page and not page.parent.is_dir():

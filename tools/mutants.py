@@ -15,7 +15,8 @@ that waits is ended after five times as long.
     python tools/mutants.py --check            # runs no tests: every fault changes what compiles
 
 A fault is a [[fault]] with name, file, old, new and promise: old occurs exactly once in the file
-and becomes new; promise is what a user loses, in a line. It must change what the documentation
+and becomes new; promise is what a user loses, in a line. first, if given, is the test file that
+holds the promise, which is run before the others. A fault must change what the documentation
 says, and must neither keep everything from starting nor wait for ever.
 
 The interpreter that runs this tool runs the tests; the package that it imports is the copy.
@@ -82,6 +83,7 @@ class Fault:
     old: str
     new: str
     promise: str
+    first: str = ""
 
     def applied(self, text: str) -> str:
         """Return the faulty text. Raises ValueError if `old` does not occur exactly once."""
@@ -362,14 +364,15 @@ def remove(copies: Sequence[TreeCopy]) -> None:
 
 
 def reaching(graph: Graph, fault: Fault) -> list[str]:
-    """Return the test that noticed a fault last, and the files that reach it.
+    """Return the test that noticed a fault last, the file of its promise, and those that reach it.
 
     Those in the folder that is named as the fault's room come first, then the nearest.
     """
-    last = [test for test in (last_noticed().get(fault.name),) if test]
+    begin = [test for test in (last_noticed().get(fault.name), fault.first) if test]
     room = f"tests/{Path(fault.file).parts[1]}/"
     files = [choice.test for choice in graph.choose([fault.file])]
-    return last + sorted(files, key=lambda file: not file.startswith(room))
+    ordered = sorted(files, key=lambda file: not file.startswith(room))
+    return begin + [file for file in ordered if file not in begin]
 
 
 @cache

@@ -21,7 +21,8 @@ from fsdp_trainer.config.composing.source_words import (
     is_path,
     require_quotes,
 )
-from fsdp_trainer.config.verbs import PRIMARY, VERBS
+from fsdp_trainer.config.parts.own_parts import code_at, why_no_part
+from fsdp_trainer.config.verbs import PRIMARY, VERBS, add_verb
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import RunFailed, UserError, report
 from fsdp_trainer.extensions import import_modules
@@ -64,7 +65,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     overrides = with_bare_words(name, overrides)
     if verb.starts_ranks and (cfg := inherited_configuration(PRIMARY[name])):
         allow_remote_code(cfg)
-        return resolve_name(verb.function)(cfg, overrides)
+        return code_at(verb.function)(cfg, overrides)
     # imports Hydra, which a rank that received its configuration does not need
     from fsdp_trainer.config.composing.compose import compose, config_flag
 
@@ -86,7 +87,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     allow_remote_code(cfg)
     if "://" in str(getattr(cfg, "source", "")):
         cfg = resolve_name("fsdp_trainer.run.mirrored_source:with_local_source")(cfg)
-    return resolve_name(verb.function)(cfg, *(further[need] for need in verb.needs))
+    return code_at(verb.function)(cfg, *(further[need] for need in verb.needs))
 
 
 def _dispatch(argv: list[str] | None) -> int:
@@ -167,7 +168,10 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
         if YAML_FILE.fullmatch(first):
             first, rest = None, words
         elif first not in VERBS:
-            raise UserError("no such verb", first, _why_no_verb(first))
+            own = add_verb(first)
+            if own is None:
+                raise UserError("no such verb", first, _why_no_verb(first))
+            first = own
     for misplaced in VERBS.keys() & rest:
         others = [word for word in rest if word != misplaced]
         line = shlex.join(["fsdp-trainer", misplaced, *others])
@@ -224,6 +228,8 @@ def _why_no_verb(word: str) -> str:
     from fsdp_trainer.config.composing.overrides import filled, listed, without_key
     from fsdp_trainer.config.names import known_elsewhere, nearest
 
+    if ".py:" in word:
+        return str(why_no_part("verb", word))
     elsewhere = known_elsewhere(word)
     if elsewhere and elsewhere.sentence:
         return filled(f"there is no such verb: {elsewhere.sentence}")

@@ -3,13 +3,16 @@
 The first line of a configuration's docstring is printed by --help.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.keys import key
+from fsdp_trainer.config.parts.own_parts import usable_part, why_no_part
 from fsdp_trainer.config.schema import Evaluation, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU
+from fsdp_trainer.errors import UserError
 
 TRUSTED = "run Python code that comes with the model's folder: only if you trust it"
 
@@ -678,7 +681,7 @@ class LighthouseConfig:
 
 
 class Verb(NamedTuple):
-    """A verb: its configuration, and a function, MODULE:NAME, that is imported and called with it.
+    """A verb: its configuration, and a function, or MODULE:NAME of one, that is called with it.
 
     needs: keys of `further` in `run_verb`, passed as further arguments. inputs: whether files that
     the configuration names must exist on this machine. starts_ranks: whether the function also runs
@@ -686,7 +689,7 @@ class Verb(NamedTuple):
     """
 
     config: type
-    function: str
+    function: str | Callable[..., int]
     needs: tuple[str, ...] = ()
     inputs: bool = True
     starts_ranks: bool = False
@@ -739,3 +742,19 @@ VERBS = {
 }
 """In the order of `--help`."""
 PRIMARY: dict[str, type] = {name: verb.config for name, verb in VERBS.items()}
+
+
+def add_verb(word: str) -> str | None:
+    """Make a verb of the user's own known, and return its name; None if no code is named so.
+
+    word: the name of an installed one, or FILE.py:NAME. Raises UserError if it cannot be used.
+    """
+    if why_no_part("verb", word):
+        return None
+    verb = usable_part("verb", word, Verb)
+    name = word.rpartition(":")[2]
+    if VERBS.setdefault(name, verb) is not verb:
+        reason = f"there is a verb {name}: give yours another name"
+        raise UserError("your own verb cannot be used", word, reason)
+    PRIMARY[name] = verb.config
+    return name

@@ -173,6 +173,9 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
     assert main(["export", str(tmp_path / "run"), "out=exported", "form=numpy"]) == 0
     assert "model.norm.weight" in np.load(empty / "exported" / "weights.npz")
+    assert not main(["export", str(tmp_path / "run"), "out=weights"])
+    assert not main(["largest", "folder=weights", "count=1"])
+    assert capsys.readouterr().out.split()[-1] == "model.embed_tokens.weight"
     assert main([*words, "objective=grpo", "objective.environment=agian"]) == 2
     assert "Did you mean  again" in capsys.readouterr().err
     assert find_environment({"name": "again", "tries": 1}).make().tries == 1
@@ -189,6 +192,43 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     template = (empty / "other" / "chat_template.jinja").read_text()
     assert "needs" not in template
     assert "message['role'] + ': '" in template
+
+
+OWN_VERB = """
+from dataclasses import dataclass
+from fsdp_trainer.config.keys import key
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.verbs import Verb
+
+@dataclass
+class Rates(TrainConfig):
+    \"\"\"Prints the learning rate of a run some times.\"\"\"
+
+    times: int = key(2, "how often", minimum=1)
+
+def show(cfg, words):
+    print(*[cfg.optim.lr] * cfg.times, *words)
+    return 3
+
+rates = Verb(Rates, show, ("words",))
+train = Verb(Rates, show)
+"""
+
+
+def test_a_verb_in_a_file_has_help_and_trainings_keys_and_its_exit_code(tmp_path, program):
+    (file := tmp_path / "own.py").write_text(OWN_VERB)
+    verb = f"{file}:rates"
+    program(verb, "+recipe=quickstart", "times=3", "optim.lr=0.5", code=3)
+    assert program.out == "0.5 0.5 0.5 +recipe=quickstart times=3 optim.lr=0.5\n"
+    assert "times=2  how often [at least 1]" in program(verb, "--help")
+    for words, said in (
+        (["times=0"], "must be at least 1"),
+        (["time=1"], "Did you mean  times"),
+        (["optim.lr=-1"], "optim.lr=-1"),
+    ):
+        assert said in program(verb, *words, code=2)
+    assert "there is a verb train" in program(f"{file}:train", code=2)
+    assert "It has: " in program(f"{file}:rate", code=2)
 
 
 def test_a_program_and_a_tracker_get_every_line(words, tmp_path, program):

@@ -6,6 +6,7 @@ Hydra only composes and never runs the program, so that no rank writes Hydra's f
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -152,6 +154,7 @@ def composable(verb: str, overrides: list[str], config_dir: str | None = None) -
     """
     words = take_files(overrides, config_dir)
     line = read_overrides(words, flatten(PRIMARY[verb]), options(verb, config_dir))
+    store_own_verb(verb)
     Report(line.typed, line.problems, set()).close()
     return line.hydra
 
@@ -189,6 +192,7 @@ def config_flag(config_dir: str | None) -> list[str]:
 
 
 def _compose_files(verb: str, overrides: list[str], config_dir: str | None, report: Report) -> Json:
+    store_own_verb(verb)
     try:
         if not check_own_recipes(verb, overrides, config_dir, report):
             raise UserError("problems in recipes")
@@ -203,6 +207,18 @@ def _compose_files(verb: str, overrides: list[str], config_dir: str | None, repo
         report.close()
         raise
     return tree
+
+
+def store_own_verb(verb: str) -> None:
+    """Give Hydra the defaults of a verb of the user's own, which has no file in conf/."""
+    if (CONF / f"{verb}.yaml").is_file():
+        return
+    cls: Any = PRIMARY[verb]
+    node = asdict(cls())
+    if issubclass(cls, TrainConfig):
+        own = {name: value for name, value in node.items() if not hasattr(TrainConfig(), name)}
+        node = {"defaults": ["train", "_self_"], **own}
+    ConfigStore.instance().store(verb, node)
 
 
 def from_environment(composed: Any) -> dict[Place, str]:

@@ -86,8 +86,10 @@ def _of_program(config_dir: str | None) -> str:
     sweeps = (
         f"  {name:22} {first_comments(f'sweep/{name}', config_dir)[0]}" for name in names["sweep"]
     )
+    verbs = [f"  {name:13}{first_line(cls)}" for name, cls in PRIMARY.items()]
+    verbs += [f"  {name:13}(yours)" for name in own_names("verb") if name not in PRIMARY]
     return HELP.format(
-        verbs="\n".join(f"  {name:13}{first_line(cls)}" for name, cls in PRIMARY.items()),
+        verbs="\n".join(verbs),
         groups="\n".join(f"  {group:22} {' '.join(names[group])}" for group in GROUPS),
         recipes="\n".join(recipes),
         sweeps="\n".join(sweeps),
@@ -115,7 +117,10 @@ def own_keys(cls: Any) -> dict[str, Field]:
 
 def examples(verb: str) -> list[str]:
     """Return the command lines at the head of a verb's file in conf/."""
-    head = (CONF / f"{verb}.yaml").read_text(encoding="utf-8").split("\n\n")[0]
+    file = CONF / f"{verb}.yaml"
+    if not file.is_file():  # one of the user's own
+        return []
+    head = file.read_text(encoding="utf-8").split("\n\n")[0]
     return re.findall(r"(?m)^# (fsdp-trainer .*)$", head)
 
 

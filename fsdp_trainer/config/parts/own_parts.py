@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     for kind in (
         *("callback", "metric", "objective", "reward", "tracker"),
         *("optimizer", "schedule", "format", "form", "environment"),
-        *("token_file", "token_form", "template", "family", "activation"),
+        *("token_file", "token_form", "template", "family", "activation", "verb"),
     )
 }
 """Registered parts by kind and name."""

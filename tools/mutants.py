@@ -15,9 +15,9 @@ that waits is ended after five times as long.
     python tools/mutants.py --check            # runs no tests: every fault changes what compiles
 
 A fault is a [[fault]] with name, file, old, new and promise: old occurs exactly once in the file
-and becomes new; promise is what a user loses, in a line. first, if given, is the test file that
-holds the promise, which is run before the others. A fault must change what the documentation
-says, and must neither keep everything from starting nor wait for ever.
+and becomes new; promise is what a user loses, in a line. first, if given, is the test, or the file
+of tests, that holds the promise, which is run before the others. A fault must change what the
+documentation says, and must neither keep everything from starting nor wait for ever.
 
 The interpreter that runs this tool runs the tests; the package that it imports is the copy.
 """
@@ -267,10 +267,9 @@ def files_of(tree: Path) -> list[str]:
 
 def batches(files: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield the files in their order, a few first and then more at a time; a test alone."""
-    first, size = 0, FIRST_FILES
-    if files and "::" in files[0]:
-        yield files[:1]
-        first = 1
+    size = FIRST_FILES
+    first = sum("::" in file for file in files)
+    yield from ([test] for test in files[:first])
     while first < len(files):
         yield files[first : first + size]
         first, size = first + size, 2 * size
@@ -364,7 +363,7 @@ def remove(copies: Sequence[TreeCopy]) -> None:
 
 
 def reaching(graph: Graph, fault: Fault) -> list[str]:
-    """Return the test that noticed a fault last, the file of its promise, and those that reach it.
+    """Return the test that noticed a fault last, what holds its promise, and files that reach it.
 
     Those in the folder that is named as the fault's room come first, then the nearest.
     """

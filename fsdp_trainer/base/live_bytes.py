@@ -199,9 +199,11 @@ class LiveBytes(TorchDispatchMode):
         self.total -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return args[0].device
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor calls operators on its part
-        if not self.counts or func is DEVICE:
+        if not self.counts:
             return func(*args, **(kwargs or {}))
         self._operator = name_of(func)
         self.before(func, args)

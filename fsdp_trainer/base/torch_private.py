@@ -853,6 +853,7 @@ def graph_for_each_shape() -> Iterator[None]:
         yield
 
 
+@cache
 def operator_types() -> Any:
     from torch._functorch.partitioners import get_default_op_list
 

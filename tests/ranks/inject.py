@@ -15,6 +15,7 @@ import contextlib
 import errno
 import functools
 import importlib.util
+import math
 import os
 import signal
 import textwrap
@@ -561,9 +562,9 @@ def garbage():
     return garbage_rows(_is_spiked, _noise)
 
 
-def always_garbage():
-    """Replace the labels of one step in three by noise, from row 57 on."""
-    return garbage_rows(_is_often_spiked, _other_noise)
+def always_garbage(most=math.inf):
+    """Replace the labels of one step in three by noise, from row 57 on, at most so often."""
+    return garbage_rows(functools.partial(_is_often_spiked, most), _other_noise)
 
 
 def _is_spiked(index):
@@ -574,8 +575,8 @@ def _noise(index, tokens):
     return (tokens * 2654435761 + index * 40503) % 200
 
 
-def _is_often_spiked(index):
-    return index >= 57 and (index - 57) // 3 % 3 == 0
+def _is_often_spiked(most, index):
+    return index >= 57 and (index - 57) // 3 % 3 == 0 and (index - 57) // 9 < most
 
 
 def _other_noise(_index, tokens):

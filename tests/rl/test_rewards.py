@@ -281,15 +281,17 @@ FINAL = "<|channel|>final<|message|>"
         ("2+3?<think>\n", "\\boxed{4}</think>5", 1),
     ],
 )
-def test_reasoning_of_sampled_answers_has_no_number(prompt, answer, reward):
+def test_reasoning_has_no_number_and_the_stop_token_no_length(prompt, answer, reward):
     tokenizer = load_tokenizer("demo:bytes", add_tokens=MARKS)
-    maker = AnswerMaker(AnswerPlayer(None, 99), make_rewards(["number"]), tokenizer, 0, 1)
+    tokens = tokenizer.encode(answer)
+    rewards = make_rewards(["number", {"name": "length", "max": len(tokens)}])
+    maker = AnswerMaker(AnswerPlayer(None, 99), rewards, tokenizer, 0, 1)
     question = {"prompt": "2+3?", "row": {}, "reference": "5", "messages": [], "tools": None}
     [episode] = maker.begin([Request(tokenizer.encode(prompt), 0, 0)], {0: question})
-    tokens = tokenizer.encode(answer)
+    tokens += [tokenizer.eos_id]
     episode.add_answer(SampledAnswer(tokens, [0.0] * len(tokens), True, 0), 99)
     [rollout] = maker.judge([episode], {0: question})
-    assert [*rollout.scores] == [reward]
+    assert [*rollout.scores] == [reward, 0]
 
 
 ENTRIES = yaml.safe_load(r"""
@@ -299,6 +301,7 @@ ENTRIES = yaml.safe_load(r"""
 - [number, "0.333333333", 1/3, 1]
 - [number, "0.333", 1/3, 0]
 - [{name: number, tolerance: 0.01}, "1009", "1000", 1]
+- [{name: number, tolerance: 0.1}, "0.15", "0.1", 1]
 - [{name: number, field: result}, "8", null, 1]
 - [exact, " New\n York ", New York, 1]
 - [exact, new york, New York, 0]

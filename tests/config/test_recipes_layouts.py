@@ -3,7 +3,6 @@
 And how fast recipes are beside the fastest layouts that `plan.search` finds on their hardware.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from benchmarks.recipe_layouts import (
     candidate,
     fastest,
     hardware,
+    plan_of,
     recipes,
     recorded,
     seconds,
@@ -57,13 +57,12 @@ def test_the_head_of_a_recipe_is_its_arithmetic_and_its_plan(name):
     assert plan.fits
     assert plan.peak_bytes <= MEMORY_SHARE * plan.memory_bytes
     ranks = run.world
-    speeds = [plan.tokens / each / ranks for each in reversed(plan.step_seconds)]
     (memory,) = numbers(rf"Memory +({NUMBER}) GiB on {ranks}\b")
     assert_rehearsed_above(plan, memory)
     assert memory * GIB <= MEMORY_SHARE * plan.memory_bytes
     for pattern, expected in {
         rf"Disk +({NUMBER}) GiB a checkpoint": [plan.checkpoint / GIB],
-        rf"Speed +({NUMBER}) – ({NUMBER}) tokens/s an .* planned not measured": speeds,
+        rf"Speed +({NUMBER}) – ({NUMBER}) tokens/s an .* planned not measured": speeds_of(plan),
     }.items():
         assert numbers(pattern) == pytest.approx(expected, rel=0.03)
     if cfg.train.steps:
@@ -102,16 +101,21 @@ def test_memory_on_other_hardware_is_that_of_its_plan(name):
 @pytest.mark.parametrize(
     "name", ["llama8b_sft", "qwen3_0_6b_lora", "olmoe_pretrain", "qwen3_8b_rerank"]
 )
-def test_figures_in_the_head_of_a_recipe_are_rehearsed(name, program):
+def test_figures_in_the_head_of_a_recipe_are_rehearsed(name, tmp_path):
     head = (CONF / "recipe" / f"{name}.yaml").read_text().replace(",", "")
     (memory, _) = re.findall(rf"# Memory +({NUMBER}) GiB on (\d+|one GPU)", head)[0]
-    plan = json.loads(program("plan", f"+recipe={name}", *hardware(name), "plan.format=json"))
-    assert plan["peak_gib"] == pytest.approx(float(memory), rel=0.01)
+    plan = plan_of([f"+recipe={name}", *hardware(name), f"run.root={tmp_path}"])
+    assert plan.rehearsed
+    assert plan.peak_bytes / GIB == pytest.approx(float(memory), rel=0.01)
     if name != "qwen3_8b_rerank":
         return  # others' speeds are compared without a rehearsal
     (speeds,) = re.findall(rf"# Speed +({NUMBER}) – ({NUMBER}) tokens/s an ", head)
-    planned = plan["tokens_per_second_per_gpu_range"]
-    assert planned == pytest.approx([float(speed) for speed in speeds], rel=0.01)
+    assert speeds_of(plan) == pytest.approx([*map(float, speeds)], rel=0.01)
+
+
+def speeds_of(plan):
+    """Return the tokens per second of a rank, the slow end first."""
+    return [plan.tokens / each / plan.world_size for each in reversed(plan.step_seconds)]
 
 
 def assert_rehearsed_above(plan, gib):

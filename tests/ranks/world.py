@@ -348,7 +348,6 @@ def work(pipe):
     """Run a worker: one job after the other, until the pipe is closed."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     await_stores()
@@ -379,12 +378,31 @@ def work(pipe):
         os.environ.update(before)
         for s, handler in zip(signals, handlers, strict=True):
             signal.signal(s, handler)
-        # torch's cache of DTensor operators keeps the groups of a finished run and returns them to
-        # a later one whose mesh has the same shape
-        _clear_sharding_prop_cache()
+        forget_meshes()
         pipe.send_bytes(pack((*answer, is_worn_out())))
         del answer
         collect_garbage()
+
+
+def forget_meshes():
+    """Clear torch's caches whose keys or values hold the meshes of a finished run.
+
+    The one of DTensor operators returns them to a later run whose mesh has the same shape. All keep
+    the groups open, whose threads wake 100 times a second.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", do_nothing)()
+    for owner, name in (
+        (_redistribute, "_gen_transform_infos"),
+        (_collective_utils.MeshTopoInfo, "build_from_mesh"),
+        (ShardingPropagator, "_propagate_tensor_meta_cached"),
+    ):  # private, so another version of torch may not have them
+        if cached := getattr(owner, name, None):
+            cached.cache_clear()
 
 
 def is_worn_out():

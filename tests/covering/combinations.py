@@ -248,12 +248,12 @@ class Fuzz:
     def write_inputs(self):
         """Write the data, models and teacher that words name as DATA."""
         self.data.mkdir(parents=True, exist_ok=True)
-        write_chats(self.data / "chats.jsonl", 100)
-        write_pairs(self.data / "pairs.jsonl", 40)
-        write_labelled(self.data / "labelled.jsonl", 40)
+        write_chats(self.data / "chats.jsonl", 50)
+        write_pairs(self.data / "pairs.jsonl", 20)
+        write_labelled(self.data / "labelled.jsonl", 20)
         for name in ("weighted", "texts"):
             copy_rows(self.data / f"{name}.jsonl")
-        write_shown(self.data, 40)
+        write_shown(self.data, 20)
         for write in (write_classes, write_queries, write_tags):
             write(self.data)
         for kind in ("llava", "qwen3_vl"):

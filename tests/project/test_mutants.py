@@ -18,7 +18,6 @@ from mutants import (
     PytestEnd,
     batches,
     problems,
-    reaching,
     read_faults,
     try_fault,
 )
@@ -88,13 +87,6 @@ def test_files_are_run_in_their_order_and_more_at_a_time():
     parts = list(batches(files))
     assert [len(part) for part in parts] == [4, 8, 3]
     assert [file for part in parts for file in part] == files
-
-
-def test_the_file_of_the_promise_comes_first_then_those_of_the_room():
-    nearest = [SimpleNamespace(test=f"tests/{name}.py") for name in ("a/x", "run/y", "b/z")]
-    graph = SimpleNamespace(choose=lambda _files: nearest)
-    planted = fault(file="fsdp_trainer/run/a.py", first="tests/b/z.py")
-    assert reaching(graph, planted) == ["tests/b/z.py", "tests/run/y.py", "tests/a/x.py"]
 
 
 FAILED, BOTH = PytestEnd(1, "test_a.py::test_x"), ["test_a.py", "test_b.py"]

@@ -562,9 +562,9 @@ def garbage():
     return garbage_rows(_is_spiked, _noise)
 
 
-def always_garbage(most=math.inf):
+def always_garbage(times=math.inf):
     """Replace the labels of one step in three by noise, from row 57 on, at most so often."""
-    return garbage_rows(functools.partial(_is_often_spiked, most), _other_noise)
+    return garbage_rows(functools.partial(_is_often_spiked, times), _other_noise)
 
 
 def _is_spiked(index):
@@ -575,8 +575,8 @@ def _noise(index, tokens):
     return (tokens * 2654435761 + index * 40503) % 200
 
 
-def _is_often_spiked(most, index):
-    return index >= 57 and (index - 57) // 3 % 3 == 0 and (index - 57) // 9 < most
+def _is_often_spiked(times, index):
+    return index >= 57 and (index - 57) // 3 % 3 == 0 and (index - 57) // 9 < times
 
 
 def _other_noise(_index, tokens):

@@ -390,17 +390,15 @@ def forget_meshes():
     The one of DTensor operators returns them to a later run whose mesh has the same shape. All keep
     the groups open, whose threads wake 100 times a second.
     """
-    from torch.distributed.tensor import _collective_utils, _redistribute
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
     getattr(_redistribute, "clear_redistribute_planner_cache", do_nothing)()
-    for owner, name in (
-        (_redistribute, "_gen_transform_infos"),
-        (_collective_utils.MeshTopoInfo, "build_from_mesh"),
-        (ShardingPropagator, "_propagate_tensor_meta_cached"),
-    ):  # private, so another version of torch may not have them
+    # private, so another version of torch may not have them
+    owners = {"_gen_transform_infos": _redistribute, "build_from_mesh": MeshTopoInfo}
+    for name, owner in owners.items():
         if cached := getattr(owner, name, None):
             cached.cache_clear()
 

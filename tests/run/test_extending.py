@@ -175,9 +175,6 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
     assert main(["export", str(tmp_path / "run"), "out=exported", "form=numpy"]) == 0
     assert "model.norm.weight" in np.load(empty / "exported" / "weights.npz")
-    assert not main(["export", str(tmp_path / "run"), "out=weights"])
-    assert not main(["largest", "folder=weights", "count=1"])
-    assert capsys.readouterr().out.split()[-1] == "model.embed_tokens.weight"
     assert main([*words, "objective=grpo", "objective.environment=agian"]) == 2
     assert "Did you mean  again" in capsys.readouterr().err
     assert find_environment({"name": "again", "tries": 1}).make().tries == 1
@@ -189,6 +186,8 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     named = ["data.path=a.tok", "data.too_long=split", "model.family=squared", "run.name=named"]
     assert main([*words, *named, "data.template=simple", "data.validation=null"]) == 0
     assert main(["export", str(tmp_path / "named"), "out=other"]) == 0
+    assert main(["largest", "folder=other", "count=1"]) == 0
+    assert capsys.readouterr().out.endswith("model.embed_tokens.weight\n")
     config = read_json(empty / "other" / "config.json")
     assert (config["model_type"], config["hidden_act"]) == ("squared", "squared_relu")
     template = (empty / "other" / "chat_template.jinja").read_text()
@@ -223,14 +222,8 @@ def test_a_verb_in_a_file_has_help_and_trainings_keys_and_its_exit_code(tmp_path
     program(verb, "+recipe=quickstart", "times=3", "optim.lr=0.5", code=3)
     assert program.out == "0.5 0.5 0.5 +recipe=quickstart times=3 optim.lr=0.5\n"
     assert "times=2  how often [at least 1]" in program(verb, "--help")
-    for words, said in (
-        (["times=0"], "must be at least 1"),
-        (["time=1"], "Did you mean  times"),
-        (["optim.lr=-1"], "optim.lr=-1"),
-    ):
-        assert said in program(verb, *words, code=2)
+    assert "must be at least 1" in program(verb, "times=0", code=2)
     assert "there is a verb train" in program(f"{file}:train", code=2)
-    assert "It has: " in program(f"{file}:rate", code=2)
 
 
 def test_a_program_and_a_tracker_get_every_line(words, tmp_path, program):

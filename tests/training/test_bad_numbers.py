@@ -324,7 +324,7 @@ def test_a_run_is_not_taken_back_for_ever(train):
 
 def test_the_steps_that_several_rewinds_took_back_are_all_counted(train):
     how = [*REWIND, LONG, "train.rewind_margin=0 train.spike_score=5"]
-    run = train("run", *how, seam=inject.always_garbage(most=2))
+    run = train("run", *how, seam=inject.always_garbage(times=2))
     taken_back = [event["step"] - event["to"] for event in run.event("rewind")]
     assert len(taken_back) == 2
     assert read_json(newest(run) / "trainer.json")["taken_back"] == sum(taken_back)

@@ -1,4 +1,4 @@
-"""A verb of one's own:  fsdp-trainer examples/extend/largest.py:largest folder=MODEL count=3"""
+"""A verb of one's own:  fsdp-trainer examples/extend/tensor_sizes.py:largest folder=MODEL count=3"""
 
 from dataclasses import dataclass
 from math import prod

@@ -8,7 +8,6 @@ import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import NoReturn
 
 from fsdp_trainer.base import phases
@@ -86,7 +85,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     cfg = compose(name, own, config_dir, inputs=verb.inputs)
     allow_remote_code(cfg)
     if "://" in str(getattr(cfg, "source", "")):
-        cfg = resolve_name("fsdp_trainer.run.mirrored_source:with_local_source")(cfg)
+        cfg = code_at("fsdp_trainer.run.mirrored_source:with_local_source")(cfg)
     return code_at(verb.function)(cfg, *(further[need] for need in verb.needs))
 
 

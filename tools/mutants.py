@@ -371,7 +371,7 @@ def reaching(graph: Graph, fault: Fault) -> list[str]:
     room = f"tests/{Path(fault.file).parts[1]}/"
     files = [choice.test for choice in graph.choose([fault.file])]
     ordered = sorted(files, key=lambda file: not file.startswith(room))
-    return begin + [file for file in ordered if file not in begin]
+    return [*dict.fromkeys([*begin, *ordered])]
 
 
 @cache

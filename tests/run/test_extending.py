@@ -163,7 +163,7 @@ def test_parts_of_an_installed_wheel_are_chosen_by_name(words, tmp_path, monkeyp
     assert not main(["train", "--help", "optim.name"])
     assert "Yours: spectral" in " ".join(capsys.readouterr().out.split())
     assert not main(["--help"])
-    assert "largest (yours)" in " ".join(capsys.readouterr().out.split())
+    assert "  largest      (yours)" in capsys.readouterr().out
     notes = [{"by": "staff", "text": "Switch it on."}]
     ticket = json.dumps({"subject": "No light", "body": "It is dark.", "notes": notes})
     (empty / "tickets.jsonl").write_text(4 * f"{ticket}\n")

@@ -216,7 +216,8 @@ def store_own_verb(verb: str) -> None:
     cls: Any = PRIMARY[verb]
     node = asdict(cls())
     if issubclass(cls, TrainConfig):
-        own = {name: value for name, value in node.items() if not hasattr(TrainConfig(), name)}
+        inherited = TrainConfig.__dataclass_fields__
+        own = {name: value for name, value in node.items() if name not in inherited}
         node = {"defaults": ["train", "_self_"], **own}
     ConfigStore.instance().store(verb, node)
 

@@ -21,7 +21,7 @@ from fsdp_trainer.config.composing.source_words import (
     require_quotes,
 )
 from fsdp_trainer.config.parts.own_parts import code_at, why_no_part
-from fsdp_trainer.config.verbs import PRIMARY, VERBS, add_verb
+from fsdp_trainer.config.verbs import PRIMARY, VERBS, add_verb, forget_added_verbs
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import RunFailed, UserError, report
 from fsdp_trainer.extensions import import_modules
@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         return UserError.exit_code
     except KeyboardInterrupt:
         return 130
+    finally:
+        forget_added_verbs()
 
 
 def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> int:

@@ -742,6 +742,7 @@ VERBS = {
 }
 """In the order of `--help`."""
 PRIMARY: dict[str, type] = {name: verb.config for name, verb in VERBS.items()}
+PROGRAMS_OWN = frozenset(VERBS)
 
 
 def add_verb(word: str) -> str | None:
@@ -753,8 +754,14 @@ def add_verb(word: str) -> str | None:
         return None
     verb = usable_part("verb", word, Verb)
     name = word.rpartition(":")[2]
-    if VERBS.setdefault(name, verb) is not verb:
+    if name in VERBS:
         reason = f"there is a verb {name}: give yours another name"
         raise UserError("your own verb cannot be used", word, reason)
-    PRIMARY[name] = verb.config
+    VERBS[name], PRIMARY[name] = verb, verb.config
     return name
+
+
+def forget_added_verbs() -> None:
+    """Leave the program's own verbs: another command line in this process may add others."""
+    for name in VERBS.keys() - PROGRAMS_OWN:
+        del VERBS[name], PRIMARY[name]

@@ -224,6 +224,7 @@ def test_a_verb_in_a_file_has_help_and_trainings_keys_and_its_exit_code(tmp_path
     assert "times=2  how often [at least 1]" in program(verb, "--help")
     assert "must be at least 1" in program(verb, "times=0", code=2)
     assert "there is a verb train" in program(f"{file}:train", code=2)
+    assert "there is no such verb" in program("rates", code=2)
 
 
 def test_a_program_and_a_tracker_get_every_line(words, tmp_path, program):

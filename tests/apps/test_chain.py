@@ -80,7 +80,7 @@ def done(chain, tmp_path_factory):
 
 
 def card_of(root):
-    return (root / "c" / "card.md").read_text()
+    return (root / "c/card.md").read_text()
 
 
 def test_no_question_at_the_end_is_asked_in_a_conversation(tmp_path):
@@ -107,7 +107,7 @@ def test_the_card_has_all_stages_questions_and_samples_on_one_page(done):
         assert f"\n| {stage} |" in card
     assert "of 12 questions answered word for word" in card
     assert "After mid:\n\n- What colour is the ant?" in card
-    assert "<td>pretrain</td>" in (root / "c" / "card.html").read_text()
+    assert "<td>pretrain</td>" in (root / "c/card.html").read_text()
     for before, stage in pairwise(TRAININGS):
         config = yaml.safe_load((root / "c" / stage / "config.yaml").read_text())
         assert config["model"]["init_from"] == str(root / "c" / before)
@@ -141,7 +141,7 @@ def test_finished_stages_are_not_done_again_and_other_settings_of_one_are_refuse
     # where and how often it looks is no part of what is learnt
     assert chain(root, "sft.train.validate_every=1", "all.launch.nproc_per_node=1") == (0, [])
 
-    recipe = tmp_path / "recipe" / "mine.yaml"
+    recipe = tmp_path / "recipe/mine.yaml"
     recipe.parent.mkdir()
     recipe.write_text("# @package _global_\ndefaults: [chain_sft]\noptim: {eps: 0.25}\n")
     capsys.readouterr()
@@ -156,7 +156,7 @@ def test_finished_stages_are_not_done_again_and_other_settings_of_one_are_refuse
 
 def test_other_questions_are_asked_and_right_answers_counted(chain, done, tmp_path):
     root = done[0]
-    questions = read_json(root / "c" / "evaluation" / "questions.json")
+    questions = read_json(root / "c/evaluation/questions.json")
     lines = []
     for row, wanted in zip(questions[:3], ("answer", "answer", "wanted"), strict=True):
         messages = [turn("user", row["question"]), turn("assistant", row[wanted] or "nothing")]

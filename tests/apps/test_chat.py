@@ -448,7 +448,7 @@ def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path
     speaker = image_server.engine.speaker
     expected = speaker.answer(read_turns([turn]), GenerateConfig(max_tokens=8))
     assert answer.choices[0].message.content == "".join(expected)
-    part["image_url"]["url"] = str(tmp_path / name)
+    part["image_url"]["url"] = f"{tmp_path}/{name}"
     openai = pytest.importorskip("openai")
     with pytest.raises(openai.BadRequestError, match="should be a data URL"):
         image_server.create([turn])

@@ -196,7 +196,7 @@ def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
     before = train("before", "train.steps=1")
     for i in (0, 1):
         (tmp_path / f"node{i}").symlink_to(tmp_path)
-    how = {"seam": paths_of_its_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
+    how = {"seam": paths_of_its_own, "env": {"PLACE": f"{tmp_path}/node"}, "ranks": 2}
     resume = f"checkpoint.resume=${{oc.env:MINE}}/before/checkpoints/{before.checkpoints[-1]}"
     run = train("run", "train.steps=2", resume, "run.root=${oc.env:MINE}", **how)
     assert run["step"] == [2]
@@ -246,7 +246,7 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
     for i in (0, 1):
         (tmp_path / f"node{i}").mkdir()
         write_chats(tmp_path / f"node{i}" / "chats.jsonl", 40 + i)
-    how = {"seam": folders_of_their_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
+    how = {"seam": folders_of_their_own, "env": {"PLACE": f"{tmp_path}/node"}, "ranks": 2}
     words = ["tokenizer.path=demo:bytes", "data.path=chats.jsonl", "launch.timeout=12s"]
     outcome = doctor(*QUICK, *words, "run.root=runs", code=3, **how)
     assert outcome["problem", "not shared"]["text"].startswith("rank 1 (")

@@ -90,9 +90,9 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
     try:
         if queued:
             with pytest.raises(SystemExit, match="75"):
-                Training([], str(tmp_path / "log"), True)()
+                Training([], f"{tmp_path}/log", True)()
         else:
-            assert Training([], str(tmp_path / "log"), True)() == 75
+            assert Training([], f"{tmp_path}/log", True)() == 75
     finally:
         sender.wait()
         for number, handler in before.items():

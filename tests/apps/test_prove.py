@@ -128,7 +128,7 @@ def proof(pool, tmp_path_factory):
 def scratch(place):
     """A folder for the runs of a proof, which is not deleted."""
     (place / "scratch").mkdir()
-    return nullcontext(str(place / "scratch"))
+    return nullcontext(f"{place}/scratch")
 
 
 def test_an_honest_run_has_nothing_that_differs(proof):
@@ -357,8 +357,8 @@ def test_large_data_is_not_read_whole(monkeypatch, tmp_path):
     monkeypatch.setattr(fewer_rows, "ENOUGH", 60)
     write_rows(tmp_path / "texts.jsonl", [{"text": f"{i:09}"} for i in range(50)])
     (tmp_path / "small.txt").write_text("a short text")
-    own = {"path": str(tmp_path / "small.txt"), "weight": 2}
-    path = [{"path": str(tmp_path / "texts.jsonl"), "weight": 1}, own]
+    own = {"path": f"{tmp_path}/small.txt", "weight": 2}
+    path = [{"path": f"{tmp_path}/texts.jsonl", "weight": 1}, own]
     (first, second), sentences = fewer_rows.fewer_rows(path, tmp_path / "out")
     assert second == own
     assert first["weight"] == 1

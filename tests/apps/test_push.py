@@ -134,7 +134,7 @@ def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, pro
     assert "link out of the folder" in program("push", folder, "to=org/plain", code=2)
     (folder / "link.txt").unlink()
     (folder / ".git").mkdir()
-    (folder / ".git" / "config.json").write_text("correct-horse-battery")
+    (folder / ".git/config.json").write_text("correct-horse-battery")
     hub.private |= {"org/open": False, "org/old": True}
     hub.old = [{"rfilename": name} for name in ("model-00001-of-2.safetensors", "config.json")]
     assert "other weights" in program("push", folder, "to=org/old", code=2)

@@ -366,8 +366,8 @@ def sweep(tmp_path):
         if is_done:
             lines, events = crashed_and_resumed()
             config = {"model": {"name": "tiny"}, "optim": {"lr": lr}, "run": {"name": job}}
-            write_run(tmp_path / "s" / "jobs" / job, lines[: 8 - i], events, **config)
-    write_lines(tmp_path / "s" / "sweep.jsonl", table)
+            write_run(tmp_path / "s/jobs" / job, lines[: 8 - i], events, **config)
+    write_lines(tmp_path / "s/sweep.jsonl", table)
     return tmp_path / "s"
 
 

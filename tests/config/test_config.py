@@ -74,7 +74,7 @@ def own(tmp_path):
             path = tmp_path / "own" / (name.replace("__", "/") + ".yaml")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return str(tmp_path / "own")
+        return f"{tmp_path}/own"
 
     return write
 
@@ -118,8 +118,8 @@ def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "chats.jsonl").touch()
     cfg = compose("train", [*DEMO[1:], 'data.path="~/chats.jsonl"', 'run.root="~/runs"'])
-    assert cfg.data.path == str(tmp_path / "chats.jsonl")
-    assert cfg.run.root == str(tmp_path / "runs")
+    assert cfg.data.path == f"{tmp_path}/chats.jsonl"
+    assert cfg.run.root == f"{tmp_path}/runs"
 
 
 def test_a_prompt_needs_no_quotes():
@@ -163,7 +163,7 @@ def test_a_mistake_says_what_to_type_instead(refused):
 
 def test_an_older_torchft_is_named_with_what_to_install(refused, tmp_path, monkeypatch):
     (tmp_path / "manager.py").touch()
-    old = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    old = SimpleNamespace(origin=f"{tmp_path}/__init__.py")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: old)
     groups = ["model=tiny", "replicas.method=sync", "launch.groups=2", *DEMO]
     for words in (groups, ["lighthouse", "port=0"]):
@@ -242,7 +242,7 @@ def test_a_recipes_file_needs_no_folder_of_recipes(tmp_path, monkeypatch):
     # numbers written as text are numbers
     text = f"{MINE}optim: {{lr: '1e-4', grad_clip: 2}}\nbatch: {{rows: '${{oc.env:ROWS}}'}}\n"
     (tmp_path / "my run.yaml").write_text(text)
-    for file in ("my run.yaml", str(tmp_path / "my run.yaml")):
+    for file in ("my run.yaml", f"{tmp_path}/my run.yaml"):
         cfg = compose("train", [file, "train.steps=8"])
         assert (cfg.run.name, cfg.train.steps, cfg.batch.rows) == ("my run", 8, 48)
         assert (cfg.optim.lr, cfg.optim.grad_clip) == (1e-4, 2.0)
@@ -299,7 +299,7 @@ def test_a_broken_recipe_is_one_message(own, refused):
 def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
     said = refused("--config-dir", own(recipe__quickstart="a: 1"), "+recipe=quickstart")
     assert "own/recipe/quickstart.yaml" in said
-    assert str(CONF / "recipe" / "quickstart.yaml") in said
+    assert str(CONF / "recipe/quickstart.yaml") in said
 
 
 def test_of_two_warm_ups_the_one_that_the_message_names_is_used(own, refused, program):
@@ -426,7 +426,7 @@ for words in json.loads(sys.argv[1]):
     lines = [
         ["--help"], ["optim.learning_rate=1"], ["--cfg", "job", "+recipe=llama70b_sft"],
         ["recipes"], ["config", "key=optim.lr"], ["-sc", "query=bash"],
-        ["report", str(tmp_path / "run")],
+        ["report", f"{tmp_path}/run"],
     ]  # fmt: skip
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").touch()
@@ -445,7 +445,7 @@ for words in json.loads(sys.argv[1]):
 def test_comments_and_values_in_conf_and_on_the_page_are_the_schemas():
     for path, text in documented_files(CONF).items():
         assert path.read_text() == text, f"{path}: run  python -m fsdp_trainer.config.document"
-    assert (REPO / "docs" / "configuration.md").read_text() == markdown(options("train"))
+    assert (REPO / "docs/configuration.md").read_text() == markdown(options("train"))
 
 
 def test_every_key_is_explained_and_what_sets_it(program, own):

@@ -55,7 +55,7 @@ def test_training_starts_from_a_hub_model_and_its_adapter_names_it(hub, tmp_path
     assert first == losses("folder", f"model.init_from={tmp_path}/theirs", *lora, "train.steps=1")
     for fetched in tmp_path.glob("fetched-*"):
         shutil.rmtree(fetched)  # it is not kept for ever
-    adapter = tmp_path / "runs" / "hub" / "adapter"
+    adapter = tmp_path / "runs/hub/adapter"
     config = read_json(adapter / "adapter_config.json")
     assert config["base_model_name_or_path"] == "org/tiny"
     assert len(losses("hub", "model.init_from=org/tiny", *lora, "train.steps=2")) == 2

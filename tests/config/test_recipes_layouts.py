@@ -156,7 +156,7 @@ def test_the_recorded_layouts_are_those_that_a_search_finds():
 
 
 def test_the_chain_on_eight_gpus_is_planned_for_about_100_dollars():
-    page = (CONF.parent / "docs" / "from-nothing-to-chat.md").read_text()
+    page = (CONF.parent / "docs/from-nothing-to-chat.md").read_text()
     written = re.findall(r"\| ([\d.]+) – ([\d.]+) \| \$([\d.]+) – \$([\d.]+) \|", page)
     stages = {"chain_depth": [], "chain_mid": ["model.init_from=null", "model.depth=24"]}
     dollars = []

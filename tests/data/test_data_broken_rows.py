@@ -197,7 +197,7 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(prepared, tm
     error = refused(prepared, tmp_path / name)
     (problem,) = error.problems
     assert re.search(reason, problem.reason)
-    assert problem.what.startswith(str(tmp_path / name))
+    assert problem.what.startswith(f"{tmp_path}/{name}")
     assert line is None or problem.what.endswith(f":{line}")
     assert ("on_error=skip" in str(error)) != (reason == "holds no rows")
     paths = [tmp_path / name, tmp_path / "whole.jsonl"]
@@ -246,7 +246,7 @@ def test_a_long_line_document_or_array_is_read_in_bounded_memory(tmp_path):
         tracemalloc.start()
         lines = [
             (row.where[1], len(row.columns["text"]))
-            for unit in split_units(str(tmp_path / name), 1 << 17)
+            for unit in split_units(f"{tmp_path}/{name}", 1 << 17)
             for row in read_unit(unit)
         ]
         assert tracemalloc.get_traced_memory()[1] < limit
@@ -349,7 +349,7 @@ def test_what_would_fill_the_memory_is_one_error_with_the_limit(tmp_path, enter,
         enter(inject.setting(limit, value))
     content = make()
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    errors = [row.error for row in read_records(str(tmp_path / name)) if row.error]
+    errors = [row.error for row in read_records(f"{tmp_path}/{name}") if row.error]
     assert len(errors) == 1
     assert reason in errors[0]
 
@@ -358,7 +358,7 @@ def test_a_compressed_batch_is_refused_before_it_is_unpacked(tmp_path, enter, mo
     enter(inject.setting("unpacked_freely", 1 << 18))
     monkeypatch.setattr(tables, "size_of_rows", lambda batch: 1 / 0)
     (tmp_path / "a.arrow").write_bytes(arrow(["x" * 65536] * 100, compression="zstd"))
-    (row,) = read_records(str(tmp_path / "a.arrow"))
+    (row,) = read_records(f"{tmp_path}/a.arrow")
     assert TOO_MUCH in row.error
 
 
@@ -367,7 +367,7 @@ def test_views_of_texts_are_read_and_counted(tmp_path):
     table = pa.table({"text": texts})
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
-    rows = [row.columns.get("text") for row in read_records(str(tmp_path / "a.arrow"))]
+    rows = [row.columns.get("text") for row in read_records(f"{tmp_path}/a.arrow")]
     assert rows == ["short", None, "x" * 40]
     assert size_of_values(texts) == 3 + 45
     assert size_of_values(texts[2:]) == 1 + 40
@@ -385,7 +385,7 @@ def test_compressed_tokens_are_not_held_in_memory(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 250, 1 << 22).astype("<u2")
     (tmp_path / "a.bin.gz").write_bytes(gzip.compress(tokens.tobytes(), 1))
     tracemalloc.start()
-    (row,) = read_records(str(tmp_path / "a.bin.gz"))
+    (row,) = read_records(f"{tmp_path}/a.bin.gz")
     assert tracemalloc.get_traced_memory()[1] < tokens.nbytes / 2
     tracemalloc.stop()
     assert np.array_equal(row.columns["input_ids"].tokens, tokens)
@@ -438,11 +438,11 @@ def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_n
     }.items():  # Python's own glob follows 4^40 paths
         (tmp_path / "data" / name).symlink_to(target)
     files = data_files(str(tmp_path / "data" / path))
-    assert {os.path.realpath(file) for file in files} == {str(tmp_path / "elsewhere/a.jsonl")}
+    assert {os.path.realpath(file) for file in files} == {f"{tmp_path}/elsewhere/a.jsonl"}
     assert len(files) < 9
     (tmp_path / "data/b.jsonl").symlink_to("b.jsonl")
     assert "b.jsonl is a broken or circular link" in refusal(
-        find_sources, str(tmp_path / "data"), "data.path"
+        find_sources, f"{tmp_path}/data", "data.path"
     )
 
 

@@ -53,7 +53,7 @@ def prepared(model, folder, jsonl):
     def make(*rows, name="rows.jsonl", model=model, **keys):
         if rows:
             jsonl(*rows, name=name)
-        data = Data(**{"path": str(folder / name), **keys})
+        data = Data(**{"path": f"{folder}/{name}", **keys})
         tokenizer = load_tokenizer(model)
         reader = reader_of(ImageProcessor(str(model)), folder / "cache")
         template, root = build_template(data, tokenizer), folder / "cache"
@@ -144,7 +144,7 @@ def test_a_table_with_bytes_is_read(prepared, folder):
     [store] = prepared(name="rows.parquet").train
     assert len(store) == 3
     assert len({content_of(store, i)[1][0] for i in range(3)}) == 3
-    assert store.media(0)[0].file.path.startswith(str(folder / "cache/images"))
+    assert store.media(0)[0].file.path.startswith(f"{folder}/cache/images")
 
 
 def test_images_stand_where_the_turns_have_them_and_are_not_supervised(prepared, model):
@@ -288,10 +288,10 @@ def test_a_first_token_that_processors_add_and_the_template_does_not_is_said(
     rows = [saying([image("pictures/0.png"), text("q")])]
     assert not prepared(*rows).train[0].counts.get("no_first_token")
     shutil.copytree(model, folder / "adds")
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
     first = [("<|pad|>", tokenizer.token_to_id("<|pad|>"))]
     tokenizer.post_processor = processors.TemplateProcessing("<|pad|> $A", special_tokens=first)
-    tokenizer.save(str(folder / "adds/tokenizer.json"))
+    tokenizer.save(f"{folder}/adds/tokenizer.json")
     assert prepared(*rows, model=folder / "adds").train[0].counts["no_first_token"] == 1
 
 
@@ -324,7 +324,7 @@ def test_the_same_rows_beside_other_pictures_are_other_data(prepared, folder):
     elsewhere = folder / "elsewhere"
     write_pictures(elsewhere / "pictures", 1, size=(64, 64))
     [after] = prepared(ROW, name="elsewhere/rows.jsonl").train
-    assert after.media(0)[0].file.path == str(elsewhere / "pictures/0.png")
+    assert after.media(0)[0].file.path == f"{elsewhere}/pictures/0.png"
     assert after.fingerprint != before.fingerprint
 
 
@@ -347,7 +347,7 @@ def test_images_at_urls_are_fetched_once_also_beside_a_remote_file(prepared, fol
         [remote] = prepared(path=f"{url}/rows.jsonl").train
         files = [image.file for image in remote.all_media()]
         assert [os.path.basename(file.path) for file in files] == ["0.png", "1.png"]
-        assert all(str(folder / "cache/remote") in file.path for file in files)
+        assert all(f"{folder}/cache/remote" in file.path for file in files)
         [local] = prepared(rows[1], name="local.jsonl").train
         assert content_of(local) == content_of(remote, 1)
         assert [image.file for image in local.all_media()] == files[1:], "with its time of change"

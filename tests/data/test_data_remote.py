@@ -120,7 +120,7 @@ def test_a_url_is_a_file_a_folder_or_a_glob_and_is_fetched(bucket, tmp_path, pat
     assert [source.name for source in sources] == names
     assert texts(sources) == expected
     assert all(
-        file.startswith(str(tmp_path / "remote/memory/bucket/set"))
+        file.startswith(f"{tmp_path}/remote/memory/bucket/set")
         for source in sources
         for file in source.files
     )

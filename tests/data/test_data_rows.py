@@ -466,7 +466,7 @@ def test_tables_with_maps_and_binary_texts_are_read_as_objects_and_texts(tmp_pat
     no_text = [turn("user", b"\xff")]
     table = pa.table({"messages": pa.array([turns, twice, no_text], kinds)})
     pq.write_table(table, tmp_path / "a.parquet")
-    rows = [*read_records(str(tmp_path / "a.parquet"))]
+    rows = [*read_records(f"{tmp_path}/a.parquet")]
     messages = read(rows[0].columns).messages
     assert messages[0] == turn("user", "ö")
     calls = [call("look", arguments={"a": {"b": 1}}), call("none", arguments={})]

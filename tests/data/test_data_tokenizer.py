@@ -107,7 +107,7 @@ def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
     spm = pytest.importorskip("sentencepiece")
     if name != "demo:bytes" and not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")
-    path = name if name == "demo:bytes" else str(SHARED / name)
+    path = name if name == "demo:bytes" else f"{SHARED}/{name}"
     tokenizer = load_tokenizer(path)
     first, second, *_, last = tokenizer.special_tokens
     texts = [*TEXTS, f"a{first} b{last}c {second}"]
@@ -123,10 +123,10 @@ def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
 
 
 def test_stored_truncation_and_offset_trimming_are_undone(folder):
-    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored = Tokenizer.from_file(f"{folder}/tokenizer.json")
     stored.enable_truncation(2)
     stored.post_processor = processors.ByteLevel(trim_offsets=True)
-    stored.save(str(folder / "tokenizer.json"))
+    stored.save(f"{folder}/tokenizer.json")
     (encoding,) = load_tokenizer(folder).encode_batch(["é b<|im_end|>x"])
     assert encoding.starts.tolist() == [0, 0, 1, 2, 3, 13]
     assert encoding.ends.tolist() == [1, 1, 2, 3, 13, 14]
@@ -181,7 +181,7 @@ def test_what_a_description_says_and_is_not_used_is_noted(folder):
 
 
 def test_a_class_that_cuts_texts_in_another_way_than_the_file_is_noted(tmp_path):
-    byte_level(r"\p{L}|[^\p{L}]+").backend.save(str(tmp_path / "tokenizer.json"))
+    byte_level(r"\p{L}|[^\p{L}]+").backend.save(f"{tmp_path}/tokenizer.json")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for kind in ("GPT2Tokenizer", "PreTrainedTokenizerFast"):
         ours = described(tmp_path, tokenizer_class=kind, eos_token="<|end|>")
@@ -281,14 +281,14 @@ def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path)
     whole = sentencepiece_file.read_bytes()
     for size in range(0, len(whole) - 40, len(whole) // 20):
         (tmp_path / "cut.model").write_bytes(whole[:size])
-        assert "cut.model" in refusal(load_tokenizer, str(tmp_path / "cut.model"))
+        assert "cut.model" in refusal(load_tokenizer, f"{tmp_path}/cut.model")
 
 
 def test_a_template_that_cannot_be_used_is_refused_by_name(tmp_path):
     (tmp_path / "a.jinja").write_bytes(b"\xff\xfe")
     bytes_only = load_tokenizer("demo:bytes")
     for name, says in {
-        str(tmp_path / "a.jinja"): r"data\.template=.*a\.jinja",
+        f"{tmp_path}/a.jinja": r"data\.template=.*a\.jinja",
         "lama3": "no template of this name",
         "llama3": r"<\|eot_id\|>",  # markers that the tokenizer lacks
         "gemma": r"data\.template=gemma",

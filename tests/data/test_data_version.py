@@ -59,7 +59,7 @@ def tokenizers(tmp_path_factory):
     special = ["<s>", "</s>", *markers]
     backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
     folder = tmp_path_factory.mktemp("bpe")
-    backend.save(str(folder / "tokenizer.json"))
+    backend.save(f"{folder}/tokenizer.json")
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     write_json(folder / "tokenizer_config.json", names)
     return {"bytes": load_tokenizer("demo:bytes"), "bpe": load_tokenizer(folder)}
@@ -71,10 +71,10 @@ def tokens_digest(folder, tokenizers, case):
     folder.mkdir()
     write_lines(folder / "rows.jsonl", ROWS[rows])
     if template == "REWRITING":
-        template = str(folder / "template.jinja")
+        template = f"{folder}/template.jinja"
         Path(template).write_text(REWRITING)
     tokenizer = tokenizers[name]
-    data = Data(path=str(folder / "rows.jsonl"), max_lost=1.0, **options)
+    data = Data(path=f"{folder}/rows.jsonl", max_lost=1.0, **options)
     batch = Batch(seq_len=SEQ_LEN)
     prepared = prepare(data, batch, tokenizer, load_template(template, tokenizer), folder / "c")
     digest = hashlib.blake2b(digest_size=8)

@@ -137,7 +137,7 @@ def write_folders(out):
         make_folder(out / name, "qwen3", shard=size)
         (out / name / "generation_config.json").write_text(ends)
     make_folder(out / "drafts", "deepseek_v3")
-    (out / "drafts" / "generation_config.json").write_text(ends)
+    (out / "drafts/generation_config.json").write_text(ends)
     set_keys("config.json", num_nextn_predict_layers=1)(out / "drafts")
     add_head(out / "drafts")
     for name in ("merged", "gguf", "classifier"):
@@ -158,7 +158,7 @@ def write_folders(out):
                 torch.nn.init.normal_(weight, 0, 0.02)
         adapted.save_pretrained(out / out_name)
     adapted.merge_and_unload().save_pretrained(out / "merged")
-    (out / "merged" / "generation_config.json").write_text(ends)
+    (out / "merged/generation_config.json").write_text(ends)
 
 
 def wrong_in_folder(source, reference):

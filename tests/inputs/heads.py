@@ -109,7 +109,7 @@ STEP = [
 
 
 def weights(run):
-    return load_file(run.folder / "hf" / "model.safetensors")
+    return load_file(run.folder / "hf/model.safetensors")
 
 
 def gradients(before, run):

@@ -18,7 +18,7 @@ from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 BYTES = load_tokenizer("demo:bytes")
 """The smallest tokenizer."""
-SHARED = REPO.parent / "shared" / "data"
+SHARED = REPO.parent / "shared/data"
 """Real tokenizers and chats, which are not shipped."""
 
 
@@ -115,7 +115,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 def write_tokenizer(folder, special=()):
     """Write a tokenizer with SPECIAL and more special tokens; return it."""
-    make_tokenizer([*SPECIAL.values(), *special]).save(str(folder / "tokenizer.json"))
+    make_tokenizer([*SPECIAL.values(), *special]).save(f"{folder}/tokenizer.json")
     write_json(folder / "tokenizer_config.json", SPECIAL)
     return load_tokenizer(str(folder))
 

@@ -68,10 +68,10 @@ def test_ranks_have_their_launchers_configuration_and_stop_in_order(words, cwd, 
         *("--import", "callback"),
     ]
     line = [*SELF, *words, "run.root=runs", *how]
-    env = {"PYTHONPATH": str(REPO / "examples/extend")}
+    env = {"PYTHONPATH": f"{REPO}/examples/extend"}
     one_signal = inject.setting("signal_echo_seconds", 60)
     process = Forked(line, tmp_path / "log", env=env, cwd=cwd, own=one_signal)
-    run = Run(cwd / "runs" / "run")
+    run = Run(cwd / "runs/run")
     wait_until(lambda: run.metrics, process)
     for pid in process.children:
         os.kill(pid, signal.SIGUSR1)
@@ -161,7 +161,7 @@ def stay_until_the_end(events):
 
 
 def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(train, tmp_path):
-    stays = partial(stay_until_the_end, tmp_path / "run" / "events.jsonl")
+    stays = partial(stay_until_the_end, tmp_path / "run/events.jsonl")
     seam = inject.at("forward", stays, rank=1, step=3)
     # two of gloo's timers end at that time, and either may be first
     with pytest.raises(RankFailed, match=r"Timed out waiting 8000ms|Application timeout caused"):
@@ -189,7 +189,7 @@ def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collect
 
 
 def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, program):
-    error = str(tmp_path / "error.json")
+    error = f"{tmp_path}/error.json"
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("GROUP_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error)
@@ -253,7 +253,7 @@ def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(words, 
     killed = inject.killed_once(tmp_path / "killed", step=4, rank=1)
     torchrun = Forked(line, tmp_path / "log", cwd=cwd, seam=killed)
     assert torchrun.wait() == 0, torchrun.said
-    run, out = Run(cwd / "runs" / "run"), torchrun.said
+    run, out = Run(cwd / "runs/run"), torchrun.said
     assert run["step"] == [1, 2, 3, 4]
     assert run.event("start")[0]["world_size"] == 2
     assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 2)]

@@ -46,7 +46,7 @@ def test_hosts_are_listed_or_stand_in_deepspeeds_hostfile(tmp_path):
         Host("a"), Host("b.c", "me"), Host("d", port=2222), Host("e", slots=2)
     ]  # fmt: skip
     (tmp_path / "hosts").write_text(HOSTFILE)
-    assert read_hosts(str(tmp_path / "hosts")) == [
+    assert read_hosts(f"{tmp_path}/hosts") == [
         Host("worker-1", slots=8),
         Host("worker-2", "user", 2222, 4),
         Host("worker-3", slots=2),

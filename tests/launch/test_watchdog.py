@@ -608,7 +608,7 @@ def test_what_nccl_wrote_before_it_gave_up_is_kept(tmp_path):
     board.touch()
     Path(f"{board}.flight-3").write_bytes(b"collectives")
     os.mkfifo(f"{board}.flight-3.pipe")
-    start_watchdog(Watch(str(board), str(tmp_path / "run"), 1, 10, 1800, on_device=True))
+    start_watchdog(Watch(str(board), f"{tmp_path}/run", 1, 10, 1800, on_device=True))
     wait_until(lambda: not list(tmp_path.glob("board*")))
     (flight,) = (tmp_path / "run").glob("hangs/*/*")
     assert flight.name == "flight-3"

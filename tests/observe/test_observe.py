@@ -382,7 +382,7 @@ def steps_of_tensorboard(folder):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    shown = EventAccumulator(str(folder / "tensorboard")).Reload()
+    shown = EventAccumulator(f"{folder}/tensorboard").Reload()
     return [[(scalar.step, scalar.value) for scalar in shown.Scalars("loss")]]
 
 

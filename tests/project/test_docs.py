@@ -79,7 +79,7 @@ def test_every_link_leads_to_a_file_and_a_heading():
 
 
 def test_old_addresses_lead_to_a_page_and_a_heading():
-    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    hooks = runpy.run_path(f"{DOCS}/hooks.py")
     new = {*hooks["MOVED"].values()}
     for page, sections in hooks["MOVED_SECTIONS"].items():
         assert not anchors(DOCS / page.replace(".html", ".md")) & {*sections}

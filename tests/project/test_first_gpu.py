@@ -29,7 +29,7 @@ def wrong_figures(_folder):
 
 
 def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
-    path = tmp_path / "results" / "first-gpu.json"
+    path = tmp_path / "results/first-gpu.json"
     look_into_file = f"import json; print(json.load(open({str(path)!r}))['steps'][-1])"
     table = [
         Step("fails", 60, (python("print('why'); raise SystemExit(3)"), python("print('next')"))),
@@ -83,7 +83,7 @@ def test_every_test_for_a_gpu_is_run():
 
 
 def test_the_budget_of_a_step_in_the_docs_is_what_the_program_computes():
-    assert table() in (REPO / "docs" / "performance.md").read_text()
+    assert table() in (REPO / "docs/performance.md").read_text()
     [measured] = re.findall(r"measured: .*", table())
     assert "25,825 (44%)" in measured
     assert predictions()["H100, one row"]["tokens_per_second"] == pytest.approx(25_825, rel=0.02)

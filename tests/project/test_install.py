@@ -33,7 +33,7 @@ def test_a_wheel_trains_a_recipe_from_any_folder(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "cwd").mkdir()
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}/site"}
     command = [sys.executable, "-c", USER]
     done = subprocess.run(command, cwd=tmp_path / "cwd", env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ import sys
 import pytest
 from folders import REPO
 
-sys.path.insert(0, str(REPO / "tools"))
+sys.path.insert(0, f"{REPO}/tools")
 
 from measure import broken_limits, exceeded, measure, of_folders
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from folders import REPO
 
-sys.path.insert(0, str(REPO / "tools"))
+sys.path.insert(0, f"{REPO}/tools")
 
 from mutants import (
     IN_TIME,

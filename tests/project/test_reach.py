@@ -6,7 +6,7 @@ import sys
 import pytest
 from folders import REPO, table
 
-sys.path.insert(0, str(REPO / "tools"))
+sys.path.insert(0, f"{REPO}/tools")
 
 from reach import AFTER, FAR, changed_since, read_graph, starting_programs, write_record
 

@@ -45,8 +45,8 @@ def stand_in(folder):
 def ssh_of(folder, script):
     """Return an environment in which ssh is the given script."""
     (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "ssh").write_text(script)
-    (folder / "bin" / "ssh").chmod(0o755)
+    (folder / "bin/ssh").write_text(script)
+    (folder / "bin/ssh").chmod(0o755)
     return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
@@ -87,7 +87,7 @@ class SshHosts:
 
     def _write_files(self, folder):
         for name in ("host", "user"):
-            keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{folder}/{name}"]
             subprocess.run(keygen, check=True)
         key = " ".join((folder / "host.pub").read_text().split()[:2])
         (folder / "known").write_text(f"* {key}\n")

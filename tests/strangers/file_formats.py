@@ -169,7 +169,7 @@ def by_arrow(folder):
     if (folder / "a.parquet").exists():
         table = pyarrow.parquet.read_table(folder / "a.parquet")
     else:
-        with pyarrow.OSFile(str(folder / "a.arrow")) as file:
+        with pyarrow.OSFile(f"{folder}/a.arrow") as file:
             table = pyarrow.ipc.open_file(file).read_all()
     table.validate(full=True)
     if table.column_names != ["text"]:
@@ -261,7 +261,7 @@ def train_in(folder, steps):
 def write_own(folder):
     """Train a step, whose checkpoint is the input."""
     train_in(folder, 1)
-    (checkpoint,) = (folder / "run" / "checkpoints").glob("step-*")
+    (checkpoint,) = (folder / "run/checkpoints").glob("step-*")
     checkpoint.rename(folder / "checkpoint")
     shutil.rmtree(folder / "run")
 
@@ -353,7 +353,7 @@ def by_tokenizers(folder):
     """Read only whether the tokenizer can be read: which token ends a text is in other files."""
     import tokenizers
 
-    tokenizers.Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    tokenizers.Tokenizer.from_file(str(folder / "tokenizer/tokenizer.json"))
     raise NoOpinion
 
 
@@ -363,7 +363,7 @@ def write_pieces(folder):
 
 
 def with_tokenizer(name):
-    return lambda folder: of_documents(folder / "a.jsonl", tokenizer=str(folder / name))
+    return lambda folder: of_documents(folder / "a.jsonl", tokenizer=f"{folder}/{name}")
 
 
 def by_sentencepiece(folder):
@@ -371,7 +371,7 @@ def by_sentencepiece(folder):
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor()
-    model.Load(str(folder / "a.model"))
+    model.Load(f"{folder}/a.model")
     flat = [token for text in TEXTS for token in (*model.EncodeAsIds(text), model.eos_id())]
     return {"tokens": np.array(flat, np.int64).tobytes()}
 
@@ -424,7 +424,7 @@ def write_axolotl(folder):
 
 def write_recipe(folder):
     (folder / "recipe").mkdir()
-    (folder / "recipe" / "mine.yaml").write_bytes(RECIPE)
+    (folder / "recipe/mine.yaml").write_bytes(RECIPE)
 
 
 def of_recipe(folder):
@@ -454,7 +454,7 @@ def of_conversion(folder):
 def write_records(folder):
     """Write the records of a run that `report` shows."""
     train_in(folder, 2)
-    shutil.rmtree(folder / "run" / "checkpoints")
+    shutil.rmtree(folder / "run/checkpoints")
 
 
 def of_report(folder):
@@ -472,7 +472,7 @@ def write_adapter(folder):
     adapter.mkdir()
     description = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4,
-        "target_modules": ["o_proj"], "base_model_name_or_path": str(folder / "base"),
+        "target_modules": ["o_proj"], "base_model_name_or_path": f"{folder}/base",
     }  # fmt: skip
     write_json(adapter / "adapter_config.json", description)
     rows, columns = load_model(folder / "base").named_weights()[CHANGED].shape

@@ -154,7 +154,7 @@ def case_of(name, source, folder):
     for role in ("user", "human", "question", "assistant", "model", "system", "tool"):
         names |= {text: None for text in (f"<|{role}|>", f"<{role}>") if text in source}
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
-    backend.save(str(folder / "tokenizer.json"))
+    backend.save(f"{folder}/tokenizer.json")
     write_json(folder / "tokenizer_config.json", SPECIAL)
     tokenizer = load_tokenizer(str(folder))
     template = Template(name, source, tokenizer.special, today=date.today())

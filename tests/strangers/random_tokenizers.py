@@ -110,7 +110,7 @@ def written_folder(folder, seed):
         tokenizer.add_tokens([AddedToken(**random_flags(chance, text))])
     if chance.random() < 0.1:
         tokenizer.enable_padding(pad_token=chance.choice(texts), pad_id=0)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(f"{folder}/tokenizer.json")
     (folder / "config.json").write_text('{"model_type": "llama"}')
     config = random_config(chance)
     by_id, is_wrong = with_ids(chance, tokenizer) if chance.random() < 0.6 else ({}, False)
@@ -209,7 +209,7 @@ def differences(folder, seed, texts=6):
     if is_refused:
         return [f"not refused, and transformers says {theirs!r}"]
     ours.save(folder / "saved")
-    (folder / "saved" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "saved/config.json").write_text('{"model_type": "llama"}')
     exported = transformers.AutoTokenizer.from_pretrained(folder / "saved")
     chance = random.Random(seed)
     lines = other_specials(ours, theirs)

@@ -12,20 +12,20 @@ from folders import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import (
-    SPECIAL,
     assert_learnt_alike,
+    function,
     learnt_in_transformers,
+    read_row,
     samples_of,
     talk,
     turn,
     write_tokenizer,
 )
-from world import write_lines
+from world import edit_json, write_lines
 from zoo import make_model
 
 from fsdp_trainer.data.files.built_in_templates import TEMPLATES
-from fsdp_trainer.data.files.sources import Record
-from fsdp_trainer.data.records.conversations import Conversation, make_reader
+from fsdp_trainer.data.records.conversations import Conversation
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
@@ -59,9 +59,7 @@ def both(tmp_path_factory):
     """One tokenizer, as this trainer and as transformers load it from a folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, TEMPLATES["chatml"].markers)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     template = load_template(None, ours)
@@ -73,10 +71,9 @@ TOOL = {
     "description": "tells it",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-TOOLS = [{"type": "function", "function": TOOL}]
+TOOLS = [function(**TOOL)]
 CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}
-CALLING = turn("assistant", "", tool_calls=[{"type": "function", "function": CALL}])
-ASKED, RESULT = turn("user", "How is it? 🌧"), turn("tool", '{"sky": "grey"}')
+CALLING = turn("assistant", "", tool_calls=[function(**CALL)])
 FORMS = table("data/learnt_rows.yaml")
 
 
@@ -88,8 +85,7 @@ def test_a_row_is_learnt_where_transformers_says_the_assistant_writes(both, form
         text = text.replace(name, json.dumps(value))
     columns = json.loads(text)
     tools = TOOLS if "tools" in columns else None
-    row = make_reader(columns, "auto", None, "f").read(Record(columns, ("f", 1)))
-    (sample,), _ = samples_of(both.ours, row, both.template)
+    (sample,), _ = samples_of(both.ours, read_row(columns), both.template)
     assert_learnt_alike(sample, both.theirs, messages, tools)
     assert sample.weights.any()
 

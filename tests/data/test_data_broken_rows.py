@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refusal, refused
 from texts import BYTES, turn
+from world import read_lines
 
 from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Data
@@ -205,7 +206,7 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(prepared, tm
     assert len(skipped.train[0]) >= 1
     assert "skipped 1 row " in "\n".join(skipped.report)
     list_of_skipped = skipped.train[0].folder.with_name("skipped.jsonl")
-    (listed,) = map(json.loads, list_of_skipped.read_text().splitlines())
+    (listed,) = read_lines(list_of_skipped)
     assert f"{listed['file']}:{listed['line']}" == problem.what
     assert listed["why"] == problem.reason
 

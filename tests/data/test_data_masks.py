@@ -8,12 +8,14 @@ import pytest
 import transformers
 from folders import table
 from texts import (
+    BYTES,
     CHAT,
     SHARED,
     assert_learnt_alike,
     function,
     in_transformers,
     make_tokenizer,
+    read_row,
     samples_of,
     supervised_texts,
     talk,
@@ -25,7 +27,7 @@ from tokenizers import AddedToken
 from fsdp_trainer.data.files.built_in_templates import TEMPLATES
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.records.conversations import Conversation, Document, make_reader
+from fsdp_trainer.data.records.conversations import Conversation, Document
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, Template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -35,11 +37,6 @@ WHERE = ("chats.jsonl", 1)
 ADD = function("add", arguments={"a": 1})
 LONG_CHAT = [turn("system", "S"), *talk("U", "A", "V", "B")]
 RENDERED = table("data/rendered_templates.yaml")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("demo:bytes")
 
 
 @pytest.fixture(scope="module")
@@ -157,18 +154,17 @@ def test_masks_equal_those_of_transformers_on_real_data():
     template = load_template(None, ours)
     roles = {"human": "user", "observation": "tool"}
     rows = [*islice(read_records(f"{SHARED}/glaive_toolcall_en_demo.json"), 100)]
-    reader = make_reader(rows[0].columns, "auto", None, "glaive")
     for row in rows:
-        (sample,), _ = samples_of(ours, reader.read(row), template, seq_len=100_000)
+        (sample,), _ = samples_of(ours, read_row(row.columns), template, seq_len=100_000)
         turns = row.columns["conversations"]  # the model writes calls as their text
         messages = [turn(roles.get(t["from"], "assistant"), t["value"]) for t in turns]
         assert_learnt_alike(sample, theirs, messages)
 
 
-def test_loss_on_last_and_all_and_weights_of_turns_are_honoured(tokenizer):
-    (sample,), _ = learnt(tokenizer, CHAT, loss_on="last")
-    assert supervised_texts(tokenizer, sample) == ["4<|im_end|>"]
-    (sample,), _ = learnt(tokenizer, CHAT, loss_on="all")
+def test_loss_on_last_and_all_and_weights_of_turns_are_honoured():
+    (sample,), _ = learnt(BYTES, CHAT, loss_on="last")
+    assert supervised_texts(BYTES, sample) == ["4<|im_end|>"]
+    (sample,), _ = learnt(BYTES, CHAT, loss_on="all")
     assert sample.weights[1:].all()
     assert not sample.weights[0]
     chat = [
@@ -177,12 +173,12 @@ def test_loss_on_last_and_all_and_weights_of_turns_are_honoured(tokenizer):
         turn("user", "c"),
         turn("assistant", "d", weight=0.5),
     ]
-    (sample,), _ = learnt(tokenizer, chat)
-    assert supervised_texts(tokenizer, sample) == ["d<|im_end|>"]
+    (sample,), _ = learnt(BYTES, chat)
+    assert supervised_texts(BYTES, sample) == ["d<|im_end|>"]
     assert set(sample.weights.tolist()) == {0.0, 0.5}
-    (sample,), _ = learnt(tokenizer, chat, loss_on="all")
+    (sample,), _ = learnt(BYTES, chat, loss_on="all")
     assert set(sample.weights.tolist()) == {0.0, 0.5, 1.0}
-    assert "b<|im_end|>" not in "".join(supervised_texts(tokenizer, sample))
+    assert "b<|im_end|>" not in "".join(supervised_texts(BYTES, sample))
 
 
 def saved(folder, backend):
@@ -222,11 +218,11 @@ def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_repor
 
 
 @pytest.mark.parametrize("policy, lengths", [("drop", []), ("truncate", [4]), ("split", [11])])
-def test_a_long_document_is_dropped_cut_or_kept_whole(tokenizer, policy, lengths):
-    samples, _ = samples_of(tokenizer, Document("0123456789", WHERE), seq_len=4, too_long=policy)
+def test_a_long_document_is_dropped_cut_or_kept_whole(policy, lengths):
+    samples, _ = samples_of(BYTES, Document("0123456789", WHERE), seq_len=4, too_long=policy)
     assert [len(sample.tokens) for sample in samples] == lengths
     if policy == "split":  # where it is cut, the order of rows decides
-        text = tokenizer.decode(samples[0].tokens.tolist(), skip_special=False)
+        text = BYTES.decode(samples[0].tokens.tolist(), skip_special=False)
         assert text == "0123456789<|im_end|>"
 
 
@@ -240,7 +236,7 @@ def test_a_document_has_one_bos_and_one_eos_and_all_else_is_learnt():
         assert sample.weights.tolist() == [0, 1, 1, 1]
 
 
-def test_what_a_template_cannot_render_becomes_text_or_is_refused_in_its_words(tokenizer):
+def test_what_a_template_cannot_render_becomes_text_or_is_refused_in_its_words():
     source = """{%- for m in messages %}
 {%- if m.role not in ('user', 'assistant') %}{{- raise_exception('only user and assistant') }}
 {%- endif %}
@@ -262,4 +258,4 @@ def test_what_a_template_cannot_render_becomes_text_or_is_refused_in_its_words(t
     assert noted == ["system_in_user", "calls_as_text", "results_as_user"]
     source = "{{ raise_exception('must start with user') if messages[0].role != 'user' }}"
     with pytest.raises(RecordError, match="must start with user"):
-        learnt(tokenizer, [turn("assistant", "A")], Template("strict", source, {}))
+        learnt(BYTES, [turn("assistant", "A")], Template("strict", source, {}))

@@ -1,7 +1,6 @@
 """Rows: well filled, each sample once an epoch, and the same order for everyone."""
 
 import gc
-import json
 import mmap
 import os
 import threading
@@ -17,6 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from texts import Lengths, Texts, turn
+from world import lines_of
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.order.mixture import Component, Mixture
@@ -120,7 +120,7 @@ def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, jsonl, p
         "train.steps=1",
     ]
     printed = preview(*words, "preview.format=json", "preview.rows=8")
-    lines = [json.loads(line) for line in printed.splitlines()]
+    lines = lines_of(printed)
     cfg = compose("train", words)
     data = build_data(cfg)[2]
     if data.streamed:

@@ -3,16 +3,16 @@ and shown; what learns from single answers refuses them."""
 
 import json
 import re
+from functools import partial
 
 import pytest
 import yaml
 from folders import table
 from refused import refusal
-from texts import BYTES, samples_of, supervised_texts, turn
+from texts import BYTES, read_row, samples_of, supervised_texts, turn
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.records.conversations import make_reader
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader
 from fsdp_trainer.errors import UserError
 
@@ -27,10 +27,7 @@ def columns_of(row):
     return json.loads(re.sub(r"\b(Q|A|B|OTHER)\b", lambda name: json.dumps(TURNS[name[0]]), row))
 
 
-def read(columns):
-    return make_reader(columns, "auto", None, "f", kind="pairs").read(Record(columns, ("f", 1)))
-
-
+read = partial(read_row, kind="pairs")
 PAIRS = CASES["pairs"]
 """Rows, and their prompts."""
 
@@ -117,18 +114,14 @@ def test_pairs_with_an_answer_in_common_are_no_duplicates(jsonl, prepared):
 
 
 def test_a_file_for_another_objective_is_named_and_its_better_answers_can_be_trained_on():
-    def single(columns, fields=None):
-        reader = make_reader(columns, "auto", fields, "a.jsonl", kind="single")
-        return reader.read(Record(columns, ("a.jsonl", 1)))
-
+    single, answers = partial(read_row, kind="single"), {"chosen": "a", "rejected": "b"}
     for row, advised in {
         '{"prompt": "q"}': "{prompt: prompt, completion: chosen}",
         '{"conversations": [{"from": "human", "value": "q"}]}': "{prompt: conversations, c",
         "{}": "{messages: c",
     }.items():
-        said = refusal(single, columns_of(row) | {"chosen": "a", "rejected": "b"})
+        said = refusal(single, columns_of(row) | answers)
         assert "preference pairs" in said
         assert f"'data.fields={advised}" in said
     better = {"prompt": "prompt", "completion": "chosen"}
-    columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    assert single(columns, better).messages == [Q, A]
+    assert single({"prompt": "q"} | answers, fields=better).messages == [Q, A]

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from folders import table
 from refused import refusal, refused
-from texts import turn
+from texts import function, turn
+from texts import read_row as read
 
 from fsdp_trainer.data.files import json_values
 from fsdp_trainer.data.files.file_splits import (
@@ -23,7 +24,6 @@ from fsdp_trainer.data.files.file_splits import (
 )
 from fsdp_trainer.data.files.sources import (
     Problems,
-    Record,
     RecordError,
     find_sources,
     lines_on_folders,
@@ -41,10 +41,6 @@ def written(folder, name, content=""):
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
-
-
-def read(columns, format="auto", fields=None):
-    return make_reader(columns, format, fields, "file").read(Record(columns, ("file", 1)))
 
 
 def answer_of(message):
@@ -108,7 +104,7 @@ def test_a_system_column_comes_first_and_answers_in_a_prompt_are_not_learnt():
 
 
 def test_a_text_column_is_a_document():
-    assert read({"text": "t"}) == read({"content": "t"}) == Document("t", ("file", 1))
+    assert read({"text": "t"}) == read({"content": "t"}) == Document("t", ("f", 1))
     assert make_reader({"conversations": []}, "auto", None, "file").format == "sharegpt"
 
 
@@ -132,7 +128,7 @@ def test_answers_that_are_marked_as_bad_are_not_learnt_unseen():
 
 
 CALL = {"name": "add", "arguments": {"a": 1}}
-FUNCTION = {"type": "function", "function": CALL}
+FUNCTION = function(**CALL)
 RESULT = turn("tool", "2")
 CALLS = CASES["calls"]
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from folders import table
 from refused import refusal, refused
+from texts import BYTES
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.data_statistics import all_findings
@@ -13,12 +14,10 @@ from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.prepared import prepare
 from fsdp_trainer.data.prepared_data import tokenizer_path
 from fsdp_trainer.data.records.preference_records import PAIRS, UNPAIRED
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
 
 def texts(part):
-    tokenizer = load_tokenizer("demo:bytes")
-    return [tokenizer.decode(part.read(i)[0].tolist()) for i in range(len(part))]
+    return [BYTES.decode(part.read(i)[0].tolist()) for i in range(len(part))]
 
 
 @pytest.fixture

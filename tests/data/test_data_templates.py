@@ -16,6 +16,7 @@ from texts import (
     SPECIAL,
     function,
     in_transformers,
+    read_row,
     samples_of,
     supervised_texts,
     turn,
@@ -23,8 +24,7 @@ from texts import (
 )
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.records.conversations import make_reader
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.prompts import question_of
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.templates.chat_template import Template
@@ -33,7 +33,6 @@ from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 
-WHERE = ("chats.jsonl", 1)
 CASES = table("data/template_cases.yaml")
 FORMS, WRITTEN, LEFT_OUT = CASES["forms"], CASES["written"], CASES["left out"]
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -71,8 +70,7 @@ def tokenizer(tmp_path_factory):
 
 
 def row_of(messages, tools=None):
-    columns = {"messages": messages} | ({"tools": tools} if tools else {})
-    return make_reader(columns, "auto", None, "f").read(Record(columns, WHERE))
+    return read_row({"messages": messages} | ({"tools": tools} if tools else {}))
 
 
 def learnt(tokenizer, source, messages, tools=None, **options):

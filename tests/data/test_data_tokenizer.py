@@ -11,7 +11,7 @@ import transformers
 import yaml
 from folders import table
 from refused import refusal
-from texts import SHARED, make_tokenizer, write_sentencepiece
+from texts import BYTES, SHARED, make_tokenizer, write_sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 from world import read_json, write_json
 
@@ -55,7 +55,7 @@ def sentencepiece_file(request, tmp_path_factory):
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the files of a tokenizer, which a test changes."""
-    load_tokenizer("demo:bytes").save(tmp_path)
+    BYTES.save(tmp_path)
     return tmp_path
 
 
@@ -226,8 +226,7 @@ def test_a_number_that_is_no_token_is_the_number_of_the_end_of_text(folder):
 def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiece_file, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
     size = load_tokenizer(sentencepiece_file).vocab_size
-    tokens = {"1": {"content": "<s>", "special": True}}
-    end = {"content": "<|im_end|>", "special": True}
+    tokens, end = {"1": token("<s>")}, token("<|im_end|>")
     tokenizer = described(
         tmp_path, eos_token="<|im_end|>", added_tokens_decoder=tokens | {f"{size}": end}
     )
@@ -286,7 +285,6 @@ def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path)
 
 def test_a_template_that_cannot_be_used_is_refused_by_name(tmp_path):
     (tmp_path / "a.jinja").write_bytes(b"\xff\xfe")
-    bytes_only = load_tokenizer("demo:bytes")
     for name, says in {
         f"{tmp_path}/a.jinja": r"data\.template=.*a\.jinja",
         "lama3": "no template of this name",
@@ -296,7 +294,7 @@ def test_a_template_that_cannot_be_used_is_refused_by_name(tmp_path):
         "phi4": r"data\.template=phi4",
     }.items():
         with pytest.raises(UserError, match=says):
-            load_template(name, bytes_only)
+            load_template(name, BYTES)
 
 
 @pytest.mark.parametrize(
@@ -317,12 +315,8 @@ def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file,
     """Memory is bounded; tokens and their places are those of the whole."""
     enter(inject.setting("tokenizer_overlap", 200))
     enter(inject.setting("tokenizer_long_text", 500))
-    for tokenizer in (
-        load_tokenizer("demo:bytes"),
-        load_tokenizer(sentencepiece_file),
-        byte_level(),
-        byte_level(LLAMA_3),
-    ):
+    others = BYTES, load_tokenizer(sentencepiece_file)
+    for tokenizer in (byte_level(), byte_level(LLAMA_3), *others):
         whole = tokenizer.backend.encode(text, add_special_tokens=False)
         (pieces,) = tokenizer.encode_batch([text])
         assert tokenizer.encode_plain([text])[0].tolist() == whole.ids
@@ -372,7 +366,7 @@ def write_tiktoken(path, backend):
 def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path, monkeypatch):
     original = byte_level(LLAMA_3, added=("<|im_end|>",))
     size = write_tiktoken(tmp_path / "tokenizer.model", original.backend)
-    added = {f"{size}": {"content": "<|im_end|>", "special": True}}
+    added = {f"{size}": token("<|im_end|>")}
     ours = described(tmp_path, eos_token="<|im_end|>", added_tokens_decoder=added)
     assert (ours.eos_id, ours.vocab_size) == (size, size + 1)
     for text in SPACED:
@@ -381,7 +375,7 @@ def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path, monkey
     saved_and_compared(ours, tmp_path / "saved", SPACED)
 
     # gaps among the ids are filled as in transformers
-    added = {f"{size + 2}": {"content": "<|im_end|>", "special": True}}
+    added = {f"{size + 2}": token("<|im_end|>")}
     gaps = described(tmp_path, eos_token="<|im_end|>", added_tokens_decoder=added)
     assert gaps.encode(f"<|im_end|><|reserved_token_{size}|>") == [size + 2, size]
     assert (gaps.eos_id, gaps.vocab_size) == (size + 2, size + 3)
@@ -403,9 +397,8 @@ def write_vocabulary(folder, backend):
     vocabulary = read_json(folder / "vocab.json")
     size = len(vocabulary)
     write_json(folder / "vocab.json", vocabulary | {"<|endoftext|>": size})
-    token = {"content": "<|im_end|>", "special": True, "rstrip": True, "lstrip": False}
-    token |= {"normalized": False, "single_word": False}
-    return {"added_tokens_decoder": {f"{size + 1}": token}}
+    flags = dict.fromkeys(("lstrip", "normalized", "single_word"), False)
+    return {"added_tokens_decoder": {f"{size + 1}": token("<|im_end|>", rstrip=True, **flags)}}
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -435,7 +428,7 @@ def test_a_vocabulary_that_is_no_byte_level_bpe_is_refused(tmp_path):
 
 def test_the_bytes_of_tokens_add_up_to_those_of_the_text(sentencepiece_file):
     text = "Grüße, 世界 — an emoji 🎈, a tab\tand the small cells"
-    for tokenizer in (byte_level(), load_tokenizer("demo:bytes")):
+    for tokenizer in (byte_level(), BYTES):
         sizes = token_bytes(tokenizer, tokenizer.vocab_size + 3)
         assert len(sizes) == tokenizer.vocab_size + 3
         assert sizes[tokenizer.encode(text)].sum() == len(text.encode())

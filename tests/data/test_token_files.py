@@ -15,12 +15,12 @@ import pytest
 from folders import TESTS, table
 from refused import refusal
 from tables import rows
+from texts import BYTES
 from world import read_json, write_lines
 
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.order.row_order import RowOrder
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
 CASES = table("data/token_files.yaml")
 
@@ -202,7 +202,7 @@ def test_documents_end_at_the_token_that_data_end_of_text_names(tmp_path, store_
 @pytest.mark.parametrize("too_long", ["split", "truncate", "drop"])
 def test_documents_are_cut_refused_and_counted_as_rows_of_json_are(tmp_path, store_of, too_long):
     draw = np.random.default_rng(0)
-    bos, unknown = load_tokenizer("demo:bytes").special_tokens["<|im_start|>"], 300
+    bos, unknown = BYTES.special_tokens["<|im_start|>"], 300
     rows = [[*draw.integers(0, 256, 1 + i % 90).tolist(), END] for i in range(300)]
     rows += [[bos, bos, 1, END], [1, unknown, unknown + 1, END], [1, unknown, END], [3, 4]]
     keys = {"on_error": "skip", "too_long": too_long, "max_lost": 1.0, "packing": "best_fit"}
@@ -235,7 +235,7 @@ def test_token_files_and_texts_are_packed_together(tmp_path, store_of):
     write_flat(tmp_path / "data/a.bin", FLAT)
     (tmp_path / "data/b.txt").write_text("hello")
     store = store_of(tmp_path / "data", seq_len=512)
-    hello = [*load_tokenizer("demo:bytes").encode("hello"), END]
+    hello = [*BYTES.encode("hello"), END]
     assert sorted(documents(store)) == sorted([*DOCUMENTS, hello])
     rows = RowOrder(store, 512, "best_fit", False, 0)
     assert rows.read(0).tokens[: len(FLAT)].tolist() == FLAT

@@ -10,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from world import read_json, write_json
 
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.files.sources import Record
+from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.tokens.samples import SampleBuilder
@@ -159,6 +161,11 @@ def write_sentencepiece(path, model_type="bpe", **options):
     )  # fmt: skip
     path.write_bytes(model.getvalue())
     return path
+
+
+def read_row(columns, format="auto", fields=None, kind=None):
+    """Return what the only row of a file says. kind: of data, as make_reader has it."""
+    return make_reader(columns, format, fields, "f", kind).read(Record(columns, ("f", 1)))
 
 
 def samples_of(tokenizer, row, template=None, seq_len=1000, **options):

@@ -23,14 +23,15 @@ from texts import (
     in_transformers,
     learnt_in_transformers,
     make_tokenizer,
+    read_row,
     samples_of,
     supervised_texts,
 )
 from tokenizers import AddedToken, Tokenizer
 from world import write_json
 
-from fsdp_trainer.data.files.sources import Record, RecordError
-from fsdp_trainer.data.records.conversations import Conversation, make_reader, turns_of
+from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.conversations import Conversation, turns_of
 from fsdp_trainer.data.records.preference_records import Preference
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
@@ -166,7 +167,7 @@ def wrongs(case, row, plain):
 
     plain: the texts hold no control strings, and the text itself is compared too.
     """
-    conversation = make_reader(row, "auto", None, "f").read(Record(row, ("f", 1)))
+    conversation = read_row(row)
     samples, builder = samples_of(case.tokenizer, conversation, case.template, seq_len=LONG)
     learnt = [text for sample in samples for text in supervised_texts(case.tokenizer, sample)]
     turns = turns_of(conversation)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from fsdp_trainer.base.torch_private import functional_graph, operator_types, partitioned_backend
 from fsdp_trainer.planning.plan.work import WorkCounter, bytes_of, tensors_in
+from fsdp_trainer.planning.rehearse.quick_fakes import QuickFakeMode
 
 aten = torch.ops.aten
 FUSED = {aten.cat, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}
@@ -29,7 +29,7 @@ class KeptGraphs:
     counter: WorkCounter
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = QuickFakeMode()
         self._of_heads: dict[str, tuple[FusedGraph, Any]] = {}
 
     @cached_property

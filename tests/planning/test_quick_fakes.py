@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_trainer.planning.rehearse.quick_fakes import QuickFakeMode
+from fsdp_trainer.planning.plan.quick_fakes import QuickFakeMode
 
 aten = torch.ops.aten
 

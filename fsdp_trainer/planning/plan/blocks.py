@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
@@ -25,6 +24,7 @@ from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.observe.flops import count_numbers
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.planning.plan.expert_exchange import divide_experts
+from fsdp_trainer.planning.plan.quick_fakes import QuickFakeMode
 from fsdp_trainer.planning.plan.rank_part import part_tokens
 from fsdp_trainer.planning.plan.work import (
     BACKWARD,
@@ -106,7 +106,7 @@ def trace(
     make: returns the module, on the meta device, and its other inputs; input_gradient: False if
     nothing before the module is trained.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with QuickFakeMode():
         module, others = make()
         module.to_empty(device=CPU)
         leaf = torch.empty(shape, dtype=dtype, requires_grad=input_gradient)

@@ -12,8 +12,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from fsdp_trainer.base.torch_private import functional_graph, operator_types, partitioned_backend
+from fsdp_trainer.planning.plan.quick_fakes import QuickFakeMode
 from fsdp_trainer.planning.plan.work import WorkCounter, bytes_of, tensors_in
-from fsdp_trainer.planning.rehearse.quick_fakes import QuickFakeMode
 
 aten = torch.ops.aten
 FUSED = {aten.cat, aten.copy, aten.copy_, aten.slice_scatter, aten.select_scatter}
@@ -95,6 +95,8 @@ class FusedGraph:
         self._boxed_call = True  # torch gives a list, from which each argument can be freed
         self.nodes = list(module.graph.nodes)
         self.in_kernel, self.written = kernels_of(self.nodes)
+        fused = self.in_kernel | self.written
+        self.counted = {node for node in self.nodes if node not in fused and not is_view(node)}
         readers = {node: reader for reader in self.nodes for node in reader.all_input_nodes}
         self.unread = {node for node in self.nodes if node not in readers}
         self.last_read: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -139,11 +141,13 @@ class FusedGraph:
             return (self.unwritten[node], *sources)
         target: Any = node.target
         args, named = map_arg((node.args, node.kwargs), lambda read: values[read][0])
-        if node not in self.in_kernel and node not in self.written:
+        if node in self.counted:
             return (target(*args, **named),)
-        with self.kept.counter.uncounted():
-            result = target(*args, **named)
-        if node in self.written:
+        result = self.kept.mode.quickly(target, args, named)
+        if result is None:
+            with self.kept.counter.uncounted():
+                result = target(*args, **named)
+        if node not in self.in_kernel:
             return (result,)
         others = [
             source[0]

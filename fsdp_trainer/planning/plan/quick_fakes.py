@@ -48,16 +48,19 @@ class NewTensor(NamedTuple):
     device: torch.device
 
 
+KNOWN: dict[tuple[Any, ...] | None, NewTensor] = {}
+"""Forms of results by the operator and the forms of its arguments."""
+
+
 class QuickFakeMode(FakeTensorMode):
     """Answers as torch's FakeTensorMode; views, and results that it has seen, in less time.
 
-    torch's own cache describes each argument and result by fifteen properties, also for a view. It
-    takes more than half of a rehearsal.
+    torch's own cache describes each argument and result by fifteen properties, also for a view;
+    it took more than half of a rehearsal.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._known: dict[tuple[Any, ...], NewTensor | None] = {}
 
     def dispatch(
         self,
@@ -70,22 +73,29 @@ class QuickFakeMode(FakeTensorMode):
         if func is LABEL:
             with no_dispatch():
                 return func(*args)
+        if (quick := self.quickly(func, args, kwargs)) is not None:
+            return quick
+        out = super().dispatch(func, types, args, kwargs)
+        if only_computes(func) and self._is_own(out) and (key := self._key(func, args, kwargs)):
+            read = {each.untyped_storage()._cdata for each in args if self._is_own(each)}
+            if form := form_of(out, read):
+                KNOWN[key] = form
+        return out
+
+    def quickly(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> FakeTensor | None:
+        """Return the result of an operator if it is a view, or one of a known form."""
         if func in VIEWS and self._is_own(args[0]):
-            with in_kernel_invocation_manager(self):
+            with torch._C._AutoDispatchBelowAutograd(), in_kernel_invocation_manager(self):
                 view = func(*args, **kwargs)
             return FakeTensor(self, view, args[0].fake_device)
-        key = self._key(func, args, kwargs) if only_computes(func) else None
-        if key is None:
-            return super().dispatch(func, types, args, kwargs)
-        if known := self._known.get(key):
-            with in_kernel_invocation_manager(self):
-                new = torch.empty_strided(*known[:2], dtype=known.dtype, device="meta")
-            return FakeTensor(self, new, known.device)
-        out = super().dispatch(func, types, args, kwargs)
-        read = {each.untyped_storage()._cdata for each in args if self._is_own(each)}
-        if self._is_own(out) and (form := form_of(out, read)):
-            self._known[key] = form
-        return out
+        known = KNOWN.get(self._key(func, args, kwargs)) if only_computes(func) else None
+        if not known:
+            return None
+        with in_kernel_invocation_manager(self):
+            new = torch.empty_strided(*known[:2], dtype=known.dtype, device="meta")
+        return FakeTensor(self, new, known.device)
 
     def _is_own(self, value: Any) -> TypeGuard[FakeTensor]:
         """Return True for a tensor of this mode that is not known by its numbers."""

@@ -113,26 +113,28 @@ def test_classes_have_transformers_loss_and_gradients(ledger, kind):
 
 
 SHARED = {
-    "two ranks": (2, "batch.micro_rows=2"),
     "ranks that split rows": (2, "sharding.context=2 sharding.context_method=gathered"),
     "ranks that divide heads": (4, "sharding.tensor=2 sharding.context=2"),
-    "four ranks that divide matrices": (4, "sharding.tensor=2"),
+    "four ranks that divide matrices": (4, "sharding.tensor=2 batch.micro_rows=2"),
     "unpacked": (1, "data.packing=none batch.micro_rows=8"),
 }
 BOTH = "objective.pooling=mean model.attention_direction=bidirectional"
 MEAN = f"{BOTH} objective.symmetric=true"
 
 
-@pytest.mark.parametrize("shared", SHARED)
+SPLIT, HEADS, *EVERY = SHARED
+CASES = [
+    ("classes", "", SPLIT),
+    ("queries", MEAN, SPLIT, HEADS),
+    ("alike", COSENT, SPLIT),
+    ("lists", "objective.ranking=pairwise", SPLIT),
+    ("tags", "objective.class_weights=balanced objective.label_smoothing=0.1", HEADS),
+]
+
+
 @pytest.mark.parametrize(
-    "kind, words",
-    [
-        ("classes", ""),
-        ("queries", MEAN),
-        ("alike", COSENT),
-        ("lists", "objective.ranking=pairwise"),
-        ("tags", "objective.class_weights=balanced objective.label_smoothing=0.1"),
-    ],
+    "kind, words, shared",
+    [(kind, words, way) for kind, words, *own in CASES for way in [*own, *EVERY]],
 )
 def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, shared):
     ranks, share = SHARED[shared]

@@ -269,7 +269,9 @@ def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_other_
 def test_a_compiled_chunk_has_no_second_copy_of_its_logits_and_writes_nothing_but_its_slopes():
     torch._dynamo.reset()
     head, hidden, targets, weights = make(dtype=torch.bfloat16)
+    score = torch.compile(head.score, backend="eager")  # no kernel, which takes seconds
     head.compile_chunks()
+    head.score = score
     differentiate, sources, allocated, sizes = head.differentiate, [], [], []
 
     def watched(*args):
@@ -283,7 +285,8 @@ def test_a_compiled_chunk_has_no_second_copy_of_its_logits_and_writes_nothing_bu
         sizes.append(args[0].nbytes)
 
     head.differentiate = watched
-    with torch._inductor.config.patch(force_disable_caches=True):
+    quick = {"force_disable_caches": True, "cpp.vec_isa_ok": True}  # trusts /proc/cpuinfo
+    with torch._inductor.config.patch(quick):
         head(hidden, targets, CrossEntropy(weights, **SOFT))[0].backward()
     assert max(allocated, default=0) < max(sizes) / 8
     kernels = re.findall(r"async_compile.cpp_pybinding\(\[(.*?)\]", "".join(sources))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import yaml
 from foreign import of
+from forked import Forked
 from gradients import assert_gradients_are_those_of
 from other_models import (
     ADAMW,
@@ -164,11 +164,12 @@ def test_kernels_for_packed_documents_are_used_where_they_give_the_same(tmp_path
         "mamba2": "",  # has a kernel of a third package, which is not installed
     }
     folders = [make_other_folder(tmp_path / kind, kind) for kind in wanted]
-    script = [sys.executable, packed_kernels.__file__, *map(str, folders)]
+    script = [sys.executable, "-m", packed_kernels.__name__, *map(str, folders)]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run(script, capture_output=True, text=True, env=os.environ | paths)
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(lines) == len(wanted), run.stderr
+    run = Forked(script, tmp_path / "log", paths)
+    assert run.wait() == 0, run.said
+    lines = [json.loads(line) for line in run.said.splitlines() if line.startswith("[")]
+    assert len(lines) == len(wanted), run.said
     for (kind, name), (arguments, reason, difference) in zip(wanted.items(), lines, strict=True):
         assert arguments == ([name, "seq_idx"] if name else []), f"{kind}: {reason}"
         assert difference < 2e-5, kind

@@ -200,7 +200,8 @@ llama tied → 2 → adapter=lora adapter.also=[head,norms]
 # modules in full by patterns
 qwen2 window → 2 → adapter=lora adapter.also=[embedding,'model.layers.1.*norm',lm_head]
   adapter.targets=[q_proj,'model.layers.0.mlp.*']
-llama → 1 → adapter=dora activation_checkpoint=budget compile=enabled
+llama → 1 → adapter=dora adapter.targets=[q_proj,down_proj] activation_checkpoint=budget
+  compile=enabled
 # some frozen
 gemma3 long → 2 → adapter=lora train.freeze=['model.layers.1.*','*.0.*.lora_B.*']
 """)

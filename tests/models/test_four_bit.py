@@ -132,7 +132,8 @@ DECODED = rows("""
 2 → qwen3_moe → bf16 → adapter=lora adapter.targets=[all,experts]
   activation_checkpoint=full sharding.expert=2
 1 → gpt_oss → fp32 → adapter=lora adapter.targets=[q_proj,experts]
-1 → llama → bf16 → adapter=lora activation_checkpoint=full compile=enabled
+1 → llama → bf16 → adapter=lora adapter.targets=[q_proj,down_proj] activation_checkpoint=full
+  compile=enabled
 """)
 
 

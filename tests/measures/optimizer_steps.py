@@ -73,7 +73,7 @@ def placing(layout):
         own = [Shard(tensor.ndim - 1) if p == Shard(-1) else p for p in places]
         if tensor.ndim == 1:
             own = [Replicate()] * len(places)
-        return distribute_tensor(tensor, mesh, own)
+        return distribute_tensor(tensor, mesh, own, src_data_rank=None)  # all have it
 
     return place
 

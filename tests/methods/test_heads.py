@@ -112,32 +112,25 @@ def test_classes_have_transformers_loss_and_gradients(ledger, kind):
     assert_learns(ledger, kind, start, model, loss)
 
 
-SHARED = {
-    "ranks that split rows": (2, "sharding.context=2 sharding.context_method=gathered"),
-    "ranks that divide heads": (4, "sharding.tensor=2 sharding.context=2"),
-    "four ranks that divide matrices": (4, "sharding.tensor=2 batch.micro_rows=2"),
-    "unpacked": (1, "data.packing=none batch.micro_rows=8"),
-}
 BOTH = "objective.pooling=mean model.attention_direction=bidirectional"
 MEAN = f"{BOTH} objective.symmetric=true"
-
-
-SPLIT, HEADS, *EVERY = SHARED
+SPLIT = 2, "sharding.context=2 sharding.context_method=gathered"
+DIVIDED = 4, "sharding.tensor=2 sharding.context=2"
+EVERY = (4, "sharding.tensor=2 batch.micro_rows=2"), (1, "data.packing=none batch.micro_rows=8")
 CASES = [
     ("classes", "", SPLIT),
-    ("queries", MEAN, SPLIT, HEADS),
+    ("queries", MEAN, SPLIT, DIVIDED),
     ("alike", COSENT, SPLIT),
     ("lists", "objective.ranking=pairwise", SPLIT),
-    ("tags", "objective.class_weights=balanced objective.label_smoothing=0.1", HEADS),
+    ("tags", "objective.class_weights=balanced objective.label_smoothing=0.1", DIVIDED),
 ]
 
 
 @pytest.mark.parametrize(
-    "kind, words, shared",
-    [(kind, words, way) for kind, words, *own in CASES for way in [*own, *EVERY]],
+    "kind, words, ranks, share",
+    [(kind, words, *way) for kind, words, *own in CASES for way in [*own, *EVERY]],
 )
-def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, shared):
-    ranks, share = SHARED[shared]
+def test_a_step_is_the_same_however_rows_are_shared(ledger, kind, words, ranks, share):
     start = run_of(ledger, kind, *words.split(), "optim.lr=1e-9")
     one = run_of(ledger, kind, *words.split())
     other = run_of(ledger, kind, *words.split(), *share.split(), ranks=ranks)
@@ -253,6 +246,7 @@ def test_an_encoders_run_of_one_text_a_row_resumes_as_it_was(ledger, train, tmp_
     word, tokenizer = other_words(ledger, "bert")
     earlier = shutil.copytree(word.partition("=")[2], tmp_path / "earlier")  # each is tried once
     words = ["objective=classify", *STEP, f"data.path={ledger.data / 'classes.jsonl'}", tokenizer]
+    words += ["batch.micro_rows=8"]
     begun = inject.around("probed", mixes)
     train("run", *words, f"model.init_from={earlier}", base=[], seam=begun)
     run = train("run", *words, word, "train.steps=2", base=[])
@@ -293,11 +287,7 @@ def test_encoders_read_pairs_tag_and_embed(ledger):
     tagger.eval()
     loss = loss_of_tags(tagger, tokenizer, rows_of(ledger, "tags"), tagger.config.label2id)
     assert runs["tags"]["objective"] == pytest.approx([loss], rel=1e-5)
-    model, _ = theirs(folders["queries"], AutoModel)
-    rows = rows_of(ledger, "queries")
-    vectors, _, kinds = embedded(model, tokenizer, rows, "mean")
-    texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows), len(rows))
-    loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
+    loss = loss_of_queries(folders["queries"], rows_of(ledger, "queries"), "mean")
     assert runs["queries"]["objective"] == pytest.approx([loss], rel=1e-5)
     other = run_of(ledger, "queries", *words, "batch.micro_rows=4", "batch.seq_len=300", ranks=2)
     assert other["objective"] == pytest.approx([loss], rel=1e-5)
@@ -355,12 +345,6 @@ def loss_of_tags(model, tokenizer, rows, label2id):
     return total / count
 
 
-def same_of(rows):
-    """Equal numbers for equal texts."""
-    texts = [t for row in rows for t in (row["query"], *row["positive"], *row["negatives"])]
-    return torch.tensor([float(texts.index(text)) for text in texts])
-
-
 def embedded(model, tokenizer, rows, pooling):
     """The normalised embeddings of the queries and documents of rows, and their groups."""
     texts = [
@@ -375,6 +359,15 @@ def embedded(model, tokenizer, rows, pooling):
         vectors.append(states.mean(0) if pooling == "mean" else states[-1])
     groups, kinds = (torch.tensor([text[i] for text in texts]) for i in range(2))
     return torch.nn.functional.normalize(torch.stack(vectors).double(), dim=1), groups, kinds
+
+
+def loss_of_queries(folder, rows, pooling):
+    """The mean loss of queries by transformers' model; equal texts have equal numbers."""
+    vectors, _, kinds = embedded(*theirs(folder, AutoModel), rows, pooling)
+    texts = [t for row in rows for t in (row["query"], *row["positive"], *row["negatives"])]
+    same = torch.tensor([float(texts.index(text)) for text in texts])
+    step = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same, len(rows))
+    return loss_of_texts(step, ObjectiveChoice(temperature=0.05)).item() / len(rows)
 
 
 @pytest.mark.parametrize("words", ["", MEAN])
@@ -447,11 +440,7 @@ def test_tables_name_their_labels_and_validation_keeps_their_shares(ledger, tmp_
 def test_embeddings_by_transformers_class_go_on_from_a_run_and_its_export(ledger):
     """GPT-2 without its head, with transformers' names, and then a classifier of it."""
     first = run_of(ledger, "queries", *other_words(ledger, "gpt2"), "optim.lr=1e-3")
-    model, tokenizer = theirs(first.folder / "hf", AutoModel)
-    rows = rows_of(ledger, "queries")
-    vectors, _, kinds = embedded(model, tokenizer, rows, "last")
-    texts = StepTexts(vectors, kinds, torch.full(kinds.shape, torch.nan), same_of(rows), len(rows))
-    loss = loss_of_texts(texts, ObjectiveChoice(temperature=0.05)).item() / len(rows)
+    loss = loss_of_queries(first.folder / "hf", rows_of(ledger, "queries"), "last")
     for source in (first.folder, first.folder / "hf"):
         run = run_of(ledger, "queries", f"model.init_from={source}", "optim.lr=0")
         assert run["objective"] == pytest.approx([loss], rel=1e-5)

@@ -59,7 +59,7 @@ def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tm
         subprocess.run(["scancel", job], check=True)
 
 
-@pytest.mark.parametrize(("signum", "queued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize("signum, queued", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it(
     tmp_path, enter, monkeypatch, signum, queued
 ):

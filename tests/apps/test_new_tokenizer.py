@@ -5,7 +5,6 @@ import json
 import random
 
 import pytest
-from folders import table
 from texts import CHAT, samples_of, supervised_texts, turn
 from world import read_lines, write_lines
 
@@ -190,19 +189,3 @@ def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
     a, b, c = shares(repeated)
     assert (b, c) == (2 * 99 * 1000, 0)
     assert a in (0, 99 * 4000)  # all of its rows are alike, and chosen by their content
-
-
-def test_each_mistake_is_one_message(data, tmp_path, program, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, lines in {
-        "empty.jsonl": '{"text": ""}\n',
-        "tokens.jsonl": '{"input_ids": [1, 2]}\n',
-        "bad.jsonl": '{"text": "a"}\n{"text": 7}\n',
-        "full/file": "",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(lines)
-    (tmp_path / "texts").symlink_to(data)
-    before = {*tmp_path.iterdir()}
-    program.refuses(table("apps/refused_tokenizers.yaml"), "tokenizer", f"run.root={tmp_path}/runs")
-    assert {*tmp_path.iterdir()} == before

@@ -303,10 +303,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path, monkeypatch, caps
     assert all(line.startswith("data ") for line in capsys.readouterr().err.splitlines())
 
 
-def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(preview, tmp_path):
-    words = f"data.path=demo:backwards preview.html={tmp_path}/no/p.html"
-    assert "there is no such folder" in preview(None, words, code=2)
-    assert not (tmp_path / "cache").exists()
+def test_a_page_that_is_a_folder_is_refused(preview, tmp_path):
     assert f"preview.html={tmp_path}" in preview([ask("a")], f"preview.html={tmp_path}", code=2)
 
 

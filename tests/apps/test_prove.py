@@ -259,7 +259,7 @@ def test_parts_of_ranks_are_joined_and_unequal_copies_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("learnt", "problem"),
+    "learnt, problem",
     [
         ("fine, thank you", None),
         ("how are you, my friend?", "what the user says is learnt"),
@@ -314,7 +314,7 @@ FOLDED = yaml.safe_load("""
 """)
 
 
-@pytest.mark.parametrize(("sharding", "ranks", "sizes"), FOLDED)
+@pytest.mark.parametrize("sharding, ranks, sizes", FOLDED)
 def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, ranks, sizes):
     planned = Layout(Sharding(**sharding), ranks, Batch(rows=512, micro_rows=4))
     small, count = folded(planned)
@@ -423,7 +423,7 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
 
 
 @pytest.mark.parametrize(
-    ("comparison", "margin"), [*((name, None) for name in COMPARED), ("infonce", -0.2)]
+    "comparison, margin", [*((name, None) for name in COMPARED), ("infonce", -0.2)]
 )
 def test_embeddings_have_the_losses_of_their_formulas(comparison, margin):
     """Texts that are the same, and queries with several answers, or without other documents."""
@@ -505,7 +505,7 @@ def folders(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize(("source", "reference"), HONEST)
+@pytest.mark.parametrize("source, reference", HONEST)
 def test_a_certificate_says_nothing_of_honest_folders(folders, source, reference):
     assert wrong_in_folder(folders / source, folders / reference) == []
 

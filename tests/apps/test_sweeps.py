@@ -182,39 +182,15 @@ def test_without_optuna_a_search_says_what_to_install(sweep, enter):
     assert "pip install 'fsdp_trainer[optuna]'" in sweep.said.err
 
 
-COPY = "_target_: shutil.copyfile, src: victim, dst: copied"
-INTERPOLATED = f"""'${{oc.create:${{oc.decode:"{{{COPY}}}"}}}}'"""
-
-
-SETTINGS = [
-    ("launcher", "x", INTERPOLATED, "write the value itself"),
-    ("sweeper", "x", INTERPOLATED, "write the value itself"),
-    ("sweeper", "params", f"{{a: [{INTERPOLATED}]}}", "write the value itself"),
-    ("sweeper", "x", f"{{{COPY}}}", "_target_ is refused"),
-    ("sweeper", "custom_search_space", "shutil.copyfile", "names a function"),
-]
-
-
-def test_no_recipe_command_line_or_sweeper_runs_code(tmp_path, monkeypatch, program):
+def test_no_sweeper_runs_code(tmp_path, monkeypatch, program):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "victim").touch()
-    (tmp_path / "own/recipe").mkdir(parents=True)
-    recipe = tmp_path / "own/recipe/innocent.yaml"
     basic = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"}
     code = {"_target_": "shutil.copyfile", "src": "victim", "dst": "copied"}
     brings = {**basic, "max_batch_size": None, "params": {"x": code}}
     ConfigStore.instance().store("brings_code", brings, "hydra/sweeper")
-    refused = [(["hydra/sweeper=brings_code"], "hydra.sweeper")]
-    for node, key, value, said in SETTINGS:
-        recipe.write_text(f"# @package _global_\nhydra: {{{node}: {{{key}: {value}}}}}\n")
-        words = "-m", "--config-dir", "own", "+recipe=innocent", *DEMO, "run.seed=1,2"
-        assert said in program(*words, code=2)
-        escaped = value.strip("'").replace('"', '\\"')
-        typed = f'"{escaped}"' if value == INTERPOLATED else value
-        if key != "params":
-            refused.append(([f"hydra.{node}.{key}={typed}"], said))
-    for words, said in refused:
-        assert said in program("-m", *words, *DEMO, "run.seed=1,2", code=2)
+    said = program("-m", "hydra/sweeper=brings_code", *DEMO, "run.seed=1,2", code=2)
+    assert "hydra.sweeper" in said
     assert not (tmp_path / "copied").exists()
 
 

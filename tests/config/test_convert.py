@@ -344,23 +344,6 @@ def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
     assert not {"batch.seq_len", "optim.lr"} & sets_of(text).keys()
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "there is no such file or folder"),
-        ("a: [", "cannot be read"),
-        ("[1, 2]", "holds no settings"),
-        ("é".encode("latin1"), "can't decode byte"),
-        ("colour: red", "has none of the settings by which a trainer's file is known"),
-    ],
-)
-def test_what_is_no_file_of_a_trainers_is_refused(tmp_path, program, content, reason):
-    file = tmp_path / "a.yml"
-    if content is not None:
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert reason in program("convert", file, code=2)
-
-
 BOMB = "a: &a [x]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 10)}]\n" for before, name in pairwise("abcdefgh")
 )

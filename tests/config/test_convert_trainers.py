@@ -170,7 +170,7 @@ def test_a_run_is_as_long_as_the_source_of_its_own_trainer_says(name, tmp_path, 
 STARTED = CASES["command lines"]
 
 
-@pytest.mark.parametrize(("line", "sets"), STARTED)
+@pytest.mark.parametrize("line, sets", STARTED)
 def test_a_command_line_is_converted_with_the_files_that_it_names(
     line, sets, tmp_path, monkeypatch
 ):

@@ -51,15 +51,6 @@ def file_of(group, name):
     return (CONF / group / f"{name}.yaml").read_text()
 
 
-def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # without runs/; runs/chain_mid must not be looked for on the hub
-    with pytest.raises(UserError) as refused:
-        compose("train", ["+recipe=chain_sft", "data.path=demo:backwards"])
-    (problem,) = refused.value.problems
-    assert problem.what == "model.init_from=runs/chain_mid"
-    assert "no such folder" in problem.reason
-
-
 def handed_over(cfg):
     """Return what two ranks get of the process that composed `cfg` and starts them."""
     with configuration_file(cfg) as file:

@@ -16,7 +16,7 @@ def test_what_cannot_be_is_refused_with_what_to_type_and_nothing_is_written(
         monkeypatch.delenv(name, raising=False)
     for name, text in REFUSED[topic].get("files", {}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     before = {*tmp_path.rglob("*")}
     program.refuses(REFUSED[topic]["cases"], *REFUSED[topic].get("begins", "").split())
     assert {*tmp_path.rglob("*")} == before

@@ -17,13 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inject import SPIKED
-from refused import refusal
 from texts import Texts
 from world import SPIKY, write_chats
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.data.files.file_changes import SAME_FILES, describe_changed_files, stored_files
-from fsdp_trainer.data.files.sources import find_sources
 from fsdp_trainer.data.order.epoch_ends import EpochEnds
 from fsdp_trainer.data.order.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order.row_order import RowOrder
@@ -359,11 +357,3 @@ def test_validation_takes_a_list_without_weights(tmp_path):
     how = [f"data.path={file}", "tokenizer.path=demo:bytes"]
     cfg = compose("train", [*how, f"data.validation=[{{path: {file}, name: held}}]"])
     assert cfg.data.validation == [{"path": str(file), "name": "held"}]
-    weighted = f"data.validation=[{{path: {file}, weight: 1}}]"
-    assert "validation reads everything once" in refusal(compose, "train", [*how, weighted])
-
-
-def test_two_sources_of_one_name_are_refused(sources):
-    assert "two sources have one name" in refusal(
-        find_sources, [{"path": str(file), "name": "same"} for file in sources], "data.path"
-    )

@@ -145,17 +145,6 @@ def env_of_rank(argv):
     return os.environ.pop("TOLD"), os.environ.pop("SAID")
 
 
-@pytest.mark.parametrize(
-    "name", ["LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "PYTHONPATH", "PATH", "RANK", "MASTER_ADDR"]
-)
-def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(program, name):
-    for typed in (f"launch.env={{{name}: x, PYTORCH_ALLOC_CONF: x}}", f"launch.env.{name}=x"):
-        said = program("+recipe=quickstart", typed, code=2)
-        assert typed in said
-        assert f"{name}: decides" in said
-        assert "in the shell" in said
-
-
 def stay_until_the_end(events):
     wait_until(lambda: '"end"' in events.read_text())
 
@@ -416,7 +405,7 @@ n[1-4]-ib → n1-ib
 """)
 
 
-@pytest.mark.parametrize(("nodes", "host"), FIRST_HOSTS)
+@pytest.mark.parametrize("nodes, host", FIRST_HOSTS)
 def test_the_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
 

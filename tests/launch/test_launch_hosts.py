@@ -55,7 +55,7 @@ def test_hosts_are_listed_or_stand_in_deepspeeds_hostfile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("RANK", "torchrun starts the ranks"), ("SLURM_JOB_ID", "srun")]
+    "name, said", [("RANK", "torchrun starts the ranks"), ("SLURM_JOB_ID", "srun")]
 )
 def test_hosts_are_refused_where_a_launcher_starts_the_ranks(program, monkeypatch, name, said):
     monkeypatch.delenv("RANK", raising=False)
@@ -121,7 +121,7 @@ def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("codes", "code"),
+    "codes, code",
     [([75, 75], 75), ([2, 2], 2), ([3, 0], 3), ([1, 1], 1), ([255, 0], 1)],
 )
 def test_the_exit_code_of_the_run_comes_back(nodes, capfd, codes, code):

@@ -80,7 +80,7 @@ def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     assert {env["GROUP_WORLD_SIZE"] for env in environments} == {"3"}
 
 
-@pytest.mark.parametrize(("code", "heard"), [(7, 7), (0, None), (75, None)])
+@pytest.mark.parametrize("code, heard", [(7, 7), (0, None), (75, None)])
 def test_only_a_node_that_failed_ends_the_others(come, code, heard):
     come("serves")
     come("other")
@@ -225,7 +225,7 @@ def test_a_master_port_in_use_is_told():
 
 
 @pytest.mark.parametrize(
-    ("local", "by_slurm", "said"),
+    "local, by_slurm, said",
     [
         ("2", False, "has 2 that are visible"),
         ("2", False, "launch.ranks_per_gpu=2"),

@@ -443,7 +443,7 @@ def ranks_that(fault, folder):
 
 
 @pytest.mark.parametrize(
-    ("fault", "what"), [("stopped", "stopped by a signal"), ("waits", "outside any collective")]
+    "fault, what", [("stopped", "stopped by a signal"), ("waits", "outside any collective")]
 )
 def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path, fault, what):
     codes, said, events, run = ranks_that(fault, tmp_path)

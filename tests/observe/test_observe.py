@@ -231,7 +231,7 @@ def test_figures_are_short():
 
 
 @pytest.mark.parametrize(
-    ("options", "adapter", "freeze", "first"),
+    "options, adapter, freeze, first",
     CASES["flops"],
 )
 def test_the_formula_of_flops_counts_what_torch_counts(options, adapter, freeze, first):

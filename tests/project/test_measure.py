@@ -30,7 +30,7 @@ def tree(folder, files):
     return folder
 
 
-@pytest.mark.parametrize(("texts", "reasons", "said"), PACKAGES.values(), ids=PACKAGES)
+@pytest.mark.parametrize("texts, reasons, said", PACKAGES.values(), ids=PACKAGES)
 def test_what_breaks_a_limit_is_a_problem(tmp_path, texts, reasons, said):
     package = tree(tmp_path / "package", dict(zip(("a.py", "b.py"), texts, strict=True)))
     problems = broken_limits(measure(package), reasons)

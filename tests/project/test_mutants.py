@@ -75,7 +75,7 @@ NO_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("faults", "text", "said"), NO_FAULTS)
+@pytest.mark.parametrize("faults, text, said", NO_FAULTS)
 def test_what_changes_nothing_or_does_not_compile_is_no_fault(tmp_path, faults, text, said):
     (tmp_path / "a.py").write_text(text)
     [problem] = problems(tmp_path, faults)

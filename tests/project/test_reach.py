@@ -46,7 +46,7 @@ def test_imports_count_at_any_place_and_programs_come_after_them(tree):
     assert [choice.test for choice in chosen][:3] == names
 
 
-@pytest.mark.parametrize(("changed", "tests"), CASES["changes"])
+@pytest.mark.parametrize("changed, tests", CASES["changes"])
 def test_changes_beside_the_package(tree, changed, tests):
     assert reached(tree, changed) == tests
 

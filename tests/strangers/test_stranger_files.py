@@ -55,7 +55,7 @@ def start_something(folder):
 
 
 @pytest.mark.parametrize(
-    ("read", "kinds"),
+    "read, kinds",
     [
         (numbers_in, {"right value", "same value"}),
         (refuse, {"refused"}),

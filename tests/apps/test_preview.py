@@ -38,11 +38,6 @@ def ask(answer, question="q", **more):
     return {"messages": [*turns]}
 
 
-def write_rows(file, rows):
-    write_lines(file, rows)
-    return file
-
-
 @pytest.fixture
 def preview(tmp_path, program):
     """`preview(rows, *keys, code=0)`: what it prints; `preview.words`: the configuration's."""
@@ -51,7 +46,7 @@ def preview(tmp_path, program):
         usual = {"tokenizer.path": tokenizer, "data.cache": tmp_path / "cache",
                  "batch.seq_len": 128}  # fmt: skip
         if rows is not None:
-            usual["data.path"] = write_rows(tmp_path / "a.jsonl", rows)
+            usual["data.path"] = write_lines(tmp_path / "a.jsonl", rows)
         given = dict(key.split("=", 1) for key in split(keys))
         run.words = [f"{key}={value}" for key, value in (usual | given).items()]
         return program("preview", *run.words, code=code)
@@ -94,7 +89,7 @@ def test_rows_as_json_have_stdout_for_themselves_and_warnings_go_to_stderr(tmp_p
     make_tokenizer(["<|im_start|>", "<|im_end|>"]).save(f"{tmp_path}/tokenizer.json")
     other = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
     write_json(tmp_path / "tokenizer_config.json", other)
-    file = write_rows(tmp_path / "a.jsonl", [ask("a") | {"other": 1}, ask("b"), ask("a")])
+    file = write_lines(tmp_path / "a.jsonl", [ask("a") | {"other": 1}, ask("b"), ask("a")])
     words = f"tokenizer.path={tmp_path} data.path={file} data.cache={tmp_path}/c"
     out = program(f"preview {words} preview.format=json preview.rows=1")
     (row,) = lines_of(out)
@@ -117,7 +112,7 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(
     tokenizer = of_words if key in ("two_bos", "shared_token") else "demo:bytes"
     tokenizer = without_end if key == "no_end_token" else tokenizer
     labelled = [{"prompt": prompt, "completion": "a", "label": True} for prompt in "pr"]
-    write_rows(tmp_path / "b.jsonl", labelled)
+    write_lines(tmp_path / "b.jsonl", labelled)
     if key == "no_other_prompt":  # a part of the data with one prompt
         monkeypatch.setattr(component_store, "SMALLEST", 60)
     out = preview(finding["rows"], *words, tokenizer=tokenizer)
@@ -144,8 +139,8 @@ def test_the_row_length_that_is_advised_holds_99_percent(preview):
 
 
 def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
-    good = write_rows(tmp_path / "good.jsonl", [ask("x" * 5)])
-    long = write_rows(tmp_path / "long.jsonl", [ask("x" * 500)])
+    good = write_lines(tmp_path / "good.jsonl", [ask("x" * 5)])
+    long = write_lines(tmp_path / "long.jsonl", [ask("x" * 500)])
     path = f"data.path=[{good},{long}]"
     assert "source long has no samples left" in preview(None, path)
     assert "every sample of source long is cut" in preview(None, path, "data.too_long=truncate")
@@ -155,8 +150,8 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
 
 
 def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview, tmp_path):
-    b = write_rows(tmp_path / "b.jsonl", [ask("b" * n) for n in (5, 5, 6, 7, 500)])
-    c = write_rows(tmp_path / "c.jsonl", [ask("c" * n) for n in range(40)])
+    b = write_lines(tmp_path / "b.jsonl", [ask("b" * n) for n in (5, 5, 6, 7, 500)])
+    c = write_lines(tmp_path / "c.jsonl", [ask("c" * n) for n in range(40)])
     how = [f"data.path=[{{path: {b}, weight: 0.25}},{{path: {c}, weight: 0.75}}]"]
     how += ["batch.micro_rows=1"]
     out = preview(None, *how, "train.steps=3 batch.rows=8 data.packing=none")
@@ -202,8 +197,8 @@ def test_a_tokenizer_larger_than_the_model_is_refused_and_a_smaller_one_noted(pr
 @pytest.mark.parametrize("verb", ["preview", "train"])
 def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
     rows = [ask("a", weight=0), ask("b" * 500)]
-    nothing = write_rows(tmp_path / "nothing.jsonl", rows)
-    some = write_rows(tmp_path / "some.jsonl", [ask("a")])
+    nothing = write_lines(tmp_path / "nothing.jsonl", rows)
+    some = write_lines(tmp_path / "some.jsonl", [ask("a")])
     how = f"tokenizer.path=demo:bytes run.root={tmp_path} model=tiny batch.seq_len=64"
     for keys in (
         [f"data.path={nothing}"],
@@ -221,7 +216,7 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
 
 def test_train_says_what_it_trains_on_and_every_warning(train, tmp_path):
     rows = [ask("a"), ask("b"), ask("b"), ask("c" * 200), ask("d", "<|im_end|>")]
-    words = [f"data.path={write_rows(tmp_path / 'a.jsonl', rows)}", "batch.seq_len=128"]
+    words = [f"data.path={write_lines(tmp_path / 'a.jsonl', rows)}", "batch.seq_len=128"]
     run = train("run", *words, "train.steps=1 data.max_lost=1")
     lines = [line for line in run.out.splitlines() if line.startswith("data ")]
     assert re.search(
@@ -237,7 +232,7 @@ def test_train_says_what_it_trains_on_and_every_warning(train, tmp_path):
 
 
 def test_a_run_that_would_lose_most_of_its_tokens_does_not_start(train, tmp_path):
-    file = write_rows(tmp_path / "a.jsonl", [ask("a"), ask("c" * 100), ask("d" * 100)])
+    file = write_lines(tmp_path / "a.jsonl", [ask("a"), ask("c" * 100), ask("d" * 100)])
     how = ["run", f"data.path={file}", "train.steps=1"]
     refused = train(*how, code=2)
     assert "2 dropped (2 too long)" in refused.err
@@ -393,7 +388,7 @@ def test_without_a_terminal_tables_keep_to_their_columns_whatever_the_names(
     if columns == 80:
         monkeypatch.setenv("COLUMNS", "80")
     for name in ("数据" * 12, "b" * 70):
-        write_rows(tmp_path / f"{name}.jsonl", [ask("猫" * 20)])
+        write_lines(tmp_path / f"{name}.jsonl", [ask("猫" * 20)])
     out = preview(None, f"data.path={tmp_path} batch.seq_len=256 preview.rows=1")
     table = out[out.index("source ") : out.index("first sample")].splitlines()
     cells = [sum(2 if "\u2e80" < c < "\uffef" else 1 for c in line) for line in table]
@@ -451,7 +446,7 @@ def test_images_are_marked_in_the_text_and_shown_on_the_page(world, tmp_path):
     folder = make_image_folder(tmp_path / "model", "qwen2_5_vl")
     [name] = write_pictures(tmp_path / "pictures", 1)
     question = [{"type": "image", "image": f"pictures/{name}"}, {"type": "text", "text": "what?"}]
-    file = write_rows(tmp_path / "a.jsonl", [ask("a", question)])
+    file = write_lines(tmp_path / "a.jsonl", [ask("a", question)])
     keys = f"model.init_from={folder} data.path={file} batch.seq_len=64"
     page = tmp_path / "page.html"
     (shown,) = world.command("preview", keys, f"preview.html={page}", f"run.root={tmp_path}")

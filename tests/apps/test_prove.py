@@ -12,18 +12,18 @@ from types import SimpleNamespace
 import planted_faults
 import pytest
 import torch
-import yaml
 from damaged_folders import (
     FOLDERS,
     HONEST,
-    set_keys,
     write_folders,
     wrong_in_folder,
     wrong_with,
 )
-from heads import write_classes, write_rows
+from folders import table
+from heads import write_classes
 from image_models import make_image_folder, write_pictures
-from world import command, read_json, write_json
+from texts import BYTES, talk, turn
+from world import command, edit_json, read_json, write_json, write_lines
 from zoo import HF, make_folder
 
 from fsdp_trainer.apps.prove import run_certificate
@@ -60,7 +60,6 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.data.records.conversations import Conversation
-from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.extensions import CALLBACKS
 from fsdp_trainer.launch.start import start_ranks
@@ -72,6 +71,7 @@ from fsdp_trainer.planning.plan.plan_inputs import architecture
 
 pytest.importorskip("transformers")
 
+CASES = table("apps/prove_cases.yaml")
 CONTEXT = {"max_position_embeddings": 256}
 
 
@@ -260,21 +260,13 @@ def test_parts_of_ranks_are_joined_and_unequal_copies_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "learnt, problem",
-    [
-        ("fine, thank you", None),
-        ("how are you, my friend?", "what the user says is learnt"),
-        ("", "no word of the assistant is learnt"),
-    ],
+    CASES["learnt"].items(),
 )
 def test_the_mask_is_judged_by_the_words_of_roles(learnt, problem):
-    tokenizer = load_tokenizer("demo:bytes")
-    turns = [
-        {"role": "user", "content": "how are you, my friend?"},
-        {"role": "assistant", "content": "fine, thank you"},
-    ]
-    tokens = torch.tensor(tokenizer.encode(learnt or "x")).numpy()
+    turns = talk("how are you, my friend?", "fine, thank you")
+    tokens = torch.tensor(BYTES.encode(learnt or "x")).numpy()
     weights = torch.full((len(tokens),), float(bool(learnt))).numpy()
-    words = LearntWords(tokenizer, "assistant")
+    words = LearntWords(BYTES, "assistant")
     words.add(WrittenRow(Conversation(turns, None, ("f.jsonl", 7)), [(tokens, weights)]))
     assert bool(words.wrong) == bool(problem)
     assert not problem or any(f"f.jsonl:7: {problem}" in text for text in words.wrong)
@@ -284,13 +276,7 @@ def test_the_mask_is_judged_by_the_words_of_roles(learnt, problem):
 def test_promises_that_a_folder_does_not_keep_are_named(tmp_path):
     folder = make_folder(tmp_path / "hf", "qwen3")
     assert broken_promises(folder) == []
-    file = folder / "config.json"
-    config = read_json(file)
-    wrong = {
-        "num_hidden_layers": 5, "mtp_num_hidden_layers": 1, "vocab_size": 7,
-        "tie_word_embeddings": False, "auto_map": {"AutoModel": "own.Model"}, "vision_config": {},
-    }  # fmt: skip
-    write_json(file, config | wrong)
+    edit_json(folder / "config.json", **CASES["broken"])
     text = "\n".join(broken_promises(folder))
     for key in ("num_hidden_layers=5", "vocab_size=7", "tie_word_embeddings", "own.py"):
         assert key in text
@@ -304,17 +290,7 @@ def test_logits_of_one_text_that_are_undefined_differ():
     assert original.difference(lambda text: ones / ones.where(text == 0, torch.nan)) == float("inf")
 
 
-FOLDED = yaml.safe_load("""
-- [{}, 64, 2]
-- [{strategy: hsdp, replicas: 4}, 64, 4]
-- [{tensor: 8, pipeline: 16, context: 2}, 512, 8]
-- [{expert: 8}, 16, 2]
-- [{strategy: ddp, tensor: 2}, 8, 4]
-- [{reshard_after_forward: 4}, 8, 2]
-""")
-
-
-@pytest.mark.parametrize("sharding, ranks, sizes", FOLDED)
+@pytest.mark.parametrize("sharding, ranks, sizes", CASES["folded"])
 def test_a_planned_layout_is_folded_to_few_ranks_that_can_be_arranged(sharding, ranks, sizes):
     planned = Layout(Sharding(**sharding), ranks, Batch(rows=512, micro_rows=4))
     small, count = folded(planned)
@@ -346,7 +322,7 @@ def test_a_small_copy_of_transformers_class_has_the_shapes_of_ours(model, tmp_pa
 
 def test_a_small_copy_names_no_token_that_its_tokenizer_lacks(tmp_path):
     folder = make_folder(tmp_path / "hf", "qwen3")
-    set_keys("config.json", pad_token_id=250, eos_token_id=7)(folder)
+    edit_json(folder / "config.json", pad_token_id=250, eos_token_id=7)
     write_small_folder(read_architecture(folder), tmp_path / "small", vocabulary=200, blocks=2)
     config = read_json(tmp_path / "small/config.json")
     assert (config.get("pad_token_id"), config["eos_token_id"]) == (None, 7)
@@ -355,7 +331,7 @@ def test_a_small_copy_names_no_token_that_its_tokenizer_lacks(tmp_path):
 def test_large_data_is_not_read_whole(monkeypatch, tmp_path):
     monkeypatch.setattr(fewer_rows, "LARGE", 100)
     monkeypatch.setattr(fewer_rows, "ENOUGH", 60)
-    write_rows(tmp_path / "texts.jsonl", [{"text": f"{i:09}"} for i in range(50)])
+    write_lines(tmp_path / "texts.jsonl", [{"text": f"{i:09}"} for i in range(50)])
     (tmp_path / "small.txt").write_text("a short text")
     own = {"path": f"{tmp_path}/small.txt", "weight": 2}
     path = [{"path": f"{tmp_path}/texts.jsonl", "weight": 1}, own]
@@ -370,15 +346,7 @@ def test_large_data_is_not_read_whole(monkeypatch, tmp_path):
 
 # --- methods beside other programs ----------------------------------------------------------------
 
-TWINS = {
-    "classes.jsonl": "model=qwen3 objective=classify adapter=qlora adapter.rank=4",
-    "prompts.jsonl": "model=qwen3 objective=grpo objective.rewards=[number] objective.kl=0.1"
-    " objective.updates=2 objective.max_new_tokens=64 adapter=lora adapter.rank=4",
-    "verdicts.jsonl": "model=llava objective=kto model.implementation=transformers",
-    "stream.jsonl": "model=deepseek_v3 objective.mtp=0.3 loss.load_balancing=0.1"
-    " loss.bias_update_speed=0.01 data.streaming=true train.steps=99",
-}
-"""Words of a run by its data."""
+TWINS = CASES["twins"]
 
 
 @pytest.mark.parametrize("data", TWINS)
@@ -390,25 +358,22 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
     write = make_image_folder if kind == "llava" else partial(make_folder, **CONTEXT)
     write(tmp_path / "hf", kind)
     if kind == "deepseek_v3":
-        config = tmp_path / "hf/config.json"
-        (space,) = load_tokenizer("demo:bytes").encode(
-            " "
-        )  # a row that transformers does not train
+        (space,) = BYTES.encode(" ")  # a row that transformers does not train
         own = {"num_nextn_predict_layers": 1, "pad_token_id": space}
-        write_json(config, read_json(config) | own)
+        edit_json(tmp_path / "hf/config.json", **own)
         add_head(tmp_path / "hf")
-    write_rows(
+    write_lines(
         tmp_path / "stream.jsonl", [{"text": f"{i} birds. " * (1 + i % 4)} for i in range(60)]
     )
     write_classes(tmp_path)
-    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}+1=", "answer": i} for i in range(20)])
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"{i}+1=", "answer": i} for i in range(20)])
     shown = [{"type": "image", "image": name} for name in write_pictures(tmp_path, 3)]
-    turns = [[{"role": "user", "content": [shown[i % 3], {"type": "text", "text": str(i)}]}]
-             for i in range(12)]  # fmt: skip
-    answer = [{"role": "assistant", "content": "no."}]
-    rows = [{"prompt": turn, "completion": answer, "label": i % 3 > 0}
-            for i, turn in enumerate(turns)]  # fmt: skip
-    write_rows(tmp_path / "verdicts.jsonl", rows)
+    asked = [[shown[i % 3], {"type": "text", "text": str(i)}] for i in range(12)]
+    rows = [
+        {"prompt": [turn("user", it)], "completion": [turn("assistant", "no.")], "label": i % 3 > 0}
+        for i, it in enumerate(asked)
+    ]
+    write_lines(tmp_path / "verdicts.jsonl", rows)
     place = [f"model.init_from={tmp_path / 'hf'}", f"run.root={tmp_path}", "run.name=run"]
     place += [f"data.path={tmp_path / data}", "batch.seq_len=128", "plan.world_size=2"]
     result = command(["prove", *HF, *place, "format=json", *words], None)
@@ -551,10 +516,6 @@ def test_what_is_no_folder_of_a_model_is_refused_in_one_message(folders, tmp_pat
 
 
 def test_a_strangers_configuration_is_read_with_bounds(folders, tmp_path):
-    strange = {
-        "num_hidden_layers": 10**15, "vocab_size": "many", "text_config": [], "architectures": [7],
-        "auto_map": 3, "dtype": {}, "eos_token_id": [{}], "quantization_config": 5,
-    }  # fmt: skip
     shutil.copytree(folders / "base", tmp_path / "base")
-    set_keys("config.json", **strange)(tmp_path / "base")
+    edit_json(tmp_path / "base/config.json", **CASES["strange"])
     assert "promises" in wrong_in_folder(tmp_path / "base", None)

@@ -23,9 +23,8 @@ from fsdp_trainer.apps.report.run_summary import Summary
 from fsdp_trainer.cli import main
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(1)>" onmouseover="x'
-STEP = {"data": 0.5, "forward": 1.0, "backward": 2.0, "clip": 0.25, "read": 0.25, "log": 1.0}
-"""Phases of 5 seconds."""
 RUNS = table("apps/report_runs.yaml")
+STEP, METHODS = RUNS["phases"], RUNS["methods"]
 
 
 def write_run(folder, lines=(), events=(), samples=(), **config):
@@ -112,16 +111,7 @@ def test_a_trained_run_is_told_as_its_files_tell_it(ledger, tmp_path, program):
 
 
 def test_rollouts_are_conversations_on_a_page_of_their_own(tmp_path):
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
-    turns = [
-        {"own": True, "text": call, "reward": 0.25},
-        {"own": False, "text": "it says <2>"},
-        {"own": True, "text": "2"},
-    ]
-    sample = {"step": 5, "prompt": "1+1?", "text": "…", "reward": 2.0, "turns": turns}
-    sample["prompt_turns"] = ["<|user|>1+1?", "<|model|>"]
-    plain = {"step": 6, "prompt": "<b>", "text": "</script><i>", "reward": -1.0}
-    folder = write_run(tmp_path / "run", steps(1, 5, 1000.0), samples=[sample, plain])
+    folder = write_run(tmp_path / "run", steps(1, 5, 1000.0), samples=RUNS["samples"])
     _, html = report(folder, out=tmp_path / "page.html")
     assert 'id="samples"' in html
     assert 'href="./page-rollouts.html"' in html
@@ -354,20 +344,12 @@ def test_a_full_disk_leaves_the_older_page(tmp_path, monkeypatch, program):
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A sweep of three jobs that was moved: two finished, one refused before it had a folder."""
-    table = []
-    for i, (job, lr, objective) in enumerate((("a1", 0.1, 5.0), ("b2", 0.02, 4.0), ("c3", -1, 0))):
-        is_done = objective > 0
-        line = {"job": job, "folder": f"/elsewhere/{job}", "seconds": 7.0}
-        line["overrides"] = ["model=tiny", f"optim.lr={lr}"]
-        line["objective"] = objective if is_done else None
-        line["state"], line["reason"] = ("finished",) * 2 if is_done else ("refused", "below 0")
-        table.append(line)
-        if is_done:
-            lines, events = crashed_and_resumed()
-            config = {"model": {"name": "tiny"}, "optim": {"lr": lr}, "run": {"name": job}}
-            write_run(tmp_path / "s/jobs" / job, lines[: 8 - i], events, **config)
-    write_lines(tmp_path / "s/sweep.jsonl", table)
+    """A sweep that was moved, with the records of what finished."""
+    for i, (job, lr) in enumerate({"a1": 0.1, "b2": 0.02}.items()):
+        lines, events = crashed_and_resumed()
+        config = {"model": {"name": "tiny"}, "optim": {"lr": lr}, "run": {"name": job}}
+        write_run(tmp_path / "s/jobs" / job, lines[: 8 - i], events, **config)
+    write_lines(tmp_path / "s/sweep.jsonl", RUNS["jobs"])
     return tmp_path / "s"
 
 
@@ -382,12 +364,7 @@ def test_a_sweep_is_a_table_of_its_jobs(sweep, tmp_path, program):
         [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<t[dh].*?</t[dh]>", row)]
         for row in re.findall(r"<tr>.*?</tr>", html.split("</table>")[0])
     ]
-    assert [row[:4] for row in rows] == [
-        ["run", "optim.lr", "objective", "state"],
-        ["b2 best", "0.02", "4", "finished"],
-        ["a1", "0.1", "5", "finished"],
-        ["c3", "-1", "", "refusedbelow 0"],
-    ]
+    assert [row[:4] for row in rows] == RUNS["table"]
     assert [run["rows"] for run in data["runs"]] == [7, 8, 0]
     shown = program("report", tmp_path, "format=json")  # a folder of sweeps and runs
     names = [run["name"] for run in json.loads(shown)]
@@ -395,17 +372,10 @@ def test_a_sweep_is_a_table_of_its_jobs(sweep, tmp_path, program):
     assert not (tmp_path / "report.html").exists()
 
 
-def write_method_run(folder, method, **figures):
-    """A run of a method that writes some figures, and an own metric, next to the general ones."""
-    lines = steps(1, 4, 10.0, mine=7, own_metrics=["mine"], **figures)
+def write_method_run(folder, method, **more):
+    """A run of a method that writes its figures, and an own metric, next to the general ones."""
+    lines = steps(1, 4, 10.0, mine=7, own_metrics=["mine"], **METHODS[method], **more)
     return write_run(folder, lines, objective={"name": method})
-
-
-DPO = {
-    "reward_margin": 2.0, "reward_accuracy": 0.5, "reward_chosen": 3.0, "reward_rejected": 1.0,
-    "validation_reward_margin": 1.5, "surprise": {"a": 1, "b": 2.0}, "flag": True, "note": "text",
-}  # fmt: skip
-KTO = {"reward_margin": 4.0, "reward_good": 2.0, "reward_bad": -2.0, "baseline": 0.0}
 
 
 def charts_by_section(data):
@@ -422,34 +392,26 @@ def charts_by_section(data):
 def test_each_number_of_a_method_and_of_ones_own_has_a_curve_in_its_section(
     tmp_path, capsys, program
 ):
-    folder = write_method_run(tmp_path / "run", "dpo", **DPO)
+    folder = write_method_run(tmp_path / "run", "dpo")
     data, _ = report(folder, out=tmp_path / "page.html")
     charts = charts_by_section(data)
     assert list(charts) == ["Course", "DPO", "Your own metrics", "Speed and memory"]
     assert list(charts["Course"]) == ["Loss", "Learning rate", "Gradient norm, before clipping"]
-    assert [[column for _, column in lines] for lines in charts["DPO"].values()] == [
-        ["reward_margin", "validation_reward_margin"],
-        ["reward_accuracy"],
-        ["reward_chosen", "reward_rejected"],
-        ["surprise/a", "surprise/b"],
-    ]
+    columns = [[column for _, column in lines] for lines in charts["DPO"].values()]
+    assert columns == RUNS["charts"]
     assert charts["Your own metrics"] == {"Mine": [(0, "mine")]}
     assert data["runs"][0]["lines"]["surprise/b"] == [2, 2, 2, 2]
     said = " ".join(capsys.readouterr().out.split())
     assert "DPO reward margin 2 (validation 1.5), reward accuracy 0.5, reward chosen 3" in said
     assert "Your own metrics mine 7" in said
     [shown] = json.loads(program("report", folder, "format=json"))
-    numbers = {name: value for name, value in DPO.items() if isinstance(value, float)}
+    numbers = {name: value for name, value in METHODS["dpo"].items() if isinstance(value, float)}
     assert shown["method_metrics"] == numbers | {"surprise/a": 1.0, "surprise/b": 2.0}
     assert (shown["method"], shown["own_metrics"]) == ("dpo", {"mine": 7.0})
 
 
 def test_methods_with_common_metrics_share_charts_and_others_have_a_section(tmp_path, capsys):
-    figures = {"dpo": DPO, "kto": KTO, "grpo": {"reward": 0.25}, "new": {}, "distil": {}}
-    folders = [
-        write_method_run(tmp_path / name, name, kl=0.1, **of_method)
-        for name, of_method in figures.items()
-    ]
+    folders = [write_method_run(tmp_path / name, name, kl=0.1) for name in METHODS]
     data, html = report(*folders, out=tmp_path / "page.html")
     charts = charts_by_section(data)
     assert charts["Distillation"] == {"Divergence from the teacher, nats a token": [(4, "kl")]}
@@ -475,7 +437,7 @@ def test_the_pages_in_a_browser(sweep, tmp_path):
         "sweep": sweep,
         "empty": write_run(tmp_path / "nothing"),
         "sampled": write_run(tmp_path / "run", steps(1, 5, 0.0), samples=samples),
-        "method": write_method_run(tmp_path / "dpo", "dpo", **by_source, **DPO),
+        "method": write_method_run(tmp_path / "dpo", "dpo", **by_source),
     }.items():
         report(folder, out=tmp_path / f"{name}.html")
     with browser_page() as page:

@@ -1,6 +1,5 @@
 """Every assistant turn is learnt with its end, and nothing else."""
 
-import json
 import re
 from itertools import islice
 
@@ -12,7 +11,6 @@ from texts import (
     CHAT,
     SHARED,
     assert_learnt_alike,
-    function,
     in_transformers,
     make_tokenizer,
     read_row,
@@ -34,9 +32,8 @@ from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 WHERE = ("chats.jsonl", 1)
-ADD = function("add", arguments={"a": 1})
 LONG_CHAT = [turn("system", "S"), *talk("U", "A", "V", "B")]
-RENDERED = table("data/rendered_templates.yaml")
+RENDERED, CHATS = table("data/rendered_templates.yaml"), table("data/mask_chats.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +72,8 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
         assert len(without) < len(whole)
 
 
-CHATS = [
-    CHAT,
-    CHAT[1:],
-    [*CHAT[:3], turn("tool", "ok"), turn("assistant", ""), turn("user", "end")],
-    talk(" q\n", "  padded \n", "q", "", "q", "🎉 é", "q", "a</s>b"),
-    [
-        turn("user", "U"),
-        turn("assistant", "pre", tool_calls=[ADD, ADD], reasoning_content="why"),
-        turn("tool", "2"),
-        turn("tool", "3"),
-        turn("assistant", "B", reasoning_content="so"),
-    ],
-]  # fmt: skip
 COMPARED = {"chatml": 4, "qwen2": 4, "llama3": 4, "plain": 4, "none": 4, "mistral": 2, "qwen3": 1}
-"""How many of CHATS a template shows as they are and in one sample, if not 3."""
+"""How many of these chats a template shows as they are and in one sample, if not 3."""
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -97,7 +81,7 @@ def test_built_in_templates_mask_as_they_mark_generation(name, family):
     theirs = in_transformers(family, BUILT_IN[name])
     template = load_template(name, family)
     compared = 0
-    for messages in CHATS:
+    for messages in [CHAT, CHAT[1:], *CHATS["compared"]]:
         if template.adapt(messages, None) != messages:
             continue
         samples, _ = learnt(family, messages, template)
@@ -110,14 +94,8 @@ def test_built_in_templates_mask_as_they_mark_generation(name, family):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_template_loses_reasoning_or_tools(name, family):
     template = load_template(name, family)
-    chat = [
-        turn("user", "U"),
-        turn("assistant", "", tool_calls=[ADD], reasoning_content="why"),
-        turn("tool", "two"),
-        turn("assistant", "B"),
-    ]
     noted = []
-    text = template.render(template.adapt(chat, None, noted.append))
+    text = template.render(template.adapt(CHATS["thought"], None, noted.append))
     for part in ("<think>\nwhy\n</think>\n\n", '"name": "add", "arguments": {"a": 1}}', "two"):
         assert part in text
     if name == "qwen3":
@@ -241,19 +219,11 @@ def test_what_a_template_cannot_render_becomes_text_or_is_refused_in_its_words()
 {%- if m.role not in ('user', 'assistant') %}{{- raise_exception('only user and assistant') }}
 {%- endif %}
 {{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}"""
-    chat = [
-        turn("system", "S"),
-        turn("user", "U"),
-        turn("assistant", "", tool_calls=[ADD]),
-        turn("tool", "1"),
-        turn("assistant", "A"),
-    ]
     template = Template("strict", source, {})
     noted = []
-    assert template.render(template.adapt(chat, None, noted.append)) == (
-        "user:S\n\nU<|im_end|>assistant:"
-        + json.dumps(ADD["function"])
-        + "<|im_end|>user:1<|im_end|>assistant:A<|im_end|>"
+    assert template.render(template.adapt(CHATS["strict"], None, noted.append)) == (
+        'user:S\n\nU<|im_end|>assistant:{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+        "user:1<|im_end|>assistant:A<|im_end|>"
     )
     assert noted == ["system_in_user", "calls_as_text", "results_as_user"]
     source = "{{ raise_exception('must start with user') if messages[0].role != 'user' }}"

@@ -82,13 +82,19 @@ def test_columns_that_later_rows_bring_are_read_or_named():
     assert list(unused) == ["topic"]
 
 
-def test_earlier_turns_come_first_in_any_form_and_a_turn_may_have_a_weight():
-    earlier = [turn("user", "q0"), turn("assistant", "a0")]
-    for history in ([["q0", "a0"]], earlier, [{"question": "q0", "answer": "a0"}]):
-        row = {"query": "q", "response": "a", "history": history}
-        assert read(row).messages == [*earlier, *CHAT]
-    weighted = read({"messages": [ASK, REPLY | {"loss_scale": 0}]}).messages  # of ms-swift
-    assert weighted == [ASK, REPLY | {"weight": 0}]
+TURNS = CASES["turns of a row"]
+
+
+@pytest.mark.parametrize("row", TURNS)
+def test_turns_calls_and_reasoning_are_read_in_every_form(row):
+    assert read(columns_of(row)).messages == columns_of(TURNS[row])
+
+
+def test_tokens_are_trained_on_as_they_are_with_masks_of_any_name():
+    for columns, fields, tokens, weights in CASES["tokens"]:
+        (sample,), builder = samples_of(BYTES, read(columns, fields=fields))
+        assert (sample.tokens.tolist(), sample.weights.tolist()) == (tokens, weights)
+        assert not builder.counts
 
 
 def test_calls_as_an_answer_are_tool_calls_where_they_call_the_rows_tools():
@@ -152,18 +158,6 @@ def test_the_text_of_rows_with_pictures_is_read_where_that_is_said():
     assert read(columns | {"images": []}).messages == CHAT
     with pytest.raises(RecordError, match=r"\('pic'\)"):
         read({"messages": CHAT, "pic": {"bytes": b"x", "path": None}})
-
-
-def test_tokens_are_trained_on_as_they_are():
-    columns = {"input_ids": [7, 8, 9, 258, 0], "labels": [-100, -100, 9, 258, -100]}
-    row = read(columns | {"attention_mask": [1, 1, 1, 1, 0]})
-    (sample,), builder = samples_of(BYTES, row)
-    assert sample.tokens.tolist() == [7, 8, 9, 258]
-    assert sample.weights.tolist() == [0, 0, 1, 1]
-    assert not builder.counts
-    for mask, weights in (({}, [0, 1, 1]), ({"loss_mask": [0, 0, 1]}, [0, 0, 1])):
-        (sample,), _ = samples_of(BYTES, read({"input_ids": [7, 8, 258]} | mask))
-        assert sample.weights.tolist() == weights
 
 
 def test_segments_are_learnt_where_their_label_is_true():
@@ -297,14 +291,6 @@ def test_a_mask_of_tokens_is_used_in_any_spelling(name):
             read({"input_ids": [7, 8, 258], name: mask})
 
 
-def test_a_mask_of_another_name_is_used_through_fields_and_one_that_changes_nothing_is_no_error():
-    row = {"input_ids": [7, 8, 258], "labels": [-100, 8, 258]}
-    fields = {"input_ids": "input_ids", "loss_mask": "mask"}
-    assert read(row | {"mask": [0, 0, 1]}, fields=fields).learnt == [False, False, True]
-    same = {"mask": [0.0, 1.0, 1.0], "prompt_mask": [1, 0, 0], "special_tokens_mask": [0, 0, 1]}
-    assert read(row | same | {"token_mask": [1, 1, 1]}).learnt == [False, True, True]
-
-
 ROW_MARKS = CASES["marks of rows"]
 
 
@@ -362,14 +348,11 @@ def test_arguments_of_calls_are_objects_or_an_error_of_the_row():
     for arguments in CASES["no arguments"]:
         answer = answered(turn("assistant", None, tool_calls=[call(arguments=arguments)]))
         assert answer["tool_calls"] == [call(arguments={})]
-    for given in ({"args": {"a": 1}}, {"arguments": '"{\\"a\\": 1}"'}, {"parameters": '{"a": 1}'}):
+    for given in CASES["arguments"]:
         answer = answered(turn("assistant", None, tool_calls=[call(**given)]))
         assert answer["tool_calls"] == [call(arguments={"a": 1})]
     broken = [call(arguments=each) for each in CASES["broken arguments"]]
-    broken.append(call(kwargs={"a": 1}))
-    broken.append(call(arguments={"a": 1}, input={"a": 2}))
-    broken.append({**call(arguments={"a": 1}), "arguments": {"a": 2}})
-    for one in broken:
+    for one in broken + CASES["broken calls"]:
         with pytest.raises(RecordError, match=r"turn 2 of 'messages': .*(JSON|argum)"):
             answered(turn("assistant", None, tool_calls=[one]))
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from folders import table
 from refused import refusal, refused
-from texts import function, turn
 from texts import read_row as read
+from texts import turn
 
 from fsdp_trainer.data.files import json_values
 from fsdp_trainer.data.files.file_splits import (
@@ -41,10 +41,6 @@ def written(folder, name, content=""):
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
-
-
-def answer_of(message):
-    return read({"messages": [ASK, message]}).messages[1]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +92,6 @@ def test_a_path_without_data_is_refused_by_name(path):
 # --- what a row means ---------------------------------------------------------------------------
 
 
-def test_a_system_column_comes_first_and_answers_in_a_prompt_are_not_learnt():
-    chat = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert read({"conversations": chat, "system": "s"}).messages == [turn("system", "s"), *QA]
-    messages = read({"prompt": [*QA, ASK], "completion": "a"}).messages
-    assert messages == [ASK, ANSWER | {"weight": 0.0}, *QA]
-
-
 def test_a_text_column_is_a_document():
     assert read({"text": "t"}) == read({"content": "t"}) == Document("t", ("f", 1))
     assert make_reader({"conversations": []}, "auto", None, "file").format == "sharegpt"
@@ -125,31 +114,6 @@ def test_answers_that_are_marked_as_bad_are_not_learnt_unseen():
         assert read(row).is_good is False, "which only objective=kto takes"
     assert read(pair, format="prompt_completion").messages == QA
     assert read({"text": "t", "label": True}).text == "t"  # of a classifier
-
-
-CALL = {"name": "add", "arguments": {"a": 1}}
-FUNCTION = function(**CALL)
-RESULT = turn("tool", "2")
-CALLS = CASES["calls"]
-
-
-@pytest.mark.parametrize("answer", CALLS)
-def test_calls_in_every_form_are_tool_calls_with_their_arguments(answer):
-    answer = json.loads(answer)
-    call = FUNCTION | ({"id": answer.pop("id")} if "id" in answer else {})
-    result = turn("function", "2", name="add")
-    messages = read({"messages": [ASK, {"role": "assistant"} | answer, result, ANSWER]}).messages
-    assert messages[1] == turn("assistant", "", tool_calls=[call])
-    assert messages[2] == RESULT | {"name": "add"}
-
-
-REASONED = CASES["reasoned"]
-
-
-@pytest.mark.parametrize("answer", REASONED)
-def test_reasoning_is_kept_apart_from_the_answer(answer):
-    answer = answer_of({"role": "assistant"} | json.loads(answer))
-    assert answer == ANSWER | {"reasoning_content": "r"}
 
 
 @pytest.mark.parametrize(

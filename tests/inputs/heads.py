@@ -10,13 +10,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from world import write_lines
+from world import write_lines as write_rows
 
 WORDS = {"fruit": "apple pear plum", "grain": "rye oats rice", "root": "beet leek yam"}
-
-
-def write_rows(path, rows):
-    write_lines(path, rows)
 
 
 def write_classes(folder):

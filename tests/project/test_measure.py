@@ -1,13 +1,8 @@
 """The measure of how much there is to read, and the limits that `make lint` holds."""
 
-import sys
-
 import pytest
-from folders import REPO
 
-sys.path.insert(0, f"{REPO}/tools")
-
-from measure import broken_limits, exceeded, measure, of_folders
+from tools.measure import broken_limits, exceeded, measure, of_folders
 
 LONG = "def long(x):\n" + "".join(f"    if x == {n}:\n        return {n}\n" for n in range(11))
 REASON = {"a.py:long": "a table"}

@@ -22,7 +22,7 @@ from folders import table
 from forked import Forked
 from image_models import make_image_folder, write_pictures
 from PIL import Image
-from texts import make_tokenizer
+from texts import make_tokenizer, turn
 from world import wait_until
 from zoo import make_folder
 
@@ -43,10 +43,11 @@ from fsdp_trainer.generation.continuations import Continuation, never
 from fsdp_trainer.generation.sampling import Sampling
 
 DEFAULTS = ChatDefaults(temperature=0.0, top_p=1.0, max_tokens=8, rows=4)
-HI = [{"role": "user", "content": "Hi"}]
+HI = [turn("user", "Hi")]
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 )
+REQUESTS = table("apps/chat_requests.yaml")
 LONG = 100_000  # tokens: up to the context
 
 
@@ -75,14 +76,9 @@ def test_an_answer_ends_before_a_stop_string_of_several_tokens():
 
 
 def test_newer_names_of_a_request_are_read():
-    turn = {"role": "developer", "type": "text", "content": [{"type": "text", "text": "Be brief."}]}
-    newer = {"max_completion_tokens": 3, "stop": "a", "messages": [turn]}
-    request = read_request(newer, DEFAULTS)
+    request = read_request(REQUESTS["newer"], DEFAULTS)
     assert (request.settings.sampling.max_tokens, request.settings.stops) == (3, ["a"])
-    assert request.messages == [{"role": "system", "content": "Be brief."}]
-
-
-REQUESTS = table("apps/chat_requests.yaml")
+    assert request.messages == [turn("system", "Be brief.")]
 
 
 def test_each_setting_of_a_request_has_an_effect_or_is_refused_by_name():
@@ -102,9 +98,9 @@ def test_each_setting_of_a_request_has_an_effect_or_is_refused_by_name():
     ):
         with pytest.raises(BadRequest, match=said):
             read_request({"messages": HI, **settings}, defaults)
-    for turn in REQUESTS["refused turns"]:
+    for odd in REQUESTS["refused turns"]:
         with pytest.raises(BadRequest):
-            read_request({"messages": [turn]}, defaults)
+            read_request({"messages": [odd]}, defaults)
     for body in (*REQUESTS["refused texts"], {"prompt": ["a"] * 2049}):
         with pytest.raises(BadRequest):
             read_text_request(body, defaults)
@@ -317,7 +313,7 @@ def test_requests_that_cannot_be_answered_get_a_message(server):
     for path, body, headers, status in REQUESTS["statuses"]:
         assert server.status(path, body, **headers) == status, (path, body, headers)
     for text in ("x" * 16384 * 101, "xyz" * 20_000):
-        long = {"messages": [{"role": "user", "content": text}]}
+        long = {"messages": [turn("user", text)]}
         assert server.status("/v1/chat/completions", long) == 400
     with urllib.request.urlopen(f"{server.url}/v1/models/") as response:
         assert json.load(response)["object"] == "list"
@@ -398,7 +394,7 @@ def test_sampling_settings_of_a_request_change_its_answer(server):
 
 def test_a_turn_goes_on_where_it_ends(server):
     speaker = server.engine.speaker
-    turns = [*HI, {"role": "assistant", "content": "The answer "}]
+    turns = [*HI, turn("assistant", "The answer ")]
     begun = speaker.template.continued(turns)
     assert begun == "user: Hi\nassistant: The answer "
     expected = "".join(speaker.say(Asked(begun), GenerateConfig(max_tokens=8)))
@@ -443,22 +439,22 @@ def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path
     [name] = write_pictures(tmp_path, 1)
     content = b64encode((tmp_path / name).read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
-    turn = {"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}
-    answer = image_server.create([turn], max_tokens=8)
+    asked = [turn("user", [part, {"type": "text", "text": "what is it?"}])]
+    answer = image_server.create(asked, max_tokens=8)
     speaker = image_server.engine.speaker
-    expected = speaker.answer(read_turns([turn]), GenerateConfig(max_tokens=8))
+    expected = speaker.answer(read_turns(asked), GenerateConfig(max_tokens=8))
     assert answer.choices[0].message.content == "".join(expected)
     part["image_url"]["url"] = f"{tmp_path}/{name}"
     openai = pytest.importorskip("openai")
     with pytest.raises(openai.BadRequestError, match="should be a data URL"):
-        image_server.create([turn])
+        image_server.create(asked)
     Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
     broken = {"thin.png": "1 × 300 pixels is refused", name: "cannot be decoded"}
     for file, reason in broken.items():
         content = b64encode((tmp_path / file).read_bytes()[: 99 if file == name else None])
         part["image_url"]["url"] = f"data:image/png;base64,{content.decode()}"
         with pytest.raises(openai.BadRequestError, match=reason):
-            image_server.create([turn])
+            image_server.create(asked)
 
 
 def test_ctrl_c_ends_the_server_and_its_streams(folder, tmp_path):

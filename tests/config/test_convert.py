@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from folders import table
 from world import write_json
 
 from fsdp_trainer.config.composing.compose import compose
@@ -13,288 +14,7 @@ from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
 from fsdp_trainer.interop.convert.converter import convert, recipe_text
 from fsdp_trainer.interop.convert.foreign_file import read_foreign_file
 
-AXOLOTL = """
-base_model: NousResearch/Llama-2-7b-hf
-load_in_8bit: false
-load_in_4bit: true
-datasets:
-  - path: tatsu-lab/alpaca
-    type: alpaca
-    split: train
-val_set_size: 0.05
-output_dir: ./out
-sequence_len: 4096
-sample_packing: true
-adapter: qlora
-lora_r: 32
-lora_alpha: 16
-lora_dropout: 0.05
-lora_target_linear: true
-gradient_accumulation_steps: 4
-micro_batch_size: 2
-num_epochs: 3
-optimizer: paged_adamw_8bit
-lr_scheduler: cosine
-learning_rate: 2e-4
-weight_decay: 0.0
-bf16: auto
-fp16: false
-gradient_checkpointing: true
-flash_attention: true
-warmup_ratio: 0.1
-saves_per_epoch: 1
-wandb_project:
-my_own_setting: 3
-"""
-LLAMA_FACTORY = """
-model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
-stage: dpo
-finetuning_type: lora
-lora_rank: 8
-lora_target: q_proj,v_proj
-pref_beta: 0.1
-pref_loss: orpo
-dataset: known,other
-dataset_dir: .
-template: llama3
-cutoff_len: 2048
-deepspeed: ds_z2_offload.json
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 5.0e-6
-num_train_epochs: 3.0
-max_steps: 200
-warmup_ratio: 0.1
-lr_scheduler_type: cosine
-fp16: true
-report_to: wandb
-"""
-TORCHTUNE = """
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /m/tokenizer.model}
-model:
-  _component_: torchtune.models.llama3_1.qlora_llama3_1_8b
-  lora_attn_modules: [q_proj, v_proj, output_proj]
-  apply_lora_to_mlp: true
-  lora_rank: 8
-checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /m}
-dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: true}
-batch_size: 2
-gradient_accumulation_steps: 8
-optimizer: {_component_: torch.optim.AdamW, fused: true, weight_decay: 0.01, lr: 3e-4}
-lr_scheduler:
-  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
-  num_warmup_steps: 100
-epochs: 1
-dtype: bf16
-compile: false
-profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: false}
-"""
-ACCELERATE = """
-distributed_type: FSDP
-mixed_precision: bf16
-num_machines: 2
-num_processes: 16
-main_process_ip: node0
-main_process_port: 29501
-fsdp_config:
-  fsdp_sharding_strategy: SHARD_GRAD_OP
-  fsdp_offload_params: false
-  fsdp_activation_checkpointing: true
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-"""
-DEEPSPEED = """
-{
- "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
- "bf16": {"enabled": true},
- "gradient_clipping": 0.5,
- "train_micro_batch_size_per_gpu": 4,
- "gradient_accumulation_steps": 2,
- "optimizer": {
-  "type": "AdamW",
-  "params": {"lr": 3e-05, "betas": [0.9, 0.95]}
- }
-}
-"""
-ARGUMENTS = """
-{
- "output_dir": "out",
- "per_device_train_batch_size": 2,
- "gradient_accumulation_steps": 4,
- "learning_rate": 1e-05,
- "num_train_epochs": 2,
- "lr_scheduler_type": "linear",
- "warmup_steps": 0.1,
- "max_steps": 50,
- "optim": "adafactor",
- "seed": 7,
- "save_steps": 10,
- "save_total_limit": 2,
- "report_to": ["tensorboard"],
- "push_to_hub": true
-}
-"""
-FILES = {
-    "axolotl.yml": (
-        AXOLOTL,
-        """
-model.init_from: NousResearch/Llama-2-7b-hf
-adapter: qlora
-optim: adamw_8bit
-schedule: cosine
-precision: bf16
-activation_checkpoint: full
-data.path: hf://datasets/tatsu-lab/alpaca
-data.format: alpaca
-data.validation: 0.05
-data.packing: best_fit
-batch.seq_len: 4096
-batch.micro_rows: 2
-batch.rows: 16
-train.epochs: 3
-optim.lr: 0.0002
-optim.weight_decay: 0.0
-adapter.rank: 32
-adapter.alpha: 16
-adapter.targets: all
-run.root: ./out
-run.seed: 42
-schedule.warmup: 0.1
-checkpoint.every: 0.3333333333333333
-checkpoint.keep: 4
-optim.betas: [0.9, 0.999]
-optim.eps: 1.0e-08
-optim.grad_clip: 1.0
-schedule.from_zero: true
-checkpoint.export_hf: true
-""",
-        {
-            "lora_dropout: 0.05": "there is no dropout",
-            "datasets[0].split: train": "data of the hub is named by files",
-            "my_own_setting: 3": "no setting with this meaning",
-            "wandb_project: null": "not set",
-        },
-    ),
-    "llama_factory.yaml": (
-        LLAMA_FACTORY,
-        """
-objective: orpo
-adapter: lora
-adapter.targets: [q_proj, v_proj]
-data.path: [FOLDER/k.json, 'hf://datasets/a/b']
-data.format: alpaca
-data.template: llama3
-sharding: fsdp
-sharding.reshard_after_forward: false
-optim.offload: cpu
-precision: fp16
-train.steps: 200
-schedule.warmup_steps: 20
-logging.wandb: online
-batch.rows: 16
-batch.micro_rows: 1
-batch.seq_len: 4096
-objective.beta: 0.1
-adapter.rank: 8
-optim.lr: 5.0e-06
-schedule: cosine
-model.init_from: meta-llama/Meta-Llama-3-8B-Instruct
-optim: adamw
-adapter.alpha: 16
-data.packing: none
-data.pad_to_multiple: 8
-batch.across_epochs: false
-optim.weight_decay: 0.0
-run.seed: 42
-checkpoint.every: 500
-optim.betas: [0.9, 0.999]
-optim.eps: 1.0e-08
-optim.grad_clip: 1.0
-schedule.from_zero: true
-checkpoint.export_hf: true
-""",
-        {},
-    ),
-    "torchtune.yaml": (
-        TORCHTUNE,
-        """
-adapter: qlora
-model.init_from: /m
-tokenizer.path: /m/tokenizer.model
-data.path: hf://datasets/yahma/alpaca-cleaned
-data.packing: best_fit
-adapter.targets: [q_proj, v_proj, o_proj, down_proj, gate_proj, up_proj]
-optim: adamw
-optim.lr: 0.0003
-optim.weight_decay: 0.01
-batch.rows: 32
-schedule: cosine
-schedule.warmup_steps: 100
-precision: bf16
-train.epochs: 1
-adapter.rank: 8
-data.format: alpaca
-batch.micro_rows: 2
-optim.implementation: fused
-""",
-        {"profiler.enabled: false": "profile.steps"},
-    ),
-    "accelerate.yaml": (
-        ACCELERATE,
-        """
-sharding: fsdp
-sharding.reshard_after_forward: false
-precision: bf16
-activation_checkpoint: full
-launch.nodes: 2
-launch.nproc_per_node: 8
-launch.rendezvous: node0:29501
-""",
-        {},
-    ),
-    "deepspeed.json": (
-        DEEPSPEED,
-        """
-sharding: fsdp
-sharding.reshard_after_forward: false
-optim.offload: disk
-precision: bf16
-optim.grad_clip: 0.5
-batch.micro_rows: 4
-batch.rows: 16
-optim: adamw
-optim.lr: 3.0e-05
-optim.betas: [0.9, 0.95]
-""",
-        {},
-    ),
-    "arguments.json": (
-        ARGUMENTS,
-        """
-run.root: out
-batch.micro_rows: 2
-batch.rows: 16
-optim.lr: 1.0e-05
-train.steps: 50
-schedule: linear
-schedule.warmup_steps: 5
-run.seed: 7
-checkpoint.every: 10
-checkpoint.keep: 2
-logging.tensorboard: true
-data.packing: none
-data.pad_to_multiple: 8
-batch.across_epochs: false
-optim.weight_decay: 0.0
-optim.betas: [0.9, 0.999]
-optim.eps: 1.0e-08
-optim.grad_clip: 1.0
-schedule.from_zero: true
-checkpoint.export_hf: true
-""",
-        {"optim: adafactor": "there is no optimizer adafactor", "push_to_hub: true": "push runs/"},
-    ),
-}
-"""Content of a file, what its recipe sets for two ranks (as YAML), and what is said about some."""
+FILES = table("config/convert_files.yaml")
 
 
 def sets_of(recipe):
@@ -317,8 +37,8 @@ def line_after(text, start):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tmp_path, program):
-    content, sets, said = FILES[name]
-    (tmp_path / name).write_text(content)
+    case = FILES[name]
+    (tmp_path / name).write_text(case["content"])
     known = {"known": {"file_name": "k.json"}, "other": {"hf_hub_url": "a/b"}}
     write_json(tmp_path / "dataset_info.json", known)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -327,10 +47,10 @@ def test_a_file_becomes_the_recipe_it_means_and_each_setting_has_a_line(name, tm
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     compose("train", [f"+recipe={recipe}"], inputs=False)
-    assert sets_of(text.replace(str(tmp_path), "FOLDER")) == yaml.safe_load(sets)
+    assert sets_of(text.replace(str(tmp_path), "FOLDER")) == case["sets"]
     for setting in read_foreign_file(tmp_path / name).settings:
         assert f"{setting}: " in text, setting
-    for setting, answer in said.items():
+    for setting, answer in case["said"].items():
         assert answer in line_after(text, setting), setting
 
 

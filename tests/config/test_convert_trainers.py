@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from folders import table
 from world import write_json
 
 from fsdp_trainer.config.yaml_text import load_yaml
@@ -18,10 +19,10 @@ from fsdp_trainer.interop.convert.converter import (
 )
 from fsdp_trainer.interop.convert.foreign_file import read_foreign_file, read_source
 from fsdp_trainer.interop.convert.translation import IMPOSSIBLE
-from tests.config.test_convert import ARGUMENTS, FILES
+from tests.config.test_convert import FILES
 from tests.config.test_convert import sets_of as sets_of_recipe
 
-CASES = yaml.safe_load((Path(__file__).parent / "convert_cases.yaml").read_text())
+CASES = table("config/convert_cases.yaml")
 
 
 def converted(folder, settings, ranks=1, name="a.yaml"):
@@ -121,19 +122,19 @@ def leaves(value, key=""):
         yield key, value
 
 
-GRPO = {"num_generations": 4}
+ARGUMENTS = json.loads(FILES["arguments.json"]["content"])
 CHAT = CASES["axolotl"]["chat"]["datasets"]
 NESTED = {
     "axolotl.yml": yaml.safe_dump({"base_model": "m", "datasets": [*CHAT, {"path": "y", "a": [1]}],
                                    "trl": {"x": {"y": 5}}, "plugins": ["p.q"]}),
     "titan.yaml": "output_dir: o\noptimizer: {name: AdamW, lr: 1e-4, deep: {er: [x, {y: z}]}}\n",
-    "grpo.json": json.dumps(json.loads(ARGUMENTS) | GRPO | {"generation_kwargs": {"k": 1}}),
+    "grpo.json": json.dumps(ARGUMENTS | {"num_generations": 4, "generation_kwargs": {"k": 1}}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*NESTED, *FILES])
 def test_every_leaf_of_a_file_is_in_its_recipe(name, tmp_path):
-    content = NESTED.get(name) or FILES[name][0]
+    content = NESTED.get(name) or FILES[name]["content"]
     index = {"known": CASES["index"]["chats"], "other": CASES["index"]["kto"]}
     write_json(tmp_path / "dataset_info.json", index)
     result = converted(tmp_path, content, name=name)

@@ -8,11 +8,11 @@ from heads import write_queries
 from pairs import write_pairs
 
 SMALLER = [
-    "model.init_from=null", "model.num_hidden_layers=2", "model.hidden_size=32",
-    "model.intermediate_size=48", "model.num_attention_heads=4", "model.num_key_value_heads=2",
-    "model.head_dim=8", "batch.rows=4", "batch.seq_len=128", "train.steps=2",
-    "tokenizer.path=demo:bytes", "compile=disabled",
-]  # fmt: skip
+    "model.init_from=null model.num_hidden_layers=2 model.hidden_size=32",
+    "model.intermediate_size=48 model.num_attention_heads=4 model.num_key_value_heads=2",
+    "model.head_dim=8 batch.rows=4 batch.seq_len=128 train.steps=2",
+    "tokenizer.path=demo:bytes compile=disabled",
+]
 KINDS = table("config/recipe_kinds.yaml")
 """Recipe, data, and what makes the model and the mesh smaller."""
 

@@ -38,26 +38,8 @@ from fsdp_trainer.data.tokens.tokenizer_template import load_template
 BUILDERS = [
     SampleBuilder(Data(), 64, BYTES, load_template(name, BYTES)) for name in ("plain", "chatml")
 ]
-TURN = (
-    *("role", "content", "weight", "loss_weight", "tool_calls", "reasoning", "thinking", "name"),
-    *("train", "masked", "mask", "arguments", "function_call"),
-)
-KNOWN = [
-    "user",
-    "assistant",
-    "system",
-    "tool",
-    "function_call",
-    "gpt",
-    "function",
-    "name",
-    "arguments",
-    "type",
-    "text",
-    "tool_use",
-    "input",
-    "id",
-]
+FILES = table("data/broken_files.yaml")
+KNOWN = FILES["known"]
 ANY = st.recursive(
     st.none()
     | st.booleans()
@@ -74,7 +56,7 @@ ANY = st.recursive(
 
 def with_any_turn(first, question, role, content):
     """Two turns, the second of which has any value in some of its fields."""
-    turn = st.fixed_dictionaries({}, optional=dict.fromkeys((role, content, *TURN), ANY))
+    turn = st.fixed_dictionaries({}, optional=dict.fromkeys((role, content, *FILES["turn"]), ANY))
     return turn.map(lambda odd: [{role: question, content: "q"}, {role: first, content: "a"} | odd])
 
 
@@ -169,7 +151,6 @@ def test_a_table_may_hold_what_json_cannot(prepared, tmp_path, template, validat
 
 
 GOOD = '{"text": "good"}\n'
-FILES = table("data/broken_files.yaml")
 BROKEN_FILES = FILES["broken"] | {
     "cut.jsonl.gz": (
         gzip.compress((GOOD * 5000).encode(), mtime=0)[:60],

@@ -72,10 +72,6 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
         assert len(without) < len(whole)
 
 
-COMPARED = {"chatml": 4, "qwen2": 4, "llama3": 4, "plain": 4, "none": 4, "mistral": 2, "qwen3": 1}
-"""How many of these chats a template shows as they are and in one sample, if not 3."""
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_templates_mask_as_they_mark_generation(name, family):
     theirs = in_transformers(family, BUILT_IN[name])
@@ -88,7 +84,7 @@ def test_built_in_templates_mask_as_they_mark_generation(name, family):
         if len(samples) == 1:
             assert_learnt_alike(samples[0], theirs, messages)
             compared += 1
-    assert compared == COMPARED.get(name, 3)
+    assert compared == CHATS["counts"].get(name, 3)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

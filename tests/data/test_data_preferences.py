@@ -6,15 +6,11 @@ import re
 from functools import partial
 
 import pytest
-import yaml
 from folders import table
 from refused import refusal
 from texts import BYTES, read_row, samples_of, supervised_texts, turn
 
-from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.tokens.records_to_samples import choose_reader
-from fsdp_trainer.errors import UserError
 
 CASES = table("data/preference_rows.yaml")
 
@@ -91,20 +87,6 @@ def test_a_pair_is_two_samples_of_one_group_whose_answers_alone_are_learnt():
     assert none == [], "a pair that no row holds is dropped whole"
     assert builder.counts["too_long"] == 1
     assert builder.counts["lost_tokens"] == both
-
-
-@pytest.mark.parametrize(
-    "key, use",
-    yaml.safe_load("""
-- [{loss_on: all}, data.loss_on=assistant]
-- [{too_long: truncate}, data.too_long=drop]
-- [{too_long: split}, data.too_long=drop]
-"""),
-)
-def test_answers_of_pairs_are_not_cut(key, use):
-    columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    with pytest.raises(UserError, match=use):
-        choose_reader(Data(path="", **key), columns, "f", "auto", None, kind="pairs")
 
 
 def test_pairs_with_an_answer_in_common_are_no_duplicates(jsonl, prepared):

@@ -230,11 +230,11 @@ def test_a_web_file_is_read_where_it_lies(web, folder):
 
 @pytest.mark.parametrize(
     "path, reason",
-    [
-        ("/plain/nothing.jsonl", "no such file"),
-        ("/secret/a.jsonl?Signature=abc", r"(?s)access is denied \(403.*Credentials"),
-        ("/plain/page", "has an unknown type"),
-    ],
+    rows(r"""
+/plain/nothing.jsonl → no such file
+/secret/a.jsonl?Signature=abc → (?s)access is denied \(403.*Credentials
+/plain/page → has an unknown type
+"""),
 )
 def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(
     web, tmp_path, path, reason

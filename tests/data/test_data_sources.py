@@ -80,15 +80,6 @@ def test_paths_are_files_folders_globs_and_lists(tmp_path):
     assert files([b, a, "demo:backwards"]) == [b, a, "demo:backwards"]
 
 
-@pytest.mark.parametrize(
-    "path", [None, [], 5, "missing.jsonl", "no/*.jsonl", "demo:nothing", "s3://bucket/x"]
-)
-def test_a_path_without_data_is_refused_by_name(path):
-    [problem] = refused(find_sources, path, "data.path").problems
-    assert "data.path=" in problem.what
-    assert problem.reason
-
-
 # --- what a row means ---------------------------------------------------------------------------
 
 
@@ -114,13 +105,6 @@ def test_answers_that_are_marked_as_bad_are_not_learnt_unseen():
         assert read(row).is_good is False, "which only objective=kto takes"
     assert read(pair, format="prompt_completion").messages == QA
     assert read({"text": "t", "label": True}).text == "t"  # of a classifier
-
-
-@pytest.mark.parametrize(
-    "fields", [{"wat": "x"}, {"prompt": "x"}, {"prompt": "x", "completion": "y", "wat": "z"}]
-)
-def test_field_maps_that_fit_no_format_are_refused(fields):
-    assert "data.fields" in refusal(read, {"x": "1"}, fields=fields)
 
 
 @pytest.mark.parametrize("column", [None, 5, ["a"]])
@@ -239,17 +223,6 @@ def test_an_array_on_one_line_may_hold_more_values_than_a_row(tmp_path, monkeypa
     monkeypatch.setattr(json_values, "MOST_VALUES", 3)
     rows = [*read_records(written(tmp_path, "a.jsonl", f"[{A}, {B}]"))]
     assert [row.columns["text"] for row in rows] == ["a", "b"]
-
-
-NO_ROWS = CASES["no rows"]
-
-
-@pytest.mark.parametrize("name", NO_ROWS)
-def test_a_file_without_certain_rows_is_refused_with_what_to_write(tmp_path, name):
-    content, advice = NO_ROWS[name]
-    said = refusal(list, read_records(written(tmp_path, name, content)))
-    assert advice in said
-    assert f"{name}:1" in said
 
 
 def test_a_table_with_a_column_twice_is_refused(tmp_path):
@@ -402,14 +375,6 @@ def test_a_missing_pyarrow_is_told_with_the_command_that_installs_it(tmp_path, p
     said = preview(f"data.path={tmp_path}", "logging.wat=1", code=2)
     assert "2 problems" in said
     assert "pip install 'fsdp_trainer[arrow]'" in said
-
-
-def test_every_path_of_a_list_that_cannot_be_read_is_told(tmp_path, preview):
-    good = written(tmp_path, "a.jsonl", '{"text": "x"}')
-    said = preview(f"data.path=[{good},{tmp_path}/b.jsonl,{tmp_path}/*.csv]", code=2)
-    assert "b.jsonl: there is no such file" in said
-    assert "*.csv: no file matches" in said
-    assert "a.jsonl:" not in said
 
 
 def test_a_stream_of_conversations_is_refused(tmp_path, preview):

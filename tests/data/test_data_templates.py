@@ -11,7 +11,6 @@ import inject
 import pytest
 import transformers
 from folders import table
-from refused import refusal
 from texts import (
     SPECIAL,
     function,
@@ -252,16 +251,6 @@ def test_a_template_is_given_its_arguments_and_exported_with_them(tokenizer, swi
     assert template.decides != plain.decides
 
 
-@pytest.mark.parametrize(
-    "args, says",
-    [({"enable_thinkng": True}, "it has:  enable_thinking"), ({"messages": []}, "Leave it out")],
-)
-def test_an_argument_that_the_template_does_not_have_is_refused(args, says, switched):
-    said = refusal(switched, args)
-    assert "data.template_args" in said
-    assert says in said
-
-
 def test_the_date_that_a_template_is_told_is_fixed_and_can_be_set(tokenizer, tmp_path):
     path = tmp_path / "dated.jinja"
     path.write_text("{{ strftime_now('%d %B %Y') }}")
@@ -270,9 +259,6 @@ def test_the_date_that_a_template_is_told_is_fixed_and_can_be_set(tokenizer, tmp
     assert usual.render([]) == "26 July 2024"
     assert dated.render([]) == "31 January 2025"
     assert dated.decides != usual.decides
-    assert "data.template_date=tomorrow" in refusal(
-        load_template, str(path), tokenizer, today="tomorrow"
-    )
 
 
 READ = """

@@ -8,7 +8,6 @@ import inject
 import numpy as np
 import pytest
 import transformers
-import yaml
 from folders import table
 from refused import refusal
 from texts import BYTES, SHARED, make_tokenizer, write_sentencepiece
@@ -22,7 +21,6 @@ from fsdp_trainer.data.tokens.encoding import LLAMA_3
 from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
-from fsdp_trainer.data.tokens.tokenizer_template import load_template
 from fsdp_trainer.errors import UserError
 
 TEXTS = [
@@ -237,32 +235,6 @@ def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiec
     )
 
 
-NO_TOKENIZER = yaml.safe_load(r"""
-- [bad.model, "", 'bad\.model']
-- [bad.model, hello, 'bad\.model']
-- [bad.model, "\n\xff\xff", 'bad\.model']
-- [bad.model, "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 'bad\.model']
-- [of_tiktoken.model, "YQ== 0\nYg== 1\n!!!! 3\n", 'tiktoken|cut short']
-- [of_tiktoken.model, "YQ== 0\nYg== 1\nYWI= 9\n", 'tiktoken|cut short']
-- [missing, null, 'tokenizer\.path=']
-- [., null, this folder has no]
-- [notes.txt, x, 'tokenizer\.path=']
-- [tokenizer.json, "{}", 'tokenizer\.path=']
-- [tokenizer.json, '{"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 4e9}}}', path=]
-- [tokenizer.json, '{"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 2147483647}}}',
-    '2,147,483,647']
-- [vocab.json, "{}", 'merges\.txt is missing']
-""")
-
-
-@pytest.mark.parametrize("name, content, says", NO_TOKENIZER)
-def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, name, content, says):
-    if content is not None:
-        (tmp_path / name).write_bytes(content.encode("latin1"))
-    with pytest.raises(UserError, match=says):
-        load_tokenizer(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -281,20 +253,6 @@ def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path)
     for size in range(0, len(whole) - 40, len(whole) // 20):
         (tmp_path / "cut.model").write_bytes(whole[:size])
         assert "cut.model" in refusal(load_tokenizer, f"{tmp_path}/cut.model")
-
-
-def test_a_template_that_cannot_be_used_is_refused_by_name(tmp_path):
-    (tmp_path / "a.jinja").write_bytes(b"\xff\xfe")
-    for name, says in {
-        f"{tmp_path}/a.jinja": r"data\.template=.*a\.jinja",
-        "lama3": "no template of this name",
-        "llama3": r"<\|eot_id\|>",  # markers that the tokenizer lacks
-        "gemma": r"data\.template=gemma",
-        "llama2": r"data\.template=llama2",
-        "phi4": r"data\.template=phi4",
-    }.items():
-        with pytest.raises(UserError, match=says):
-            load_template(name, BYTES)
 
 
 @pytest.mark.parametrize(

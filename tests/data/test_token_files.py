@@ -104,12 +104,8 @@ def write_rows(path, documents):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "megatron", "megatron_sentences", "mds_bytes", "mds_int32", "mds_any", "mds_zstd",
-        "litdata", "litdata_numpy", "litdata_items", "litdata_zstd",
-        "megatron/tokens_text_document", "megatron/*", "megatron/*.bin",  # as Megatron names it
-    ],
-)  # fmt: skip
+    CASES["written"],
+)
 def test_documents_are_those_that_another_tool_wrote_and_stay_in_its_files(
     store_of, whole_and_in_parts, name
 ):
@@ -474,24 +470,10 @@ def test_shards_of_llm_c_hold_a_round_number_of_tokens(tmp_path, prepare_files, 
     assert sum(len(tokens) - 1 for tokens in documents(store_of("tokens"))) == len(FLAT) - 3
 
 
-@pytest.mark.parametrize(
-    "words, named",
-    rows("""
-out=tokens → out=tokens  needs
-form=olmo → needs  out=FOLDER
-out=full form=olmo → out=full  exists
-out=tokens form=olmo prepare.shard=0/2 → without  prepare.shard=0/2
-out=tokens form=parquet → form=parquet
-out=tokens form=olmo data.path=chats.jsonl data.format=auto data.loss_on=assistant
-  data.too_long=drop data.packing=best_fit → 1 sample with tokens that are not learnt
-"""),
-)
-def test_what_cannot_be_written_is_refused_and_nothing_is_left(
-    tmp_path, prepare_files, words, named
-):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/file").touch()
+def test_tokens_that_are_not_learnt_are_not_written(tmp_path, prepare_files):
     (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    assert named in prepare_files(WRITTEN / "megatron", *words.split(), code=2)
-    remaining = {path.name for path in tmp_path.iterdir()}
-    assert remaining - {"runs"} == {"chats.jsonl", "full"}
+    chats = ["data.format=auto", "data.loss_on=assistant", "data.too_long=drop"]
+    how = [*chats, "data.packing=best_fit", "out=tokens", "form=olmo"]
+    said = prepare_files("chats.jsonl", *how, code=2)
+    assert "1 sample with tokens that are not learnt" in said
+    assert not (tmp_path / "tokens").exists()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tables import rows
 from world import command, edit_json
 from zoo import make_folder
 
@@ -118,9 +119,16 @@ FOLDERS = {
         "merged: share of the adapter",
     ),
 }
-HONEST = [("adapter", "base"), ("merged", "adapter"), ("gguf", "base"), ("base", "gguf"),
-          ("compressed", "base"), ("classifier", "base"), ("head adapter", "base"),
-          ("drafts", "drafts")]  # fmt: skip
+HONEST = rows("""
+adapter → base
+merged → adapter
+gguf → base
+base → gguf
+compressed → base
+classifier → base
+head adapter → base
+drafts → drafts
+""")
 """Folders and references of which `prove` may say nothing."""
 
 

@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from world import write_lines as write_rows
+from zoo import MODELS
 
 WORDS = {"fruit": "apple pear plum", "grain": "rye oats rice", "root": "beet leek yam"}
 
@@ -52,13 +53,7 @@ def write_queries(folder):
         copy_rows(folder / f"{name}.jsonl")
 
 
-ENCODERS = {
-    "bert": {}, "modernbert": {
-        "global_attn_every_n_layers": 2, "local_attention": 8, "pad_token_id": 1,
-        "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2,
-    },
-    "distilbert": {}, "roberta": {"pad_token_id": 1}, "xlm-roberta": {"pad_token_id": 1},
-}  # fmt: skip
+ENCODERS = MODELS["encoders"]
 """Options of small encoders by model_type."""
 
 
@@ -83,10 +78,7 @@ def make_encoder(folder, kind, head="MaskedLM"):
     if kind == "bert":
         published = BertTokenizer(vocab=numbered, do_lower_case=False)
     published.save_pretrained(folder)
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 98, "initializer_range": 0.2,
-    }  # fmt: skip
+    sizes = dict(MODELS["encoder_sizes"])
     if kind == "distilbert":
         sizes["hidden_dim"] = sizes.pop("intermediate_size")
     config = CONFIG_MAPPING[kind](vocab_size=len(vocabulary), **sizes, **ENCODERS[kind])

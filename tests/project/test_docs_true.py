@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from folders import REPO
+from folders import REPO, table
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from world import read_json
@@ -268,7 +268,7 @@ FIGURE = re.compile(
     rf"(?:[KMGT]i?B|bytes a|[mµ]?s|seconds?|minutes?|hours?|{SPEED}))(?![\w/])"
 )
 """What may have been measured: times, ratios, shares, sizes and speeds."""
-SOURCES = yaml.safe_load((Path(__file__).parent / "figures.yaml").read_text())
+SOURCES = table("project/figures.yaml")
 RESULTS = [file for file in TRACKED if file.suffix == ".json" and "benchmarks" in file.parts]
 NUMBER = re.compile(r"(?<![\w.,^/-])\d+(?:,\d{3})*(?:\.\d+)?(?![\d\w.-]*\w)")
 UNIT = re.compile(r"(?<![\w.,^/-])(\d[\d,]*)(?: ?%| (?:m?s|[GMT]i?B|times|tokens|TFLOP/s)\b)")

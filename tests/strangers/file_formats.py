@@ -96,10 +96,11 @@ def bytes_of(tensors):
 
 
 def run(*words):
-    """Run a command line in this process; return its output. Raises Refusal."""
+    """Run a command line, of which a text may have several words, in this process; return its
+    output. Raises Refusal."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
+        code = main([one for word in words for one in str(word).split()])
     if code:
         raise Refusal(code, err.getvalue())
     return out.getvalue()
@@ -108,11 +109,12 @@ def run(*words):
 def of_documents(path, *words, tokenizer="demo:bytes"):
     """Return the tokens of all documents of a path, in their order."""
     out = run(
-        "preview", "data=pretrain", f"data.path={path}", f"tokenizer.path={tokenizer}",
-        f"data.cache={path.parent / 'cache'}", "preview.format=json", "preview.rows=1",
-        "batch.seq_len=400000", "data.shuffle=false", "data.packing=stream", "model=tiny",
-        "model.max_position_embeddings=400000", *words,
-    )  # fmt: skip
+        f"preview data=pretrain data.path={path} tokenizer.path={tokenizer}",
+        f"data.cache={path.parent / 'cache'} preview.format=json preview.rows=1",
+        "batch.seq_len=400000 data.shuffle=false data.packing=stream model=tiny",
+        "model.max_position_embeddings=400000",
+        *words,
+    )
     return {"tokens": np.array(json.loads(out.splitlines()[0])["tokens"], np.int64).tobytes()}
 
 
@@ -244,7 +246,7 @@ def write_torch(folder):
 
 def write_gguf(folder):
     model_folder(folder / "hf")
-    run("export", f"source={folder / 'hf'}", f"out={folder / 'a.gguf'}", "form=gguf", "dtype=f32")
+    run(f"export source={folder / 'hf'} out={folder / 'a.gguf'} form=gguf dtype=f32")
     shutil.rmtree(folder / "hf")
 
 
@@ -252,10 +254,10 @@ def train_in(folder, steps):
     """Train a small model on texts, into `folder/run`."""
     write_lines(folder / "a.jsonl")
     run(
-        "train", *SMALL, "data=pretrain", f"data.path={folder / 'a.jsonl'}",
-        "tokenizer.path=demo:bytes", f"run.root={folder}", "run.name=run", f"train.steps={steps}",
-        f"data.cache={folder / 'cache'}", "launch.device=cpu", "checkpoint.export_hf=false",
-    )  # fmt: skip
+        *("train", *SMALL, f"data=pretrain data.path={folder / 'a.jsonl'}"),
+        f"tokenizer.path=demo:bytes run.root={folder} run.name=run train.steps={steps}",
+        f"data.cache={folder / 'cache'} launch.device=cpu checkpoint.export_hf=false",
+    )
 
 
 def write_own(folder):
@@ -506,9 +508,9 @@ def write_template(folder):
 def of_template(folder):
     """Render a chat; a template may render it in any way."""
     run(
-        "preview", f"data.path={folder / 'a.jsonl'}", f"tokenizer.path={folder / 'tokenizer'}",
-        f"data.cache={folder / 'cache'}", "preview.format=json", "preview.rows=1", "model=tiny",
-    )  # fmt: skip
+        f"preview data.path={folder / 'a.jsonl'} tokenizer.path={folder / 'tokenizer'}",
+        f"data.cache={folder / 'cache'} preview.format=json preview.rows=1 model=tiny",
+    )
     return {}
 
 

@@ -439,22 +439,22 @@ def test_an_image_of_a_request_is_answered_as_by_generate(image_server, tmp_path
     [name] = write_pictures(tmp_path, 1)
     content = b64encode((tmp_path / name).read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
-    asked = [turn("user", [part, {"type": "text", "text": "what is it?"}])]
-    answer = image_server.create(asked, max_tokens=8)
+    question = [turn("user", [part, {"type": "text", "text": "what is it?"}])]
+    answer = image_server.create(question, max_tokens=8)
     speaker = image_server.engine.speaker
-    expected = speaker.answer(read_turns(asked), GenerateConfig(max_tokens=8))
+    expected = speaker.answer(read_turns(question), GenerateConfig(max_tokens=8))
     assert answer.choices[0].message.content == "".join(expected)
     part["image_url"]["url"] = f"{tmp_path}/{name}"
     openai = pytest.importorskip("openai")
     with pytest.raises(openai.BadRequestError, match="should be a data URL"):
-        image_server.create(asked)
+        image_server.create(question)
     Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
     broken = {"thin.png": "1 × 300 pixels is refused", name: "cannot be decoded"}
     for file, reason in broken.items():
         content = b64encode((tmp_path / file).read_bytes()[: 99 if file == name else None])
         part["image_url"]["url"] = f"data:image/png;base64,{content.decode()}"
         with pytest.raises(openai.BadRequestError, match=reason):
-            image_server.create(asked)
+            image_server.create(question)
 
 
 def test_ctrl_c_ends_the_server_and_its_streams(folder, tmp_path):

@@ -295,7 +295,12 @@ class FakeRay:
 
 @pytest.mark.parametrize(
     "codes, starts, code",
-    [((0,), 1, 0), ((75, 1, 75, 0), 4, 0), ((2,), 1, 2), ((1, 1, 0), 2, 1)],
+    yaml.safe_load("""
+- [[0], 1, 0]
+- [[75, 1, 75, 0], 4, 0]
+- [[2], 1, 2]
+- [[1, 1, 0], 2, 1]
+"""),
 )
 def test_a_job_of_ray_starts_again_what_failed_or_stopped_in_order(
     write, tmp_path, monkeypatch, codes, starts, code

@@ -252,14 +252,7 @@ def test_a_tokenizer_that_loses_text_is_named(preview, tmp_path):
     assert not lossy(load_tokenizer("demo:bytes"))
 
 
-PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
-OF_METHODS = {
-    "sft": {"messages": ask("a")["messages"]},
-    "dpo": PAIR,
-    "reward": PAIR,
-    "kto": PAIR,
-    "grpo": {"prompt": "q", "answer": "1"},
-}
+OF_METHODS = table("apps/preview_methods.yaml")
 
 
 @pytest.mark.parametrize("method", OF_METHODS)

@@ -141,10 +141,7 @@ def test_an_honest_run_has_nothing_that_differs(proof):
     assert {*answer["checks"][0]} == {"name", "difference", "limit", "ok", "detail"}
     assert {*answer["not_proved"][0]} == {"name", "command"}
     about = {check["name"].partition(":")[0] for check in answer["checks"]}
-    assert about >= {
-        "layout", "packed = alone", "frozen weights stay", "the mask", "prompts",
-        "resume, as many ranks", "resume, other ranks", "merged",
-    }  # fmt: skip
+    assert about >= {*CASES["about"]}
     by_name = {check["name"]: check for check in answer["checks"]}
     assert "0 of 300 words of user" in by_name["the mask"]["detail"]
     assert "all equal" in (place / "page.html").read_text()
@@ -368,10 +365,14 @@ def test_methods_are_compared_with_other_programs(pool, monkeypatch, tmp_path, d
     write_classes(tmp_path)
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"{i}+1=", "answer": i} for i in range(20)])
     shown = [{"type": "image", "image": name} for name in write_pictures(tmp_path, 3)]
-    asked = [[shown[i % 3], {"type": "text", "text": str(i)}] for i in range(12)]
+    questions = [[shown[i % 3], {"type": "text", "text": str(i)}] for i in range(12)]
     rows = [
-        {"prompt": [turn("user", it)], "completion": [turn("assistant", "no.")], "label": i % 3 > 0}
-        for i, it in enumerate(asked)
+        {
+            "prompt": [turn("user", parts)],
+            "completion": [turn("assistant", "no.")],
+            "label": i % 3 > 0,
+        }
+        for i, parts in enumerate(questions)
     ]
     write_lines(tmp_path / "verdicts.jsonl", rows)
     place = [f"model.init_from={tmp_path / 'hf'}", f"run.root={tmp_path}", "run.name=run"]
@@ -500,19 +501,10 @@ def test_an_adapter_that_only_a_pickle_holds_is_not_called_torn(folders, tmp_pat
     assert "which may run code" in said.out + said.err
 
 
-def test_what_is_no_folder_of_a_model_is_refused_in_one_message(folders, tmp_path):
+def test_a_reference_that_is_no_folder_of_a_model_is_refused(folders, tmp_path, program):
     (tmp_path / "config.json").write_text("[]")
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint/MANIFEST.json").write_text("{}")
-    for source, reference, named in (
-        (tmp_path / "checkpoint", "", "prove what it exports"),
-        (tmp_path, "", "has no weights that are read"),
-        (folders / "base", tmp_path, "not a JSON object"),
-    ):
-        more = [f"reference={reference}"] * bool(reference)
-        result = command(["prove", f"source={source}", *more], None)
-        assert result.code == 2, result
-        assert named in result.err
+    words = [f"source={folders}/base", f"reference={tmp_path}"]
+    assert "not a JSON object" in program("prove", *words, code=2)
 
 
 def test_a_strangers_configuration_is_read_with_bounds(folders, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 from huggingface_hub import ModelCard
 from json_server import JsonServer
+from tables import rows
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.paths import checkpoint_configuration
@@ -152,11 +153,11 @@ def test_nothing_secret_and_nothing_foreign_is_pushed(hub, ledger, tmp_path, pro
 
 
 def test_a_model_card_says_what_was_trained_and_names_no_folder_of_this_machine(ledger, tmp_path):
-    for name, part, tag, library in (
-        ("plain", "hf", "text-generation", "transformers"),
-        ("adapter", "adapter", "text-generation", "peft"),
-        ("reward", "hf", "text-classification", "transformers"),
-    ):
+    for name, part, tag, library in rows("""
+plain → hf → text-generation → transformers
+adapter → adapter → text-generation → peft
+reward → hf → text-classification → transformers
+"""):
         run = ledger.run(name)
         card = ModelCard.load(run.folder / part / "README.md")
         assert (card.data.pipeline_tag, card.data.library_name) == (tag, library)

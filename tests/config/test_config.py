@@ -1,6 +1,5 @@
 """Configuration through its doors: the command line and `compose`. Nothing here imports torch."""
 
-import json
 import logging
 import os
 import re
@@ -112,10 +111,7 @@ def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
 
 
 def test_a_prompt_needs_no_quotes():
-    for prompt in (
-        "Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b, {c}", "null and void",
-        "line\none", "${5}", "\\",
-    ):  # fmt: skip
+    for prompt in CASES["prompts"]:
         assert compose("generate", [f"prompt={prompt}"], inputs=False).prompt == prompt
     assert compose("generate", ["prompt=null"], inputs=False).prompt is None
 
@@ -166,30 +162,6 @@ def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
 
 
 # --- files: recipes and --config-dir ------------------------------------------------------------
-
-
-def test_a_recipe_is_checked_as_the_command_line_is(own, refused):
-    folder = own(
-        recipe__bad="""\
-# @package _global_
-defaults: [override /hydra/job_logging: disabled]
-optim: {learning_rate: 1, lr: fast}
-sharding: {strategy: ddp}
-train:
-hydra: {callbacks: {x: {_target_: os.system}}}
-foo: {bar: 1}
-model: {rope_scaling: {_target_: x}}
-logging: {wandb: off}
-"""
-    )
-    said = refused("--config-dir", folder, "+recipe=bad", *DEMO)
-    for part in (
-        "Did you mean  optim.lr ?", "must be a number", "override /sharding: NAME",
-        "train has: steps", "hydra.callbacks.x._target_  ", "foo.bar  there is no such key",
-        "_target_ is refused", "put it in quotes", "/hydra/job_logging  ",
-        f"(set in {folder}/recipe/bad.yaml:3)",
-    ):  # fmt: skip
-        assert part in said
 
 
 MINE = """\
@@ -379,28 +351,30 @@ def test_bash_completes(tmp_path):
 
 def test_answers_come_within_two_seconds_and_without_torch(tmp_path):
     code = """
-import json, sys, time
+import sys, time
 from fsdp_trainer.cli import main
 begun = time.process_time()
-for words in json.loads(sys.argv[1]):
+for line in sys.argv[1].splitlines():
     before = time.process_time()
-    main(words)
+    main(line.split())
     print(begun + time.process_time() - before, file=sys.stderr)
-    assert "torch" not in sys.modules, words
+    assert "torch" not in sys.modules, line
 """
-    lines = [
-        ["--help"], ["optim.learning_rate=1"], ["--cfg", "job", "+recipe=llama70b_sft"],
-        ["recipes"], ["config", "key=optim.lr"], ["-sc", "query=bash"],
-        ["report", f"{tmp_path}/run"],
-    ]  # fmt: skip
+    lines = f"""--help
+optim.learning_rate=1
+--cfg job +recipe=llama70b_sft
+recipes
+config key=optim.lr
+-sc query=bash
+report {tmp_path}/run"""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").touch()
-    command = [sys.executable, "-c", code, json.dumps(lines)]
+    command = [sys.executable, "-c", code, lines]
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, check=True, cwd=REPO, env=env, capture_output=True, text=True)
     # processor seconds: what else the machine does must not decide
     seconds = [float(line) for line in done.stderr.splitlines() if re.fullmatch(r"[\d.]+", line)]
-    assert len(seconds) == len(lines)
+    assert len(seconds) == 7
     assert max(seconds) < 2
 
 
@@ -423,6 +397,7 @@ def test_every_key_is_explained_and_what_sets_it(program, own):
         "key=optim.lr": of_lr,
         "key=learning_rate": of_lr,
         "key=lr": of_lr,
+        "key=lora": ["adapter.rank"],
         "key=sharding": ["ddp fsdp hsdp", *of_sharding],
         "key=export.dtype": ["fsdp-trainer export dtype=…"],
         "key=optim.lr +recipe=quickstart": ["here     0.001, set by  recipe/quickstart.yaml"],

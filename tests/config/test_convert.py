@@ -134,11 +134,7 @@ def test_values_that_are_named_once_and_used_often_are_read(tmp_path):
     assert read_foreign_file(file).settings["other"] == ["adamw", "adamw"]
 
 
-HOSTILE = [
-    "x\nrun:\n  name: A", "\u2028run: {name: A}", "\x85run: {name: A}", "\r", "\x1b]0;A\x07",
-    "\u202e", "# A", "' A", '" A', "a: A", "- A", "---", "...", "%YAML 1.1", "&a", "*a", "!!set",
-    "null", "1e-5", " A ", "\ufeff", "🙂", "|", "{A: 1}", "A" * 300, "",
-]  # fmt: skip
+HOSTILE = table("config/convert_cases.yaml")["hostile"]
 
 
 def test_no_name_and_no_value_adds_a_key_or_becomes_another(tmp_path, program):

@@ -127,7 +127,3 @@ def test_what_does_not_exist_here_is_said_in_one_line(program):
 @pytest.mark.parametrize("name", ["xylophone", "train.xylophone", "loggin_mode_x", "clearly"])
 def test_nothing_is_suggested_for_a_name_like_no_other(name):
     assert "Did you mean" not in why_unknown(name, "1", KEYS, GROUPS)
-
-
-def test_config_key_answers_as_the_command_line_does(program):
-    assert "adapter.rank" in program("config key=lora")

@@ -15,10 +15,10 @@ from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 
 KEYS = flatten(TrainConfig)
 GROUP = {f.name: f.type for f in fields(TrainConfig)}
-VALUES = [
-    *(None, True, "", "word", "0s", "5x", "3..1", "10-12", "1h30m"),
-    *(-1, 0, 0.5, 1.5, 10**9, [], ["a"], [1], [-1.0], {}, {"a": 1}),
-]
+VALUES = yaml.safe_load("""
+[null, true, '', word, 0s, 5x, 3..1, 10-12, 1h30m,
+-1, 0, 0.5, 1.5, 1000000000, [], [a], [1], [-1.0], {}, {a: 1}]
+""")
 GOOD = """\
 {run: {root: "${oc.env:HOME}/runs"}}
 {optim: {lr: 1e-5, eps: 1.0e-9}}

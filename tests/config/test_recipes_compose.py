@@ -5,6 +5,7 @@ import os
 import pytest
 import yaml
 from recipe import PARAMETERS, RECIPES, named_size, published_model, recipe_as_it_is
+from world import split
 
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.composing.compose import CONF, compose, options
@@ -17,13 +18,10 @@ from fsdp_trainer.config.composing.recipe_heads import recipe_heads
 from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
 
-SHRUNK = [
-    "model=tiny", "model.init_from=null", "data.path=demo:backwards", "tokenizer.path=demo:bytes",
-    "batch.seq_len=128", "train.steps=2", "sharding=ddp", "sharding.cpu_offload=false",
-    "optim.offload=none", "sharding.tensor=1", "sharding.pipeline=1", "precision=fp32",
-    "activation_checkpoint=none", "schedule=wsd", "loss.load_balancing=0", "loss.router_z_loss=0",
-    "loss.bias_update_speed=0", "sharding.expert=1",
-]  # fmt: skip
+SHRUNK = """model=tiny model.init_from=null data.path=demo:backwards tokenizer.path=demo:bytes
+batch.seq_len=128 train.steps=2 sharding=ddp sharding.cpu_offload=false optim.offload=none
+sharding.tensor=1 sharding.pipeline=1 precision=fp32 activation_checkpoint=none schedule=wsd
+loss.load_balancing=0 loss.router_z_loss=0 loss.bias_update_speed=0 sharding.expert=1"""
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -39,7 +37,7 @@ def test_every_recipe_tells_its_use_and_composes_as_it_is_and_with_other_groups_
     cfg = recipe_as_it_is(name)
     assert cfg.run.name == name
     shorter = ["objective.max_new_tokens=64"] if cfg.objective.method.samples else []
-    cfg = compose("train", [f"+recipe={name}", *SHRUNK, *shorter])
+    cfg = compose("train", split([f"+recipe={name}", SHRUNK, *shorter]))
     assert handed_over(cfg) == [cfg, cfg]
     assert cfg.train.steps == 2
     assert (cfg.model.name, cfg.schedule.name) == ("tiny", "wsd")

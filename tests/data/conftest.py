@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from texts import arguments_of
+from world import write_chats
 
 from fsdp_trainer.data.prepared import prepare
 
@@ -37,6 +38,16 @@ def jsonl(tmp_path):
         return tmp_path / name
 
     return write
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Return three files in a folder, with 40, 20 and 9 chats of their own."""
+    (tmp_path / "data").mkdir()
+    return [
+        write_chats(tmp_path / f"data/{name}.jsonl", n, start)
+        for name, n, start in (("a", 40, 0), ("b", 20, 200), ("c", 9, 300))
+    ]
 
 
 @pytest.fixture

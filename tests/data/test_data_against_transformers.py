@@ -66,15 +66,9 @@ def both(tmp_path_factory):
     return SimpleNamespace(folder=folder, ours=ours, theirs=theirs, template=template)
 
 
-TOOL = {
-    "name": "weather",
-    "description": "tells it",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
+FORMS, TOOL, CALL = map(table("data/learnt_rows.yaml").get, ("forms", "tool", "call"))
 TOOLS = [function(**TOOL)]
-CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}
 CALLING = turn("assistant", "", tool_calls=[function(**CALL)])
-FORMS = table("data/learnt_rows.yaml")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,23 +2,18 @@
 
 import pytest
 from texts import turn
-from world import write_chats, write_json
+from world import write_json
 
 STILL = ["optim.lr=0 schedule.warmup_steps=0 train.epochs=1 data.packing=none"]
 """Words for a model that does not move."""
 
 
 @pytest.fixture
-def sources(tmp_path):
-    """Two files of chats of their own, and one of a single chat."""
-    (tmp_path / "data").mkdir()
-    files = [
-        write_chats(tmp_path / f"data/{name}.jsonl", n, start)
-        for name, n, start in (("a", 40, 0), ("b", 20, 200), ("rare", 1, 300))
-    ]
+def sources(sources):
+    """Let the last file have a single chat."""
     answer = turn("assistant", "answer", weight=0.5)
-    write_json(files[2], {"messages": [turn("user", "q"), answer]})
-    return files
+    write_json(sources[-1], {"messages": [turn("user", "q"), answer]})
+    return sources
 
 
 def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
@@ -31,11 +26,11 @@ def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
     alone = {name: run.metrics[0] for name, run in runs.items()}
     losses = {name: line["loss"] for name, line in alone.items()}
     (line,) = both.metrics
-    assert list(line["loss_by_source"]) == ["a", "b", "rare"]
+    assert list(line["loss_by_source"]) == ["a", "b", "c"]
     assert line["loss_by_source"] == pytest.approx(losses, rel=1e-5)
     assert all("loss_by_source" not in single for single in alone.values())
     weights = {name: single["supervised_tokens"] for name, single in alone.items()}
-    weights["rare"] *= 0.5
+    weights["c"] *= 0.5
     sums = [line["loss_by_source"][name] * weight for name, weight in weights.items()]
     assert line["loss"] == pytest.approx(sum(sums) / sum(weights.values()), rel=1e-6)
 
@@ -55,16 +50,16 @@ def test_a_source_that_is_absent_from_a_step_has_no_loss_in_it(train, sources):
     by_step = {line["step"]: line["loss_by_source"] for line in run.metrics}
     curves = EventAccumulator(f"{run.folder}/tensorboard")
     curves.Reload()
-    for name in ("a", "b", "rare"):
+    for name in ("a", "b", "c"):
         curve = {each.step: each.value for each in curves.Scalars(f"loss_by_source/{name}")}
         assert curve == pytest.approx({n: row[name] for n, row in by_step.items() if name in row})
-    assert all(set(losses) <= {"a", "b", "rare"} for losses in by_step.values())
-    assert sum("rare" in losses for losses in by_step.values()) == 1
+    assert all(set(losses) <= {"a", "b", "c"} for losses in by_step.values())
+    assert sum("c" in losses for losses in by_step.values()) == 1
 
 
 def test_the_preview_tells_what_each_source_has(preview, sources):
     shown = preview(f"data.path={sources[0].parent}", "batch.seq_len=64")
     lines = [line.split() for line in shown.splitlines()]
     figures = {line[0]: (line[1], line[-1]) for line in lines if len(line) > 3}
-    for name, samples in (("a", "40"), ("b", "20"), ("rare", "1")):
+    for name, samples in (("a", "40"), ("b", "20"), ("c", "1")):
         assert figures[name] == (samples, "1.00")

@@ -268,14 +268,6 @@ def test_rows_are_dealt_once_each_and_never_less_evenly_than_in_their_order(
 # --- from the command line ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def sources(tmp_path):
-    return [
-        write_chats(tmp_path / f"{name}.jsonl", n, start)
-        for name, n, start in (("a", 40, 0), ("b", 20, 200), ("c", 9, 300))
-    ]
-
-
 def by(kind, sources, *numbers):
     entries = [f"{{path: {path}, {kind}: {n}}}" for path, n in zip(sources, numbers, strict=False)]
     return f"data.path=[{','.join(entries)}]"

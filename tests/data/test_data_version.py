@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+from texts import BYTES, SPECIAL
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from world import read_json, write_json, write_lines
 
@@ -23,7 +24,7 @@ from fsdp_trainer.data.tokens.tokenizer_template import load_template
 
 FILE = Path(__file__).with_name("tokens_of_a_version.json")
 STORED = read_json(FILE)
-"""The rows, and the digests of their tokens in each case."""
+"""The rows, the digests of their tokens in each case, and merges of a tokenizer."""
 ROWS = STORED["rows"]
 SEQ_LEN = 192
 # as the templates that show the last turn in another way than those before it
@@ -50,19 +51,18 @@ MARKED = ("chatml", "phi4", "gemma", "llama3", "phi3")
 def tokenizers(tmp_path_factory):
     """The bytes' own tokenizer, and a BPE of a few merges beside the families' markers."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("o", "r"), ("Ġ", "t"), ("Ġt", "o")]
+    merges = [*map(tuple, STORED["merges"])]
     words = [*letters, *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     markers = dict.fromkeys(marker for name in MARKED for marker in TEMPLATES[name].markers)
-    special = ["<s>", "</s>", *markers]
+    special = [*SPECIAL.values(), *markers]
     backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
     folder = tmp_path_factory.mktemp("bpe")
     backend.save(f"{folder}/tokenizer.json")
-    names = {"bos_token": "<s>", "eos_token": "</s>"}
-    write_json(folder / "tokenizer_config.json", names)
-    return {"bytes": load_tokenizer("demo:bytes"), "bpe": load_tokenizer(folder)}
+    write_json(folder / "tokenizer_config.json", SPECIAL)
+    return {"bytes": BYTES, "bpe": load_tokenizer(folder)}
 
 
 def tokens_digest(folder, tokenizers, case):

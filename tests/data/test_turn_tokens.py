@@ -12,11 +12,7 @@ MARKS = [
     *("<s>", "</s>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|call|>", "<|end|>"),
 ]
-CALL = {
-    "id": "call00000",
-    "type": "function",
-    "function": {"name": "calculator", "arguments": {"expression": "1+1"}},
-}
+CALL = function("calculator", arguments={"expression": "1+1"}) | {"id": "call00000"}
 TOOL = function("calculator", description="", parameters={})
 ASK, CALLING = turn("user", "1+1?"), turn("assistant", "", tool_calls=[CALL])
 RESULT = turn("tool", "2", tool_call_id="call00000", name="calculator")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ssh_hosts
+import yaml
 from inject import seamed
 from world import end, read_json, wait_until
 
@@ -122,7 +123,13 @@ def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatc
 
 @pytest.mark.parametrize(
     "codes, code",
-    [([75, 75], 75), ([2, 2], 2), ([3, 0], 3), ([1, 1], 1), ([255, 0], 1)],
+    yaml.safe_load("""
+- [[75, 75], 75]
+- [[2, 2], 2]
+- [[3, 0], 3]
+- [[1, 1], 1]
+- [[255, 0], 1]
+"""),
 )
 def test_the_exit_code_of_the_run_comes_back(nodes, capfd, codes, code):
     nodes(codes)

@@ -52,11 +52,7 @@ from fsdp_trainer.run.run import repeats_steps
 from fsdp_trainer.training.objective import CrossEntropy
 
 CASES = table("observe/cases.yaml")
-
-FIELDS = {
-    "step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "tokens_per_second",
-    "step_seconds", "memory_gib",
-}  # fmt: skip
+FIELDS = {*CASES["fields"]}
 
 
 def test_metrics_and_events_have_the_contracts_fields(ledger):
@@ -89,8 +85,7 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
     run = train("run", words, seam=late)
     wall = time.time() - began
     first, last = (line["phases"] for line in run.metrics if "phases" in line)
-    of_training = {"data", "forward", "backward", "clip", "update", "read", "validation", "log"}
-    assert of_training <= first.keys() & last.keys()
+    assert {*CASES["training"]} <= first.keys() & last.keys()
     assert first["data"] >= 0.3
     assert first["start"] > 0
     assert "start" not in last
@@ -336,10 +331,7 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
     for number, (name, stream, launched, *times) in enumerate(CASES["kernels"]):
         launch = in_trace("cuda_runtime", "launch", 2, launched, launched, correlation=number)
         events += [launch, in_trace("kernel", name, stream, *times, correlation=number)]
-    events += [
-        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
-        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "tid": 3, "ts": 0, "dur": 9},
-    ]
+    events += CASES["no phases"]
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
         json.dump({"schemaVersion": 1, "traceEvents": events}, file)
     rows = phases_of(read_trace(tmp_path / "trace.json.gz"))

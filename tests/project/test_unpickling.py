@@ -13,15 +13,10 @@ import fsdp_trainer
 from fsdp_trainer.config import yaml_text
 
 ROOT = Path(fsdp_trainer.__file__).parents[1]
-MODULES = (
-    "pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle",
-    "multiprocessing", "torch.multiprocessing", "torch.package", "torch.hub",
-    "torch.distributed.rpc", "torch.distributed.run", "torch.distributed.launcher",
-    "torch.distributed.elastic", "torch.distributed.checkpoint", "torchft", "xmlrpc", "datasets",
-)  # fmt: skip
-"""Modules that unpickle; each name of theirs counts."""
+KNOWN = table("project/unpickling.yaml")
+MODULES = KNOWN["modules"]
 UNPICKLES = re.compile(
-    rf"(?:{'|'.join(map(re.escape, MODULES))})\.(\w|\.)+"
+    rf"(?:{'|'.join(map(re.escape, KNOWN['modules']))})\.(\w|\.)+"
     r"|torch\.(?:(?:jit|export|serialization)\.)?load"
     r"|torch\.distributed\.\w+_object(?:_list|s)?"
     r"|.*\.(?:ProcessPoolExecutor|DataLoader|from_pretrained)|pandas\.read_pickle"
@@ -34,7 +29,6 @@ HARMLESS = re.compile(
     r"|filesystem\._StorageInfo|utils\._create_file_view)"
 )
 """Names of theirs that only write, name a class or read bytes."""
-ALLOWED = table("project/unpickling.yaml")
 WORDS = re.compile(
     "pickle|dill|joblib|shelve|marshal|multiprocessing|rpc|launcher|elastic|torchft|datasets"
     "|load|Loader|_object|ProcessPool|from_pretrained|distributed.checkpoint|read_array|torch.hub"
@@ -84,7 +78,7 @@ def places():
 
 
 def test_nothing_unpickles_but_what_is_listed_with_a_reason():
-    assert places() == {(file, name) for file, names in ALLOWED.items() for name in names}
+    assert places() == {(file, name) for file, names in KNOWN["places"].items() for name in names}
 
 
 def calls(name):

@@ -8,7 +8,7 @@ import yaml
 from folders import table
 from world import write_json
 
-from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.composing.compose import compose, options
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.environment_tasks import EnvironmentTask
 from fsdp_trainer.interop.convert.converter import convert, recipe_text
@@ -62,6 +62,7 @@ def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
     assert "optim.lr=-1" in line_after(text, "learning_rate: -1")
     assert sets_of(text)["model.init_from"] == "a/b"
     assert not {"batch.seq_len", "optim.lr"} & sets_of(text).keys()
+    assert "recipe.own" not in options("train")["recipe"]  # the file with which it was tried
 
 
 BOMB = "a: &a [x]\n" + "".join(

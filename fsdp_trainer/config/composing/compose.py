@@ -114,7 +114,7 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
         group: sorted(name for folder in folders for name in _names_in(folder / group))
         for group in (*GROUPS, "recipe", "sweep")
     }
-    names["recipe"] += OWN
+    names["recipe"] += (name for name, file in OWN.items() if file.is_file())
     return names
 
 
